@@ -40,9 +40,11 @@ def run(arguments: list[str]) -> int:
 
 def _run(steps: int, overrides: list[str]) -> int:
     config, plan = check_shapes(overrides)
-    small, left_out = fold(plan.layout)
+    small, left_out = fold(plan.layout, shard_groups=plan.zero.shard_size is not None)
     model = {**config["model"], "config": shrink_model(config["model"]["config"], plan.layout, small), "pretrained": None}
     arguments, dropped = strategy_arguments(config, plan, small)
+    if plan.zero.shard_size is not None and arguments["zero_shard_size"] is None:
+        left_out.append("zero_shard_size")
     count = micro_batches(plan.schedule, small)
     sizes = model["config"]
     print(f"{plan.describe()}\nsmall model: {small.name} on CPU, fp32, {count} micro-batches of {arguments['micro_batch_size']}")
@@ -99,6 +101,7 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
     folded = {"layout": small.name, "vp": small.vp, "schedule": _schedule(plan, small), "micro_batch_size": 2, "seed": config["seed"]}
     if arguments["sequence_parallel"] is None and plan.run.cluster.accelerator == "cpu":
         folded["sequence_parallel"] = False  # as the job itself runs
+    folded["zero_shard_size"] = 2 if plan.zero.shard_size is not None and small.dp == 4 else None
     folded |= {"stages": None, "zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}
     return {**arguments, **neutral, **folded}, dropped
 

@@ -54,7 +54,10 @@ def adapt(run: RunConfig, layout: Layout, schedule: str, outside: OutsideRank | 
     if batch is None:
         raise ConfigError("data.global_batch_size must be given for an elastic run, which keeps it on any number of ranks.")
     size = size or largest_micro_batch(whole, schedule, batch)
-    found = fitting_layout(whole, ranks=ranks, global_batch_size=batch, micro_batch_size=size, schedule=schedule)
+    shards = run.parallelism.zero_shard_size
+    found = fitting_layout(
+        whole, ranks=ranks, global_batch_size=batch, micro_batch_size=size, schedule=schedule, zero_shard_size=shards
+    )
     run = replace(run, parallelism=replace(run.parallelism, elastic=whole.name, micro_batch_size=size))
     if found.world_size == whole.world_size:
         return Adapted(run, found, whole)

@@ -155,7 +155,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     )
     adapted = adapt(run, configured, schedule, outside)
     run, layout, parallelism = adapted.run, adapted.layout, adapted.run.parallelism
-    zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
+    zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions)))
+    zero = zero.resolve(schedule, layout.pp).over(layout)
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     check_cp_kind(parallelism.cp_kind)

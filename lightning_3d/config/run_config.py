@@ -39,6 +39,7 @@ class ParallelismConfig:
     zero_gather: str | None = None
     zero_reduce_scatter: bool | None = None
     zero_offload: str = "none"
+    zero_shard_size: int | None = None
     cp_kind: str = "ring"
     recompute: str | None = "none"
     recompute_every: int = 1

@@ -54,6 +54,7 @@ class DryStrategy(Lightning3DStrategy):
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
         self._mesh = Mesh(self.layout or Layout(), node_size=self._node_size)
+        self._mesh.shard_data(self.zero.shard_size)
 
     def _materialize(self, root: nn.Module, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.meter.materialize(root)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout.batch_rules import check_batch, largest_micro_batch
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import check_expert_groups, resolve_layout
+from lightning_3d.layout.shard_size import check_shard_size
 
 
 def fitting_layout(
-    layout: str | Layout, *, ranks: int, global_batch_size: int, micro_batch_size: int | None = None, schedule: str | None = None
+    layout: str | Layout,
+    *,
+    ranks: int,
+    global_batch_size: int,
+    micro_batch_size: int | None = None,
+    schedule: str | None = None,
+    zero_shard_size: int | None = None,
 ) -> Layout:
     """Return the largest layout up to `layout` that fits on a number of ranks. It differs in data parallelism only.
 
-    The global batch stays the same, so each data-parallel rank gets more rows. A dp that does not divide them is left out; then some ranks
-    have no work.
+    The global batch stays the same, so each data-parallel rank gets more rows. A dp that does not divide them, or that `zero_shard_size`
+    does not divide, is left out; then some ranks have no work.
 
     Args:
         layout: layout with all ranks.
@@ -25,17 +32,24 @@ def fitting_layout(
         global_batch_size: rows of an optimizer step over all data-parallel ranks.
         micro_batch_size: rows of a micro-batch; None if it may be any.
         schedule: name of the pipeline schedule; None for the default.
+        zero_shard_size: data-parallel ranks that shard; None for all.
 
     Raises:
         LayoutError: `layout` does not suit the batch, or one replica of the model needs more ranks than are there.
     """
     whole, name = resolve_layout(layout, schedule)
-    _check(whole, name, global_batch_size, micro_batch_size)
+
+    def check(one: Layout) -> None:
+        _check(one, name, global_batch_size, micro_batch_size)
+        if zero_shard_size is not None:
+            check_shard_size(zero_shard_size, one.dp)
+
+    check(whole)
     replica = whole.world_size // whole.dp
-    found = _first(whole, name, range(min(whole.dp, ranks // replica), 0, -1), global_batch_size, micro_batch_size)
+    found = _first(whole, range(min(whole.dp, ranks // replica), 0, -1), check)
     if found is not None:
         return found
-    smallest = _first(whole, name, range(1, whole.dp + 1), global_batch_size, micro_batch_size) or whole
+    smallest = _first(whole, range(1, whole.dp + 1), check) or whole
     raise LayoutError(
         f"{ranks} rank{'s are' if ranks != 1 else ' is'} here, but the smallest layout to which {whole} can shrink is {smallest}, with"
         f" {smallest.world_size} ranks. Start more ranks, or name a layout with a smaller tp, pp or cp."
@@ -81,12 +95,12 @@ def whole_dp(elastic: object, layout: Layout | None, micro_batch_size: int | Non
     return whole_layout(elastic, layout).dp
 
 
-def _first(whole: Layout, schedule: str, degrees: Iterable[int], global_batch: int, micro_batch: int | None) -> Layout | None:
-    """Return the layout with the first degree of data parallelism that works; None if none does."""
+def _first(whole: Layout, degrees: Iterable[int], check: Callable[[Layout], None]) -> Layout | None:
+    """Return the layout with the first degree of data parallelism that `check` accepts; None if none does."""
     for dp in degrees:
         smaller = replace(whole, dp=dp)
         try:
-            _check(smaller, schedule, global_batch, micro_batch)
+            check(smaller)
         except LayoutError:
             continue
         return smaller

@@ -174,6 +174,26 @@ class Layout:
                 found.setdefault((self.coordinates(rank)["pp"], index), []).append(rank)
         return sorted(tuple(sorted(group)) for group in found.values())
 
+    def shard_groups(self, size: int) -> list[tuple[int, ...]]:
+        """Return all groups of ranks of a stage that shard over `size` neighbouring data-parallel indices, with ranks in ascending order.
+
+        Args:
+            size: divisor of `dp`. All context-parallel ranks of an index are in its group.
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            found.setdefault((at["pp"], at["tp"], at["dp"] // size), []).append(rank)
+        return sorted(map(tuple, found.values()))
+
+    def replica_groups(self, size: int) -> list[tuple[int, ...]]:
+        """Return all groups of ranks that hold the same shard: one rank of each of the `shard_groups` of a stage, in ascending order."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            found.setdefault((at["pp"], at["tp"], at["cp"], at["dp"] % size), []).append(rank)
+        return sorted(map(tuple, found.values()))
+
     def require_world_size(self, launched: int) -> None:
         """Refuse a number of launched ranks other than this layout's.
 

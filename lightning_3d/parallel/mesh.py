@@ -104,6 +104,9 @@ class Mesh:
             nodes = by_node(experts, node_size or layout.world_size)
             self._create_missing([*nodes, *zip(*nodes, strict=True)], "experts of nodes")
         self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
+        self._shard_size = layout.dp
+        self._shard_ranks = self.ranks("dp", "cp")
+        self._replica_ranks: tuple[int, ...] = (self.rank,)
         self._apart: dict[str, dist.ProcessGroup] = {}
         self._on_host = dist.get_backend() in _HOST_BACKENDS
         if not self._on_host and layout.pp > 1:
@@ -137,6 +140,33 @@ class Mesh:
     def data_control(self) -> dist.ProcessGroup:
         """Group over the ranks of ("dp", "cp"), for small tensors in host memory (gloo), so that the host need not wait for the device."""
         return self._apart.get("data control") or self.group("dp", "cp")
+
+    def shard_data(self, size: int | None) -> None:
+        """Let ZeRO shard over groups of neighbouring data-parallel ranks. Collective over the world; sends nothing yet.
+
+        Args:
+            size: data-parallel indices of a group, a divisor of dp; None: all of them.
+        """
+        self._shard_size = size or self.layout.dp
+        shards, replicas = self.layout.shard_groups(self._shard_size), self.layout.replica_groups(self._shard_size)
+        self._shard_ranks, self._replica_ranks = _containing(self.rank, shards), _containing(self.rank, replicas)
+        self._create_missing(shards, "shard")
+        self._create_missing(replicas, "replicas")
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Group of the ranks that ZeRO shards over: this rank's neighbours along ("dp", "cp"), or all of them."""
+        return self.group_for(self._shard_ranks)
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks with the same shard as this one, one of each shard group; None if there is only one shard group."""
+        return self.group_for(self._replica_ranks) if len(self._replica_ranks) > 1 else None
+
+    @property
+    def replica_index(self) -> int:
+        """Index of this rank's shard group among those of its stage."""
+        return self.coordinates["dp"] // self._shard_size
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
@@ -231,7 +261,7 @@ class Mesh:
 
     def _in_schedule(self) -> list[dist.ProcessGroup]:
         """Groups of this rank whose collectives run inside a schedule, each once, in the same order on all ranks."""
-        ranks = [self.ranks(*axes) for axes in IN_SCHEDULE]
+        ranks = [*(self.ranks(*axes) for axes in IN_SCHEDULE), self._shard_ranks]
         if self.layout.ep > 1:
             ranks += [self._experts, self._expert_data]
             ranks += [_containing(self.rank, split) for split in (self._expert_nodes, [*zip(*self._expert_nodes, strict=True)]) if split]

@@ -31,6 +31,7 @@ class Job:
         recompute_every: one of every n neighbouring blocks is recomputed.
         sequence_parallel: tensor-parallel ranks split the sequence where they do not shard a layer.
         reduce_scatter: ZeRO 1 and 2 send each gradient only to the rank that keeps it, where they can.
+        shard_size: data-parallel indices over which ZeRO shards, a divisor of dp, as in `ZeroOptions`; None for all of them.
         loss_chunks: see `ModelOptions.loss_chunks`.
         blocks: number of blocks of each pipeline stage; None as the stack splits them.
         stack: software that runs the step.
@@ -53,6 +54,7 @@ class Job:
     recompute_every: int = 1
     sequence_parallel: bool = True
     reduce_scatter: bool = True
+    shard_size: int | None = None
     loss_chunks: int | str = 1
     blocks: tuple[int, ...] | None = None
     stack: Stack = Stack()
@@ -65,8 +67,17 @@ class Job:
     def buffers_all_gradients(self) -> bool:
         """True if ZeRO 1 and 2 reduce gradients in one tensor of all of them: without reduce-scatter, and where tp does not divide the
         vocabulary and more than two ranks share the parameters."""
-        uneven = self.model.vocab % self.layout.tp > 0 and self.layout.dp * self.layout.cp > 2
-        return self.zero in (1, 2) and not self.reduces_often and (uneven or not self.reduce_scatter)
+        return self.zero in (1, 2) and not self.reduces_often and (self.is_uneven or not self.reduce_scatter)
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if gradients are all-reduced over all data-parallel ranks, so that copies on tensor-parallel ranks stay equal."""
+        return self.model.vocab % self.layout.tp > 0 and self.layout.dp * self.layout.cp > 2
+
+    @property
+    def shards(self) -> int:
+        """Number of data-parallel indices over which ZeRO shards."""
+        return self.shard_size or self.layout.dp
 
     @property
     def reduces_often(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 
 from lightning_3d.layout.layout import Layout
 
@@ -98,14 +99,30 @@ class Group:
 @lru_cache(maxsize=4096)
 def group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
     """Return the group of rank 0 along these axes; ranks fill nodes in order."""
-    size, stride, local = 1, 1, 1
-    for axis in layout.order:
-        degree = layout.size(axis)
-        if axis in axes:
-            size *= degree
-            local *= max(1, min(degree, gpus_per_node // stride))
-        stride *= degree
-    return Group(size, min(size, local))
+    return _group([(layout.size(axis), _stride(layout, axis)) for axis in axes], gpus_per_node)
+
+
+@lru_cache(maxsize=4096)
+def shard_groups(layout: Layout, shards: int, gpus_per_node: int) -> tuple[Group, Group]:
+    """Return (ranks over which ZeRO shards, ranks with the same shard) of rank 0.
+
+    Args:
+        shards: neighbouring data-parallel indices of a shard group.
+    """
+    stride = _stride(layout, "dp")
+    inside = _group([(layout.cp, _stride(layout, "cp")), (shards, stride)], gpus_per_node)
+    return inside, _group([(layout.dp // shards, stride * shards)], gpus_per_node)
+
+
+def _stride(layout: Layout, axis: str) -> int:
+    """Return the difference of the ranks of two neighbours along an axis."""
+    return prod(layout.size(inner) for inner in layout.order[: layout.order.index(axis)])
+
+
+def _group(parts: Sequence[tuple[int, int]], gpus_per_node: int) -> Group:
+    """Return the group of ranks that differ in (degree, stride) of each part."""
+    size = prod(degree for degree, _ in parts)
+    return Group(size, min(size, prod(max(1, min(degree, gpus_per_node // stride)) for degree, stride in parts)))
 
 
 def ring_rate(machine: Machine, ranks: Group) -> float:

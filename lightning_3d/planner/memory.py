@@ -1,6 +1,6 @@
 """Bytes of one GPU at the peak of a step. Pure Python.
 
-Of N parameters on a rank, d data-parallel ranks (ZeRO: Rajbhandari et al., arXiv:1910.02054, section 3):
+Of N parameters on a rank, d data-parallel ranks that shard (ZeRO: Rajbhandari et al., arXiv:1910.02054, section 3):
 
     weights 2 N (stage 3: / d), gradients (stages 2 and 3: / d), optimizer with fp32 master weights 12 N (stages 1 to 3: / d)
 
@@ -23,7 +23,7 @@ from math import ceil
 from lightning_3d.layout.loss_chunks import count_chunks
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
+from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.timeline import in_flight
 
 StagesOfRank = tuple[tuple[Stage, int], ...]
@@ -109,7 +109,7 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     model, footprint = job.model, job.stack.footprint
     stages = [stage for stage, _ in own]
     counts = [parameters_of(job, stage) for stage in stages]
-    sharers = data_ranks(job)
+    sharers = shard_ranks(job)
     weights = gradients = kept_gradients = optimizer = 0.0
     for parameters, ranks in zip(map(sum, zip(*counts, strict=True)), sharers, strict=True):
         weights += parameters * job.weight_bytes / (ranks if job.zero == 3 else 1)

@@ -153,7 +153,7 @@ def _degrees(job: Job) -> tuple[int, ...]:
 def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
     """Yield all degrees, rank orders, micro-batches and forms of tensor parallelism that divide the model and the batch."""
     for layout in [fixed.layout] if fixed.layout is not None else _layouts(job, machine):
-        if job.global_batch % layout.dp:
+        if job.global_batch % layout.dp or not _suits_shards(job, layout):
             continue
         rows = job.global_batch // layout.dp
         sizes = [fixed.micro_batch] if fixed.micro_batch else [size for size in divisors(rows) if size & (size - 1) == 0 and size <= 64]
@@ -162,6 +162,12 @@ def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
         for placed, size, split in product([replace(layout, order=order, vp=1) for order in orders], sizes, splits):
             if rows % size == 0 and (not split or job.seq % (layout.tp * layout.cp) == 0):
                 yield replace(job, layout=placed, micro_batch=size, sequence_parallel=split and layout.tp > 1, schedule="", zero=1)
+
+
+def _suits_shards(job: Job, layout: Layout) -> bool:
+    """True if a layout works with the shard size that the user has given (see `ZeroOptions.over`)."""
+    size = job.shard_size
+    return size is None or size == layout.dp or (layout.dp % size == 0 and layout.ep == 1)
 
 
 def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:

@@ -43,7 +43,8 @@ def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
     return dense, stage.blocks * model.routed_block / (layout.ep if layout.ep > 1 else layout.tp)
 
 
-def data_ranks(job: Job) -> tuple[int, int]:
-    """Count the ranks that have the same (parameters, routed experts)."""
+def shard_ranks(job: Job) -> tuple[int, int]:
+    """Count the ranks over which ZeRO shards (parameters, routed experts)."""
     layout = job.layout
-    return layout.dp * layout.cp, layout.tp * layout.dp * layout.cp // layout.ep if layout.ep > 1 else layout.dp * layout.cp
+    dense = job.shards * layout.cp
+    return dense, layout.tp * layout.dp * layout.cp // layout.ep if layout.ep > 1 else dense

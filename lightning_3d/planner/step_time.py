@@ -11,8 +11,8 @@ from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.planner.block_costs import Part, Work, work_of
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, all_reduce, gather, group
-from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
+from lightning_3d.planner.machine import Machine, all_reduce, gather, group, shard_groups
+from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
 _SHARPNESS = 6
@@ -71,12 +71,13 @@ def _late(job: Job, machine: Machine, block: Part) -> Part:
     if not job.gathers_often and not job.reduces_often:
         return Part()
     stack, size = job.stack, sum(parameters_of(job, Stage(1, False, False)))
-    ranks = group(job.layout, ("dp", "cp"), machine.gpus_per_node)
+    ranks, _ = shard_groups(job.layout, job.shards, machine.gpus_per_node)
+    reducing = group(job.layout, ("dp", "cp"), machine.gpus_per_node) if job.is_uneven else ranks
     if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.width * size)) is not None:
         again = 1 + (job.recompute == "full") + job.reduces_often
         return Part(forward_communication=once, backward_communication=again * once)
     whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
-    scatter = gather(machine, ranks, stack.reduced_bytes * size) if job.reduces_often else 0.0
+    scatter = gather(machine, reducing, stack.reduced_bytes * size) if job.reduces_often else 0.0
     forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
     return Part(forward_communication=max(0.0, whole - forward), backward_communication=max(0.0, whole + scatter - backward))
 
@@ -198,7 +199,8 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
     """Return (seconds of exposed reduction and gathering, seconds of the optimizer) of a rank.
 
     Stage 0 needs an all-reduce, other stages a reduce-scatter of gradients (or an all-reduce) and an all-gather of weights. Overlapping
-    communication hides behind the backward pass of the last micro-batch of the rank's first stage.
+    communication hides behind the backward pass of the last micro-batch of the rank's first stage. Where shards have replicas, an
+    all-reduce of the rank's shard follows, which nothing hides.
 
     Args:
         held: (parameters, parameters of routed experts) of each stage of the rank.
@@ -206,19 +208,25 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
     """
     layout, stack = job.layout, job.stack
     dense, routed = map(sum, zip(*held, strict=True))
-    sharers = data_ranks(job)
-    ranks = group(layout, ("dp", "cp"), machine.gpus_per_node)
+    sharers = shard_ranks(job)
+    everyone = group(layout, ("dp", "cp"), machine.gpus_per_node)
+    ranks, replicas = shard_groups(layout, job.shards, machine.gpus_per_node)
+    across = 0.0
     size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
     stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
     optimizer = stepped * stack.traffic.parameter / machine.memory_rate
     if job.zero == 0:
-        reduce, spread = all_reduce(machine, ranks, stack.reduced_bytes * size), 0.0
+        reduce, spread = all_reduce(machine, everyone, stack.reduced_bytes * size), 0.0
     else:
-        whole = 1 if stack.scatters else 2
-        reduce = 0.0 if job.reduces_often else whole * gather(machine, ranks, stack.reduced_bytes * size)
+        whole, reducing = 1 if stack.scatters else 2, ranks
+        if replicas.size > 1 and job.is_uneven:
+            whole, reducing = 2, everyone
+        elif replicas.size > 1:
+            across = all_reduce(machine, replicas, stack.reduced_bytes * size / ranks.size)
+        reduce = 0.0 if job.reduces_often else whole * gather(machine, reducing, stack.reduced_bytes * size)
         spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
     if stack.overlap.data if job.zero else stack.overlap.all_reduce:
         reduce = max(reduce - _HIDDEN * last.backward, 0.1 * reduce)
     if stack.overlap.gather:
         spread = max(spread - _HIDDEN * last.forward, 0.1 * spread)
-    return reduce + spread, optimizer
+    return reduce + across + spread, optimizer

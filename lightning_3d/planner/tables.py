@@ -46,6 +46,8 @@ def margin(memory: Memory, machine: Machine) -> str:
 def describe(job: Job) -> str:
     """Return the keys of `parallelism` that make this job."""
     words = [f"parallelism={job.layout.name}", f"micro_batch_size={job.micro_batch}", f"zero_stage={job.zero}"]
+    if job.shards < job.layout.dp:
+        words.append(f"zero_shard_size={job.shards}")
     if job.layout.pp > 1:
         words.append(f"schedule={job.schedule}")
     if job.recompute != "none":

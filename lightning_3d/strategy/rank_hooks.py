@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.reliability import Reliability
+from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.health.lost_nodes import LostNodes
 from lightning_3d.health.processes import Process
 from lightning_3d.health.time_limits import seconds_allowed
@@ -41,6 +42,7 @@ class RankHooks(ParallelStrategy):
 
     layout: Layout | None
     schedule: str
+    zero: ZeroOptions
     micro_batch_size: int | None
     _whole_dp: int | None = None
     _mesh: Mesh | None = None
@@ -117,10 +119,12 @@ class RankHooks(ParallelStrategy):
         """Choose data parallelism over all ranks where no layout was passed.
 
         Raises:
-            LayoutError: the layout has another number of ranks than the Trainer.
+            LayoutError: the layout has another number of ranks than the Trainer, or ZeRO's shard size does not divide them.
         """
         world_size = ranks_with_work() or self.num_nodes * self.num_processes
-        self.layout = self.layout or Layout(dp=world_size)
+        if self.layout is None:
+            self.layout = Layout(dp=world_size)
+            self.zero = self.zero.over(self.layout)
         self.layout.require_world_size(world_size)
 
     def _watch_ranks(self) -> None:
@@ -177,10 +181,10 @@ class RankHooks(ParallelStrategy):
             return
         layout = require(self.layout, "a layout", ATTACHED)
         earlier = Partition.of(self.lightning_module) if self.lightning_module is not None else None
-        if earlier is not None and earlier.suits(layout, self.schedule):
-            self._mesh = earlier.mesh
-        else:
-            self._mesh = Mesh(layout, timeout=timeout, node_size=self._node_size)
+        kept = earlier.mesh if earlier is not None and earlier.suits(layout, self.schedule) else None
+        self._mesh = Mesh(layout, timeout=timeout, node_size=self._node_size) if kept is None else kept
+        self._mesh.shard_data(self.zero.shard_size)
+        if kept is None or self.zero.shard_size is not None:
             self._mesh.warm_up()
 
     # Collectives

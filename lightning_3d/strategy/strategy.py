@@ -97,6 +97,8 @@ class Lightning3DStrategy(CheckpointHooks):
             2: also gradients, 3: also parameters.
         zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
             what is kept in host memory, see `ZeroOptions`.
+        zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a node; a divisor of dp. The groups of so
+            many ranks hold replicas. None: all data-parallel ranks shard.
         cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
         recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: what happens around the forward of
             the model's blocks, see `BlockOptions`.
@@ -149,6 +151,7 @@ class Lightning3DStrategy(CheckpointHooks):
         zero_gather: str | None = None,
         zero_reduce_scatter: bool | None = None,
         zero_offload: str = "none",
+        zero_shard_size: int | None = None,
         cp_kind: str = "ring",
         recompute: str = "none",
         recompute_every: int = 1,
@@ -192,12 +195,13 @@ class Lightning3DStrategy(CheckpointHooks):
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size must be at least 1; got {micro_batch_size}.")
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
-        zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload)
+        zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload, zero_shard_size)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size)
         self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages, loss_chunks)
         self.options.require_suit(self.layout or Layout())
-        self.zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
+        zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
+        self.zero = zero.over(self.layout) if self.layout is not None else zero
         self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch
         self._whole_dp = whole_dp(elastic, self.layout, micro_batch_size)
         self.last_step: StepResult | None = None

@@ -30,13 +30,18 @@ _WIDTHS = {  # fields of Transformers' configurations that have a size of their 
 }
 
 
-def fold(layout: Layout) -> tuple[Layout, list[str]]:
+def fold(layout: Layout, *, shard_groups: bool = False) -> tuple[Layout, list[str]]:
     """Reduce a layout to 2 ranks along each axis that has more, without the axes that do not fit on 8 ranks.
+
+    Args:
+        shard_groups: ZeRO shards over a part of the data-parallel ranks: dp is reduced to 4, two groups of 2, if that fits.
 
     Returns:
         The layout, and the names of axes that were left out.
     """
     small = {axis: min(2, getattr(layout, axis)) for axis in ("tp", "pp", "dp", "cp", "ep", "vp")}
+    if shard_groups and 2 * small["tp"] * small["pp"] * small["dp"] * small["cp"] <= MOST_RANKS:
+        small["dp"] *= 2
     left_out = []
     for axis in _LAST:
         if small["tp"] * small["pp"] * small["dp"] * small["cp"] > MOST_RANKS and small[axis] > 1:

@@ -38,13 +38,18 @@ def pairs(model: str, dtype: str, source: Cell, targets: Iterable[Cell]) -> list
 THREE_D = dense("tp2_pp2_dp2", 1)
 LOOPED = dense("pp4_vp2", schedule="Interleaved1F1B")
 DEALT = dense("ep4_dp4", 1)
+TWO_LEVELS = dense("dp4", 3, zero_shard_size=2)
 
 DEFAULT = [
     *pairs("llama", "float32", THREE_D, [dense("dp8", 3), dense("tp1")]),
+    *pairs("llama", "float32", TWO_LEVELS, [dense("dp2", 2)]),
     *pairs("mixtral", "float32", DEALT, [dense("ep2_tp2_dp2", 2)]),
     *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2")]),
 ]
 FULL = [
+    *pairs("llama", "float32", TWO_LEVELS, [dense("dp4", 3), dense("dp8", 1, zero_shard_size=4), dense("tp2_pp2")]),
+    *pairs("llama", "float32", dense("dp4", 2), [TWO_LEVELS, dense("pp2_dp4", 1, zero_shard_size=2)]),
+    *pairs("llama", "bfloat16", dense("tp2_dp4", 1, zero_shard_size=2), [dense("dp8", 3, zero_shard_size=2), dense("dp2")]),
     *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2_dp2")]),
     *pairs("phi3", "float32", LOOPED, [dense("tp4")]),
     *pairs("llama", "float32", THREE_D, [dense("pp4", schedule="GPipe"), dense("cp2_dp2", 2), dense("tp4_dp2", 1)]),
@@ -70,7 +75,8 @@ def name(pair: tuple[Cell, Cell]) -> str:
 
 def place(cell: Cell) -> str:
     degrees = "_".join(part for part in cell.layout.split("_") if not part.endswith("1")) or "tp1"
-    return f"{degrees}/zero{cell.zero}" + (f"/{cell.schedule}" if cell.schedule != "1F1B" else "")
+    shards = dict(cell.options).get("zero_shard_size")
+    return f"{degrees}/zero{cell.zero}" + (f"/shard{shards}" if shards else "") + (f"/{cell.schedule}" if cell.schedule != "1F1B" else "")
 
 
 class SaveAfter(pl.Callback):

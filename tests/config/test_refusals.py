@@ -102,6 +102,11 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["ZBVZeroBubble", "Use zero_gather=step"],
     ),
     "zero_reduce_at_stage_1": (["parallelism.zero_reduce=micro_batch"], ["zero_stage=1", "Use zero_stage=2"]),
+    "zero_shard_size": (["parallelism=dp8", "parallelism.zero_shard_size=3"], ["must divide dp, which is 8; got 3", "Use 2, 4 or null"]),
+    "zero_shard_size_at_stage_0": (
+        ["parallelism=dp8", "parallelism.zero_stage=0", "parallelism.zero_shard_size=2"],
+        ["zero_shard_size=2 needs zero_stage=1, 2 or 3; got 0"],
+    ),
     "f19_unknown_key": (["trainer.max_step=5"], ['"trainer.max_step"', 'Did you mean "trainer.max_steps"']),
     "f19_added_key": (["+trainer.max_epochs=5"], ['"trainer.max_epochs"', "trainer has"]),
     "f19_added_group": (["+wheels=4"], ['"wheels"', "A run has callbacks"]),
@@ -148,7 +153,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
 LIKE_ANOTHER = (
     *("no_layout_at_all", "repeated_axis", "f21_negative_degree", "f21_absurd_degree"),  # of Layout.parse, see test_layout.py
     *("f10_ep_experts", "f10_ep_of_a_mixture", "f13_sequence_of_a_context_rank", "f15_top_k_of_a_mixture", "f17_fp16_by_its_name"),
-    *("moe_capacity", "moe_negative", "precision_that_is_none", "zero_reduce_at_stage_1"),
+    *("moe_capacity", "moe_negative", "precision_that_is_none", "zero_reduce_at_stage_1", "zero_shard_size_at_stage_0"),
     *("f19_added_key", "f19_data_key", "f19_optimizer_key", "f19_group", "f19_recipe"),
     *("f21_trace", "f21_learning_rate_negative", "f21_clip", "f21_micro_batch"),
 )

@@ -36,6 +36,18 @@ def test_no_larger_degree_would_have_fitted() -> None:
             check_batch(found, batch, micro_batch)
 
 
+@pytest.mark.parametrize(("ranks", "shard", "fits"), [(7, 2, "dp6"), (5, 4, "dp4"), (8, 4, "dp8"), (3, 2, "dp2")])
+def test_shard_groups_stay_whole(ranks: int, shard: int, fits: str) -> None:
+    assert fitting_layout("dp8", ranks=ranks, global_batch_size=24 * 7, micro_batch_size=1, zero_shard_size=shard).name == fits
+
+
+def test_too_few_ranks_for_a_shard_group_are_refused() -> None:
+    with pytest.raises(LayoutError, match="3 ranks are here, but the smallest layout to which dp8 can shrink is dp4, with 4 ranks"):
+        fitting_layout("dp8", ranks=3, global_batch_size=24, micro_batch_size=1, zero_shard_size=4)
+    with pytest.raises(LayoutError, match="zero_shard_size must divide dp, which is 8; got 3. Use 2, 4 or null"):
+        fitting_layout("dp8", ranks=8, global_batch_size=24, micro_batch_size=1, zero_shard_size=3)
+
+
 def test_too_few_ranks_are_refused() -> None:
     with pytest.raises(LayoutError, match="1 rank is here, but the smallest layout to which tp2_dp4 can shrink is tp2, with 2 ranks"):
         fitting_layout("tp2_dp4", ranks=1, global_batch_size=24)

@@ -32,10 +32,10 @@ from lightning_3d.models.spec import ModelSpec
 from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, group
+from lightning_3d.planner.machine import Group, Machine, group, shard_groups
 from lightning_3d.planner.memory import block_activations, least_memory, memory_of
 from lightning_3d.planner.search import Candidate, Fixed, fits, schedules, search, shapes
-from lightning_3d.planner.stack import Footprint, Stack
+from lightning_3d.planner.stack import Footprint, Overlap, Stack
 from lightning_3d.planner.stages import Stage, parameters_of
 from lightning_3d.planner.step_time import Step, least_seconds, step_of
 
@@ -73,6 +73,47 @@ def test_memory_of_zero_is_the_published_one(zero: int, gigabytes: float) -> Non
     states = memory.weights + memory.gradients + memory.optimizer
     gathered = 2 * 2 * 7.5e9 if zero == 3 else 0  # the figure leaves out the two layers that are whole at a time: here they are all
     assert (states - gathered) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_memory_in_shard_groups_is_that_of_one_group(zero: int) -> None:
+    """What 64 ranks hold in groups of 8 is what 8 ranks hold."""
+    model = gpt(layers=2, hidden=1024, heads=8, vocab=1024)
+    alone = Job(model, Layout(dp=8), 128, 8, 1, zero=zero)
+    assert memory_of(replace(alone, layout=Layout(dp=64), global_batch=64, shard_size=8)) == memory_of(alone)
+
+
+def test_time_in_shard_groups_is_that_of_two_tiers() -> None:
+    """By hand: the links of a node carry 7/8 of all gradients and parameters, and the network 2 * 7/8 of the eighth that is a shard."""
+    stack = replace(constants.OURS, overlap=Overlap(all_reduce=False, data=False, gather=False))
+    model, cluster = gpt(layers=2, hidden=1024, heads=8, vocab=1024), machine(64)
+    job = Job(model, Layout(dp=64), 128, 64, 1, zero=1, shard_size=8, stack=stack)
+    size, eighths = model.parameters, 7 / 8
+    inside = 2 * 7 * cluster.link_latency + eighths * (4 + 2) * size / (cluster.link * cluster.efficiency.link)
+    across = 2 * (7 * cluster.network_latency + eighths * 4 * size / 8 / (cluster.network * cluster.efficiency.network))
+    assert step_of(job, cluster).data == pytest.approx(inside + across, rel=1e-3)
+    assert step_of(replace(job, shard_size=64), cluster) == step_of(replace(job, shard_size=None), cluster)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shards", "inside", "across"),
+    [
+        (Layout(dp=64), 8, Group(8, 8), Group(8, 1)),
+        (Layout(dp=64), 4, Group(4, 4), Group(16, 2)),
+        (Layout(tp=4, dp=16), 2, Group(2, 2), Group(8, 1)),
+        (Layout(tp=2, cp=2, dp=16), 4, Group(8, 4), Group(4, 1)),
+        (Layout(tp=2, pp=4, dp=8, order=("tp", "cp", "dp", "pp")), 4, Group(4, 4), Group(2, 1)),
+    ],
+    ids=str,
+)
+def test_shard_groups_are_placed_as_the_ranks_are(layout: Layout, shards: int, inside: Group, across: Group) -> None:
+    assert shard_groups(layout, shards, 8) == (inside, across)
+
+
+def test_only_layouts_with_whole_shard_groups_are_searched() -> None:
+    job = Job(Architecture.from_spec(spec("llama3_1_8b")), Layout(), 4096, 64, 1, stack=constants.OURS, shard_size=8)
+    found = {shape.layout.dp for shape in shapes(job, machine(64), Fixed())}
+    assert found == {8, 16, 32, 64}
 
 
 def test_activations_of_a_gpt_block_are_the_published_ones() -> None:

@@ -123,6 +123,7 @@ def train(
 
 
 NORM = "layers.0.input_layernorm.weight"
+TWO_LEVELS = {"zero_stage": 3, "zero_shard_size": 2}
 FLIPS: list[tuple[str, Flip, dict[str, Any], str]] = [
     ("dp4", Flip(2, "layers.1.mlp.up_proj"), {}, r"rank 2 \(.*, cpu\) holds other weights of model.*layers.1.mlp.up_proj.* than 3 other"),
     ("tp2", Flip(1, NORM), {}, rf"rank 0 \(.*\) and rank 1 \(.*\) hold different weights of .*{NORM}"),
@@ -133,11 +134,12 @@ FLIPS: list[tuple[str, Flip, dict[str, Any], str]] = [
     ("tp2", Flip(1, NORM), {"zero_stage": 3}, rf"rank 0 .* and rank 1 .* hold different weights of .*{NORM}, "),
     ("pp2", Flip(1, "lm_head"), {"model": "qwen2"}, r"rank 0 .* and rank 1 .* hold different weights of .*embed_tokens.weight, "),
     ("dp4_ep2", Flip(1, "layers.1.mlp.experts.down"), {"model": "mixtral"}, r"rank 1 .* and rank 3 .* hold different weights of .*experts"),
+    ("dp4", Flip(3, NORM, state="exp_avg"), TWO_LEVELS, rf"rank 1 .* and rank 3 .* hold different optimizer state of .*{NORM}, "),
     ("cp2", Flip(1, "lm_head"), {}, r"rank 0 .* and rank 1 .* hold different weights of .*lm_head"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "flip", "options", "said"), by_default(FLIPS, 0, 1, 2, 3, 5), ids=str)
+@pytest.mark.parametrize(("layout", "flip", "options", "said"), by_default(FLIPS, 0, 1, 2, 3, 5, 9), ids=str)
 def test_f45_one_flipped_bit_on_one_rank_is_found_and_named(layout: str, flip: Flip, options: dict[str, Any], said: str) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, layout, flip, **options)
     assert len({error for error, _, _ in parts}) == 1
@@ -164,6 +166,7 @@ CLEAN: list[tuple[str, dict[str, Any]]] = [
     ("dp2", {"zero_stage": 3, "dtype": "bfloat16"}),
     ("dp2_cp2", {"zero_stage": 2}),
     ("dp4_ep2", {"model": "mixtral"}),
+    ("dp4", TWO_LEVELS),
     ("tp2_pp2_dp2", {"zero_stage": 2}),
     ("tp4", {"model": "qwen2", "sequence_parallel": True}),
 ]

@@ -60,6 +60,7 @@ class Run:
     late: bool = False  # only the first data-parallel rank has gradients for "down.bias"
     wakes: int | None = None  # step from which on "unused" is used
     tensor_scale: bool = False
+    shard: int | None = None  # data-parallel ranks that shard; None: all
 
     @property
     def dtype(self) -> torch.dtype:
@@ -243,6 +244,7 @@ def train(run: Run) -> dict[str, Any]:
     """Train one rank's shard; returns weights by parameter name, specifications, norms and what was counted."""
     layout = Layout.parse(run.layout)
     mesh = Mesh(layout)
+    mesh.shard_data(run.shard)
     shard = Shard(run, layout, dist.get_rank())
     mesh.create(shard.groups())
     backend = make_backend(MODES[run.mode], mesh, shard.specs, precision=run.precision, bucket_bytes=run.bucket_bytes)

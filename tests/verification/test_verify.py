@@ -54,6 +54,11 @@ def test_every_kind_of_axis_stays(name: str, small: str, left_out: list[str]) ->
     assert folded.world_size <= MOST_RANKS
 
 
+@pytest.mark.parametrize(("name", "small"), [("dp64", "dp4"), ("tp8_dp8", "tp2_dp4"), ("tp8_pp4_dp8", "tp2_pp2_dp2")])
+def test_two_shard_groups_stay_where_they_fit(name: str, small: str) -> None:
+    assert fold(Layout.parse(name), shard_groups=True) == (Layout.parse(small), [])
+
+
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "conf" / "model").glob("*.yaml") if path.stem != "pretrained")
 
 
@@ -295,6 +300,7 @@ def test_command_lines(tmp_path: Path) -> None:
         "model=llama3_70b parallelism=tp8_pp4_dp8 cluster=h100_32x8 data.global_batch_size=64 parallelism.zero_stage=3",
         "model=gemma3_tiny parallelism=tp2_pp2_dp2 parallelism.schedule=zbvzerobubble",
         "model=deepseek_v3_tiny parallelism=tp2_ep2_dp4 parallelism.zero_stage=2",
+        "parallelism=tp2_dp8 parallelism.zero_stage=3 parallelism.zero_shard_size=4",
         "model=llama3_1_8b parallelism=cp4_dp2 cluster=h100_1x8 parallelism.zero_stage=2 data.sequence_length=1024"
         " parallelism.recompute=full",
     ],

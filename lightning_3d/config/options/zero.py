@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_3d.errors import LayoutError, did_you_mean
+from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.layout.shard_size import check_shard_size
 
 STAGES = (0, 1, 2, 3)
 STEP, MICRO_BATCH = "step", "micro_batch"
@@ -32,6 +34,8 @@ class ZeroOptions:
             CUDA. (Between processes on one machine gloo's all-reduce is faster.)
         offload: what is kept in host memory. "none": nothing. "optimizer" (stages 1 to 3): optimizer state and fp32 master weights; the
             optimizer's step runs on the CPU. "parameters" (stage 3): also the shards of the parameters. (ZeRO-Offload, arXiv:2101.06840.)
+        shard_size: number of neighbouring data-parallel ranks, a divisor of dp, that shard; the groups of so many ranks hold replicas.
+            None: all data-parallel ranks shard. (HSDP: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.2.2.)
     """
 
     stage: int = 0
@@ -39,6 +43,7 @@ class ZeroOptions:
     gather: str | None = None
     reduce_scatter: bool | None = None
     offload: str = NONE
+    shard_size: int | None = None
 
     def resolve(self, schedule: str, pp: int) -> ZeroOptions:
         """Fill in the options that are None, except `reduce_scatter`, which depends on the device.
@@ -58,6 +63,30 @@ class ZeroOptions:
         reduce = self.reduce or (MICRO_BATCH if self.stage >= 2 and pp == 1 else STEP)
         gather = self.gather or ((STEP if splits else MICRO_BATCH) if self.stage == 3 else None)
         return replace(self, reduce=reduce, gather=gather)
+
+    def over(self, layout: Layout) -> ZeroOptions:
+        """Check `shard_size` against a layout.
+
+        Returns:
+            These options; `shard_size` is None where one group of all data-parallel ranks shards.
+
+        Raises:
+            LayoutError: a shard size that does not divide dp, or that stage 0 or expert parallelism has no use for.
+        """
+        size, dp = self.shard_size, layout.dp
+        if size is None:
+            return self
+        check_shard_size(size, dp)
+        if self.stage == 0:
+            raise LayoutError(f"zero_shard_size={size} needs zero_stage=1, 2 or 3; got 0, which shards nothing.")
+        if size == dp:
+            return replace(self, shard_size=None)
+        if layout.ep > 1:
+            raise LayoutError(
+                f"zero_shard_size={size} cannot be combined with expert parallelism: {layout} has ep {layout.ep}. Use"
+                f" {replace(layout, ep=1)}, or omit zero_shard_size to shard over all {dp} data-parallel ranks."
+            )
+        return self
 
     def _check_words(self) -> None:
         for key, value in (("zero_reduce", self.reduce), ("zero_gather", self.gather)):
@@ -95,4 +124,5 @@ class ZeroOptions:
         when = {"gather": self.gathers_every_micro_batch, "reduce": self.reduces_every_micro_batch}
         eager = [word for word, each in when.items() if each]
         offloaded = "" if self.offload == NONE else f", {self.offload} offloaded"
-        return f"ZeRO-{self.stage}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "") + offloaded
+        where = "" if self.shard_size is None else f" in groups of dp {self.shard_size}"
+        return f"ZeRO-{self.stage}{where}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "") + offloaded

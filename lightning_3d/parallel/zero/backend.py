@@ -64,9 +64,10 @@ class DataParallelBackend:
         backend.grad_norm(), backend.clip(...)     # optional
         backend.step()
 
-    With ZeRO 1 to 3, optimizer state and float32 master weights take 1 / (dp * cp) of their size. With `reduce="micro_batch"` so do the
-    sums of gradients, except of those that are still to be summed over other ranks: partial ones and those of tied parameters. At stage 1
-    with an all-reduce `.grad` shows the whole reduced gradient until the step; with the other stages above 0 it shows nothing.
+    With ZeRO 1 to 3, optimizer state and float32 master weights take 1 / (dp * cp) of their size, or 1 / (size * cp) with a shard size.
+    With `reduce="micro_batch"` so do the sums of gradients, except of those that are still to be summed over other ranks: partial ones and
+    those of tied parameters. At stage 1 with an all-reduce and without a shard size, `.grad` shows the whole reduced gradient until the
+    step; with the other stages above 0 it shows nothing.
 
     Args:
         mesh: process groups.

@@ -6,6 +6,9 @@
 | 1, 2 | whole | DeepSpeed's, on this rank's part | reduced to partitions, or overlapped |
 | 3 | sharded | DeepSpeed's, on this rank's pieces | overlapped |
 
+With a shard size, the parts are those of a group of neighbouring data-parallel ranks (`Mesh.shard_group`). Gradients are summed in it as
+the table says, and then each part over its replicas (`ReplicaSums`).
+
 Gradients are reduced by `FlatGradients`, once in each step, or by `EagerReduction`, in every backward. DeepSpeed's own reduction
 (`coalesce_grad_reduction`) sends even when the rank raised inside it and keeps float32 sums of bf16 gradients only under another stage. Its
 hooks do not see the gradients of a split backward. So its stage 1 is used for stages 1 to 3.
@@ -14,7 +17,7 @@ hooks do not see the gradients of a split backward. So its stage 1 is used for s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +42,7 @@ from lightning_3d.parallel.zero.reducer import (
     Reduction,
     UnsharedGradients,
 )
+from lightning_3d.parallel.zero.replica_sums import ReplicaSums
 from lightning_3d.parallel.zero.sharded_parameters import ShardedParameters
 from lightning_3d.parallel.zero.stepper import Stepper
 from lightning_3d.parallel.zero.trained import TrainedParameters
@@ -105,17 +109,20 @@ class Composition:
         slots = slots_of(dense)
         # With several waves, the reduce-scatter of a whole part would have to wait for the last one.
         if dense and (self.zero.reduce == MICRO_BATCH or (scatters and len(trained.waves) > 2)):
-            shares = [share for partition in dense for share in partition.shares(range(dist.get_world_size(trained.group)))]
+            shares = [share for partition in dense for share in partition.shares(range(dist.get_world_size(trained.shard_group)))]
             eager = self._eager(trained, trained.stages, slots, shares, at_once=self.zero.reduce == MICRO_BATCH)
-            overlapped = self._overlapped(eager, sums, lambda: [partition.sum_of_gradients() for partition in dense], trained)
+            overlapped = self._overlapped(eager, sums, lambda: [partition.sum_of_gradients() for partition in dense], trained, stepper)
         reductions: list[Reduction] = []
         if overlapped is not None:
             reductions.append(overlapped)
             reductions += self._rest(trained, sums, stepper, [slot.parameter for slot in slots if slot.parameter not in overlapped])
-        frees = self.zero.stage > 1
-        for partitions, group in ((dense if overlapped is None else [], trained.group), (experts, trained.expert_group)):
+        frees = self.zero.stage > 1 or trained.in_two_levels  # elsewhere than in its part, the buffer has sums over the shard group only
+        alone = {id(parameter) for parameter in trained.reduced_alone()}
+        replicas = self._replica_sums(trained, stepper, lambda parameter: id(parameter) not in alone)
+        for partitions, group in ((dense if overlapped is None else [], trained.first_group), (experts, trained.expert_group)):
             if partitions:
                 ends = [(partition.base, partition.base + partition.numel) for partition in partitions]
+                in_two_levels = partitions is dense and replicas is not None
                 flat = FlatGradients(
                     slots_of(partitions),
                     ends[-1][1],
@@ -123,8 +130,10 @@ class Composition:
                     alone=trained.reduced_alone(),
                     waves=trained.wave_of,
                     scattered=ends if scatters else None,
+                    everyone=trained.group if in_two_levels else None,
                 )
-                reductions.append(ReducedToPartitions(flat, group, sums, partitions, scatters=scatters, frees=frees))
+                further = replicas if in_two_levels else None
+                reductions.append(ReducedToPartitions(flat, group, sums, partitions, scatters=scatters, frees=frees, replicas=further))
         absorbs = self.zero.reduce != MICRO_BATCH
         kept = dense if overlapped is not None else ()
         return Reducer(trained, sums, reductions, accumulated=kept, frees=frees, absorbs=absorbs)
@@ -144,10 +153,10 @@ class Composition:
         if not at_once:  # parameters outside the blocks are sent last
             outside = {id(parameter) for parameter in store.units.outside_blocks}
             stages = [sorted(stage, key=lambda parameter: id(parameter) not in outside) for stage in stages]
-        eager = self._eager(trained, stages, slots, store.shares(slots, trained.group), at_once=at_once) if slots else None
+        eager = self._eager(trained, stages, slots, store.shares(slots, trained.shard_group), at_once=at_once) if slots else None
         pieces = {id(piece.entry.parameter): piece for piece in stepper.owned if not piece.entry.spec.expert}
         kept = [pieces[id(slot.parameter)] for slot in slots if id(slot.parameter) in pieces]
-        overlapped = self._overlapped(eager, sums, lambda: [piece.sum_of_gradients() for piece in kept], trained)
+        overlapped = self._overlapped(eager, sums, lambda: [piece.sum_of_gradients() for piece in kept], trained, stepper)
         reductions: list[Reduction] = []
         if overlapped is not None:
             reductions.append(overlapped)
@@ -174,11 +183,24 @@ class Composition:
         return [AddedToPieces(flat, trained.group, sums, stepper.owned)]
 
     def _overlapped(
-        self, eager: EagerReduction | None, sums: GradientSums, targets: Any, trained: TrainedParameters
+        self,
+        eager: EagerReduction | None,
+        sums: GradientSums,
+        targets: Any,
+        trained: TrainedParameters,
+        stepper: DeepSpeedStepper,
     ) -> Overlapped | None:
         if eager is None:
             return None
-        return Overlapped(eager, sums, targets, trained, each_micro_batch=self.zero.reduce == MICRO_BATCH)
+        replicas = self._replica_sums(trained, stepper, eager.__contains__)
+        return Overlapped(eager, sums, targets, trained, each_micro_batch=self.zero.reduce == MICRO_BATCH, replicas=replicas)
+
+    def _replica_sums(
+        self, trained: TrainedParameters, stepper: DeepSpeedStepper, takes: Callable[[nn.Parameter], bool]
+    ) -> ReplicaSums | None:
+        """Sums over the replicas of what `takes` chooses among the gradients that are reduced in the shard group first."""
+        group = trained.mesh.replica_group
+        return ReplicaSums(group, stepper.owned, takes) if group is not None and trained.in_two_levels else None
 
     def _eager(
         self,
@@ -200,7 +222,8 @@ class Composition:
         return EagerReduction(
             of_stages,
             shares,
-            trained.group,
+            trained.first_group,
+            trained.shard_group,
             trained.mesh.data_control,
             bucket_bytes=self.bucket_bytes,
             alone=trained.reduced_alone(),

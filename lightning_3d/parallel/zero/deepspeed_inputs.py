@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.zero.trained import DATA_AXES
 
 
 class Holder(nn.Module):
@@ -38,12 +37,12 @@ class Groups:
     and every pipeline stage has parameters of its own. `get_sequence_*` must not exist.
 
     Args:
-        sharded: DeepSpeed shards state over the data-parallel ranks; otherwise each is in a group by itself.
+        sharded: DeepSpeed shards state over the ranks of the shard group; otherwise each is in a group by itself.
     """
 
     def __init__(self, mesh: Mesh, *, sharded: bool = True) -> None:
         self._mesh = mesh
-        self._group = mesh.group(*DATA_AXES) if sharded else mesh.group_for((mesh.rank,))
+        self._group = mesh.shard_group if sharded else mesh.group_for((mesh.rank,))
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._group

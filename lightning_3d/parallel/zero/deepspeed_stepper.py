@@ -165,7 +165,7 @@ class DeepSpeedStepper(Stepper):
         tp, pp = mesh.index("tp"), mesh.index("pp")
         counted = (
             piece.gradient
-            for piece in self.owned
+            for piece in (self.owned if mesh.replica_index == 0 else ())  # other shard groups have the same gradients
             if piece.entry.spec.counts_in_norm(tp, pp) and piece.partition.gradient is not None
         )
         return global_norm(counted, self._trained.device, dist.group.WORLD)

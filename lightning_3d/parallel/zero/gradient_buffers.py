@@ -99,13 +99,15 @@ def end_to_end(parameters: Iterable[nn.Parameter]) -> list[Slot]:
 
 @dataclass
 class _Message:
-    """Elements start to stop of the buffer, filled with the slots `members`: one collective, once all of them are complete."""
+    """Elements start to stop of the buffer, filled with the slots `members`: one collective, once all of them are complete. It is one of
+    all data-parallel ranks (`everywhere`), or of the group of the reduction, which may be a part of them."""
 
     start: int
     stop: int
     members: Sequence[int]
     wave: int
     scatters: bool = False
+    everywhere: bool = False
 
 
 class FlatGradients:
@@ -128,6 +130,8 @@ class FlatGradients:
         waves: by id of a parameter, when in a step its gradient is complete: 0, 1, ...; 0 for those that are not named.
         scattered: parts (start, stop) of the buffer whose length the group's size divides; each is reduce-scattered. None: all-reduces.
         whole: all messages lie in one tensor.
+        everyone: all ranks whose gradients belong together, where the group of the reduction is only a part of them. The counts and
+            what is reduced alone are summed over all of them.
 
     Attributes:
         absent: parameters that no rank had a gradient for in the latest reduction.
@@ -143,8 +147,9 @@ class FlatGradients:
         waves: Mapping[int, int] | None = None,
         scattered: Sequence[tuple[int, int]] | None = None,
         whole: bool = True,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
-        self._whole = whole
+        self._whole, self._everyone = whole, everyone
         self._slots = list(slots)
         self._alone = {id(parameter) for parameter in alone}
         self._waves = [(waves or {}).get(id(slot.parameter), 0) for slot in self._slots]
@@ -195,8 +200,10 @@ class FlatGradients:
                 runs.append([])
             runs[-1].append(index)
         buckets = [_Message(self._slots[run[0]].start, self._slots[run[-1]].stop, run, self._waves[run[0]]) for run in runs]
+        for bucket in buckets:
+            bucket.everywhere = id(self._slots[bucket.members[0]].parameter) in self._alone
         last = buckets[-1]
-        if id(self._slots[last.members[-1]].parameter) in self._alone or last.wave < max(self._waves):
+        if last.everywhere or last.wave < max(self._waves) or self._everyone is not None:
             return [*buckets, self._counts()]
         last.stop = self._total
         return buckets
@@ -210,7 +217,7 @@ class FlatGradients:
         return messages
 
     def _counts(self) -> _Message:
-        return _Message(self.numel, self._total, [], max(self._waves))
+        return _Message(self.numel, self._total, [], max(self._waves), everywhere=True)
 
     def _find_gaps(self) -> list[tuple[int, int]]:
         """(start, stop) of the gaps between slots and after the last one."""
@@ -236,8 +243,12 @@ class FlatGradients:
                 continue
             if scale is None and message.members:
                 self._unscaled.append(piece[: self.numel - message.start])
-            if dist.get_world_size(group) > 1:
-                self._pending.append(dist.all_reduce(piece, group=group, async_op=True))
+            ranks = self._all_of(group) if message.everywhere else group
+            if dist.get_world_size(ranks) > 1:
+                self._pending.append(dist.all_reduce(piece, group=ranks, async_op=True))
+
+    def _all_of(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        return group if self._everyone is None else self._everyone
 
     def _make_room(self, message: _Message) -> Tensor:
         if not self._whole:
@@ -253,7 +264,7 @@ class FlatGradients:
         for slot in (self._slots[index] for index in message.members):
             if id(slot.parameter) in self._alone:
                 self._apart.append((slot, self._flat[slot.start : slot.stop].clone()))
-                self._pending.append(dist.all_reduce(self._apart[-1][1], group=group, async_op=True))
+                self._pending.append(dist.all_reduce(self._apart[-1][1], group=self._all_of(group), async_op=True))
         size = (message.stop - message.start) // dist.get_world_size(group)
         part = self._received[message.start] = torch.empty(size, dtype=self._dtype, device=self._device)
         self._pending.append(reduce_scatter_flat(part, self._flat[message.start : message.stop], group))

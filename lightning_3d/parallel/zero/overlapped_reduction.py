@@ -16,7 +16,7 @@ from lightning_3d.parallel.zero.gradient_buffers import Slot, sum_dtype
 
 @dataclass(frozen=True)
 class Share:
-    """Elements `start` to `stop` of the flat buffer of all gradients, which belong to one rank of the group."""
+    """Elements `start` to `stop` of the flat buffer of all gradients, which belong to one rank of the shard group."""
 
     rank: int
     start: int
@@ -60,11 +60,13 @@ class EagerReduction:
         stages: for each pipeline stage on this rank the slots of its parameters in the flat buffer, in the order in which the forward
             uses them.
         shares: parts of the flat buffer that each rank keeps; those of this rank in the order of its partitions.
-        group: the data-parallel ranks.
-        control: a group of the same ranks for tensors in host memory.
+        group: ranks over which gradients are summed.
+        owners: ranks that share out the sums, by whose places in this group the shares are numbered; the same as `group`, or neighbours
+            in it.
+        control: a group of all data-parallel ranks for tensors in host memory.
         bucket_bytes: upper bound of the bytes of one bucket, except for a single larger parameter.
         alone: parameters that each need a bucket of their own (see `FlatGradients`).
-        to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`).
+        to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`); `owners` is `group` then.
         at_once: listen to autograd; otherwise buckets are sent by `finished` and `flush`.
     """
 
@@ -76,6 +78,7 @@ class EagerReduction:
         stages: Sequence[Sequence[Slot]],
         shares: Sequence[Share],
         group: dist.ProcessGroup,
+        owners: dist.ProcessGroup,
         control: dist.ProcessGroup,
         *,
         bucket_bytes: int,
@@ -84,7 +87,7 @@ class EagerReduction:
         at_once: bool = True,
     ) -> None:
         self._group, self._control = group, control
-        self._own = [share for share in shares if share.rank == dist.get_rank(group)]
+        self._own = [share for share in shares if share.rank == dist.get_rank(owners)]
         self._to_owners = to_owners
         self._parameters = [slot.parameter for slots in stages for slot in slots]
         first = self._parameters[0]

@@ -14,6 +14,7 @@ from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, FlatGradients, GradientSums, scale_
 from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction
 from lightning_3d.parallel.zero.partial_and_tied_gradients import PartialSums
+from lightning_3d.parallel.zero.replica_sums import ReplicaSums
 from lightning_3d.parallel.zero.trained import TrainedParameters
 from lightning_3d.parallel.zero.waves import Arrivals
 
@@ -92,6 +93,7 @@ class ReducedToPartitions(_Buffered):
     Args:
         scatters: one reduce-scatter for each partition instead of all-reduces of buckets.
         frees: keep only the owned part, not the buffer that it is a view of.
+        replicas: further sums of the owned parts, where `group` is only a part of the data-parallel ranks.
     """
 
     def __init__(
@@ -103,9 +105,10 @@ class ReducedToPartitions(_Buffered):
         *,
         scatters: bool,
         frees: bool,
+        replicas: ReplicaSums | None = None,
     ) -> None:
         super().__init__(flat, group, sums)
-        self._partitions, self._scatters, self._frees = partitions, scatters, frees
+        self._partitions, self._scatters, self._frees, self._replicas = partitions, scatters, frees, replicas
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
         if self._scatters:
@@ -118,6 +121,8 @@ class ReducedToPartitions(_Buffered):
                 parts = [part.clone() for part in parts]
         for partition, part in zip(self._partitions, parts, strict=True):
             partition.gradient = part
+        if self._replicas is not None:
+            self._replicas.add_up()
         return self._flat.absent
 
 
@@ -149,6 +154,7 @@ class Overlapped(Reduction):
         targets: function that makes zeros, which the sums of this rank's shares are added to.
         trained: parameters of this rank.
         each_micro_batch: gradients are reduced in every micro-batch; otherwise once, wave by wave.
+        replicas: further sums of this rank's shares, once in each step, where the reduction is over a part of the data-parallel ranks.
     """
 
     def __init__(
@@ -159,8 +165,10 @@ class Overlapped(Reduction):
         trained: TrainedParameters,
         *,
         each_micro_batch: bool,
+        replicas: ReplicaSums | None = None,
     ) -> None:
         self._eager, self._sums, self._targets, self._trained = eager, sums, targets, trained
+        self._replicas = replicas
         self._each_micro_batch = each_micro_batch
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -187,7 +195,10 @@ class Overlapped(Reduction):
             self._eager.flush(self._trained.stages[sent.stage])
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
-        return self._eager.finish(scale, self._take)
+        absent = self._eager.finish(scale, self._take)
+        if self._replicas is not None:
+            self._replicas.add_up()
+        return absent
 
     def takes_at_once(self, parameter: nn.Parameter) -> bool:
         return self._each_micro_batch and parameter in self._eager

@@ -20,7 +20,7 @@ from lightning_3d.parallel.zero.gradient_buffers import Slot
 from lightning_3d.parallel.zero.overlapped_reduction import Share
 from lightning_3d.parallel.zero.parameter_store import ParameterStore, TrainedTensor
 from lightning_3d.parallel.zero.parameter_units import ParameterUnits
-from lightning_3d.parallel.zero.trained import DATA_AXES, TrainedParameters, expert_group
+from lightning_3d.parallel.zero.trained import TrainedParameters, expert_group
 
 
 class ShardedParameters(ParameterStore):
@@ -52,7 +52,7 @@ class ShardedParameters(ParameterStore):
         self._units = ParameterUnits(
             module,
             blocks,
-            self._mesh.group(*DATA_AXES),
+            self._mesh.shard_group,
             self._mesh.data_control,
             device,
             whole=self._zero.gather == STEP,

@@ -83,6 +83,25 @@ class TrainedParameters:
         return self.mesh.group(*DATA_AXES)
 
     @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The data-parallel ranks that ZeRO shards over: all, or a group of neighbours."""
+        return self.mesh.shard_group
+
+    @property
+    def in_two_levels(self) -> bool:
+        """True if gradients are summed in the shard group first, and then each shard over its replicas.
+
+        Where a buffer differs between tensor-parallel ranks so do the shards, and copies would not stay bit-equal. Gradients are then
+        summed over all data-parallel ranks at once.
+        """
+        return self.mesh.replica_group is not None and not (self.order_matters and self.any_uneven)
+
+    @property
+    def first_group(self) -> dist.ProcessGroup:
+        """The ranks over which gradients are summed first."""
+        return self.shard_group if self.in_two_levels else self.group
+
+    @property
     def expert_group(self) -> dist.ProcessGroup:
         """The ranks of this stage that hold the same experts; without expert parallelism, the data-parallel ranks."""
         return expert_group(self.mesh)
