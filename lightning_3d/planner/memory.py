@@ -61,16 +61,22 @@ def memory_of_all(job: Job) -> Memory:
 
 def stages_in_flight(job: Job) -> list[StagesOfRank]:
     """Return for each rank of a pipeline its stages, each with the most micro-batches in flight."""
-    layout, stages = job.layout, stages_of(job)
+    stages = stages_of(job)
+    return [tuple((stages[index], count) for index, count in own) for own in indices_in_flight(job)]
+
+
+def indices_in_flight(job: Job) -> list[tuple[tuple[int, int], ...]]:
+    """Return for each rank of a pipeline the indices of its stages, each with the most micro-batches in flight."""
+    layout = job.layout
     live = in_flight(job.schedule, layout.pp, layout.vp, _enough(job))
     v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
     ranks = [stages_of_rank(rank, layout.pp, layout.vp, v_shaped) for rank in range(layout.pp)]
-    return [tuple((stages[index], live[rank].get(index, 0)) for index in own) for rank, own in enumerate(ranks)]
+    return [tuple((index, live[rank].get(index, 0)) for index in own) for rank, own in enumerate(ranks)]
 
 
 def least_memory(job: Job) -> float:
-    """Return a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks, and as many micro-batches in
-    flight as there are stages (1F1B's first rank; the other schedules keep as much or more)."""
+    """Return a lower bound of the fullest rank's bytes for all schedules and ZeRO stages, if stages are balanced by work: all of its blocks,
+    and as many micro-batches in flight as there are stages (1F1B's first rank; the other schedules keep as much or more)."""
     layout = job.layout
     lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else replace(job, zero=0)
     share = Stage(job.model.layers // layout.pp, False, False)
