@@ -35,7 +35,8 @@ def given_stages(blocks: Sequence[int], layout: Layout, layers: int | None = Non
             " or pass the number of blocks of each stage."
         )
     if not isinstance(blocks, (list, tuple)):
-        raise LayoutError(f"stages={blocks!r} must be auto or a list: the number of blocks of each of the {plural(stages, 'stage')} of {layout}.")
+        parts = f"the number of blocks of each of the {plural(stages, 'stage')} of {layout}"
+        raise LayoutError(f"stages={blocks!r} must be auto or a list: {parts}.")
     if len(blocks) != stages or not all(map(_is_count, blocks)):
         found = f"stages={list(blocks)} must have {plural(stages, 'whole number')}, each at least 1: the blocks of each stage"
         raise LayoutError(f"{found} of {layout} (pp {layout.pp} * vp {layout.vp}). {_repair(blocks, stages, layers)}")

@@ -30,9 +30,9 @@ def fitting_job(job: Job, room: float) -> Job | None:
 def fitting_stages(job: Job, room: float) -> tuple[int, ...] | None:
     """Return the number of blocks of each stage, such that every rank fits and the stage with the most work has as little as possible.
 
-    Every stage gets one block. Then the stage that has the least work with one block more gets it, until its rank is full. With one stage on
-    each rank no split has a faster slowest stage; with several, it is a good one. Among equal stages the last gets a block first, because it
-    keeps the fewest micro-batches.
+    Every stage gets one block. Then the stage that has the least work with one block more gets it, until its rank is full. With one stage
+    on each rank no split has a faster slowest stage; with several, it is a good one. Among equal stages the last gets a block first, because
+    it keeps the fewest micro-batches.
 
     Returns:
         None if some rank does not fit in any case.

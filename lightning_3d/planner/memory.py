@@ -74,13 +74,17 @@ def indices_in_flight(job: Job) -> list[tuple[tuple[int, int], ...]]:
     return [tuple((index, live[rank].get(index, 0)) for index in own) for rank, own in enumerate(ranks)]
 
 
-def least_memory(job: Job) -> float:
-    """Return a lower bound of the fullest rank's bytes for all schedules and ZeRO stages, if stages are balanced by work: all of its blocks,
-    and as many micro-batches in flight as there are stages (1F1B's first rank; the other schedules keep as much or more)."""
+def least_memory(job: Job, *, balanced: bool = True) -> float:
+    """Return a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks, and as many micro-batches in
+    flight as there are stages (1F1B's first rank; the other schedules keep as much or more).
+
+    Args:
+        balanced: whether stages have equal work; otherwise the rank with most blocks may have one micro-batch in flight.
+    """
     layout = job.layout
     lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else replace(job, zero=0)
     share = Stage(job.model.layers // layout.pp, False, False)
-    memory = memory_of_rank(lean, ((share, min(job.micro_batches, layout.pp)),), block_bytes(lean))
+    memory = memory_of_rank(lean, ((share, min(job.micro_batches, layout.pp) if balanced else 1),), block_bytes(lean))
     return memory.total - lean.stack.footprint.spare_gradient * sum(parameters_of(job, share)) * (layout.dp * layout.cp == 1)
 
 

@@ -109,7 +109,7 @@ def search(
     for shape in considered:
         levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
         leaner = (shape if level == shape.recompute else replace(shape, recompute=level) for level in levels)
-        lean = next((one for one in leaner if least_memory(one) <= room), None)
+        lean = next((one for one in leaner if least_memory(one, balanced=not fixed.fit_stages) <= room), None)
         if lean is None:
             too_large += 1
             continue

@@ -116,5 +116,5 @@ def test_a_strategy_refuses_another_number_of_stages() -> None:
     with pytest.raises(LayoutError, match=r"must have 2 whole numbers"):
         Lightning3DStrategy("pp2", stages=[1, 2, 3])
     for wrong in (4, "13"):
-        with pytest.raises(LayoutError, match="must be a list: the number of blocks of each of the 2 stages"):
+        with pytest.raises(LayoutError, match="must be auto or a list: the number of blocks of each of the 2 stages"):
             Lightning3DStrategy("pp2", stages=wrong)  # type: ignore[arg-type]

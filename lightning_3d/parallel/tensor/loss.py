@@ -28,7 +28,8 @@ def summed_losses(logits: Tensor, labels: Tensor, ignore_index: int = -100, term
 
 
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int = -100, terms: LossOptions = CROSS_ENTROPY) -> Tensor:
-    """Cross-entropy of every token and further terms (`LossOptions`), (...) for logits (..., vocabulary) and labels (...); 0 where these are ignored.
+    """Cross-entropy of every token and further terms (`LossOptions`), (...) for logits (..., vocabulary) and labels (...); 0 where these
+    are ignored.
 
     float32, or float64 for float64 logits. For `VocabParallelLogits` two small all-reduces over tp, see
     `vocab_parallel_cross_entropy`; none otherwise.

@@ -53,8 +53,8 @@ class LossWeights:
         """
         if self.terms.asked_for and torch.is_grad_enabled() and not self._has_terms:
             raise PlanError(
-                f"{_described(self.terms)} no effect on the loss of this step, which no causal LM of Transformers computed from labels. Pass"
-                " labels= to the model and return its loss, or set the option to 0 and add the term to the loss of your step."
+                f"{_described(self.terms)} no effect on the loss of this step, which no causal LM of Transformers computed from"
+                " labels. Pass labels= to the model and return its loss, or set the option to 0 and add the term to the loss of your step."
             )
         if self._tokens is not None:
             return self._tokens.to(torch.float64)
