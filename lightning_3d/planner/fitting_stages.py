@@ -31,7 +31,7 @@ def fitting_stages(job: Job, room: float) -> tuple[int, ...] | None:
     """Return the number of blocks of each stage, such that every rank fits and the stage with the most work has as little as possible.
 
     Every stage gets one block. Then the stage that has the least work with one block more gets it, until its rank is full. With one stage
-    on each rank no split has a faster slowest stage; with several, it is a good one. Among equal stages the last gets a block first, because
+    on each rank no split has a faster slowest stage; with several, it is a good one. Of equal stages the last gets a block first, because
     it keeps the fewest micro-batches.
 
     Returns:

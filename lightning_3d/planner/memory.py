@@ -18,9 +18,7 @@ Software that is not fused keeps more (`Footprint.saved`, `saved_inner`).
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from math import ceil
 
-from lightning_3d.layout.loss_chunks import count_chunks
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, data_ranks, parameters_of, stages_of
@@ -136,9 +134,8 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     kept = sum(count * stage.blocks for stage, count in own) * blocks[0]
     head = sum(1 for stage in stages if stage.head)
     vocabulary = model.vocab / job.layout.tp
-    chunks = count_chunks(job.loss_chunks, int(job.tokens), ceil(vocabulary), model.hidden)
-    loss = head * vocabulary * job.tokens / chunks * job.stack.logit_bytes(job.micro_batches)
-    if chunks > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
+    loss = head * vocabulary * job.tokens / job.loss_parts * job.stack.logit_bytes(job.micro_batches)
+    if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
         loss += vocabulary * model.hidden * sum(4 + job.width * count for stage, count in own if stage.head)
     activations = kept + blocks[1]
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
