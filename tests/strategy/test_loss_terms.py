@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from parity import Cell, Data, Module, Rows, check, quiet_trainer
 from ranks import run_ranks
-from reference import Recipe, data, initial_model
+from reference import Recipe, data
 from sweeps import by_default
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.parallel.deferred_logits import deferred
 from lightning_3d.parallel.tensor.loss import summed_losses
 from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.strategy.step import LossWeights, TokenMeanLoss
 
 BOTH = (("label_smoothing", 0.1), ("z_loss", 0.01))
 CHUNKED = (*BOTH, ("loss_chunks", 3))
@@ -50,26 +51,13 @@ def test_the_loss_of_whole_logits_and_its_gradients_are_those_of_the_formula(smo
         assert (got - wanted).abs().max() < 1e-13
 
 
-class Validated(Module):
-    def validation_step(self, batch: models.Batch, batch_idx: int) -> None:
-        self.log("val_loss", models.causal_step(self.model, batch), sync_dist=True)
-
-    def val_dataloader(self) -> object:
-        return torch.utils.data.DataLoader(Rows(data(self.recipe)), batch_size=self.recipe.global_batch)
-
-
-def validated(recipe: Recipe) -> float:
-    strategy = Lightning3DStrategy("tp2", seed=recipe.seed, **dict(BOTH))
-    trainer = quiet_trainer(strategy=strategy, devices=2)
-    [found] = trainer.validate(Validated(recipe), verbose=False)
-    return found["val_loss"]
-
-
-def test_validation_computes_the_cross_entropy_alone() -> None:
-    recipe = Recipe(steps=1)
+def test_evaluation_computes_the_cross_entropy_alone() -> None:
+    logits, labels = torch.randn(2, 5, 11, dtype=torch.float64), torch.randint(11, (2, 5))
+    loss = TokenMeanLoss(LossWeights(LossOptions(0.1, 0.01)))
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item()
     with torch.no_grad():
-        expected = models.causal_token_losses(initial_model(recipe), data(recipe)).mean().item()
-    assert run_ranks(validated, 2, recipe) == pytest.approx([expected, expected], rel=1e-6)
+        assert loss(logits, labels, 11).item() == pytest.approx(expected, rel=1e-13)
+    assert loss(logits, labels, 11).item() > expected * 1.01
 
 
 class OwnLoss(Module):
