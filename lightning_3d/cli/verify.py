@@ -29,8 +29,15 @@ COMMAND = Command(
 )
 COMMAND.count("--steps", "optimizer steps; default: 4", default=4)
 
-_UNIFORM = ("moe_aux_loss", "moe_z_loss", "moe_bias_update", "moe_capacity_factor")
-"""Options that change what is computed and that plain PyTorch does not have."""
+_UNIFORM = {
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "moe_aux_loss": None,
+    "moe_z_loss": 0.0,
+    "moe_bias_update": 0.0,
+    "moe_capacity_factor": None,
+}
+"""Options that change what is computed and that plain PyTorch does not have, and the values that turn them off."""
 
 
 def run(arguments: list[str]) -> int:
@@ -94,7 +101,6 @@ def _run(steps: int, overrides: list[str]) -> int:
 def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) -> tuple[dict[str, Any], list[str]]:
     """Return the strategy's arguments for the small job, and the names of options that were left out."""
     arguments = {key: value for key, value in config["parallelism"].items() if not key.startswith("_")}
-    neutral = {"moe_aux_loss": None, "moe_z_loss": 0.0, "moe_bias_update": 0.0, "moe_capacity_factor": None}
     dropped = [f"parallelism.{key}" for key in _UNIFORM if arguments[key] not in (None, 0.0)]
     dropped += ["parallelism.stages"] if arguments["stages"] is not None else []
     zero = ZeroOptions(plan.zero.stage, plan.zero.reduce, plan.zero.gather, plan.zero.reduce_scatter, plan.zero.offload)
@@ -103,7 +109,7 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
         folded["sequence_parallel"] = False  # as the job itself runs
     folded["zero_shard_size"] = 2 if plan.zero.shard_size is not None and small.dp == 4 else None
     folded |= {"stages": None, "zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}
-    return {**arguments, **neutral, **folded}, dropped
+    return {**arguments, **_UNIFORM, **folded}, dropped
 
 
 def _schedule(plan: RunPlan, small: Layout) -> str | None:

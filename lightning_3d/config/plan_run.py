@@ -20,6 +20,7 @@ from lightning_3d.config.keys import check_containers, check_group_keys, check_t
 from lightning_3d.config.machine import choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
+from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.config.options.parallel_plan import check_plan
@@ -42,6 +43,7 @@ from lightning_3d.config.typed import Typed
 from lightning_3d.config.written_paths import check_paths, folder_of
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.layout.batch_rules import check_batch, few_micro_batches, largest_micro_batch
+from lightning_3d.layout.given_stages import AUTO, listed_stages
 from lightning_3d.layout.layout import AXES, Layout, divisors
 from lightning_3d.layout.loss_chunks import check_loss_chunks
 from lightning_3d.layout.model_rules import ModelSizes, check_cp_kind, check_model
@@ -59,6 +61,9 @@ class Advice(Protocol):
 
     def choose(self, run: CompleteRun, precision: str) -> dict[str, Any]:
         """Choose values for the keys of `parallelism` that `parallelism=auto` leaves open."""
+
+    def stages(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> list[int] | None:
+        """Choose the number of blocks of each stage for `parallelism.stages=auto`; None: balanced by FLOPs and parameters."""
 
     def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
         """Raise LayoutError for a layout that does not fit on the GPUs; return warnings about one that barely fits."""
@@ -161,6 +166,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     check_cp_kind(parallelism.cp_kind)
     check_loss_chunks(parallelism.loss_chunks)
+    LossOptions(parallelism.label_smoothing, parallelism.z_loss)  # checks them
     check_plan(parallelism.plan, check_mode(parallelism.self_check))
     check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
@@ -178,6 +184,10 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
             "optimizer.name=cpu_adamw updates weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
             " optimizer.name=adamw."
         )
+    if parallelism.stages == AUTO:
+        stages = advice.stages(complete, precision, layout, schedule, micro_batch_size) if advice is not None else None
+        complete = replace(complete, parallelism=replace(complete.parallelism, stages=stages))
+        chosen = {**chosen, "stages": stages}
     if advice is not None and not run.force:
         here = outside.local_world_size if outside is not None else layout.world_size
         warnings += _check_memory(complete, advice, accelerator, here, (precision, layout, schedule, micro_batch_size))
@@ -423,7 +433,7 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
         sequence_length=run.data.get("sequence_length"),
         sequence_parallel=run.parallelism.sequence_parallel is not False,
         cp_kind=run.parallelism.cp_kind,
-        stages=run.parallelism.stages,
+        stages=listed_stages(run.parallelism.stages),
     )
     if run.data.get("sequence_length") is None:
         raise ConfigError("data.sequence_length must be given in tokens, for example data.sequence_length=4096.")

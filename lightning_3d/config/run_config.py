@@ -33,7 +33,7 @@ class ParallelismConfig:
     order: list[str] | None = field(default_factory=lambda: list(AXES))
     schedule: str | None = None
     vp: int | None = None
-    stages: list[int] | None = None
+    stages: Any = None
     zero_stage: int | None = 1
     zero_reduce: str | None = None
     zero_gather: str | None = None
@@ -48,6 +48,8 @@ class ParallelismConfig:
     compile: bool = False
     sequence_parallel: bool | None = None
     loss_chunks: Any = 1
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     moe_aux_loss: float | None = None
     moe_z_loss: float = 0.0
     moe_bias_update: float = 0.0

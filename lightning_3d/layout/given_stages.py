@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from lightning_3d.errors import LayoutError, plural
 from lightning_3d.layout.layout import Layout
+
+AUTO = "auto"
+"""Value of `parallelism.stages` with which the planner splits the blocks."""
+
+
+def listed_stages(stages: Any) -> Any:
+    """Return `parallelism.stages` as far as it is known before the planner is asked: None for auto."""
+    return None if stages == AUTO else stages
 
 
 def given_stages(blocks: Sequence[int], layout: Layout, layers: int | None = None) -> list[range]:
@@ -20,8 +29,14 @@ def given_stages(blocks: Sequence[int], layout: Layout, layers: int | None = Non
         LayoutError: there are more or fewer numbers than stages (pp * vp), a stage is empty, or the sum is not the number of blocks.
     """
     stages = layout.pp * layout.vp
+    if blocks == AUTO:
+        raise LayoutError(
+            "stages='auto' asks the planner, which knows the GPUs on the command line and in lightning_3d.planned(...). Use one of these,"
+            " or pass the number of blocks of each stage."
+        )
     if not isinstance(blocks, (list, tuple)):
-        raise LayoutError(f"stages={blocks!r} must be a list: the number of blocks of each of the {plural(stages, 'stage')} of {layout}.")
+        parts = f"the number of blocks of each of the {plural(stages, 'stage')} of {layout}"
+        raise LayoutError(f"stages={blocks!r} must be auto or a list: {parts}.")
     if len(blocks) != stages or not all(map(_is_count, blocks)):
         found = f"stages={list(blocks)} must have {plural(stages, 'whole number')}, each at least 1: the blocks of each stage"
         raise LayoutError(f"{found} of {layout} (pp {layout.pp} * vp {layout.vp}). {_repair(blocks, stages, layers)}")

@@ -258,7 +258,7 @@ class _SummedLoss(torch.autograd.Function):
             if of_hidden is not None:
                 of_hidden[start : start + size] = gradient @ weight.to(gradient.dtype)
             if of_weight is not None:
-                of_weight += gradient.mT @ rows.to(gradient.dtype)
+                _add_product(of_weight, gradient.mT, rows.to(gradient.dtype))
             if of_bias is not None:
                 of_bias += gradient.sum(0)
         ctx.save_for_backward(
@@ -275,6 +275,14 @@ class _SummedLoss(torch.autograd.Function):
         # Not in place: schedules with a split backward come twice, for hidden states and for weights.
         of_inputs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         return (*(_scaled(saved, gradient) if saved is not None and needed else None for saved, needed in of_inputs), None, None)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product, in one pass over `total` where it has the type of the factors."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
+    else:
+        total += left @ right
 
 
 def _scaled(saved: Tensor, factor: Tensor) -> Tensor:

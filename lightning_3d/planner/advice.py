@@ -16,10 +16,12 @@ from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.blocks import RECOMPUTE
 from lightning_3d.config.run_config import CompleteRun, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, plural
+from lightning_3d.layout.given_stages import AUTO, listed_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.families import FAMILIES
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS, efficiency_of
+from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.host_memory import available_memory
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine, group
@@ -142,9 +144,13 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         reduce_scatter=parallelism.zero_reduce_scatter is not False,
         shard_size=parallelism.zero_shard_size,
         loss_chunks=parallelism.loss_chunks,
-        blocks=tuple(parallelism.stages) if layout is not None and parallelism.stages is not None else None,
+        blocks=_given_blocks(parallelism.stages) if layout is not None else None,
         stack=stack_of(run, precision),
     )
+
+
+def _given_blocks(stages: Any) -> tuple[int, ...] | None:
+    return tuple(given) if (given := listed_stages(stages)) is not None else None
 
 
 def stack_of(run: CompleteRun, precision: str) -> Stack:
@@ -182,8 +188,10 @@ class Advice:
             ConfigError: unknown GPUs, an unknown model family, or stages, which a layout must be named for.
             LayoutError: nothing fits.
         """
-        if run.parallelism.stages is not None:
-            raise ConfigError("stages belongs to one layout, but auto lets the planner choose the layout. Name a layout, or omit stages.")
+        if listed_stages(run.parallelism.stages) is not None:
+            raise ConfigError(
+                "stages belongs to one layout, but auto lets the planner choose the layout. Name a layout, omit stages, or use stages=auto."
+            )
         best = plan(run, precision).best[0].job
         return {
             "layout": best.layout.name,
@@ -194,9 +202,25 @@ class Advice:
             "recompute": best.recompute,
             "sequence_parallel": best.sequence_parallel if best.layout.tp > 1 else None,
             "micro_batch_size": best.micro_batch,
+            **({"stages": best.blocks and list(best.blocks)} if run.parallelism.stages == AUTO else {}),
             # Both are refused where nothing is recomputed.
             **({"recompute_every": 1, "recompute_keep": None} if best.recompute == "none" else {}),
         }
+
+    def stages(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> list[int] | None:
+        """Choose the number of blocks of each stage: where stages of equal work do not fit on the cluster's GPUs, the fastest that fit.
+
+        Returns:
+            None to balance stages by FLOPs and parameters: they fit, no stages fit, or the GPUs or the model family are unknown.
+        """
+        machine = machine_of(run.cluster, run.profile)
+        if machine is None or run.spec.shapes is None or layout.pp == 1:
+            return None
+        job = job_of(run, precision, layout, schedule, micro_batch)
+        for share in (largest_share(run.plan.memory_risk), 1.0):
+            if (fitting := fitting_job(job, share * machine.memory)) is not None:
+                return list(fitting.blocks) if fitting.blocks is not None else None
+        return None
 
     def refuse(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int) -> tuple[str, ...]:
         """Refuse a layout that does not fit on the cluster's GPUs, where these and the model family are known.
@@ -321,6 +345,7 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         sequence_parallel=parallelism.sequence_parallel if automatic else None,
         order=tuple(parallelism.order) if automatic and parallelism.order is not None else None,
         max_bubble=run.plan.max_bubble,
+        fit_stages=parallelism.stages == AUTO,
     )
     risk = run.plan.memory_risk
     with task(f"searching layouts for {plural(machine.gpus, 'GPU')}"):
@@ -348,14 +373,18 @@ def _at_more_risk(tight: Sequence[Candidate], machine: Machine, risk: float) -> 
     )
 
 
-def _room(machine: Machine, risk: float) -> Callable[[Job], float | None]:
-    """Return a function from a job to the bytes that it needs; None if it is too likely to run out of memory."""
-    return lambda one: total if (total := memory_of(one).total) <= largest_share(risk) * machine.memory else None
+def _nearest_with_room(job: Job, machine: Machine, risk: float) -> str:
+    """Return options with which the same layout is unlikely to run out of memory."""
+    room = largest_share(risk) * machine.memory
+    if job.layout.pp > 1 and job.blocks is None and (fitting := fitting_job(job, room)) is not None:
+        return f"Use parallelism.stages=auto ({gibibytes(memory_of(fitting).total)})"
+    nearest = _nearest(job, lambda one: total if (total := memory_of(one).total) <= room else None)
+    return nearest or "Use more GPUs or a larger tp or pp"
 
 
 def _tight(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
     """Return the warning about a layout that fits but is too likely to run out of memory."""
-    advice = _nearest(job, _room(machine, risk)) or "Use more GPUs or a larger tp or pp"
+    advice = _nearest_with_room(job, machine, risk)
     return (
         f"{job.layout.name} is predicted to fill {memory.total / machine.memory:.0%} of {gibibytes(machine.memory)} on its fullest rank."
         f" That leaves {gibibytes(machine.memory - memory.total)}, and it fits with a probability of"
@@ -365,7 +394,7 @@ def _tight(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
 
 def _too_large(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
     """Return the message about a layout that does not fit, with the nearest options that do."""
-    advice = _nearest(job, _room(machine, risk)) or "Use more GPUs or a larger tp or pp"
+    advice = _nearest_with_room(job, machine, risk)
     return (
         f"{job.layout.name} needs about {gibibytes(memory.total)} on its fullest rank, but {machine.gpu} has"
         f" {gpu_memory(machine.memory)}.\n{memory_table(memory)}\n{advice}, or use parallelism=auto to let the planner choose."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig
@@ -13,6 +13,7 @@ from lightning_3d.config.options.precision import PRECISIONS, unknown_precision
 from lightning_3d.config.run_config import ParallelismConfig, RunConfig, complete_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.batch_rules import check_batch, largest_micro_batch
+from lightning_3d.layout.given_stages import AUTO
 from lightning_3d.layout.layout import AXES
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.sizes import check_sizes
@@ -51,7 +52,7 @@ def planned(
         memory_risk: largest probability, 0.001 to 0.5, with which the layout of `auto` may run out of memory; a named layout that exceeds
             it causes a warning.
         options: other arguments of the strategy. `auto` searches for schedule, micro_batch_size, zero_stage, recompute,
-            sequence_parallel and order, except for those that are given here.
+            sequence_parallel and order, except for those that are given here. `stages="auto"` splits the blocks so that they fit.
 
     Raises:
         ConfigError: the model has no configuration or its family is unknown; or, with `auto`, the GPUs of the cluster are unknown.
@@ -81,6 +82,9 @@ def planned(
     resolved, schedule = resolve_layout(layout, wanted.schedule, wanted.vp, tuple(wanted.order or AXES))
     size = wanted.micro_batch_size or largest_micro_batch(resolved, schedule, global_batch_size)
     check_batch(resolved, global_batch_size, size, schedule)
+    if wanted.stages == AUTO:
+        options["stages"] = advice.stages(run, precision, resolved, schedule, size)
+        run = replace(run, parallelism=replace(wanted, stages=options["stages"]))
     if force:
         return options | {"layout": layout}
     if run.cluster.accelerator == "cpu":

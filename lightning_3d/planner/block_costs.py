@@ -252,6 +252,9 @@ def _head(job: Job, machine: Machine) -> Part:
     head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
     logits = job.tokens * model.vocab / job.layout.tp * job.stack.traffic.logit / machine.memory_rate
     part = head + Part(forward=logits * 0.6, backward=logits * 0.4)
+    if job.loss_parts > 1:  # each part adds its product to the gradient of the weight in float32
+        moved = 2 * _WORD + (2 * job.width if job.width < _WORD else 0)
+        part += Part(forward=job.loss_parts * moved * job.model.vocab / job.layout.tp * job.model.hidden / machine.memory_rate)
     if job.layout.tp > 1:
         ranks = group(job.layout, ("tp",), machine.gpus_per_node)
         once = gather(machine, ranks, job.tokens * model.hidden * job.width) * job.stack.overlap.layers

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.loss_chunks import count_chunks
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.stack import Stack
 
@@ -88,6 +90,11 @@ class Job:
     def gathers_often(self) -> bool:
         """True if ZeRO 3 gathers a block's parameters for its forward pass and again for its backward pass."""
         return self.zero == 3 and self.gather != "step"
+
+    @property
+    def loss_parts(self) -> int:
+        """Number of parts in which the loss of a micro-batch is computed."""
+        return count_chunks(self.loss_chunks, int(self.tokens), ceil(self.model.vocab / self.layout.tp), self.model.hidden)
 
     @property
     def width(self) -> int:

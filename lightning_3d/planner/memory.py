@@ -18,9 +18,7 @@ Software that is not fused keeps more (`Footprint.saved`, `saved_inner`).
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from math import ceil
 
-from lightning_3d.layout.loss_chunks import count_chunks
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
@@ -61,20 +59,30 @@ def memory_of_all(job: Job) -> Memory:
 
 def stages_in_flight(job: Job) -> list[StagesOfRank]:
     """Return for each rank of a pipeline its stages, each with the most micro-batches in flight."""
-    layout, stages = job.layout, stages_of(job)
+    stages = stages_of(job)
+    return [tuple((stages[index], count) for index, count in own) for own in indices_in_flight(job)]
+
+
+def indices_in_flight(job: Job) -> list[tuple[tuple[int, int], ...]]:
+    """Return for each rank of a pipeline the indices of its stages, each with the most micro-batches in flight."""
+    layout = job.layout
     live = in_flight(job.schedule, layout.pp, layout.vp, _enough(job))
     v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
     ranks = [stages_of_rank(rank, layout.pp, layout.vp, v_shaped) for rank in range(layout.pp)]
-    return [tuple((stages[index], live[rank].get(index, 0)) for index in own) for rank, own in enumerate(ranks)]
+    return [tuple((index, live[rank].get(index, 0)) for index in own) for rank, own in enumerate(ranks)]
 
 
-def least_memory(job: Job) -> float:
+def least_memory(job: Job, *, balanced: bool = True) -> float:
     """Return a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks, and as many micro-batches in
-    flight as there are stages (1F1B's first rank; the other schedules keep as much or more)."""
+    flight as there are stages (1F1B's first rank; the other schedules keep as much or more).
+
+    Args:
+        balanced: whether stages have equal work; otherwise the rank with most blocks may have one micro-batch in flight.
+    """
     layout = job.layout
     lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else replace(job, zero=0)
     share = Stage(job.model.layers // layout.pp, False, False)
-    memory = memory_of_rank(lean, ((share, min(job.micro_batches, layout.pp)),), block_bytes(lean))
+    memory = memory_of_rank(lean, ((share, min(job.micro_batches, layout.pp) if balanced else 1),), block_bytes(lean))
     return memory.total - lean.stack.footprint.spare_gradient * sum(parameters_of(job, share)) * (layout.dp * layout.cp == 1)
 
 
@@ -126,9 +134,8 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     kept = sum(count * stage.blocks for stage, count in own) * blocks[0]
     head = sum(1 for stage in stages if stage.head)
     vocabulary = model.vocab / job.layout.tp
-    chunks = count_chunks(job.loss_chunks, int(job.tokens), ceil(vocabulary), model.hidden)
-    loss = head * vocabulary * job.tokens / chunks * job.stack.logit_bytes(job.micro_batches)
-    if chunks > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
+    loss = head * vocabulary * job.tokens / job.loss_parts * job.stack.logit_bytes(job.micro_batches)
+    if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
         loss += vocabulary * model.hidden * sum(4 + job.width * count for stage, count in own if stage.head)
     activations = kept + blocks[1]
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone

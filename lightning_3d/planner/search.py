@@ -16,6 +16,7 @@ from itertools import count, product
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
 from lightning_3d.planner.block_costs import Work, work_of
+from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, least_memory, memory_of
@@ -36,7 +37,8 @@ _LONGEST_SHARE = 1024
 @dataclass(frozen=True)
 class Fixed:
     """Values that the user has set, which are not searched. None: the search may choose the value. `max_bubble` is the largest share of a
-    step that the ranks of a pipeline may wait for each other."""
+    step that the ranks of a pipeline may wait for each other. `fit_stages`: give stages other numbers of blocks where a job does not fit
+    otherwise."""
 
     layout: Layout | None = None
     schedule: str | None = None
@@ -46,6 +48,7 @@ class Fixed:
     sequence_parallel: bool | None = None
     order: tuple[str, ...] | None = None
     max_bubble: float = 1.0
+    fit_stages: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def search(
     for shape in considered:
         levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
         leaner = (shape if level == shape.recompute else replace(shape, recompute=level) for level in levels)
-        lean = next((one for one in leaner if least_memory(one) <= room), None)
+        lean = next((one for one in leaner if least_memory(one, balanced=not fixed.fit_stages) <= room), None)
         if lean is None:
             too_large += 1
             continue
@@ -231,6 +234,8 @@ def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
         fitting = 0
         for stage in [fixed.zero] if fixed.zero is not None else stages:
             candidate = replace(job, recompute=recompute, zero=stage)
+            if fixed.fit_stages and candidate.layout.pp > 1:
+                candidate = fitting_job(candidate, room) or candidate
             memory = memory_of(candidate)
             if memory.total <= room:
                 fitting += 1

@@ -29,8 +29,14 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
     if job.blocks is not None:
         last = len(job.blocks) - 1
         return tuple(Stage(count, index == 0, index == last) for index, count in enumerate(job.blocks))
+    return _stages(job.stack.split, model.layers, job.layout.pp * job.layout.vp, *work_units(job))
+
+
+def work_units(job: Job) -> tuple[float, float]:
+    """Return the work of (a block, the output head), by which stages are balanced: parameters that a token is multiplied with."""
+    model = job.model
     block = model.attention_size + model.mlp_size(model.ffn or model.expert_ffn * model.top_k + model.shared_ffn)
-    return _stages(job.stack.split, model.layers, job.layout.pp * job.layout.vp, float(block), float(model.embedding))
+    return float(block), float(model.embedding)
 
 
 def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:

@@ -54,6 +54,8 @@ def describe(job: Job) -> str:
         words.append(f"recompute={job.recompute}")
     if job.layout.tp > 1 and not job.sequence_parallel:
         words.append("sequence_parallel=false")
+    if job.blocks is not None:
+        words.append(f"stages=[{','.join(map(str, job.blocks))}]")
     if job.layout.order != ("tp", "cp", "pp", "dp"):
         words.append(f"order=[{','.join(job.layout.order)}]")
     return " ".join([words[0], *(f"parallelism.{word}" for word in words[1:])])

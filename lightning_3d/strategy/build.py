@@ -174,7 +174,7 @@ def _make_runner(
     engine: PipelineEngine,
     backend: DataParallelBackend,
 ) -> StepRunner:
-    weights = LossWeights()
+    weights = LossWeights(options.model.loss)
     weigh_loss(module, weights, context_of(mesh, options.model.cp_kind) if mesh.size("cp") > 1 else None)
     check = None
     if mesh.size("tp") > 1:

@@ -32,6 +32,7 @@ from lightning_3d.compat.lightning_signals import obey_interrupt_alone, obey_sig
 from lightning_3d.compat.waits import count_waits
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
+from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.parallel_plan import check_plan
@@ -104,6 +105,7 @@ class Lightning3DStrategy(CheckpointHooks):
             the model's blocks, see `BlockOptions`.
         loss_chunks: number of parts in which the loss that a causal LM of Transformers computes from labels is computed, so that only the
             logits of one part are in memory; "auto": 8, or fewer where the logits are small.
+        label_smoothing, z_loss: terms of that loss in training, see `LossOptions`.
         fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.
         moe_node_size: ranks between which tokens travel as within a node, see `ExpertOptions`.
@@ -160,6 +162,8 @@ class Lightning3DStrategy(CheckpointHooks):
         compile: bool = False,
         sequence_parallel: bool | None = None,
         loss_chunks: int | str = 1,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
         fp8: bool = False,
         moe_aux_loss: float | None = None,
         moe_z_loss: float = 0.0,
@@ -198,7 +202,8 @@ class Lightning3DStrategy(CheckpointHooks):
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload, zero_shard_size)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size)
-        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages, loss_chunks)
+        loss = LossOptions(label_smoothing, z_loss)
+        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages, loss_chunks, loss)
         self.options.require_suit(self.layout or Layout())
         zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.zero = zero.over(self.layout) if self.layout is not None else zero

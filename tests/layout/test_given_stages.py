@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_refused_with_what_works(blocks: list[Any], layers:
 def test_a_configuration_with_stages_that_do_not_fit_is_refused_before_anything_starts() -> None:
     with pytest.raises(LayoutError, match=r"stages=\[1, 2\] has 3 blocks, but the model has 4. Use for example stages=\[1, 3\]"):
         dry("parallelism=pp2", "parallelism.stages=[1,2]")
-    with pytest.raises(ConfigError, match="auto lets the planner choose the layout. Name a layout, or omit stages"):
+    with pytest.raises(ConfigError, match="auto lets the planner choose the layout. Name a layout, omit stages, or use stages=auto"):
         dry("parallelism=auto", "parallelism.stages=[1,2]", "cluster=h100_1x8", "parallelism.micro_batch_size=1")
     config, plan = dry("parallelism=pp4", "parallelism.stages=[1,1,1,1]", "parallelism.micro_batch_size=1")
     given, dropped = strategy_arguments(OmegaConf.to_container(config), plan, Layout(pp=2))
@@ -116,5 +116,5 @@ def test_a_strategy_refuses_another_number_of_stages() -> None:
     with pytest.raises(LayoutError, match=r"must have 2 whole numbers"):
         Lightning3DStrategy("pp2", stages=[1, 2, 3])
     for wrong in (4, "13"):
-        with pytest.raises(LayoutError, match="must be a list: the number of blocks of each of the 2 stages"):
+        with pytest.raises(LayoutError, match="must be auto or a list: the number of blocks of each of the 2 stages"):
             Lightning3DStrategy("pp2", stages=wrong)  # type: ignore[arg-type]

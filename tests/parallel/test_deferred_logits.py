@@ -16,6 +16,7 @@ from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import loss_chunks
@@ -23,7 +24,8 @@ from lightning_3d.layout.loss_chunks import count_chunks
 from lightning_3d.parallel.deferred_logits import DeferredLogits, computing_what_is_kept, defer_heads, deferred, summed_loss
 from lightning_3d.parallel.tensor import loss
 from lightning_3d.parallel.tensor.loss import summed_losses
-from lightning_3d.planner.advice import job_of
+from lightning_3d.planner.advice import job_of, machine_of
+from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.memory import memory_of
 
 ROWS, TOKENS, HIDDEN, VOCABULARY = 2, 9, 6, 23
@@ -254,6 +256,26 @@ def test_the_planner_counts_the_logits_of_one_chunk() -> None:
         memory.append(memory_of(job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size)))
     assert memory[0].loss == 10 * 8192 * 128_256
     assert memory[1].loss == memory[0].loss / 8 + (4 + 2) * 4096 * 128_256
+
+
+def test_chunks_need_no_more_operations_but_the_planner_counts_the_sums_of_their_gradients() -> None:
+    hidden, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (12, 40))
+    counts = []
+    for chunks in (1, 3):
+        with FlopCounterMode(display=False) as counter:
+            summed_losses(deferred(hidden, weight, None, chunks), torch.arange(12)).backward()
+        counts.append(counter.get_total_flops())
+    assert counts == [3 * 2 * 12 * 8 * 40] * 2
+    data = ("data=tokens", "data.sequence_length=8192", "data.global_batch_size=64", "parallelism.micro_batch_size=1", "force=true")
+    heads = []
+    for chunks in (1, "auto"):
+        _, plan = dry("parallelism=dp8", "model=llama3_1_8b", "cluster=h100_1x8", *data, f"parallelism.loss_chunks={chunks}")
+        machine = machine_of(plan.run.cluster)
+        assert machine is not None
+        heads.append(work_of(job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size), machine).head)
+    moved = 8 * (2 + 2 + 4 + 4) * 4096 * 128_256  # 8 products in bf16 are written and read, and a float32 sum is read and written
+    assert heads[1].forward - heads[0].forward == pytest.approx(moved / machine.memory_rate)
+    assert heads[1].backward == heads[0].backward
 
 
 LAYOUTS = [

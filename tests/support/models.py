@@ -218,7 +218,7 @@ class Task:
 
     data: Callable[[int, int, torch.Generator], Batch]
     step: Callable[[nn.Module, Batch], Tensor]
-    token_losses: Callable[[nn.Module, Batch], Tensor]
+    token_losses: Callable[..., Tensor]
 
 
 def task(name: str) -> Task:
@@ -244,12 +244,23 @@ def causal_step(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch).loss
 
 
-def causal_token_losses(model: nn.Module, batch: Batch) -> Tensor:
+def causal_token_losses(model: nn.Module, batch: Batch, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Losses of the target tokens from full logits, in the dtype of the model; shape (targets,)."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     logits = model(**inputs).logits[:, :-1].flatten(0, 1)
     targets = batch["labels"][:, 1:].flatten()
+    if label_smoothing or z_loss:
+        return terms_of_loss(logits[targets != IGNORE], targets[targets != IGNORE], label_smoothing, z_loss)
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")[targets != IGNORE]
+
+
+def terms_of_loss(logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
+    """Cross-entropy with the smoothed distribution of targets written out, and the z-loss; (targets,)."""
+    log_z = logits.exp().sum(-1).log()
+    log_probabilities = logits - log_z[:, None]
+    wanted = torch.full_like(logits, label_smoothing / logits.shape[1])
+    wanted[torch.arange(len(targets)), targets] += 1 - label_smoothing
+    return -(wanted * log_probabilities).sum(-1) + z_loss * log_z**2
 
 
 def plain_data(rows: int, vocab: int, generator: torch.Generator) -> Batch:

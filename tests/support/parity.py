@@ -29,6 +29,7 @@ PRECISIONS = {"float32": "32-true", "float64": "64-true", "bfloat16": "bf16-true
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 SCHEDULES = ("GPipe", "1F1B", *LOOPED_SCHEDULES, *V_SCHEDULES)
+LOSS_TERMS = ("label_smoothing", "z_loss")
 UNEVEN_MODELS = ("qwen3", "gemma3", models.PLAIN)  # five layers where the stages allow: no split of them is even
 
 
@@ -82,7 +83,8 @@ class Cell:
     @property
     def recipe(self) -> Recipe:
         routers = tuple((key.removeprefix("moe_"), value) for key, value in self.options if key.startswith("moe_"))
-        return Recipe(self.model, self.layers, self.dtype, routers=routers, data_ranks=self.dp if routers else 1)
+        loss = tuple((key, value) for key, value in self.options if key in LOSS_TERMS)
+        return Recipe(self.model, self.layers, self.dtype, routers=routers, loss=loss, data_ranks=self.dp if routers else 1)
 
     @property
     def name(self) -> str:
@@ -142,7 +144,7 @@ def assert_same_training(
         strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
-    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith(("zero_", "moe_", "cp_"))))
+    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith(("zero_", "moe_", "cp_", *LOSS_TERMS))))
     return check(Cell(model, schedule=schedule, zero=zero, dtype=dtype, options=options, **degrees), **strategy)
 
 

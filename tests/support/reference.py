@@ -39,6 +39,7 @@ class Recipe:
     lora: tuple[tuple[str, Any], ...] = ()  # arguments of LoraConfig; PEFT decides what is trained then
     adapted_in_memory: bool = False  # PEFT finds the weights of the model; else adapters are made with the model
     routers: tuple[tuple[str, float], ...] = ()  # coefficients of router losses: "aux_loss", "z_loss"; and "bias_update"
+    loss: tuple[tuple[str, float], ...] = ()  # terms of the loss beyond cross-entropy: "label_smoothing", "z_loss"
     data_ranks: int = 1  # micro-batches are those that so many ranks read; where losses of micro-batches are no sums over tokens
 
     @property
@@ -145,7 +146,7 @@ def train_on(recipe: Recipe, global_batches: Sequence[Sequence[models.Batch]], s
             if step is not None:
                 part = step(model, micro_batch) * count(micro_batch) / whole
             else:
-                part = task.token_losses(model, micro_batch).sum() / whole
+                part = task.token_losses(model, micro_batch, **dict(recipe.loss)).sum() / whole
             loss += part.item()
             for index, (value, coefficient) in enumerate(routers.losses() if recipe.routers else ()):
                 share = value * count(micro_batch) / whole

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
+from lightning_3d.config.options.loss import CROSS_ENTROPY, LossOptions
 from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.loss_chunks import check_loss_chunks
@@ -25,6 +26,7 @@ class ModelOptions:
         stages: number of blocks of each pipeline stage; None to balance them.
         loss_chunks: number of parts in which the loss of a micro-batch is computed, so that only the logits of one are in memory; "auto":
             8, or fewer where the logits are small. It concerns the loss that a causal LM of Transformers computes from labels.
+        loss: terms of that loss.
 
     Raises:
         ConfigError: an unknown kind of context parallelism, or loss_chunks that is neither "auto" nor a whole number.
@@ -36,6 +38,7 @@ class ModelOptions:
     cp_kind: str = "ring"
     stages: Sequence[int] | None = None
     loss_chunks: int | str = 1
+    loss: LossOptions = CROSS_ENTROPY
 
     def __post_init__(self) -> None:
         check_cp_kind(self.cp_kind)

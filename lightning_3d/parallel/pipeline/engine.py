@@ -18,6 +18,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline.boundary import Boundary, Spec, spec_of
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, forward_order, training_order
+from lightning_3d.parallel.pipeline.sent_output import graph_only
 from lightning_3d.parallel.pipeline.stages import StageAssignment
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, StageBoundary
 from lightning_3d.parallel.pipeline.transport import Message, Transport
@@ -45,7 +46,15 @@ class Step(Protocol):
 
 @dataclass
 class _InFlight:
-    """One micro-batch on one stage between its forward and its last backward action."""
+    """One micro-batch on one stage between its forward and its last backward action.
+
+    Attributes:
+        received: hidden states from the previous stage, whose gradient goes back there; None on the first stage.
+        output: the loss, or the hidden states for the next stage. Once these are sent, only their place in the graph is kept. None if no
+            gradient flows through it.
+        gradient: of `output`, from the next stage.
+        weight_work: state between the two halves of a split backward.
+    """
 
     received: Tensor | None
     output: Tensor | None
@@ -201,6 +210,8 @@ class PipelineEngine:
             if transport is not None:
                 transport.check(flight.output, chunk.stage)
             self._send(Message(True, chunk.stage + 1, micro_batch), flight.output, transport)
+            # The message keeps the values until it is sent, and the graph those that its operations need.
+            flight.output = graph_only(flight.output) if flight.output.requires_grad else None
         if torch.is_grad_enabled():
             self._in_flight[chunk.stage, micro_batch] = flight
 
@@ -227,8 +238,7 @@ class PipelineEngine:
                 f"Stage {chunk.stage} received hidden states of shape {tuple(expected.shape)} and type {expected.dtype}, but"
                 f" produced {tuple(hidden.shape)} and {hidden.dtype}. All stage boundaries must carry the same shape and type."
             )
-        # stage_backward_input detaches outputs in place, which fails on a view.
-        return hidden.clone() if hidden._is_view() else hidden
+        return hidden
 
     def _backward(self, chunk: Chunk, micro_batch: int, transport: Transport | None, *, split: bool) -> None:
         """The whole backward of one micro-batch on one stage, or only the part that the previous stage waits for."""
@@ -242,6 +252,7 @@ class PipelineEngine:
                 flight.weight_work = backward_input(
                     flight.output, flight.gradient, flight.received, self._parameters[chunk.stage]
                 )
+                flight.output = flight.gradient = None
         if not chunk.is_first:
             assert flight.received is not None
             gradient = flight.received.grad

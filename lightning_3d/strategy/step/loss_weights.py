@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.errors import PlanError
+from lightning_3d.config.options.loss import CROSS_ENTROPY, LossOptions
+from lightning_3d.errors import PlanError, listed
 from lightning_3d.parallel.context import ContextParallel, WholeSequence, WholeSequenceLoss, is_split, sum_over_ranks
 from lightning_3d.parallel.tensor.loss import summed_losses
 from lightning_3d.strategy.step.own_losses import count_own_losses
@@ -21,21 +22,40 @@ class LossWeights:
 
     A loss that a model computes from its labels weighs as many target tokens as it averages over, any other loss as many rows, so that
     the weighted mean over micro-batches and data-parallel ranks equals the mean over the global batch.
+
+    Args:
+        terms: terms of the loss that a causal LM computes from its labels in training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, terms: LossOptions = CROSS_ENTROPY) -> None:
+        self.terms = terms
         self._tokens: Tensor | None = None
+        self._has_terms = False
 
     def begin(self) -> None:
         """Expect the next micro-batch."""
-        self._tokens = None
+        self._tokens, self._has_terms = None, False
+
+    def use_terms(self) -> LossOptions:
+        """Return the terms of a loss that is computed now: in evaluation, which needs no gradients, cross-entropy alone."""
+        self._has_terms = True
+        return self.terms if torch.is_grad_enabled() else CROSS_ENTROPY
 
     def count_tokens(self, tokens: Tensor) -> None:
         """Add target tokens. The loss function calls this; calls in one micro-batch add up."""
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
     def weight(self, rows: int, device: torch.device) -> Tensor:
-        """Weight of the micro-batch: a float64 tensor of shape ()."""
+        """Weight of the micro-batch: a float64 tensor of shape ().
+
+        Raises:
+            PlanError: the loss should have further terms, but the model did not compute it.
+        """
+        if self.terms.asked_for and torch.is_grad_enabled() and not self._has_terms:
+            raise PlanError(
+                f"{_described(self.terms)} no effect on the loss of this step, which no causal LM of Transformers computed from"
+                " labels. Pass labels= to the model and return its loss, or set the option to 0 and add the term to the loss of your step."
+            )
         if self._tokens is not None:
             return self._tokens.to(torch.float64)
         return torch.full((), float(rows), dtype=torch.float64, device=device)  # torch.tensor would synchronize
@@ -78,7 +98,7 @@ class TokenMeanLoss:
                 " model's forward, pass **kwargs (which contain shift_labels) to loss_function."
             )
         tokens = (shift_labels != ignore_index).sum()
-        total = summed_losses(logits, shift_labels, ignore_index)
+        total = summed_losses(logits, shift_labels, ignore_index, self._weights.use_terms())
         if context is not None:
             sums = sum_over_ranks(torch.stack([total.double(), tokens.double()]), context)
             total, tokens = sums[0].to(total.dtype), sums[1].detach()
@@ -111,16 +131,31 @@ def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel |
 
     Other losses stay, and see the logits of all tokens and the full vocabulary. Those that code of Transformers computes from labels are
     weighted by target tokens, too; losses of the user's step, and loss functions of the user's own, by rows.
+
+    Raises:
+        PlanError: the loss should have further terms, but no model computes the usual one.
     """
+    found = False
     for module in root.modules():
         if not hasattr(type(module), "loss_function") or _has_no_head(module):
             continue
         current, shared = module.loss_function, None if is_split(module) else context
         if isinstance(current, TokenMeanLoss) or getattr(current, "__name__", "") == "ForCausalLMLoss":
             module.loss_function = TokenMeanLoss(weights, shared)  # type: ignore[assignment]
+            found = True
         elif shared is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
             module.loss_function = WholeSequenceLoss(current, shared)
+    if weights.terms.asked_for and not found:
+        raise PlanError(
+            f"{_described(weights.terms)} no effect: {type(root).__name__} contains no causal LM of Transformers with the usual loss"
+            " function. Set the option to 0 and add the term to the loss of your step."
+        )
     count_own_losses(root, weights.count_tokens)
+
+
+def _described(terms: LossOptions) -> str:
+    names = terms.asked_for
+    return f"{listed(f'{name}={getattr(terms, name):g}' for name in names)} {'has' if len(names) == 1 else 'have'}"
 
 
 def _has_no_head(module: nn.Module) -> bool:

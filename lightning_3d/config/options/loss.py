@@ -1,0 +1,46 @@
+"""Terms of the loss beyond cross-entropy. Pure: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout.sizes import check_number
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Terms of the loss of each target token in training: arguments of `Lightning3DStrategy` and keys of the group `parallelism`.
+
+    With logits x over a vocabulary of V tokens, Z = sum(exp(x)) and the target t, the loss of a token is
+
+        log Z - (1 - label_smoothing) x_t - label_smoothing / V sum(x) + z_loss (log Z) ** 2
+
+    They belong to the loss that a causal LM of Transformers computes from labels. Validation and tests compute the cross-entropy alone.
+
+    Attributes:
+        label_smoothing: share of the target distribution that is spread evenly over the vocabulary, 0 to less than 1 (Szegedy et al.,
+            arXiv:1512.00567, section 7), as in `torch.nn.functional.cross_entropy`.
+        z_loss: coefficient of the squared log Z, which keeps logits small (PaLM, arXiv:2204.02311, section 5, uses 1e-4).
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("label_smoothing", self.label_smoothing)
+        check_number("z_loss", self.z_loss)
+        if self.label_smoothing >= 1:
+            raise ConfigError(f"label_smoothing must be at least 0 and less than 1, for example 0.1; got {self.label_smoothing:g}.")
+
+    @property
+    def asked_for(self) -> list[str]:
+        """Names of the terms that are not zero."""
+        return [name for name in ("label_smoothing", "z_loss") if getattr(self, name)]
+
+
+CROSS_ENTROPY = LossOptions()
+"""Cross-entropy alone."""

@@ -1,0 +1,65 @@
+"""Pipeline stages that fit in memory (`parallelism.stages=auto`). Pure Python.
+
+Stages of equal work need unequal memory: with 1F1B, rank r of p keeps the activations of p - r micro-batches, the first stage has the
+embedding, and the last one has the logits. Where the fullest rank does not fit, it gets fewer blocks, and ranks with free memory get more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.memory import block_bytes, indices_in_flight, memory_of, memory_of_rank
+from lightning_3d.planner.stages import Stage, work_units
+
+
+def fitting_job(job: Job, room: float) -> Job | None:
+    """Return the job if it fits in `room` bytes of each GPU, else with other stages, so that it fits; None if no stages do.
+
+    Args:
+        job: a job whose stages are not given.
+        room: most bytes that the fullest rank may need.
+    """
+    if memory_of(job).total <= room:
+        return job
+    blocks = fitting_stages(job, room)
+    return replace(job, blocks=blocks) if blocks is not None else None
+
+
+def fitting_stages(job: Job, room: float) -> tuple[int, ...] | None:
+    """Return the number of blocks of each stage, such that every rank fits and the stage with the most work has as little as possible.
+
+    Every stage gets one block. Then the stage that has the least work with one block more gets it, until its rank is full. With one stage
+    on each rank no split has a faster slowest stage; with several, it is a good one. Of equal stages the last gets a block first, because
+    it keeps the fewest micro-batches.
+
+    Returns:
+        None if some rank does not fit in any case.
+    """
+    ranks, sizes, (block, head) = indices_in_flight(job), block_bytes(job), work_units(job)
+    owner = {index: rank for rank, own in enumerate(ranks) for index, _ in own}
+    last = len(owner) - 1
+    counts = [1] * len(owner)
+
+    def has_room(rank: int) -> bool:
+        own = tuple((Stage(counts[index], index == 0, index == last), live) for index, live in ranks[rank])
+        return memory_of_rank(job, own, sizes).total <= room
+
+    def next_work(index: int) -> tuple[float, int]:
+        return (counts[index] + 1) * block + head * (index == last), -index
+
+    rest = job.model.layers - len(counts)
+    if rest < 0 or not all(map(has_room, range(len(ranks)))):
+        return None
+    growing = [next_work(index) for index in owner]
+    heapq.heapify(growing)
+    while rest and growing:
+        index = -heapq.heappop(growing)[1]
+        counts[index] += 1
+        if has_room(owner[index]):
+            rest -= 1
+            heapq.heappush(growing, next_work(index))
+        else:
+            counts[index] -= 1
+    return tuple(counts) if rest == 0 else None
