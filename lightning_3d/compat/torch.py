@@ -63,6 +63,22 @@ def functional_scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return operators.wait_tensor(operators.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
 
 
+def functional_all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Exchange equal parts of contiguous `x` along dimension 0 by such an operator (see `functional_sum`)."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    parts = [x.shape[0] // group.size()] * group.size()
+    return operators.wait_tensor(operators.all_to_all_single(x, parts, parts, group.group_name))
+
+
+def group_of_name(name: str) -> ProcessGroup:
+    """Find the process group that operators name (`torch.distributed.distributed_c10d._resolve_process_group`, torch 2.11 to 2.13)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
 def kept_collectives() -> frozenset[Any]:
     """Operators whose results a selective recomputation keeps instead of communicating again."""
     import torch
@@ -122,6 +138,17 @@ def allow_graphs(variants: int) -> None:
     import torch._dynamo.config as config
 
     config.recompile_limit = max(config.recompile_limit, variants)
+
+
+def allow_notes_in_recomputation() -> None:
+    """Allow a compiled function to change Python objects in a part that the backward recomputes; they are not changed a second time.
+
+    Sharded layers note the input that they share, and forget it at the end of their region
+    (`torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, torch 2.11 to 2.13).
+    """
+    import torch._dynamo.config as config
+
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def allow_second_backward() -> None:

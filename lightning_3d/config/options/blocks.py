@@ -60,15 +60,6 @@ class BlockOptions:
             LayoutError: selective recomputation with a schedule that splits the backward pass; selective recomputation of compiled blocks
                 with tp > 1; compiled blocks with cp > 1.
         """
-        if self.compile and cp > 1:
-            raise LayoutError(
-                f"compile=true cannot trace the attention of context-parallel ranks; the layout has cp {cp}. Use compile=false or cp 1."
-            )
-        if self.recompute == "selective" and self.compile and tp > 1:
-            raise LayoutError(
-                f"compile=true with recompute=selective cannot trace layers that tensor parallelism shards; the layout has tp {tp}. Use"
-                " recompute=full or compile=false."
-            )
         if self.recompute == "selective" and pp > 1 and find_schedule(schedule).split_backward:
             raise LayoutError(
                 f"recompute=selective needs one backward pass for each block, but {schedule} computes the gradients of inputs and weights"
