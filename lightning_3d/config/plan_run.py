@@ -157,7 +157,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     run, layout, parallelism = adapted.run, adapted.layout, adapted.run.parallelism
     zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions))).resolve(schedule, layout.pp)
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
-    blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    blocks.require_suits(schedule, pp=layout.pp)
     check_cp_kind(parallelism.cp_kind)
     check_loss_chunks(parallelism.loss_chunks)
     check_plan(parallelism.plan, check_mode(parallelism.self_check))

@@ -53,12 +53,11 @@ class BlockOptions:
         if self.recompute_keep is not None and self.recompute != "selective":
             raise ConfigError(f"recompute_keep needs recompute=selective; got recompute={self.recompute}.")
 
-    def require_suits(self, schedule: str, *, tp: int, pp: int, cp: int = 1) -> None:
-        """Refuse options that a layout and schedule cannot run.
+    def require_suits(self, schedule: str, *, pp: int) -> None:
+        """Refuse options that a schedule cannot run.
 
         Raises:
-            LayoutError: selective recomputation with a schedule that splits the backward pass; selective recomputation of compiled blocks
-                with tp > 1; compiled blocks with cp > 1.
+            LayoutError: selective recomputation with a schedule that splits the backward pass.
         """
         if self.recompute == "selective" and pp > 1 and find_schedule(schedule).split_backward:
             raise LayoutError(

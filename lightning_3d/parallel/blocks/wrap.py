@@ -92,7 +92,8 @@ class ProcessedBlock:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = _without_cache(args, kwargs)
+        if not torch.compiler.is_compiling():  # else this is an attention in a compiled block, which has removed it
+            args, kwargs = _without_cache(args, kwargs)
         return self.block_process(super().forward, args, kwargs)  # type: ignore[misc]
 
 

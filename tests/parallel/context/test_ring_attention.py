@@ -119,6 +119,7 @@ CASES = {
     "sinks": Case(sinks=True, window=6),
     "wide keys": Case(value_width=5),
     "two tokens a rank": Case(length=8, window=3),
+    "everything at once": Case(starts=(9, 21), padded=5, window=7, softcap=2.0, sinks=True, value_width=5),
 }
 
 
@@ -129,12 +130,61 @@ def cases_on_rank(kind: str) -> list[list[Tensor]]:
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_values_and_gradients_are_those_of_full_attention(size: int, kind: str) -> None:
-    results = run_ranks(cases_on_rank, size, kind)
-    for index, (name, case) in enumerate(CASES.items()):
+    assert_full_attention(run_ranks(cases_on_rank, size, kind), CASES)
+
+
+def assert_full_attention(results: list[list[list[Tensor]]], cases: dict[str, Case]) -> None:
+    for index, (name, case) in enumerate(cases.items()):
         found = put_together([parts[index] for parts in results], case)
         for what, got, expected in zip(("out", "query", "key", "value", "sinks"), found, full_attention(case), strict=True):
             error = (got.double() - expected).abs().max().item()
             assert error < TOLERANCE, f"{name}: {what}: {error:.1e}"
+
+
+def compiled_on_rank(kind: str, names: list[str], backend: str) -> list[list[Tensor]]:
+    """As one graph of the forward and one of the backward: a break is an error."""
+    found = []
+    for name in names:
+        torch._dynamo.reset()
+        compiled = torch.compile(KINDS[kind], backend=backend, fullgraph=True)
+        with patch.dict(KINDS, {kind: compiled}):
+            found.append(attention_on_rank(CASES[name], kind)[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "backend"),
+    [
+        *((kind, ["everything at once"], "aot_eager") for kind in KINDS),
+        *(pytest.param(kind, list(CASES), backend, marks=pytest.mark.full) for kind in KINDS for backend in ("aot_eager", "inductor")),
+    ],
+    ids=[*KINDS, *(f"{kind}-{backend}-all" for kind in KINDS for backend in ("aot_eager", "inductor"))],
+)
+def test_compiled_values_and_gradients_are_those_of_full_attention(kind: str, names: list[str], backend: str) -> None:
+    assert_full_attention(run_ranks(compiled_on_rank, 2, kind, names, backend, timeout=500), {name: CASES[name] for name in names})
+
+
+def looks_at_documents() -> tuple[int, int]:
+    """How often three compiled attentions with one batch look at its documents, and one that is not compiled."""
+    case = CASES["documents"]
+    context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    order = positions(case.length, context.size, context.rank)
+    query, key, value, _ = (x[:, :, order] for x in case.tensors()[:4])
+    counts = []
+    compiled = torch.compile(KINDS["ring"], backend="aot_eager", fullgraph=True)
+    for attend, times in ((compiled, 3), (KINDS["ring"], 1)):
+        mask = Mask(context, case.length, case.documents())
+        with patch.object(Mask, "_find_cover", autospec=True, side_effect=Mask._find_cover) as looked:
+            for _ in range(times):
+                leaf = query.detach().requires_grad_()
+                attend(leaf, key, value, mask, Scores(0.3)).sum().backward()
+        counts.append(looked.call_count)
+    return counts[0], counts[1]
+
+
+def test_documents_are_looked_at_once_for_all_compiled_layers() -> None:
+    for compiled, once in run_ranks(looks_at_documents, 2):
+        assert compiled == once > 0
 
 
 def peak_on_rank(length: int) -> int:
