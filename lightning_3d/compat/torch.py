@@ -169,6 +169,36 @@ def all_gather_by_name(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work
     return gather(whole, part, group=group, async_op=True)
 
 
+def use_flash_kernels(version: str) -> None:
+    """Let torch's flash attention run on "FA3" or "FA4", kernels of other packages, in this process; "FA2" are its own.
+
+    `torch.nn.attention.activate_flash_attention_impl`, a prototype (torch 2.11 to 2.13).
+
+    Raises:
+        ImportError: the package is not installed, or this version of torch cannot use it.
+    """
+    from torch.nn import attention
+
+    if version == flash_kernels():
+        return
+    if version == "FA2":
+        attention.restore_flash_attention_impl()
+        return
+    if version not in attention.list_flash_attention_impls():
+        raise ImportError(f"this version of torch has no {version}")
+    try:
+        attention.activate_flash_attention_impl(version)  # type: ignore[arg-type]
+    except RuntimeError as error:  # a package of this name, without these kernels
+        raise ImportError(str(error)) from error
+
+
+def flash_kernels() -> str:
+    """Return the kernels that torch's flash attention runs on now: "FA2", its own, or others (see `use_flash_kernels`)."""
+    from torch.nn import attention
+
+    return attention.current_flash_attention_impl() or "FA2"
+
+
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute CUDA's flash attention: (out, log of the sum of exponentials in float32).
 

@@ -1,6 +1,8 @@
 """Ring and Ulysses attention against full attention in float64: values, gradients, bytes on the wire, memory."""
 
+import sys
 from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +15,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 from lightning_3d.compat import torch as torch_compat
+from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.context import kernels
 from lightning_3d.parallel.context.attention import KINDS
+from lightning_3d.parallel.context.checks import _replace
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.kernels import Scores
 from lightning_3d.parallel.context.masks import Mask
@@ -282,6 +286,44 @@ def test_the_operators_of_cuda_take_what_they_are_given() -> None:
     assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
     found = torch_compat.flash_attention_backward(query, query, key, key, out, lse, causal=True, scale=0.5)
     assert [gradient.shape for gradient in found] == [query.shape, key.shape, key.shape]
+
+
+class Hopper(torch.nn.Module):
+    """What a model is asked for that wants FlashAttention 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="flash_attention_3")
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.config._attn_implementation = name
+
+
+def test_missing_kernels_are_refused() -> None:
+    with pytest.raises(ConfigError, match="attn_implementation=flash_attention_3 needs the package flash_attn_interface.*Install it, or use"):
+        _replace(Hopper())
+    assert torch_compat.flash_kernels() == "FA2"
+
+
+def test_the_kernels_that_a_model_asks_for_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of this name, which registers its operators as FlashAttention 3 does."""
+    operators = torch.library.Library("flash_attn_3", "DEF")
+    for name in ("fwd", "bwd"):
+        operators.define(f"{name}(Tensor q) -> Tensor")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    try:
+        assert _replace(Hopper())
+        assert torch_compat.flash_kernels() == "FA3"
+        assert torch.nn.attention.current_flash_attention_impl() == "FA3"
+    finally:
+        torch_compat.use_flash_kernels("FA2")
+    assert torch_compat.flash_kernels() == "FA2"
+
+
+def test_other_kernels_only_where_they_run() -> None:
+    ours = [(capability, width) for capability in ((8, 0), (9, 0), (10, 0), (12, 0)) for width in (64, 256)]
+    assert [place for place in ours if kernels.flash_trains_on(*place, "FA3")] == [((9, 0), 64), ((9, 0), 256)]
+    assert [place for place in ours if kernels.flash_trains_on(*place, "FA4")] == [((9, 0), 64), ((10, 0), 64)]
 
 
 def test_flash_attention_only_where_it_has_a_backward() -> None:
