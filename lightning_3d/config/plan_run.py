@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config.elastic import adapt
 from lightning_3d.config.keys import check_containers, check_group_keys, check_type, data_options, explain_value
-from lightning_3d.config.machine import choose_accelerator, choose_precision, visible_gpus
+from lightning_3d.config.machine import check_attention, choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
@@ -166,6 +166,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     accelerator, warnings = choose_accelerator(run, layout, outside, adapted.whole)
     warnings = (*adapted.warnings, *warnings)
     precision = choose_precision(run, accelerator)
+    check_attention(run, layout, accelerator)
     _check_trainer(run.trainer)
     run.plan.check()
     _check_classes(run)
