@@ -76,7 +76,7 @@ def group_of_name(name: str) -> ProcessGroup:
     """Find the process group that operators name (`torch.distributed.distributed_c10d._resolve_process_group`, torch 2.11 to 2.13)."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def kept_collectives() -> frozenset[Any]:
@@ -187,7 +187,7 @@ def use_flash_kernels(version: str) -> None:
     if version not in attention.list_flash_attention_impls():
         raise ImportError(f"this version of torch has no {version}")
     try:
-        attention.activate_flash_attention_impl(version)  # type: ignore[arg-type]
+        attention.activate_flash_attention_impl(version)
     except RuntimeError as error:  # a package of this name, without these kernels
         raise ImportError(str(error)) from error
 

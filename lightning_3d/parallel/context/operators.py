@@ -58,7 +58,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        return *attend_around_backward(grad_out, *ctx.saved_tensors, ctx.course), None
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        return *attend_around_backward(grad_out, query, key, value, sinks, out, lse, ctx.course), None
 
 
 @torch.library.custom_op("lightning_3d::context_attention", mutates_args=())
