@@ -63,6 +63,22 @@ def functional_scatter_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return operators.wait_tensor(operators.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
 
 
+def functional_all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Exchange equal parts of contiguous `x` along dimension 0 by such an operator (see `functional_sum`)."""
+    import torch
+
+    operators = torch.ops._c10d_functional
+    parts = [x.shape[0] // group.size()] * group.size()
+    return operators.wait_tensor(operators.all_to_all_single(x, parts, parts, group.group_name))
+
+
+def group_of_name(name: str) -> ProcessGroup:
+    """Find the process group that operators name (`torch.distributed.distributed_c10d._resolve_process_group`, torch 2.11 to 2.13)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def kept_collectives() -> frozenset[Any]:
     """Operators whose results a selective recomputation keeps instead of communicating again."""
     import torch
@@ -124,6 +140,17 @@ def allow_graphs(variants: int) -> None:
     config.recompile_limit = max(config.recompile_limit, variants)
 
 
+def allow_notes_in_recomputation() -> None:
+    """Allow a compiled function to change Python objects in a part that the backward recomputes; they are not changed a second time.
+
+    Sharded layers note the input that they share, and forget it at the end of their region
+    (`torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, torch 2.11 to 2.13).
+    """
+    import torch._dynamo.config as config
+
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
 def allow_second_backward() -> None:
     """Allow the backward of a compiled function to run twice, as schedules with a split backward do.
 
@@ -140,6 +167,36 @@ def all_gather_by_name(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, group=group, async_op=True)
+
+
+def use_flash_kernels(version: str) -> None:
+    """Let torch's flash attention run on "FA3" or "FA4", kernels of other packages, in this process; "FA2" are its own.
+
+    `torch.nn.attention.activate_flash_attention_impl`, a prototype (torch 2.11 to 2.13).
+
+    Raises:
+        ImportError: the package is not installed, or this version of torch cannot use it.
+    """
+    from torch.nn import attention
+
+    if version == flash_kernels():
+        return
+    if version == "FA2":
+        attention.restore_flash_attention_impl()
+        return
+    if version not in attention.list_flash_attention_impls():
+        raise ImportError(f"this version of torch has no {version}")
+    try:
+        attention.activate_flash_attention_impl(version)
+    except RuntimeError as error:  # a package of this name, without these kernels
+        raise ImportError(str(error)) from error
+
+
+def flash_kernels() -> str:
+    """Return the kernels that torch's flash attention runs on now: "FA2", its own, or others (see `use_flash_kernels`)."""
+    from torch.nn import attention
+
+    return attention.current_flash_attention_impl() or "FA2"
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

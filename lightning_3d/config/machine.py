@@ -137,3 +137,16 @@ def choose_precision(run: RunConfig, accelerator: str) -> str:
         if not planned:
             check_fp8_library()
     return name
+
+
+def check_attention(run: RunConfig, layout: Layout, accelerator: str) -> None:
+    """Refuse an implementation of attention that cannot train on the accelerator. Context parallelism (cp) replaces it anyway.
+
+    Raises:
+        ConfigError: FlexAttention on the CPU, where torch has no backward of it.
+    """
+    if run.model.get("attn_implementation") == "flex_attention" and accelerator == "cpu" and layout.cp == 1:
+        raise ConfigError(
+            "model.attn_implementation=flex_attention has no backward on the CPU. Use model.attn_implementation=sdpa, which takes the same"
+            " masks as tensors."
+        )

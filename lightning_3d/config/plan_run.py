@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config.elastic import adapt
 from lightning_3d.config.keys import check_containers, check_group_keys, check_type, data_options, explain_value
-from lightning_3d.config.machine import choose_accelerator, choose_precision, visible_gpus
+from lightning_3d.config.machine import check_attention, choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.loss import LossOptions
@@ -163,7 +163,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     zero = ZeroOptions(*(getattr(parallelism, f"zero_{option.name}") for option in fields(ZeroOptions)))
     zero = zero.resolve(schedule, layout.pp).over(layout)
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
-    blocks.require_suits(schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    blocks.require_suits(schedule, pp=layout.pp)
     check_cp_kind(parallelism.cp_kind)
     check_loss_chunks(parallelism.loss_chunks)
     LossOptions(parallelism.label_smoothing, parallelism.z_loss)  # checks them
@@ -173,6 +173,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     accelerator, warnings = choose_accelerator(run, layout, outside, adapted.whole)
     warnings = (*adapted.warnings, *warnings)
     precision = choose_precision(run, accelerator)
+    check_attention(run, layout, accelerator)
     _check_trainer(run.trainer)
     run.plan.check()
     _check_classes(run)

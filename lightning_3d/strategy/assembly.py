@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.errors import NoPlanError, PlanError, listed
+from lightning_3d.errors import LayoutError, NoPlanError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.parallel_plan import (
@@ -198,6 +198,11 @@ def take_part(
     whole = _describe(root, name, plan, mesh, options, assignment, split)
     # Dropout anywhere in the model gives all ranks random streams, whichever stage it is on.
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
+    if tp > 1 and random.enabled and options.blocks.compile and options.blocks.recompute == "selective":
+        raise LayoutError(
+            f"compile=true with recompute=selective cannot draw the dropout of tensor-parallel ranks again; the layout has tp {tp}. Use"
+            " recompute=full, compile=false, or a model without dropout."
+        )
     state = PipelineState(random, SequenceShards(tp))
     tensor = TensorParallel(mesh.group("tp"), tp, mesh.index("tp"), random if random.enabled else None, state.sequence)
     # Before blocks of other stages are removed: blocks are counted, and routers numbered, in the whole model.

@@ -71,7 +71,13 @@ class CausalLM(LightningModule):
         if self.model is not None:
             return
         attention = self.model_config.get("attn_implementation")
-        self.model = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
+        try:
+            self.model = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
+        except ImportError as error:  # its package is not installed
+            raise ConfigError(
+                f"model.attn_implementation={attention} cannot be used here: {error} Use model.attn_implementation=sdpa, which needs no"
+                " package."
+            ) from error
         if self.model_config.get("pretrained") is not None:
             load_pretrained(self.model, self.model_config["pretrained"])
         if self.lora.r is not None:

@@ -58,7 +58,10 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f12_sequence": (["parallelism=cp2", "data.sequence_length=30"], ["cp 2", "30 tokens", "28 or 32"]),
     "ulysses_heads": (["parallelism=tp2_cp8", "parallelism.cp_kind=ulysses"], ["tp * cp = 16", "8 heads", "cp_kind=ring"]),
     "cp_kind": (["parallelism.cp_kind=rings"], ['got "rings"', 'Did you mean "ring"']),
-    "cp_compiled": (["parallelism=cp2", "parallelism.compile=true"], ["compile=true", "the layout has cp 2"]),
+    "flex_attention_on_cpu": (
+        ["model.attn_implementation=flex_attention", "cluster=local_cpu"],
+        ["flex_attention has no backward on the CPU", "attn_implementation=sdpa"],
+    ),
     "cp_dropout": (["parallelism=cp2", "model.config.attention_dropout=0.1"], ["attention_dropout=0.1", "Set it to 0"]),
     "f13_sequence": (
         ["parallelism=tp4", "data.sequence_length=250"],

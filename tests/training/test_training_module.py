@@ -70,6 +70,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+def test_flash_attention_that_is_not_installed_is_refused() -> None:
+    module = CausalLM({**MODEL, "attn_implementation": "flash_attention_3"})
+    with pytest.raises(ConfigError, match="attn_implementation=flash_attention_3 cannot be used here: .*Use model.attn_impl"):
+        module.configure_model()
+
+
 def test_it_learns(trained: dict[str, Any]) -> None:
     losses = trained["seen"].losses
     assert losses[0] == pytest.approx(math.log(257), abs=0.3)

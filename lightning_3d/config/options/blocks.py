@@ -57,22 +57,12 @@ class BlockOptions:
         if self.recompute_keep is not None and self.recompute != "selective":
             raise ConfigError(f"recompute_keep needs recompute=selective; got recompute={self.recompute}.")
 
-    def require_suits(self, schedule: str, *, tp: int, pp: int, cp: int = 1) -> None:
-        """Refuse options that a layout and schedule cannot run.
+    def require_suits(self, schedule: str, *, pp: int) -> None:
+        """Refuse options that a schedule cannot run.
 
         Raises:
-            LayoutError: selective recomputation with a schedule that splits the backward pass; selective recomputation of compiled blocks
-                with tp > 1; compiled blocks with cp > 1.
+            LayoutError: selective recomputation with a schedule that splits the backward pass.
         """
-        if self.compile and cp > 1:
-            raise LayoutError(
-                f"compile=true cannot trace the attention of context-parallel ranks; the layout has cp {cp}. Use compile=false or cp 1."
-            )
-        if self.recompute == "selective" and self.compile and tp > 1:
-            raise LayoutError(
-                f"compile=true with recompute=selective cannot trace layers that tensor parallelism shards; the layout has tp {tp}. Use"
-                " recompute=full or compile=false."
-            )
         if self.recompute == "selective" and pp > 1 and find_schedule(schedule).split_backward:
             raise LayoutError(
                 f"recompute=selective needs one backward pass for each block, but {schedule} computes the gradients of inputs and weights"

@@ -46,6 +46,6 @@ class ModelOptions:
 
     def require_suit(self, layout: Layout) -> None:
         """Raise LayoutError where blocks cannot run these options in this layout, or it has another number of stages."""
-        self.blocks.require_suits(self.schedule, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+        self.blocks.require_suits(self.schedule, pp=layout.pp)
         if self.stages is not None:
             given_stages(self.stages, layout)

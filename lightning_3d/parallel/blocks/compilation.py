@@ -9,7 +9,13 @@ import shutil
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_3d.compat.torch import allow_graphs, allow_second_backward, graph_breaks, uncompiled_frames
+from lightning_3d.compat.torch import (
+    allow_graphs,
+    allow_notes_in_recomputation,
+    allow_second_backward,
+    graph_breaks,
+    uncompiled_frames,
+)
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.schedules import find_schedule
 
@@ -34,6 +40,7 @@ class Compilation:
             raise ConfigError("compile=true on CUDA needs the package triton. Install it with pip install triton, or use compile=false.")
         if find_schedule(schedule).split_backward:
             allow_second_backward()
+        allow_notes_in_recomputation()
         allow_graphs(2 * blocks)  # each block may be of a different kind, and the last batch may have another shape
         self._before = graph_breaks()
         self._uncompiled = uncompiled_frames()

@@ -38,13 +38,11 @@ class Recompute:
         return self._keep is not None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A compiler keeps the random numbers that were drawn; saving random states would break its graph.
-        eager = not torch.compiler.is_compiling()
         if self._keep is None:
-            return checkpoint(partial(_again, forward), *args, use_reentrant=False, preserve_rng_state=eager, **kwargs)
+            return checkpoint(partial(_again, forward), *args, use_reentrant=False, **kwargs)
         context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
         run = partial(_with_functional_collectives, forward)
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=eager, context_fn=context, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
 
 
 def _with_functional_collectives(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -93,7 +92,8 @@ class ProcessedBlock:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = _without_cache(args, kwargs)
+        if not torch.compiler.is_compiling():  # else this is an attention in a compiled block, which has removed it
+            args, kwargs = _without_cache(args, kwargs)
         return self.block_process(super().forward, args, kwargs)  # type: ignore[misc]
 
 
@@ -107,19 +107,20 @@ class _Process:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        saved = SavedOnHost(forward.__self__) if self._offload else nullcontext()  # type: ignore[attr-defined]
-        if not self._compile:
-            with saved:
-                return self._run(forward, args, kwargs)
-        within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
-        if self._compiled is None:
-            self._compiled = torch.compile((lambda *args, **kwargs: self._run(forward, args, kwargs)) if within else forward)
-        with saved:
-            if self._recompute is None or within:
-                return self._compiled(*args, **kwargs)
-            return self._recompute(self._compiled, args, kwargs)
+        if not self._offload:  # no context manager, because an attention that is recomputed runs this inside a compiled block
+            return self._run(forward, args, kwargs)
+        with SavedOnHost(forward.__self__):  # type: ignore[attr-defined]
+            return self._run(forward, args, kwargs)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._compile:
+            return self._recomputing(forward, args, kwargs)
+        within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
+        if self._compiled is None:
+            self._compiled = torch.compile((lambda *args, **kwargs: self._recomputing(forward, args, kwargs)) if within else forward)
+        return self._compiled(*args, **kwargs) if within else self._recomputing(self._compiled, args, kwargs)
+
+    def _recomputing(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recompute is None:
             return forward(*args, **kwargs)
         return self._recompute(forward, args, kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.parallel.context.kernels import Scores
 from lightning_3d.parallel.context.masks import Mask
-from lightning_3d.parallel.context.ring import local_attention, ring_attention
+from lightning_3d.parallel.context.operators import local_attention, ring_attention
 from lightning_3d.parallel.context.ulysses import ulysses_attention
 
 NAME = "lightning_3d_context"
@@ -30,14 +30,12 @@ class Running:
         positions: ids of the tokens that the model sees, (batch or 1, seq / cp), or whole sequences.
         rows: rows of the batch.
         layers: kinds of layers seen so far, see `make_mask`.
-        attentions: number of attentions that were computed.
     """
 
     mask: Mask
     positions: Tensor
     rows: int
     layers: dict[Any, bool]
-    attentions: int = 0
 
 
 _running: ContextVar[Running | None] = ContextVar("running", default=None)
@@ -97,9 +95,7 @@ def attention(
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     scores = Scores(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap)
-    call = _running.get()
-    if call is not None:
-        call.attentions += 1
+    attention_mask.use.attended = True
     compute = local_attention if whole else KINDS[attention_mask.context.kind]
     out = compute(query, key, value, attention_mask, scores, s_aux)
     return out.transpose(1, 2).contiguous(), None

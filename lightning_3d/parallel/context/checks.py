@@ -11,6 +11,7 @@ from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import PlanError
 from lightning_3d.models.context_limits import attends_plainly, check_fields, why_not_by_attention
 from lightning_3d.parallel.context.attention import NAME
+from lightning_3d.parallel.context.kernels import choose_kernels
 
 RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "hyena")
 
@@ -78,6 +79,8 @@ def _replace(module: Any) -> bool:
     before = [(config, config._attn_implementation) for config in found.values() if hasattr(config, "_attn_implementation")]
     module.set_attn_implementation(NAME)
     if all(config._attn_implementation == NAME for config, _ in before):
+        for _, implementation in before:
+            choose_kernels(implementation)
         return True
     for config, implementation in before:
         config._attn_implementation = implementation

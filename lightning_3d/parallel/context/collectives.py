@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, irecv, isend
 
+from lightning_3d.compat.torch import functional_all_to_all, functional_gather, functional_scatter_sum
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.zigzag import natural_order
 from lightning_3d.parallel.witness import received, sent
@@ -86,11 +87,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
-        parts = x.new_empty((context.size * x.shape[1], x.shape[0], *x.shape[2:]))
-        own = x.transpose(0, 1).contiguous()
-        sent("all-gather", own)
-        dist.all_gather_into_tensor(parts, own, group=context.group)
-        received("all-gather", parts)
+        parts = _all_gather(x.transpose(0, 1).contiguous(), context)
         # The copy into the order of the sequence also makes (batch, seq) contiguous: losses call `view` on logits.
         return parts.transpose(0, 1).index_select(1, natural_order(len(parts), context.size, x.device))
 
@@ -100,11 +97,7 @@ class _Gather(torch.autograd.Function):
         context: ContextParallel = ctx.context
         by_rank = torch.empty_like(gradient.transpose(0, 1), memory_format=torch.contiguous_format)
         by_rank[natural_order(gradient.shape[1], context.size, gradient.device)] = gradient.transpose(0, 1)
-        own = gradient.new_empty((len(by_rank) // context.size, *by_rank.shape[1:]))
-        sent("reduce-scatter", by_rank)
-        dist.reduce_scatter_tensor(own, by_rank, group=context.group)
-        received("reduce-scatter", own)
-        return own.transpose(0, 1), None
+        return _reduce_scatter(by_rank, context).transpose(0, 1), None
 
 
 class _Sum(torch.autograd.Function):
@@ -127,7 +120,29 @@ class _Sum(torch.autograd.Function):
         return total, None
 
 
+def _all_gather(own: Tensor, context: ContextParallel) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional_gather(own, context.group)
+    parts = own.new_empty((context.size * own.shape[0], *own.shape[1:]))
+    sent("all-gather", own)
+    dist.all_gather_into_tensor(parts, own, group=context.group)
+    received("all-gather", parts)
+    return parts
+
+
+def _reduce_scatter(by_rank: Tensor, context: ContextParallel) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional_scatter_sum(by_rank, context.group)
+    own = by_rank.new_empty((len(by_rank) // context.size, *by_rank.shape[1:]))
+    sent("reduce-scatter", by_rank)
+    dist.reduce_scatter_tensor(own, by_rank, group=context.group)
+    received("reduce-scatter", own)
+    return own
+
+
 def _all_to_all(by_rank: Tensor, context: ContextParallel) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional_all_to_all(by_rank, context.group)
     arrived = torch.empty_like(by_rank)
     sent("all-to-all", by_rank)
     dist.all_to_all_single(arrived, by_rank, group=context.group)

@@ -5,8 +5,9 @@ Gimelshein, arXiv:1805.02867; Dao et al., FlashAttention, arXiv:2205.14135). Giv
 nothing from the other parts.
 
 A block of scores that is partly masked (at the edge of a window or of a document, or by padding) is halved until each part is unmasked,
-fully masked, or small. On CUDA, 16-bit parts that are unmasked or causal use PyTorch's flash attention. All others, and everything on the
-CPU, are computed in tiles by plain matrix products: no more than `TILE_ELEMENTS` scores exist at a time.
+fully masked, or small. On CUDA, 16-bit parts that are unmasked or causal use PyTorch's flash attention: FlashAttention 2, or other kernels
+if the model asked for them (`choose_kernels`). All others, and everything on the CPU, are computed in tiles by plain matrix products: no
+more than `TILE_ELEMENTS` scores exist at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +21,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.compat.torch import flash_attention, flash_attention_backward
+from lightning_3d.compat.torch import flash_attention, flash_attention_backward, flash_kernels, use_flash_kernels
+from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.context.masks import Cover, Mask, Span
 
 TILE_ELEMENTS = 2**22
 """Scores of a tile, over the batch and all heads; three tensors of this size exist at a time."""
 
 LARGEST_TILE = 1024
+
+
+PACKAGES = {"flash_attention_3": ("FA3", "flash_attn_interface"), "flash_attention_4": ("FA4", "flash_attn.cute")}
+"""Attention implementations of Transformers -> (the kernels, the package that has them)."""
+
+
+def choose_kernels(implementation: str | None) -> None:
+    """Use the kernels that a model asked for by its attention implementation, instead of FlashAttention 2; in this process, from now on.
+
+    Raises:
+        ConfigError: their package is not installed.
+    """
+    if implementation not in PACKAGES:
+        return
+    version, package = PACKAGES[implementation]
+    try:
+        use_flash_kernels(version)
+    except ImportError as error:
+        raise ConfigError(
+            f"With context parallelism (cp), attn_implementation={implementation} needs the package {package}: {error}. Install it, or use"
+            " attn_implementation=sdpa, which uses FlashAttention 2."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -161,11 +185,16 @@ def _fused(query: Tensor, value: Tensor, cover: Cover, scores: Scores) -> bool:
     fits = value.shape[-1] <= query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     whole = cover in (Cover.EVERYTHING, Cover.CAUSAL)
     possible = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits and whole and scores.softcap is None
-    return possible and flash_trains_on(_capability(query.device), query.shape[-1])
+    return possible and flash_trains_on(_capability(query.device), query.shape[-1], flash_kernels())
 
 
-def flash_trains_on(capability: tuple[int, int], width: int) -> bool:
-    """Return whether flash attention without dropout has a forward and a backward on a GPU (as in torch's `sdp_utils.cpp`)."""
+def flash_trains_on(capability: tuple[int, int], width: int, kernels: str = "FA2") -> bool:
+    """Return whether flash attention without dropout has a forward and a backward on a GPU: as torch's `sdp_utils.cpp` says of its own
+    kernels, and `torch.nn.attention._fa3` and `_fa4` of others."""
+    if kernels == "FA3":
+        return capability[0] == 9
+    if kernels == "FA4":
+        return capability[0] in (9, 10) and width <= 128
     less_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     return (8, 0) <= capability <= (12, 1) and not (less_shared_memory and 192 < width <= 224)
 

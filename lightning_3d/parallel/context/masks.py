@@ -52,6 +52,17 @@ class NotATensor(PlanError, AttributeError):
     """Access to an attribute of tensors that a mask does not have; an AttributeError, so that `hasattr` returns False."""
 
 
+@dataclass
+class Use:
+    """Use of a mask in one call of a model.
+
+    Attributes:
+        attended: whether an attention got the mask, for any kind of layers.
+    """
+
+    attended: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Causal attention in the whole sequence, for one kind of layers of a model. Blocks get it as `attention_mask`.
@@ -62,6 +73,7 @@ class Mask:
         documents: (batch, seq), on the host, rising in each row: tokens see those of their own number only. None: one document.
         padding: (batch, seq), on the host: False for tokens that no other token attends to. None: there are none.
         window: a token sees so many tokens at most, itself included. None: all before it.
+        use: what became of it, for all kinds of layers.
     """
 
     context: ContextParallel
@@ -69,6 +81,7 @@ class Mask:
     documents: Tensor | None = None
     padding: Tensor | None = None
     window: int | None = None
+    use: Use = field(default_factory=Use)
     _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
     _covers: dict[tuple[Span, Span], Cover] = field(default_factory=dict)
 

@@ -57,7 +57,7 @@ class SharedSequences:
         call, arguments = _cut(arguments, context, self.context_layers, _own_positions(self.context_positions, arguments))
         with running(call):
             output = own(**arguments)
-        if call.attentions == 0:
+        if not call.mask.use.attended:
             raise PlanError(
                 f"No attention module of {type(self).__name__} used Transformers' attention interface, so no token attended to the tokens"
                 " of other context-parallel ranks. Use cp=1."

@@ -7,11 +7,8 @@ values after the last step.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_3d.parallel.context.collectives import Passing, Ring
 from lightning_3d.parallel.context.kernels import Gradients, Result, Scores, attend, attend_backward, finite, wide
@@ -22,32 +19,7 @@ KEYS, GRADIENTS = 1, 2
 """Tags of messages."""
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, sinks: Tensor | None = None) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks.
-
-    Forward: cp - 1 messages of this rank's keys and values to the next rank. Backward: cp - 1 of them, and cp of their gradients in the
-    type of accumulation (float32 for 16-bit tensors).
-
-    Args:
-        query: (batch, heads, seq / cp, width), zigzag (see there). key, value: (batch, key heads, seq / cp, width).
-        sinks: (heads,), scores of a key that has no value (gpt-oss).
-
-    Returns:
-        (batch, heads, seq / cp, value width)
-    """
-    context = mask.context
-    ring = Ring(context) if context.size > 1 else None
-    chunk = chunk_length(mask.length, context.size)
-    spans = [tuple(Span(start, chunk) for start in chunk_starts(chunk, context.size, rank)) for rank in range(context.size)]
-    return _Attention.apply(query, key, value, sinks, _Course(ring, spans, context.rank, mask, scores))
-
-
-def local_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, sinks: Tensor | None = None) -> Tensor:
-    """Attention with all tokens, in the order of the sequence, on one rank."""
-    return _Attention.apply(query, key, value, sinks, _Course(None, [(Span(0, mask.length),)], 0, mask, scores))
-
-
-class _Course:
+class Course:
     """Order in which blocks travel around the ring.
 
     Args:
@@ -58,6 +30,20 @@ class _Course:
         self.ring, self._spans, self._rank = ring, spans, rank
         self.mask, self.scores = mask, scores
         self.steps = len(spans)
+
+    @classmethod
+    def around(cls, mask: Mask, scores: Scores) -> Course:
+        """The course of keys and values around all ranks, each of which has its tokens of the sequence."""
+        context = mask.context
+        ring = Ring(context) if context.size > 1 else None
+        chunk = chunk_length(mask.length, context.size)
+        spans = [tuple(Span(start, chunk) for start in chunk_starts(chunk, context.size, rank)) for rank in range(context.size)]
+        return cls(ring, spans, context.rank, mask, scores)
+
+    @classmethod
+    def of_one(cls, mask: Mask, scores: Scores) -> Course:
+        """The course on a rank that has all tokens, in the order of the sequence: nothing travels."""
+        return cls(None, [(Span(0, mask.length),)], 0, mask, scores)
 
     def blocks(self, step: int) -> list[tuple[Span, int, Span, int]]:
         """Blocks of a step: (queries, their first place, keys, their first place), the keys of the rank from which they are now."""
@@ -72,74 +58,90 @@ class _Course:
         return self.ring.pass_on(tensor, tag) if self.ring is not None and step + 1 < self.steps else None
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, course: _Course) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
-            result = Result.empty(query, value.shape[-1])
-            travelling = _pack(key, value)
-            for step in range(course.steps):
-                passing = course.pass_on(travelling, step, KEYS)
-                keys, values = _unpack(travelling, key, value)
-                for queries, place, others, there in course.blocks(step):
-                    part = result.narrow(place, queries.length)
-                    span = (2, there, others.length)
-                    own = query.narrow(2, place, queries.length)
-                    attend(part, own, keys.narrow(*span), values.narrow(*span), queries, others, course.mask, course.scores)
-                if passing is not None:
-                    travelling = passing.wait()
-            if sinks is not None:
-                _sink(result, sinks)
-            out = result.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, out, result.lse)
-        ctx.course = course
-        return out
+def attend_around(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, course: Course) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to the keys of all ranks: cp - 1 messages of this rank's keys and values to the next rank.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> Any:
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        course: _Course = ctx.course
-        with torch.autocast(query.device.type, enabled=False):
-            kind = wide(query.dtype)
-            delta = (grad_out.to(kind) * out.to(kind)).sum(-1)
-            grad_query = torch.zeros_like(query, dtype=kind)
-            travelling = _pack(key, value)
-            returning: Passing | None = None
-            for step in range(course.steps):
-                passing = course.pass_on(travelling, step, KEYS)
-                keys, values = _unpack(travelling, key, value)
-                carried = torch.zeros_like(travelling, dtype=kind)
-                grad_keys, grad_values = _unpack(carried, key, value)
-                for queries, place, others, there in course.blocks(step):
-                    own, span = (2, place, queries.length), (2, there, others.length)
-                    attend_backward(
-                        Gradients(grad_query.narrow(*own), grad_keys.narrow(*span), grad_values.narrow(*span)),
-                        grad_out.narrow(*own),
-                        delta.narrow(*own),
-                        Result(out.narrow(*own), lse.narrow(*own)),
-                        query.narrow(*own),
-                        keys.narrow(*span),
-                        values.narrow(*span),
-                        queries,
-                        others,
-                        course.mask,
-                        course.scores,
-                    )
-                if returning is not None:
-                    carried += returning.wait()
-                if course.ring is not None:
-                    returning = course.ring.pass_on(carried, GRADIENTS)
-                if passing is not None:
-                    travelling = passing.wait()
+    Args:
+        query: (batch, heads, seq / cp, width), zigzag (see there). key, value: (batch, key heads, seq / cp, width).
+        sinks: (heads,), scores of a key that has no value (gpt-oss).
+
+    Returns:
+        (batch, heads, seq / cp, value width), and the log of the sum of exponentials (batch, heads, seq / cp) in the type of accumulation.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        result = Result.empty(query, value.shape[-1])
+        travelling = _pack(key, value)
+        for step in range(course.steps):
+            passing = course.pass_on(travelling, step, KEYS)
+            keys, values = _unpack(travelling, key, value)
+            for queries, place, others, there in course.blocks(step):
+                part = result.narrow(place, queries.length)
+                span = (2, there, others.length)
+                own = query.narrow(2, place, queries.length)
+                attend(part, own, keys.narrow(*span), values.narrow(*span), queries, others, course.mask, course.scores)
+            if passing is not None:
+                travelling = passing.wait()
+        if sinks is not None:
+            _sink(result, sinks)
+        return result.out.to(query.dtype), result.lse
+
+
+def attend_around_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    course: Course,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of queries, keys, values and sinks: cp - 1 messages of keys and values, and cp of their gradients in the type of
+    accumulation (float32 for 16-bit tensors).
+
+    Args:
+        out, lse: results of `attend_around`.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        kind = wide(query.dtype)
+        delta = (grad_out.to(kind) * out.to(kind)).sum(-1)
+        grad_query = torch.zeros_like(query, dtype=kind)
+        travelling = _pack(key, value)
+        returning: Passing | None = None
+        for step in range(course.steps):
+            passing = course.pass_on(travelling, step, KEYS)
+            keys, values = _unpack(travelling, key, value)
+            carried = torch.zeros_like(travelling, dtype=kind)
+            grad_keys, grad_values = _unpack(carried, key, value)
+            for queries, place, others, there in course.blocks(step):
+                own, span = (2, place, queries.length), (2, there, others.length)
+                attend_backward(
+                    Gradients(grad_query.narrow(*own), grad_keys.narrow(*span), grad_values.narrow(*span)),
+                    grad_out.narrow(*own),
+                    delta.narrow(*own),
+                    Result(out.narrow(*own), lse.narrow(*own)),
+                    query.narrow(*own),
+                    keys.narrow(*span),
+                    values.narrow(*span),
+                    queries,
+                    others,
+                    course.mask,
+                    course.scores,
+                )
             if returning is not None:
-                carried = returning.wait()
-            grad_key, grad_value = _unpack(carried, key, value)
-            grad_sinks = None
-            if sinks is not None:
-                weight = (sinks.to(kind).view(1, -1, 1) - finite(lse)).exp()
-                grad_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None
+                carried += returning.wait()
+            if course.ring is not None:
+                returning = course.ring.pass_on(carried, GRADIENTS)
+            if passing is not None:
+                travelling = passing.wait()
+        if returning is not None:
+            carried = returning.wait()
+        grad_key, grad_value = _unpack(carried, key, value)
+        grad_sinks = None
+        if sinks is not None:
+            weight = (sinks.to(kind).view(1, -1, 1) - finite(lse)).exp()
+            grad_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks
 
 
 def _sink(result: Result, sinks: Tensor) -> None:

@@ -8,7 +8,7 @@ from lightning_3d.errors import LayoutError
 from lightning_3d.parallel.context.collectives import heads_to_sequence, sequence_to_heads
 from lightning_3d.parallel.context.kernels import Scores
 from lightning_3d.parallel.context.masks import Mask
-from lightning_3d.parallel.context.ring import local_attention
+from lightning_3d.parallel.context.operators import local_attention
 
 
 def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, sinks: Tensor | None = None) -> Tensor:

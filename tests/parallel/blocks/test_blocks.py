@@ -2,11 +2,13 @@
 
 import functools
 import math
+from collections import Counter
 from typing import Any
 
 import models
 import pytest
 import torch
+import torch.nn.functional as F
 from counting import recording
 from memory import LiveBytes
 from parity import Module, Part, Rows, assert_same_run, assert_same_training, fit_on_rank, quiet_trainer
@@ -14,6 +16,8 @@ from ranks import run_ranks
 from reference import Recipe, data
 from sweeps import by_default
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -207,6 +211,17 @@ def test_the_same_dropout_is_drawn_again(options: dict[str, Any]) -> None:
         assert part.grad_norms == pytest.approx(other.grad_norms, rel=1e-5)
 
 
+def why_dropout_is_refused() -> str:
+    with pytest.raises(LayoutError) as error:
+        dropped_run(layout="tp2", recompute="selective", compile=True, micro_batch_size=4)
+    return str(error.value)
+
+
+def test_compiled_dropout_that_would_be_drawn_anew_is_refused() -> None:
+    for message in run_ranks(why_dropout_is_refused, 2):
+        assert "cannot draw the dropout of tensor-parallel ranks again; the layout has tp 2. Use recompute=full" in message
+
+
 def cached_run(**strategy: Any) -> Part:
     """A user who left the key-value cache on, with attention that notices keys too many."""
 
@@ -314,7 +329,15 @@ def counted_run(**strategy: Any) -> tuple[Part, dict[str, int], int]:
 
 
 COMPILED: list[dict[str, Any]] = [
+    {"layout": "tp2", "zero_stage": 1, "recompute": "selective"},
+    {"layout": "cp2", "recompute": "selective"},
     {"layout": "tp2", "zero_stage": 1},
+    {"layout": "tp2", "recompute": "selective", "recompute_keep": ["mm"], "sequence_parallel": False},
+    {"layout": "tp2_cp2", "recompute": "selective", "recompute_keep": ["mm"]},
+    {"layout": "tp2_cp2", "cp_kind": "ulysses", "recompute": "selective"},
+    {"layout": "pp2_cp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
+    {"layout": "pp2_cp2", "cp_kind": "ulysses", "recompute": "full"},
+    {"layout": "cp2_dp2", "zero_stage": 3, "offload_activations": True},
     {"layout": "dp2", "recompute": "selective"},
     {"layout": "dp2", "recompute": "selective", "recompute_keep": ["mm"]},
     {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
@@ -329,7 +352,7 @@ COMPILED: list[dict[str, Any]] = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("options", "backend"),
-    by_default([(options, backend) for options in COMPILED for backend in ("aot_eager", "inductor")], 0),
+    by_default([(options, backend) for options in COMPILED for backend in ("aot_eager", "inductor")], 0, 2),
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
 def test_compiled_blocks(options: dict[str, Any], backend: str) -> None:
@@ -343,6 +366,43 @@ def test_compiled_blocks(options: dict[str, Any], backend: str) -> None:
     assert {graphs for _, _, graphs in results} == {1}
 
 
+def operators_of_graphs(**options: Any) -> tuple[Counter[str], Counter[str]]:
+    """The operators in the graph of the forward and in that of the backward."""
+    graphs: list[Counter[str]] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(Counter(getattr(node.target, "__name__", "").split(".")[0] for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
+        torch._dynamo.reset()
+        recipe = Recipe(steps=1)
+        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), compile=True, micro_batch_size=recipe.global_batch, **options)
+    [forward, backward] = graphs
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("layout", "recomputed", "kept"),
+    by_default(
+        [
+            ("tp2", ("cat", 2), {"all_reduce": (2, 2), "mm": (7, 14)}),
+            ("cp2", ("context_attention", 1), {"mm": (7, 14)}),
+        ],
+        0,
+    ),
+)
+def test_what_a_compiler_recomputes(layout: str, recomputed: tuple[str, int], kept: dict[str, tuple[int, int]]) -> None:
+    """Rotated heads and attention, but neither the sums after it and the MLP nor products with weights, each of which has two gradients."""
+    size = int(layout[2:])
+    options = {"layout": layout, "sequence_parallel": False, "recompute": "selective"}
+    for forward, backward in run_ranks(operators_of_graphs, size, **options):
+        assert (forward[recomputed[0]], backward[recomputed[0]]) == (recomputed[1], recomputed[1])
+        assert {name: (forward[name], backward[name]) for name in kept} == kept
+
+
 class Broken(nn.Module):
     """A block that no graph can hold as one."""
 
@@ -354,6 +414,32 @@ class Broken(nn.Module):
         x = self.inner(x)
         torch._dynamo.graph_break()
         return x + 1
+
+
+class BrokenDropout(nn.Module):
+    """Drops out in a block that no graph can hold as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((64,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x * self.weight, 0.5, training=True)
+        torch._dynamo.graph_break()
+        return x + 0
+
+
+def test_the_same_dropout_is_drawn_again_where_a_graph_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is linear in the weight, so that it is the weight's product with the gradient if both dropped the same."""
+    from lightning_3d.parallel.blocks import process_blocks
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    block = BrokenDropout()
+    process_blocks([block], BlockOptions("selective", recompute_keep=("mm",), compile=True))
+    result = block(torch.ones(64))
+    result.sum().backward()
+    assert 0 < (result == 0).sum() < 64
+    assert torch.equal(block.weight.detach() * block.weight.grad, result)
 
 
 @pytest.mark.parametrize("backend", by_default(["aot_eager", "inductor"], 0))
@@ -399,8 +485,6 @@ def test_f18_what_cannot_work_is_refused() -> None:
 
     with pytest.raises(LayoutError, match="recompute=selective needs one backward pass.*Use recompute=full, or the schedule 1F1B"):
         Lightning3DStrategy("pp2", schedule="ZBVZeroBubble", recompute="selective")
-    with pytest.raises(LayoutError, match="compile=true with recompute=selective cannot trace.*Use recompute=full"):
-        Lightning3DStrategy("tp2", recompute="selective", compile=True)
     with pytest.raises(ConfigError, match="found no attention"):
         process_blocks([nn.Sequential(nn.Linear(2, 2))], BlockOptions(recompute="selective"))
     with pytest.raises(ConfigError, match="no list of blocks"):

@@ -1,6 +1,8 @@
 """Ring and Ulysses attention against full attention in float64: values, gradients, bytes on the wire, memory."""
 
+import sys
 from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +15,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 from lightning_3d.compat import torch as torch_compat
+from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.context import kernels
 from lightning_3d.parallel.context.attention import KINDS
+from lightning_3d.parallel.context.checks import _replace
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.kernels import Scores
 from lightning_3d.parallel.context.masks import Mask
@@ -119,6 +123,7 @@ CASES = {
     "sinks": Case(sinks=True, window=6),
     "wide keys": Case(value_width=5),
     "two tokens a rank": Case(length=8, window=3),
+    "everything at once": Case(starts=(9, 21), padded=5, window=7, softcap=2.0, sinks=True, value_width=5),
 }
 
 
@@ -129,12 +134,61 @@ def cases_on_rank(kind: str) -> list[list[Tensor]]:
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_values_and_gradients_are_those_of_full_attention(size: int, kind: str) -> None:
-    results = run_ranks(cases_on_rank, size, kind)
-    for index, (name, case) in enumerate(CASES.items()):
+    assert_full_attention(run_ranks(cases_on_rank, size, kind), CASES)
+
+
+def assert_full_attention(results: list[list[list[Tensor]]], cases: dict[str, Case]) -> None:
+    for index, (name, case) in enumerate(cases.items()):
         found = put_together([parts[index] for parts in results], case)
         for what, got, expected in zip(("out", "query", "key", "value", "sinks"), found, full_attention(case), strict=True):
             error = (got.double() - expected).abs().max().item()
             assert error < TOLERANCE, f"{name}: {what}: {error:.1e}"
+
+
+def compiled_on_rank(kind: str, names: list[str], backend: str) -> list[list[Tensor]]:
+    """As one graph of the forward and one of the backward: a break is an error."""
+    found = []
+    for name in names:
+        torch._dynamo.reset()
+        compiled = torch.compile(KINDS[kind], backend=backend, fullgraph=True)
+        with patch.dict(KINDS, {kind: compiled}):
+            found.append(attention_on_rank(CASES[name], kind)[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "backend"),
+    [
+        *((kind, ["everything at once"], "aot_eager") for kind in KINDS),
+        *(pytest.param(kind, list(CASES), backend, marks=pytest.mark.full) for kind in KINDS for backend in ("aot_eager", "inductor")),
+    ],
+    ids=[*KINDS, *(f"{kind}-{backend}-all" for kind in KINDS for backend in ("aot_eager", "inductor"))],
+)
+def test_compiled_values_and_gradients_are_those_of_full_attention(kind: str, names: list[str], backend: str) -> None:
+    assert_full_attention(run_ranks(compiled_on_rank, 2, kind, names, backend, timeout=500), {name: CASES[name] for name in names})
+
+
+def looks_at_documents() -> tuple[int, int]:
+    """How often three compiled attentions with one batch look at its documents, and one that is not compiled."""
+    case = CASES["documents"]
+    context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    order = positions(case.length, context.size, context.rank)
+    query, key, value, _ = (x[:, :, order] for x in case.tensors()[:4])
+    counts = []
+    compiled = torch.compile(KINDS["ring"], backend="aot_eager", fullgraph=True)
+    for attend, times in ((compiled, 3), (KINDS["ring"], 1)):
+        mask = Mask(context, case.length, case.documents())
+        with patch.object(Mask, "_find_cover", autospec=True, side_effect=Mask._find_cover) as looked:
+            for _ in range(times):
+                leaf = query.detach().requires_grad_()
+                attend(leaf, key, value, mask, Scores(0.3)).sum().backward()
+        counts.append(looked.call_count)
+    return counts[0], counts[1]
+
+
+def test_documents_are_looked_at_once_for_all_compiled_layers() -> None:
+    for compiled, once in run_ranks(looks_at_documents, 2):
+        assert compiled == once > 0
 
 
 def peak_on_rank(length: int) -> int:
@@ -232,6 +286,44 @@ def test_the_operators_of_cuda_take_what_they_are_given() -> None:
     assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
     found = torch_compat.flash_attention_backward(query, query, key, key, out, lse, causal=True, scale=0.5)
     assert [gradient.shape for gradient in found] == [query.shape, key.shape, key.shape]
+
+
+class Hopper(torch.nn.Module):
+    """What a model is asked for that wants FlashAttention 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="flash_attention_3")
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.config._attn_implementation = name
+
+
+def test_missing_kernels_are_refused() -> None:
+    with pytest.raises(ConfigError, match="attn_implementation=flash_attention_3 needs the package flash_attn_interface.*Install it"):
+        _replace(Hopper())
+    assert torch_compat.flash_kernels() == "FA2"
+
+
+def test_the_kernels_that_a_model_asks_for_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of this name, which registers its operators as FlashAttention 3 does."""
+    operators = torch.library.Library("flash_attn_3", "DEF")
+    for name in ("fwd", "bwd"):
+        operators.define(f"{name}(Tensor q) -> Tensor")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    try:
+        assert _replace(Hopper())
+        assert torch_compat.flash_kernels() == "FA3"
+        assert torch.nn.attention.current_flash_attention_impl() == "FA3"
+    finally:
+        torch_compat.use_flash_kernels("FA2")
+    assert torch_compat.flash_kernels() == "FA2"
+
+
+def test_other_kernels_only_where_they_run() -> None:
+    ours = [(capability, width) for capability in ((8, 0), (9, 0), (10, 0), (12, 0)) for width in (64, 256)]
+    assert [place for place in ours if kernels.flash_trains_on(*place, "FA3")] == [((9, 0), 64), ((9, 0), 256)]
+    assert [place for place in ours if kernels.flash_trains_on(*place, "FA4")] == [((9, 0), 64), ((10, 0), 64)]
 
 
 def test_flash_attention_only_where_it_has_a_backward() -> None:

@@ -1,5 +1,6 @@
 """Models that mix tokens by more than attention: between their blocks each context-parallel rank has its part of the tokens."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from ranks import run_ranks
 from sweeps import by_default
 from torch import Tensor, nn
 
+from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
-from lightning_3d.parallel.blocks import find_blocks
+from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import ContextParallel, WholeSequence, share_sequences
 from lightning_3d.parallel.context.inputs import refuse_arguments
 from lightning_3d.parallel.context.split_blocks import MixingTokens, SplitAttention, use_context
@@ -75,12 +77,14 @@ def batch(padding: bool) -> dict[str, Tensor]:
     return {"input_ids": tokens * there, "labels": labels.masked_fill(~there, -100), "attention_mask": there.long()}
 
 
-def share(model: nn.Module) -> None:
+def share(model: nn.Module, *, compiled: bool = False) -> None:
     """What `assembly` does with the whole model on a rank."""
     context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
-    split = share_sequences(model, find_blocks(model, ParallelPlan({})), "", context)
+    blocks = find_blocks(model, ParallelPlan({}))
+    split = share_sequences(model, blocks, "", context)
     assert split is not None
     split.gather_inside()
+    process_blocks(blocks, BlockOptions(compile=compiled))
     split.split_outside(model)
     split.split_head(model)
     weigh_loss(model, LossWeights(), context)
@@ -92,12 +96,12 @@ def plain_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
 
 
-def differences(family: str) -> list[float]:
+def differences(family: str, *, compiled: bool = False) -> list[float]:
     """(of losses, relative of gradients), without padding and with."""
     found = []
     for padding in (False, True):
         alone, shared, inputs = build(family), build(family), batch(padding)
-        share(shared)
+        share(shared, compiled=compiled)
         expected = plain_loss(alone, inputs)
         output = shared(**inputs)
         assert isinstance(output.logits, WholeSequence) and output.logits.shape == (2, SEQUENCE, VOCABULARY)
@@ -136,6 +140,22 @@ def documents_in_one_row() -> list[float]:
 def test_documents_are_seen_in_whichever_row_they_are() -> None:
     for without, difference in run_ranks(documents_in_one_row, 2):
         assert difference < 1e-5 < 1e-3 < without
+
+
+def compiled_differences(family: str) -> list[float]:
+    """In blocks that must not break the graph."""
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+        return differences(family, compiled=True)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", ["bloom", "lfm2"])
+def test_compiled_losses_and_gradients_are_those_of_one_process(family: str) -> None:
+    worst = max(max(found) for found in run_ranks(compiled_differences, 2, family, timeout=500))
+    assert worst < (1e-5 if family in IN_FLOAT32 else 1e-11)
 
 
 def kinds(family: str, **more: Any) -> tuple[set[str], set[str]]:
