@@ -54,9 +54,9 @@ IMAGES = """
 ## Models that read images
 
 The families above were trained on text. LLaVA, Gemma 3, Gemma 4 and Qwen2-VL were also trained with images
-(`tests/strategy/test_images.py`). They are exact with tp2, pp2 and ZeRO 3. With pp, the vision tower is on the first stage, and other stages
-do not get the images. If later blocks need features of the tower (Qwen3-VL), the self-check refuses pp. The first batch must have images, or
-a later batch with images ends the run.
+(`tests/strategy/test_images.py`). They are exact with tp2, pp2 and ZeRO 3. With pp, the vision tower is on the first stage, and other
+stages do not get the images. If later blocks need features of the tower (Qwen3-VL), the self-check refuses pp. The first batch must have
+images, or a later batch with images ends the run.
 
 The last blocks of Gemma 3n and of small Gemma 4 models use the keys and values of earlier blocks. These do not travel between stages: all
 blocks that share them must be on one stage, for example with `parallelism.stages=[18,12]`; otherwise the self-check refuses pp. The tiny
