@@ -161,7 +161,7 @@ class Routers:
             specialize(router, WatchedRouter, routers=self, router_layer=layer)
             bias = getattr(router, BIAS, None)
             if isinstance(bias, Tensor) and bias.dtype in (torch.bfloat16, torch.float16):
-                setattr(router, BIAS, bias.float())  # its steps are too small for bf16
+                bias.data = bias.data.float()  # its steps are too small for bf16
         for child in found.values():
             if isinstance(child, DispatchedExperts):
                 child.drops = self._may_drop
