@@ -61,6 +61,8 @@ def adapt(run: RunConfig, layout: Layout, schedule: str, outside: OutsideRank | 
     run = replace(run, parallelism=replace(run.parallelism, elastic=whole.name, micro_batch_size=size))
     if found.world_size == whole.world_size:
         return Adapted(run, found, whole)
+    if shards == whole.dp:  # all data-parallel ranks shard
+        run = replace(run, parallelism=replace(run.parallelism, zero_shard_size=None))
     spare = ranks - found.world_size
     idle = f" {plural(spare, 'rank')} {'has' if spare == 1 else 'have'} no work." if spare else ""
     warning = (

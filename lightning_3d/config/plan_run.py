@@ -212,8 +212,6 @@ def _check_memory(run: CompleteRun, advice: Advice, accelerator: str, here: int,
     """Refuse a run that does not fit. A dry run on the CPU may be meant for another machine, so it only gets a warning."""
     if accelerator == "gpu":
         return advice.refuse(run, *planned)
-    if run.parallelism.sequence_parallel is None:  # ranks that communicate through gloo keep whole sequences
-        run = replace(run, parallelism=replace(run.parallelism, sequence_parallel=False))
     try:
         advice.refuse_here(run, *planned, here)
     except LayoutError as error:

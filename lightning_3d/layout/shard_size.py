@@ -12,8 +12,7 @@ def check_shard_size(size: object, dp: int) -> None:
     Raises:
         LayoutError: with the nearest sizes that work.
     """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise LayoutError(f"zero_shard_size must be a whole number of data-parallel ranks; got {size!r}.")
+    size = _whole_number(size)
     if size == dp or (size > 1 and dp % size == 0):
         return
     if dp == 1:
@@ -24,3 +23,31 @@ def check_shard_size(size: object, dp: int) -> None:
     if size == 1:
         raise LayoutError(f"zero_shard_size=1 would shard nothing over the data-parallel ranks. {works} zero_stage=0 replicates.")
     raise LayoutError(f"zero_shard_size must divide dp, which is {dp}; got {size}. {works}")
+
+
+def require_possible(size: object, stage: int | None, ranks: int | None) -> None:
+    """Refuse a shard size that suits no layout.
+
+    Args:
+        stage: ZeRO stage; None if it is not known yet.
+        ranks: number of all ranks; None if it is not known.
+
+    Raises:
+        LayoutError: with sizes that work.
+    """
+    size = _whole_number(size)
+    if size < 2:
+        raise LayoutError(f"zero_shard_size must be at least 2; got {size}. Omit it to shard over all data-parallel ranks.")
+    if stage == 0:
+        raise LayoutError(f"zero_shard_size={size} needs zero_stage=1, 2 or 3; got 0, which shards nothing.")
+    if ranks is not None and ranks % size:
+        works = listed([str(divisor) for divisor in divisors(ranks) if divisor > 1], last="or")
+        raise LayoutError(
+            f"zero_shard_size must divide dp, but {size} divides no dp of a layout with {ranks} ranks. Use {works or 'null'}."
+        )
+
+
+def _whole_number(size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise LayoutError(f"zero_shard_size must be a whole number of data-parallel ranks; got {size!r}.")
+    return size

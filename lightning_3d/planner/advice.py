@@ -18,6 +18,7 @@ from lightning_3d.config.run_config import CompleteRun, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, plural
 from lightning_3d.layout.given_stages import AUTO, listed_stages
 from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.shard_size import require_possible
 from lightning_3d.models.families import FAMILIES
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS, efficiency_of
@@ -253,6 +254,8 @@ class Advice:
         there = available_memory()
         if there is None or run.spec.shapes is None:
             return
+        if run.parallelism.sequence_parallel is None:  # ranks that communicate through gloo keep whole sequences
+            run = replace(run, parallelism=replace(run.parallelism, sequence_parallel=False))
         job = job_of(run, precision, layout, schedule, micro_batch)
         # Host memory has no allocator reserves and no copies of gradients, but it holds what is offloaded.
         footprint = replace(job.stack.footprint, context=0.0, allocator=1.0, spare_gradient=0.0, kept_gradient=0.0)
@@ -324,6 +327,8 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         LayoutError: nothing fits.
     """
     machine = machine_of(run.cluster, run.profile)
+    if run.parallelism.zero_shard_size is not None:
+        require_possible(run.parallelism.zero_shard_size, run.parallelism.zero_stage, machine.gpus if machine is not None else None)
     if machine is None:
         raise ConfigError(
             f"The planner cannot plan for the cluster {run.cluster.name}, because its GPUs are unknown. Use a cluster such as"

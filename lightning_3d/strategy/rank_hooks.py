@@ -183,7 +183,8 @@ class RankHooks(ParallelStrategy):
         earlier = Partition.of(self.lightning_module) if self.lightning_module is not None else None
         kept = earlier.mesh if earlier is not None and earlier.suits(layout, self.schedule) else None
         self._mesh = Mesh(layout, timeout=timeout, node_size=self._node_size) if kept is None else kept
-        self._mesh.shard_data(self.zero.shard_size)
+        if earlier is None or kept is None or not earlier.parts.lost:  # else this Trainer is refused, and the earlier one goes on
+            self._mesh.shard_data(self.zero.shard_size)
         if kept is None or self.zero.shard_size is not None:
             self._mesh.warm_up()
 

@@ -26,7 +26,8 @@ class ReplicaCheck:
     """Compares the ranks of one fit every n steps and before each checkpoint.
 
     What is compared depends on nothing but the keys of the pieces: data-parallel and context-parallel replicas, what tensor-parallel ranks
-    replicate, tied parameters of two stages, experts that several ranks have. What ZeRO shards is on one data-parallel rank only.
+    replicate, tied parameters of two stages, experts that several ranks have. What ZeRO shards is compared where a
+    shard has replicas (`zero_shard_size`).
 
     Args:
         every: compare before the optimizer's step n, 2 n and so on; None never compares, not before checkpoints either.

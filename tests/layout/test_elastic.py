@@ -44,6 +44,8 @@ def test_shard_groups_stay_whole(ranks: int, shard: int, fits: str) -> None:
 def test_too_few_ranks_for_a_shard_group_are_refused() -> None:
     with pytest.raises(LayoutError, match="3 ranks are here, but the smallest layout to which dp8 can shrink is dp4, with 4 ranks"):
         fitting_layout("dp8", ranks=3, global_batch_size=24, micro_batch_size=1, zero_shard_size=4)
+    everyone = fitting_layout("dp8", ranks=7, global_batch_size=24 * 7, micro_batch_size=1, zero_shard_size=8)
+    assert everyone.name == "dp7", "all data-parallel ranks shard, as many as there are"
     with pytest.raises(LayoutError, match="zero_shard_size must divide dp, which is 8; got 3. Use 2, 4 or null"):
         fitting_layout("dp8", ranks=8, global_batch_size=24, micro_batch_size=1, zero_shard_size=3)
 

@@ -25,8 +25,9 @@ from benchmarks.planner_accuracy.polling import polled_seconds, polling
 from benchmarks.planner_accuracy.published_runs import COLUMNS, Run, architecture_of, read_runs, run_of
 from benchmarks.planner_accuracy.report import contradictions, evaluate
 from benchmarks.planner_accuracy.yardstick import judge, yardstick
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
+from lightning_3d.layout.shard_size import require_possible
 from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
 from lightning_3d.planner import constants
@@ -81,6 +82,21 @@ def test_memory_in_shard_groups_is_that_of_one_group(zero: int) -> None:
     model = gpt(layers=2, hidden=1024, heads=8, vocab=1024)
     alone = Job(model, Layout(dp=8), 128, 8, 1, zero=zero)
     assert memory_of(replace(alone, layout=Layout(dp=64), global_batch=64, shard_size=8)) == memory_of(alone)
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "message"),
+    [
+        (0, None, "must be at least 2; got 0"),
+        (-2, None, "must be at least 2; got -2"),
+        ("2", None, "must be a whole number"),
+        (3, None, "3 divides no dp of a layout with 8 ranks. Use 2, 4 or 8"),
+        (2, 0, "zero_shard_size=2 needs zero_stage=1, 2 or 3; got 0"),
+    ],
+)
+def test_a_shard_size_that_suits_no_layout_is_refused(size: Any, stage: int | None, message: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        require_possible(size, stage, 8)
 
 
 def test_time_in_shard_groups_is_that_of_two_tiers() -> None:

@@ -54,6 +54,8 @@ class BlockOptions:
             raise ConfigError(f'recompute_keep must be a list; got "{self.recompute_keep}". Use recompute_keep=[{self.recompute_keep}].')
         if self.recompute_keep is not None:
             object.__setattr__(self, "recompute_keep", tuple(self.recompute_keep))
+        if self.sequence_parallel not in (True, False, None, SUPPORTED):
+            raise ConfigError(f"sequence_parallel must be true, false or null; got {self.sequence_parallel!r}.")
         if self.recompute_keep is not None and self.recompute != "selective":
             raise ConfigError(f"recompute_keep needs recompute=selective; got recompute={self.recompute}.")
 

@@ -90,10 +90,12 @@ class SelfCheck:
         layout = self._mesh.layout
         if self._mode == "never" or layout.tp * layout.pp * layout.cp * layout.ep == 1:
             return
-        if self._mode == "auto" and declared and is_verified(module, layout):
-            return
         wanted = self._options.blocks.sequence_parallel
-        more: list[Any] = [pays_off(self._mesh.group("tp")) if wanted is None else wanted, self._options.cp_kind]
+        in_sequence = pays_off(self._mesh.group("tp")) if wanted is None else wanted
+        # Families were verified with sequence parallelism.
+        if self._mode == "auto" and declared and (layout.tp == 1 or in_sequence) and is_verified(module, layout):
+            return
+        more: list[Any] = [in_sequence, self._options.cp_kind]
         if self._options.stages is not None:
             more.append(list(self._options.stages))
         key = identity(module, plan, layout, more)
