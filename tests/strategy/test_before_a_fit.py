@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_only_some_errors_are_raised_on_all_ranks(error: BaseException, ending: 
 class WithLayerDrop(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.layerdrop = rate
+        self.config = SimpleNamespace(layerdrop=rate)
 
 
 @pytest.mark.parametrize(("layout", "stage"), [("dp2", 3), ("tp2", 0), ("pp2", 0), ("cp2", 1), ("ep2_dp2", 0)])

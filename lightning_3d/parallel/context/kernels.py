@@ -41,9 +41,7 @@ def choose_kernels(implementation: str | None) -> None:
     Raises:
         ConfigError: their package is not installed.
     """
-    if implementation not in PACKAGES:
-        return
-    version, package = PACKAGES[implementation]
+    version, package = PACKAGES.get(implementation or "", ("FA2", "torch"))
     try:
         use_flash_kernels(version)
     except ImportError as error:

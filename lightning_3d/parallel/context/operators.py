@@ -110,8 +110,9 @@ def context_attention_backward(
     mask = _mask(documents, padding, length, window, group)
     course = _course(mask, Scores(scale, softcap), around)
     of_query, of_key, of_value, of_sinks = attend_around_backward(grad_out, query, key, value, sinks, out, lse, course)
-    # Results of an operator must not share memory, as the gradients of keys and values do, which arrive in one message.
-    return of_query, of_key.clone(), of_value.clone(), query.new_empty(0) if of_sinks is None else of_sinks
+    # Results of an operator must not share memory, as the gradients of keys and values do, which arrive in one message; and they must have
+    # the strides of the fake ones.
+    return of_query.contiguous(), of_key.clone(), of_value.clone(), query.new_empty(0) if of_sinks is None else of_sinks
 
 
 @context_attention_backward.register_fake

@@ -10,10 +10,12 @@ are added up in another order.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from lightning_3d.models.parallel_plan import ParallelPlan
@@ -31,10 +33,11 @@ class OverlappedMixture:
 
     overlapped: Callable[[Any, Tensor], Any]
 
-    def forward(self, hidden_states: Tensor) -> Any:
-        if hidden_states.ndim != _DIMENSIONS:
-            return super().forward(hidden_states)  # type: ignore[misc]
-        return self.overlapped(self, hidden_states)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].ndim != _DIMENSIONS:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self.overlapped(self, given[0])
 
 
 def overlap_exchange(module: nn.Module, plan: ParallelPlan) -> None:
@@ -59,7 +62,7 @@ def overlapped_forward(mixture: nn.Module, experts: str) -> Callable[[Any, Tenso
     Args:
         experts: name of the submodule that holds the experts.
     """
-    if len(inspect.signature(mixture.forward).parameters) != 1:
+    if len(inspect.signature(mixture.forward).parameters) != 1 or _enters_contexts(type(mixture).forward):
         return None
     training, evaluating = _trace(mixture, training=True), _trace(mixture, training=False)
     if training is None or evaluating is None or str(training) != str(evaluating) or not _move(training, experts):
@@ -76,7 +79,17 @@ class _HiddenStates(fx.Proxy):
         return tuple(sizes[dim] for dim in range(_DIMENSIONS))
 
 
+def _enters_contexts(forward: Any) -> bool:
+    """Return whether a function has a `with` statement or is decorated: a trace would not repeat the context (autocast, no_grad)."""
+    return hasattr(forward, "__wrapped__") or any("WITH" in instruction.opname for instruction in dis.get_instructions(forward))
+
+
 class _Tracer(fx.Tracer):
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if not torch.is_grad_enabled():
+            raise ValueError("a function that the forward calls turns gradients off, which a trace would not repeat")
+        return super().create_node(*args, **kwargs)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
@@ -85,19 +98,26 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(mixture: nn.Module, *, training: bool) -> fx.Graph | None:
-    """Trace the forward of `mixture`; None if it does what only values of tensors decide, or makes tensors of its own."""
-    before, mode = set(vars(mixture)), mixture.training
+    """Trace the forward of `mixture`; None if it does what only values of tensors decide, makes tensors of its own, or sets attributes."""
+    before, mode = [(child, dict(vars(child))) for child in mixture.modules()], mixture.training
     mixture.training = training
     try:
-        graph = _Tracer().trace(mixture)
+        with torch.enable_grad():
+            graph = _Tracer().trace(mixture)
     except Exception:  # the code of a family may do anything with what is not a tensor here
         return None
     finally:
         mixture.training = mode
-        made = set(vars(mixture)) - before
-        for name in made:  # constants
-            delattr(mixture, name)
-    return None if made else graph
+        changed = [(child, values) for child, values in before if not _same(vars(child), values)]
+        for child, values in changed:
+            vars(child).clear()
+            vars(child).update(values)
+    return None if changed else graph
+
+
+def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return whether attributes are the same objects."""
+    return now.keys() == before.keys() and all(now[name] is value for name, value in before.items())
 
 
 def _move(graph: fx.Graph, experts: str) -> bool:

@@ -291,7 +291,7 @@ class _Comparison:
             failure = self._compare(args, kwargs, sizes, seed, stages)
             if failure is None:
                 return None
-        if self._anywhere(not isinstance(failure, Deviation)):
+        if self._anywhere(not isinstance(failure, Deviation) or self._no_room(torch.float64) is not None):
             return failure
         again = self._compare(args, kwargs, sizes, _SEEDS[0], stages, torch.float64)
         return None if again is None else failure
@@ -305,11 +305,11 @@ class _Comparison:
         except Exception:
             return False
 
-    def _no_room(self) -> str | None:
+    def _no_room(self, dtype: torch.dtype = torch.float32) -> str | None:
         """Say why the check does not fit into this rank's memory; None where it does."""
         left_out = self._left_out(self._subject.whole)
         parameters = sum(p.numel() for name, p in self._subject.whole.named_parameters() if not name.startswith(left_out))
-        need = 4 * parameters * 4  # whole and local values with gradients, float32
+        need = 4 * parameters * dtype.itemsize  # whole and local values with gradients
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
         else:
@@ -341,7 +341,7 @@ class _Comparison:
     def _whole(self, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
         whole = self._reduced()
         fill(whole, {}, seed, self._device)
-        return whole.to(dtype).train(self._training)
+        return _widened(whole, dtype).train(self._training)
 
     def _reduced(self) -> nn.Module:
         reduced = copy_without_values(self._subject.whole)
@@ -363,7 +363,7 @@ class _Comparison:
         try:
             whole, rewritten = self._whole(seed, dtype), self._rewritten(sizes, seed, stages)
             for stage in rewritten.modules():
-                stage.to(dtype)
+                _widened(stage, dtype)
             outputs, gradients = largest_deviation(whole, rewritten, args, kwargs, dtype)
             failure = next((found for found in (outputs, gradients) if not found.error <= LARGEST), None)
         except Exception as error:
@@ -429,6 +429,20 @@ def _own_context(device: torch.device) -> Iterator[None]:
         WithoutNoise(),
     ):
         yield
+
+
+def _widened(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Let a copy compute in float64, in place, without grouped matrix products, which do not know it; with float32 nothing changes."""
+    if dtype == torch.float64:
+        module._apply(lambda tensor: tensor.to(torch.complex128) if tensor.is_complex() else _floats_as(tensor, dtype))
+        for child in module.modules():
+            if (config := vars(child).get("config")) is not None:
+                config._experts_implementation = "eager"
+    return module
+
+
+def _floats_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -277,3 +277,45 @@ def test_rows_without_a_batch_run_as_written() -> None:
     x = torch.randn(3, HIDDEN)
     expected = module["mlp"].route(x) + module["mlp"].shared(x)
     assert torch.equal(module["mlp"](x), expected)
+
+
+class Own(Qwen2MoeSparseMoeBlock):
+    """A mixture of a user's own."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Counting(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+class WithoutAutocast(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+def own(kind: type[Own]) -> nn.Module:
+    return kind(Qwen2MoeConfig(**SIZES, num_experts=EXPERTS, shared_expert_intermediate_size=12))
+
+
+@pytest.mark.parametrize("kind", [Counting, WithoutAutocast])
+def test_a_forward_that_does_more_than_compute_stays_as_it_is(kind: type[Own]) -> None:
+    mixture = own(kind)
+    assert overlapped_forward(mixture, "experts") is None
+    assert "calls" not in vars(mixture)
+
+
+def test_a_mixture_is_called_by_the_name_of_its_own_argument() -> None:
+    module = nn.ModuleDict({"mlp": own(Own)})
+    module["mlp"].experts.config._experts_implementation = "eager"
+    hidden = torch.randn(1, TOKENS, HIDDEN)
+    expected = module["mlp"](x=hidden)
+    overlap_exchange(module, PLAN)
+    assert type(module["mlp"]) is not Own
+    assert torch.equal(module["mlp"](x=hidden), expected)
