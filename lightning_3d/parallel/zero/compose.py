@@ -27,8 +27,8 @@ from lightning_3d.config.options.zero import MICRO_BATCH, STEP, ZeroOptions
 from lightning_3d.parallel.zero.deepspeed_stepper import DeepSpeedStepper
 from lightning_3d.parallel.zero.flat_partition import slots_of
 from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, GradientSums, Slot, end_to_end, sum_dtype
-from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction, Share
 from lightning_3d.parallel.zero.overlapped_gather import GatheredParameters
+from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction, Share
 from lightning_3d.parallel.zero.parameter_store import ParameterStore
 from lightning_3d.parallel.zero.plain_stepper import PlainStepper
 from lightning_3d.parallel.zero.reducer import (

@@ -1,8 +1,9 @@
 """Stages 1 to 3: DeepSpeed keeps float32 master weights and runs the optimizer on them.
 
 DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of which each data-parallel rank owns a contiguous part with its
-float32 master weights and optimizer state; after the optimizer's step the parts are all-gathered, or sent as `overlapped_gather` describes. At
-stages 1 and 2 these are the whole parameters. At stage 3 they are this rank's pieces of them, and the engine has one data-parallel rank only.
+float32 master weights and optimizer state. After the optimizer's step the parts are all-gathered, or `overlapped_gather` sends them. At
+stages 1 and 2 these are the whole parameters. At stage 3 they are this rank's pieces of them, and the engine has one data-parallel rank
+only.
 
 This package computes the gradient norm itself. DeepSpeed's norm costs one all-reduce per parameter group, and hangs if pipeline ranks have
 different groups.
