@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ class OverlappedGather:
     def _forget(self, parameter: nn.Parameter) -> None:
         self._awaited.pop(parameter, None)
         if type(parameter) is AwaitedParameter:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
             del parameter._gather
 
 
@@ -203,7 +204,7 @@ class GatheredParameters(WholeParameters):
             self._hook(block, block.parameters, is_active)
         for outer in module.modules():
             if id(outer) not in inside and next(outer.parameters(recurse=False), None) is not None:
-                self._hook(outer, lambda outer=outer: outer.parameters(recurse=False), lambda outer: True)
+                self._hook(outer, partial(outer.parameters, recurse=False), lambda outer: True)
 
     def _hook(
         self, module: nn.Module, parameters: Callable[[], Iterable[nn.Parameter]], is_active: Callable[[nn.Module], bool]
