@@ -237,6 +237,21 @@ def set_deepspeed_gradients(engine: Any, gradients: Sequence[Tensor]) -> None:
     engine.optimizer.averaged_gradients = {index: [gradient] for index, gradient in enumerate(gradients)}
 
 
+def step_without_gathering(engine: Any) -> None:
+    """Step a ZeRO stage 1 engine, but leave out the all-gather of the new parameters: each rank has only its own shard of them.
+
+    `DeepSpeedZeroOptimizer.step` (0.19) calls `all_gather_dp_groups` by its name in `deepspeed.runtime.zero.stage_1_and_2`.
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    gather = stage_1_and_2.all_gather_dp_groups
+    stage_1_and_2.all_gather_dp_groups = lambda **given: None
+    try:
+        engine.step()
+    finally:
+        stage_1_and_2.all_gather_dp_groups = gather
+
+
 def revive_cpu_adam(optimizer: Any) -> None:
     """Create the C++ object of a DeepSpeedCPUAdam (0.19) again, which may be gone; without it the step ends the process (SIGSEGV).
 

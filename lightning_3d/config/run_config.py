@@ -40,6 +40,7 @@ class ParallelismConfig:
     zero_reduce_scatter: bool | None = None
     zero_offload: str = "none"
     zero_shard_size: int | None = None
+    zero_overlap_gather: bool = False
     cp_kind: str = "ring"
     recompute: str | None = "none"
     recompute_every: int = 1

@@ -144,6 +144,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         sequence_parallel=parallelism.sequence_parallel is not False,
         reduce_scatter=parallelism.zero_reduce_scatter is not False,
         shard_size=parallelism.zero_shard_size,
+        overlap_gather=parallelism.zero_overlap_gather,
         loss_chunks=parallelism.loss_chunks,
         blocks=_given_blocks(parallelism.stages) if layout is not None else None,
         stack=stack_of(run, precision),

@@ -34,6 +34,7 @@ class Job:
         sequence_parallel: tensor-parallel ranks split the sequence where they do not shard a layer.
         reduce_scatter: ZeRO 1 and 2 send each gradient only to the rank that keeps it, where they can.
         shard_size: data-parallel indices over which ZeRO shards, a divisor of dp, as in `ZeroOptions`; None for all of them.
+        overlap_gather: parameters are gathered while the next forward runs, as in `ZeroOptions`.
         loss_chunks: see `ModelOptions.loss_chunks`.
         blocks: number of blocks of each pipeline stage; None as the stack splits them.
         stack: software that runs the step.
@@ -57,6 +58,7 @@ class Job:
     sequence_parallel: bool = True
     reduce_scatter: bool = True
     shard_size: int | None = None
+    overlap_gather: bool = False
     loss_chunks: int | str = 1
     blocks: tuple[int, ...] | None = None
     stack: Stack = Stack()

@@ -227,6 +227,6 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
         spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
     if stack.overlap.data if job.zero else stack.overlap.all_reduce:
         reduce = max(reduce - _HIDDEN * last.backward, 0.1 * reduce)
-    if stack.overlap.gather:
+    if stack.overlap.gather or (job.overlap_gather and job.zero in (1, 2)):
         spread = max(spread - _HIDDEN * last.forward, 0.1 * spread)
     return reduce + across + spread, optimizer

@@ -100,6 +100,7 @@ class Lightning3DStrategy(CheckpointHooks):
             what is kept in host memory, see `ZeroOptions`.
         zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a node; a divisor of dp. The groups of so
             many ranks hold replicas. None: all data-parallel ranks shard.
+        zero_overlap_gather: whether the next forward begins while the parameters of a step are still gathered, with zero_stage 1 or 2.
         cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
         recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: what happens around the forward of
             the model's blocks, see `BlockOptions`.
@@ -154,6 +155,7 @@ class Lightning3DStrategy(CheckpointHooks):
         zero_reduce_scatter: bool | None = None,
         zero_offload: str = "none",
         zero_shard_size: int | None = None,
+        zero_overlap_gather: bool = False,
         cp_kind: str = "ring",
         recompute: str = "none",
         recompute_every: int = 1,
@@ -199,7 +201,7 @@ class Lightning3DStrategy(CheckpointHooks):
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size must be at least 1; got {micro_batch_size}.")
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
-        zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload, zero_shard_size)
+        zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload, zero_shard_size, zero_overlap_gather)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size)
         loss = LossOptions(label_smoothing, z_loss)

@@ -27,6 +27,7 @@ from lightning_3d.compat.deepspeed import (
     release_deepspeed,
     revive_cpu_adam,
     set_deepspeed_gradients,
+    step_without_gathering,
 )
 from lightning_3d.compat.torch import _gloo_threads_sleep, _settle_gloo, autograd_is_running, settle_gloo_at_exit
 from lightning_3d.errors import ConfigError
@@ -160,6 +161,27 @@ def gradients(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_set_deepspeed_gradients(dtype: torch.dtype) -> None:
     run_ranks(gradients, 2, dtype)
+
+
+def not_gathered() -> None:
+    started, module, _ = engine_of_two_groups()
+    [group, _] = deepspeed_groups(started)
+    before = group.flat.clone()
+    set_deepspeed_gradients(started, [torch.ones_like(each.master) for each in deepspeed_groups(started)])
+    step_without_gathering(started)
+    own = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+    expected = before.clone()
+    expected[own] -= 1.0
+    assert torch.equal(group.flat, expected)
+    assert torch.equal(module.weight.detach().reshape(-1), group.flat[:15])
+    set_deepspeed_gradients(started, [torch.ones_like(each.master) for each in deepspeed_groups(started)])
+    started.step()  # gathers again
+    assert not torch.equal(group.flat[:8], before[:8]) and not torch.equal(group.flat[8:15], before[8:15])
+    release_deepspeed(started)
+
+
+def test_step_without_gathering() -> None:
+    run_ranks(not_gathered, 2)
 
 
 def offloaded(dtype: torch.dtype) -> None:

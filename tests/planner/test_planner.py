@@ -111,6 +111,17 @@ def test_time_in_shard_groups_is_that_of_two_tiers() -> None:
     assert step_of(replace(job, shard_size=64), cluster) == step_of(replace(job, shard_size=None), cluster)
 
 
+def test_an_overlapped_gather_is_hidden_behind_the_next_forward() -> None:
+    """A tenth of a gather is never hidden; the forward of this job is long enough for the rest."""
+    stack = replace(constants.OURS, overlap=Overlap(all_reduce=False, data=False, gather=False))
+    job, cluster = Job(gpt(layers=8, hidden=4096, heads=32, vocab=1024), Layout(dp=8), 4096, 64, 8, zero=1, stack=stack), machine(8)
+    gather = 7 * cluster.link_latency + 7 / 8 * 2 * job.model.parameters / (cluster.link * cluster.efficiency.link)
+    plain, overlapped = step_of(job, cluster), step_of(replace(job, overlap_gather=True), cluster)
+    assert plain.seconds - overlapped.seconds == pytest.approx(0.9 * gather, rel=1e-3)
+    for zero in (0, 3):
+        assert step_of(replace(job, zero=zero, overlap_gather=True), cluster) == step_of(replace(job, zero=zero), cluster)
+
+
 @pytest.mark.parametrize(
     ("layout", "shards", "inside", "across"),
     [

@@ -61,6 +61,7 @@ class Run:
     wakes: int | None = None  # step from which on "unused" is used
     tensor_scale: bool = False
     shard: int | None = None  # data-parallel ranks that shard; None: all
+    overlap_gather: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -247,7 +248,8 @@ def train(run: Run) -> dict[str, Any]:
     mesh.shard_data(run.shard)
     shard = Shard(run, layout, dist.get_rank())
     mesh.create(shard.groups())
-    backend = make_backend(MODES[run.mode], mesh, shard.specs, precision=run.precision, bucket_bytes=run.bucket_bytes)
+    zero = replace(MODES[run.mode], overlap_gather=run.overlap_gather)
+    backend = make_backend(zero, mesh, shard.specs, precision=run.precision, bucket_bytes=run.bucket_bytes)
     backend.shard(shard.module, [], torch.device("cpu"), lambda block: True)
     optimizer, scheduler = make_optimizer(run, shard.named)
     assert backend.prepare(shard.module, optimizer) is optimizer

@@ -36,6 +36,8 @@ class ZeroOptions:
             optimizer's step runs on the CPU. "parameters" (stage 3): also the shards of the parameters. (ZeRO-Offload, arXiv:2101.06840.)
         shard_size: number of neighbouring data-parallel ranks, a divisor of dp, that shard; the groups of so many ranks hold replicas.
             None: all data-parallel ranks shard. (HSDP: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.2.2.)
+        overlap_gather: whether the next forward begins while the parameters that an optimizer step has changed are still gathered (stages
+            1 and 2). A block waits only for its own. (As Megatron-LM's `--overlap-param-gather`.)
     """
 
     stage: int = 0
@@ -44,6 +46,7 @@ class ZeroOptions:
     reduce_scatter: bool | None = None
     offload: str = NONE
     shard_size: int | None = None
+    overlap_gather: bool = False
 
     def resolve(self, schedule: str, pp: int) -> ZeroOptions:
         """Fill in the options that are None, except `reduce_scatter`, which depends on the device.
@@ -106,6 +109,9 @@ class ZeroOptions:
         needed = {OPTIMIZER: 1, PARAMETERS: 3}.get(self.offload, 0)
         if self.stage < needed:
             raise LayoutError(f"zero_offload={self.offload} needs zero_stage={needed}{' or more' if needed < 3 else ''}; got {self.stage}.")
+        if self.overlap_gather and self.stage not in (1, 2):
+            why = "which gathers no parameters" if self.stage == 0 else "which already gathers each block while the one before it runs"
+            raise LayoutError(f"zero_overlap_gather=true needs zero_stage=1 or 2; got {self.stage}, {why}.")
         if self.reduce_scatter and self.stage == 0:
             raise LayoutError("zero_reduce_scatter=true needs zero_stage=1 or more; got 0, where every rank needs the whole gradient.")
 
@@ -125,4 +131,5 @@ class ZeroOptions:
         eager = [word for word, each in when.items() if each]
         offloaded = "" if self.offload == NONE else f", {self.offload} offloaded"
         where = "" if self.shard_size is None else f" in groups of dp {self.shard_size}"
-        return f"ZeRO-{self.stage}{where}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "") + offloaded
+        gathered = ", gather overlapped" if self.overlap_gather else ""
+        return f"ZeRO-{self.stage}{where}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "") + gathered + offloaded

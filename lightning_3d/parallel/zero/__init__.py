@@ -15,7 +15,8 @@ from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.zero.backend import DataParallelBackend
 from lightning_3d.parallel.zero.compose import Composition
-from lightning_3d.parallel.zero.parameter_store import WholeParameters
+from lightning_3d.parallel.zero.overlapped_gather import GatheredParameters
+from lightning_3d.parallel.zero.parameter_store import ParameterStore, WholeParameters
 from lightning_3d.parallel.zero.shape_only_engine import ShapeOnly
 from lightning_3d.parallel.zero.sharded_parameters import ShardedParameters
 
@@ -52,7 +53,8 @@ def make_backend(
         stages: for each pipeline stage on this rank its parameters, in the order in which the forward uses them. None: one
             stage with all.
         precision: "fp32", "fp64", "bf16" (bf16 parameters with fp32 master weights) or "bf16_mixed" (fp32 parameters).
-        bucket_bytes: upper bound of the bytes of one reduction of gradients, except for a single larger parameter.
+        bucket_bytes: upper bound of the bytes of one reduction of gradients, except for a single larger parameter; with
+            `zero.overlap_gather` also of one message of new parameters.
         shape_only: tensors have no values (dry runs): without DeepSpeed.
 
     Raises:
@@ -63,6 +65,10 @@ def make_backend(
             f"zero_stage={zero.stage} cannot train in double precision: DeepSpeed's master weights are float32. Use zero_stage=0 for"
             " float64, or precision 32-true."
         )
-    store = ShardedParameters(mesh, specs, zero) if zero.stage == 3 else WholeParameters()
+    store: ParameterStore = WholeParameters()
+    if zero.stage == 3:
+        store = ShardedParameters(mesh, specs, zero)
+    elif zero.overlap_gather:
+        store = GatheredParameters(bucket_bytes)
     composition = Composition(zero, bucket_bytes, ShapeOnly if shape_only else deepspeed_compat)
     return DataParallelBackend(mesh, specs, store, composition, stages=stages, precision=precision)

@@ -30,6 +30,7 @@ from lightning_3d.config.options.zero import MICRO_BATCH, STEP, ZeroOptions
 from lightning_3d.parallel.zero.deepspeed_stepper import DeepSpeedStepper
 from lightning_3d.parallel.zero.flat_partition import slots_of
 from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, GradientSums, Slot, end_to_end, sum_dtype
+from lightning_3d.parallel.zero.overlapped_gather import GatheredParameters
 from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction, Share
 from lightning_3d.parallel.zero.parameter_store import ParameterStore
 from lightning_3d.parallel.zero.plain_stepper import PlainStepper
@@ -79,7 +80,8 @@ class Composition:
             plain = PlainStepper(trained, sums, optimizer)
             return plain, Reducer(trained, sums, self._all_reductions(trained, sums), absorbs=True)
         sharded = not isinstance(store, ShardedParameters)
-        stepper = DeepSpeedStepper(trained, tensors, optimizer, self.zero, sharded=sharded, library=self.library)
+        gather = store.gather if isinstance(store, GatheredParameters) else None
+        stepper = DeepSpeedStepper(trained, tensors, optimizer, self.zero, sharded=sharded, library=self.library, gather=gather)
         if isinstance(store, ShardedParameters):
             return stepper, self._reducer_of_units(trained, sums, stepper, store)
         return stepper, self._reducer_of_partitions(trained, sums, stepper)

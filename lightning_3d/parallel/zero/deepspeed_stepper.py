@@ -1,8 +1,9 @@
 """Stages 1 to 3: DeepSpeed keeps float32 master weights and runs the optimizer on them.
 
 DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of which each data-parallel rank owns a contiguous part with its
-float32 master weights and optimizer state; after the optimizer's step the parts are all-gathered. At stages 1 and 2 these are the whole
-parameters. At stage 3 they are this rank's pieces of them, and the engine has one data-parallel rank only.
+float32 master weights and optimizer state. After the optimizer's step the parts are all-gathered, or `overlapped_gather` sends them. At
+stages 1 and 2 these are the whole parameters. At stage 3 they are this rank's pieces of them, and the engine has one data-parallel rank
+only.
 
 This package computes the gradient norm itself. DeepSpeed's norm costs one all-reduce per parameter group, and hangs if pipeline ranks have
 different groups.
@@ -33,6 +34,7 @@ from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 from lightning_3d.parallel.zero.gradient_buffers import Slot
 from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.offload import CPU_ADAM, VECTOR, rounds_by_place
+from lightning_3d.parallel.zero.overlapped_gather import OverlappedGather
 from lightning_3d.parallel.zero.parameter_store import TrainedTensor
 from lightning_3d.parallel.zero.stepper import Stepper, new_state, state_tensors
 from lightning_3d.parallel.zero.trained import TrainedParameters
@@ -48,6 +50,7 @@ class DeepSpeedStepper(Stepper):
         zero: resolved options.
         sharded: DeepSpeed shards `tensors` over the data-parallel ranks; otherwise they are sharded already.
         library: `compat.deepspeed`, or what takes its place in a dry run.
+        gather: gathers the new parameters instead of DeepSpeed, while the next forward runs; None: DeepSpeed does, in the step.
 
     Attributes:
         partitions: this rank's part of each optimizer group, those of experts last.
@@ -63,8 +66,9 @@ class DeepSpeedStepper(Stepper):
         *,
         sharded: bool,
         library: Any = deepspeed_compat,
+        gather: OverlappedGather | None = None,
     ) -> None:
-        self._trained, self._optimizer, self._zero, self._library = trained, optimizer, zero, library
+        self._trained, self._optimizer, self._zero, self._library, self._gather = trained, optimizer, zero, library, gather
         self._entries = {id(each.tensor): each for each in tensors}
         self._tensors = {each.entry.parameter: each.tensor for each in tensors}
         self._engine: Any = None
@@ -79,6 +83,8 @@ class DeepSpeedStepper(Stepper):
         if tensors:  # else a wholly frozen stage; its data-parallel replicas are frozen too
             self._start_engine([each.tensor for each in tensors], Groups(trained.mesh, sharded=sharded))
         self.owned = [self._owned(partition, slot) for partition in self.partitions for slot in partition.owned_slots]
+        if gather is not None:
+            gather.connect(self.partitions, trained)
 
     def _owned(self, partition: Partition, slot: Slot) -> OwnedPiece:
         tensor = self._entries[id(slot.parameter)]
@@ -176,9 +182,13 @@ class DeepSpeedStepper(Stepper):
             return
         if type(self._optimizer).__name__ == CPU_ADAM:
             self._library.revive_cpu_adam(self._optimizer)
+        if self._gather is not None:
+            self._gather.settle()  # before the step writes into what may still be sent
         with self._groups_for_deepspeed(), self._unchanged(without_gradient):
             self._library.set_deepspeed_gradients(self._engine, list(self.gradients()))
-            self._engine.step()
+            self._engine.step() if self._gather is None else self._library.step_without_gathering(self._engine)
+        if self._gather is not None:
+            self._gather.start()  # after `_unchanged`, which undoes a part of the step
         self.discard()
 
     def discard(self) -> None:
@@ -230,6 +240,8 @@ class DeepSpeedStepper(Stepper):
         if self._engine is not None:
             with self._groups_for_deepspeed():
                 self._library.release_deepspeed(self._engine)
+        if self._gather is not None:
+            self._gather.release()
         self._engine = None
         self.partitions, self.owned, self._expert_groups = [], [], []
         self._entries, self._tensors = {}, {}

@@ -69,7 +69,7 @@ class ShapeOnlyEngine:
         self._gradients = gradients
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, *, gathers: bool = True) -> None:
         everything = self._optimizer.param_groups
         for index, group in enumerate(self.groups):
             master, owned = group.buffers.master, group.buffers.owned
@@ -82,7 +82,7 @@ class ShapeOnlyEngine:
             owned.copy_(master)
         self._optimizer.param_groups = everything
         self._gradients = ()
-        for group in self.groups:
+        for group in self.groups if gathers else ():
             if dist.get_world_size(group.ranks) > 1:
                 all_gather_by_name(group.buffers.flat, group.buffers.owned, group.ranks)
 
@@ -115,6 +115,10 @@ class ShapeOnly:
     @staticmethod
     def set_deepspeed_gradients(engine: ShapeOnlyEngine, gradients: Sequence[Tensor]) -> None:
         engine.set_gradients(gradients)
+
+    @staticmethod
+    def step_without_gathering(engine: ShapeOnlyEngine) -> None:
+        engine.step(gathers=False)
 
     @staticmethod
     def revive_cpu_adam(optimizer: Any) -> None:

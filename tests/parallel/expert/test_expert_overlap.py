@@ -314,6 +314,8 @@ def test_a_forward_that_does_more_than_compute_stays_as_it_is(kind: type[Own]) -
 def test_a_mixture_is_called_by_the_name_of_its_own_argument() -> None:
     module = nn.ModuleDict({"mlp": own(Own)})
     module["mlp"].experts.config._experts_implementation = "eager"
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
     hidden = torch.randn(1, TOKENS, HIDDEN)
     expected = module["mlp"](x=hidden)
     overlap_exchange(module, PLAN)

@@ -1,0 +1,248 @@
+"""Stages 1 and 2: gather the new parameters while the next forward runs (as Megatron-LM's `--overlap-param-gather`).
+
+After the optimizer's step every data-parallel rank broadcasts its part of the flat buffers, in messages that follow the order of the
+forward. Together they move as many bytes as an all-gather. Nothing waits for them but what reads a parameter: hooks wait before the forward
+of a block, or of a module outside the blocks, and any other operation on a parameter waits through `AwaitedParameter`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.zero.flat_partition import Partition
+from lightning_3d.parallel.zero.parameter_store import WholeParameters
+from lightning_3d.parallel.zero.trained import TrainedParameters
+
+_PATIENCE = 5.0
+"""Seconds that a failed rank waits for messages that other ranks have sent already."""
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn", "is_leaf"),
+    *("is_meta", "is_cpu", "is_cuda", "is_sparse", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+)
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_floating_point", "is_complex"),
+    *("is_contiguous", "is_inference", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__"),
+)
+_WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)}
+_WITHOUT_VALUES |= {
+    getattr(getattr(Tensor, name), access)
+    for name in _PROPERTIES
+    for access in ("__get__", "__set__", "__delete__")
+    if hasattr(getattr(Tensor, name, None), access)
+}
+"""Functions on tensors that neither read nor write values."""
+
+
+class AwaitedParameter(nn.Parameter):
+    """Class of a parameter whose new value has not arrived: the first operation on it waits, and makes it an `nn.Parameter` again.
+
+    torch changes the class of its lazy parameters in the same way (`torch.nn.parameter.UninitializedParameter.materialize`).
+    """
+
+    _gather: OverlappedGather
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for tensor in tensors_of((args, kwargs)):
+            _wait_for(tensor)
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(_wait_for(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _wait_for(self).__reduce_ex__(protocol)
+
+
+def _wait_for(tensor: Tensor) -> Tensor:
+    """Wait for the value of a tensor, if it is awaited. Returns it."""
+    if type(tensor) is AwaitedParameter:
+        tensor._gather.wait_for([tensor])
+    return tensor
+
+
+class _Message:
+    """One broadcast: elements of a flat buffer that one rank has stepped, and the parameters that they are a part of."""
+
+    def __init__(self, elements: Tensor, source: int, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._elements, self._source, self._group = elements, source, group
+        self._work: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self) -> None:
+        if self._elements.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._elements.device)
+        self._work = dist.broadcast(self._elements, self._source, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        """Make the current stream wait, and the one that trains: later reads on any stream follow one of them."""
+        if self._work is None:
+            return
+        self._work.wait()
+        if self._stream is not None and self._stream != torch.cuda.current_stream(self._elements.device):
+            with torch.cuda.stream(self._stream):
+                self._work.wait()
+        self._work = None
+
+    def has_arrived(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+
+class OverlappedGather:
+    """Broadcasts of what each data-parallel rank has stepped, all under way together.
+
+    Args:
+        message_bytes: upper bound of the bytes of one message.
+    """
+
+    def __init__(self, message_bytes: int) -> None:
+        self._message_bytes = message_bytes
+        self._messages: list[_Message] = []
+        self._awaited: dict[nn.Parameter, list[_Message]] = {}
+
+    def connect(self, partitions: Iterable[Partition], trained: TrainedParameters) -> None:
+        """Plan the messages, in one order on all ranks that share them: that in which the forward uses their parameters."""
+        order = {id(parameter): place for place, parameter in enumerate(p for stage in trained.stages for p in stage)}
+        found = [
+            message
+            for partition in partitions
+            for message in _messages(partition, trained.expert_group if partition.experts else trained.shard_group, self._message_bytes)
+        ]
+        self._messages = sorted(found, key=lambda message: min(order.get(id(parameter), 0) for parameter in message.parameters))
+
+    def start(self) -> None:
+        """Start all broadcasts, after the optimizer's step. Collective."""
+        for message in self._messages:
+            message.start()
+            for parameter in message.parameters:
+                self._awaited.setdefault(parameter, []).append(message)
+        for parameter in list(self._awaited):
+            if type(parameter) is nn.Parameter:
+                parameter._gather = self  # type: ignore[attr-defined]
+                parameter.__class__ = AwaitedParameter
+            else:  # a class of the user's, or without values
+                self.wait_for([parameter])
+
+    def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait for the new values of some parameters. Local, like everything that follows."""
+        if not self._awaited:
+            return
+        for parameter in parameters:
+            for message in self._awaited.get(parameter, ()):
+                message.wait()
+            self._forget(parameter)
+
+    def settle(self) -> None:
+        """Wait for everything that is under way."""
+        self.wait_for(list(self._awaited))
+
+    def abandon(self) -> bool:
+        """Wait a few seconds at most, because other ranks may be gone. Returns whether parameters stay without their new values."""
+        deadline = time.monotonic() + _PATIENCE
+        messages = {id(message): message for awaited in self._awaited.values() for message in awaited}.values()
+        while not (arrived := all(message.has_arrived() for message in messages)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            if arrived:
+                self.settle()
+        except RuntimeError:  # of a message whose sender is gone
+            arrived = False
+        for parameter in list(self._awaited):
+            self._forget(parameter)
+        return not arrived
+
+    def release(self) -> None:
+        """Let go of the buffers and the process groups."""
+        self._messages = []
+
+    def _forget(self, parameter: nn.Parameter) -> None:
+        self._awaited.pop(parameter, None)
+        if type(parameter) is AwaitedParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            del parameter._gather
+
+
+class GatheredParameters(WholeParameters):
+    """Every data-parallel rank keeps all parameters; after a step they arrive while the next forward runs.
+
+    Attributes:
+        gather: brings the new values.
+    """
+
+    def __init__(self, message_bytes: int) -> None:
+        self.gather = OverlappedGather(message_bytes)
+        self._hooks: list[Any] = []
+
+    def shard(
+        self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
+    ) -> None:
+        """Wait before each block for its parameters, and before each module outside the blocks for its own. Shards nothing.
+
+        There is no hook inside a block: it would become a part of a compiled one, and operations in it wait anyway.
+        """
+        if self._hooks:
+            return
+        inside = {id(inner) for block in blocks for inner in block.modules()}
+        for block in blocks:
+            self._hook(block, block.parameters, is_active)
+        for outer in module.modules():
+            if id(outer) not in inside and next(outer.parameters(recurse=False), None) is not None:
+                self._hook(outer, partial(outer.parameters, recurse=False), lambda outer: True)
+
+    def _hook(
+        self, module: nn.Module, parameters: Callable[[], Iterable[nn.Parameter]], is_active: Callable[[nn.Module], bool]
+    ) -> None:
+        def before_forward(module: nn.Module, args: Any) -> None:
+            if is_active(module):
+                self.gather.wait_for(parameters())
+
+        self._hooks.append(module.register_forward_pre_hook(before_forward, prepend=True))
+
+    @contextmanager
+    def parameters_in_use(self) -> Iterator[None]:
+        yield
+        self.gather.settle()  # parameters that the batch did not use
+
+    def make_whole(self) -> None:
+        self.gather.settle()
+        self._close()
+
+    def abandon(self) -> bool:
+        self._close()
+        return self.gather.abandon()
+
+    def _close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _messages(partition: Partition, group: dist.ProcessGroup, message_bytes: int) -> Iterator[_Message]:
+    """Messages of one buffer, part by part. What only fills up a part is not sent."""
+    flat, size = partition.group.flat, partition.group.owned.numel()
+    limit = max(1, message_bytes // flat.element_size())
+    ranks = dist.get_process_group_ranks(group)
+    for index, source in enumerate(ranks if len(ranks) > 1 else ()):
+        end = (index + 1) * size
+        for start in range(index * size, end, limit):
+            stop = min(start + limit, end)
+            inside = [slot.parameter for slot in partition.slots if slot.start < stop and slot.stop > start]
+            if inside:
+                yield _Message(flat[start:stop], source, group, inside)
