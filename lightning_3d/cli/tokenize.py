@@ -32,8 +32,8 @@ COMMAND.section(
     [
         (
             "SOURCE...",
-            "JSON lines (.jsonl, .json), Parquet, or text in UTF-8 (one document a file), also .gz and .zst; a folder of .jsonl, .json, .parquet"
-            " and .txt files; a pattern; or hf://NAME, a data set on the hub or a folder of save_to_disk",
+            "JSON lines (.jsonl, .json), Parquet, or text in UTF-8 (one document a file), also .gz and .zst; a folder of .jsonl, .json,"
+            " .parquet and .txt files; a pattern; or hf://NAME, a data set on the hub or a folder of save_to_disk",
         )
     ],
     first=True,

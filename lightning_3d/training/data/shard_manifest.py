@@ -109,7 +109,7 @@ class Manifest:
     shards: tuple[Shard, ...] = field(default=())
     next: Place | None = None
 
-    def with_shard(self, shard: Shard, following: Place) -> Manifest:
+    def with_shard(self, shard: Shard, following: Place | None) -> Manifest:
         tokens, documents = self.tokens + shard.tokens, self.documents + shard.documents
         return replace(self, tokens=tokens, documents=documents, shards=(*self.shards, shard), next=following)
 

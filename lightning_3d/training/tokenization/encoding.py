@@ -128,7 +128,8 @@ def _text(batch: Batch, index: int) -> str:
     """Return the text of a record; empty for a blank line of a JSONL file."""
     record = batch.records[index]
     if batch.json_key is not None:
-        return _json_text(batch, index, bytes(record or b"", "utf-8") if isinstance(record, str) else record or b"")
+        assert isinstance(record, bytes), "a line"
+        return _json_text(batch, index, record)
     if isinstance(record, str):
         return record
     if record is None:

@@ -90,7 +90,8 @@ def _batches(sources: Sequence[Source], start: Place) -> Iterator[Batch]:
 def _completed(manifest: Manifest, sources: Sequence[Source]) -> Manifest:
     """Finish the manifest. Times of files no longer matter, and would differ between copies of them."""
     if not manifest.shards:
-        raise DataError(f"The {plural(sum(len(source.state()) for source in sources), 'source')} have no text.")
+        count = sum(len(source.state()) for source in sources)
+        raise DataError(f"The {plural(count, 'source')} {'has' if count == 1 else 'have'} no text.")
     settings = manifest.settings | {"sources": _without_times(manifest.settings["sources"])}
     return replace(manifest, complete=True, settings=settings, next=None)
 

@@ -52,7 +52,7 @@ class ShardWriter:
         while done < len(lengths):
             start = int(ends[done - 1]) if done else 0
             until = int(np.searchsorted(ends, start + self._limit - self._tokens, side="right"))
-            if until == done and self._tokens:
+            if until <= done and self._tokens:
                 self._end_shard(Place(place.source, place.offset, place.record, done))
                 continue
             until = max(until, done + 1)

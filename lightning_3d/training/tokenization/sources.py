@@ -129,7 +129,7 @@ def _reading(path: Path | str, batches: Callable[[], Iterator[Batch]]) -> Iterat
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BinaryIO | gzip.GzipFile | io.BufferedReader:
     """Open a file that may be compressed by gzip or Zstandard.
 
     Raises:
@@ -175,7 +175,7 @@ class JsonLines:
                 offset, record = offset + sum(map(len, lines)), record + len(lines)
 
 
-def _skip(file: BinaryIO, offset: int) -> None:
+def _skip(file: BinaryIO | gzip.GzipFile | io.BufferedReader, offset: int) -> None:
     if file.seekable():
         file.seek(offset)
         return
