@@ -60,9 +60,9 @@ def _tokenize(options: Namespace, words: list[str]) -> int:
     if options.shard_tokens > _LARGEST:
         raise ConfigError(f"--shard-tokens must be at most {_LARGEST}; got {options.shard_tokens}.")
     with task("importing Transformers"):
-        from lightning_3d.training.tokenization.encoding import load_tokenizer
-        from lightning_3d.training.tokenization.job import tokenize
-        from lightning_3d.training.tokenization.sources import find_sources
+        from lightning_3d.training.data.tokenization.encoding import load_tokenizer
+        from lightning_3d.training.data.tokenization.job import tokenize
+        from lightning_3d.training.data.tokenization.sources import find_sources
 
     sources = find_sources(words, column=options.text_column, split=options.split, dataset=options.dataset)
     encoder = load_tokenizer(options.tokenizer)

@@ -123,7 +123,7 @@ def require_tokenizer(corpora: Iterable[Corpus], tokenizer: str) -> None:
     Raises:
         DataError: a corpus is of another tokenizer, or does not say of which.
     """
-    from lightning_3d.training.tokenization.encoding import load_tokenizer
+    from lightning_3d.training.data.tokenization.encoding import load_tokenizer
 
     wanted = load_tokenizer(tokenizer).identity
     for corpus in corpora:

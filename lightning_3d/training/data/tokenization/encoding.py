@@ -13,7 +13,7 @@ import numpy as np
 from lightning_3d.errors import DataError
 from lightning_3d.training.data.indexed_file import dtype_for
 from lightning_3d.training.data.shard_manifest import TokenizerIdentity
-from lightning_3d.training.tokenization.sources import Batch
+from lightning_3d.training.data.tokenization.sources import Batch
 
 _TRIAL = "Ein Text, two lines:\n\tdef f(x): return x**2  # 3.14 'ok' \u00e9\u00df\u4e16\u754c \U0001f600 "
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from lightning_3d.errors import OutOfMemory
 from lightning_3d.training.data.shard_manifest import Place
-from lightning_3d.training.tokenization.encoding import Encoded
-from lightning_3d.training.tokenization.sources import Batch
+from lightning_3d.training.data.tokenization.encoding import Encoded
+from lightning_3d.training.data.tokenization.sources import Batch
 
 _IN_FLIGHT = 4
 """Batches per process that wait or are in work."""

@@ -13,10 +13,10 @@ from lightning_3d.errors import ConfigError, DataError, plural
 from lightning_3d.ranks.progress import task
 from lightning_3d.storage.lock import FileLock
 from lightning_3d.training.data.shard_manifest import NAME, Manifest, Place, check_shards, read_manifest
-from lightning_3d.training.tokenization.encoding import Encoder
-from lightning_3d.training.tokenization.pool import encoded_in_order
-from lightning_3d.training.tokenization.shard_writer import ShardWriter
-from lightning_3d.training.tokenization.sources import Batch, Source
+from lightning_3d.training.data.tokenization.encoding import Encoder
+from lightning_3d.training.data.tokenization.pool import encoded_in_order
+from lightning_3d.training.data.tokenization.shard_writer import ShardWriter
+from lightning_3d.training.data.tokenization.sources import Batch, Source
 
 _LOCK = ".lightning_3d.lock"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_3d.training.data.indexed_file import pack_index
 from lightning_3d.training.data.shard_manifest import Manifest, Place, Shard, commit, replace_file
-from lightning_3d.training.tokenization.encoding import Encoded
+from lightning_3d.training.data.tokenization.encoding import Encoded
 
 
 class ShardWriter:
