@@ -52,6 +52,9 @@ PURPOSES = {
         "draft-plan": _Entry("draft_plan", "draft the parallel plan of a model of your own"),
         "verify": _Entry("verify", "check that a layout computes what one process computes"),
     },
+    "Prepare data": {
+        "tokenize": _Entry("tokenize", "tokenize text into shards for data=tokens"),
+    },
     "Use checkpoints and results": {
         "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
         "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),

@@ -80,7 +80,8 @@ def _lines(what: str, total: float | None, unit: str) -> Advance:
         now = time.monotonic()
         if now - said >= _SECONDS:
             said = now
-            share = f"{count / total:.0%}" if total else f"{count:g} {unit}"
-            print(f"{what}: {share} after {now - started:.0f} s", file=sys.stderr, flush=True)
+            share = f"{count / total:.0%}" if total else f"{count:.0f} {unit}"
+            rate = f" ({count / (now - started):.0f} {unit}/s)" if unit == "tokens" else ""
+            print(f"{what}: {share} after {now - started:.0f} s{rate}", file=sys.stderr, flush=True)
 
     return advance

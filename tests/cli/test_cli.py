@@ -224,7 +224,8 @@ def test_usage_and_version() -> None:
     assert version.output.strip()[0].isdigit()
     shown = re.findall(r"^([A-Z][a-z ]+):$|^  ([a-z-]+)  ", usage.output, re.M)
     purposes = [purpose for purpose, _ in shown if purpose]
-    assert purposes == ["Train", "Check a cluster", "Choose a layout", "Bring your own model", "Use checkpoints and results", "Options"]
+    middle = ["Check a cluster", "Choose a layout", "Bring your own model", "Prepare data", "Use checkpoints and results"]
+    assert purposes == ["Train", *middle, "Options"]
     assert [command for _, command in shown if command and command[0] != "-"] == list(COMMANDS)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -17,7 +18,8 @@ from lightning_3d.training.data.entropy import Entropy, entropy
 from lightning_3d.training.data.packing import PackedDataset, Tokens, spread
 
 _FULL_SCAN = 1 << 30
-"""Bytes up to which all tokens are checked before training. Each sample is also checked when it is read."""
+"""Bytes up to which all tokens are checked before training, and from which entropies are computed. Each sample is also checked when it is
+read."""
 
 
 class GlobalOrderSampler(DistributedSampler[dict[str, Tensor]]):
@@ -130,7 +132,11 @@ class PackedDataModule(LightningDataModule):
             return
         train, val = self.load_tokens()
         for tokens in (train, val):
-            if tokens is not None and self.vocab_size is not None and tokens.values.nbytes <= _FULL_SCAN:
+            if tokens is None or self.vocab_size is None:
+                continue
+            if tokens.largest is not None:
+                tokens.check_largest(self.vocab_size)
+            elif tokens.values.nbytes <= _FULL_SCAN:
                 tokens.check_vocabulary(self.vocab_size)
         self.train_set = self._pack(train, None)
         self._require_global_batch(train)
@@ -230,9 +236,10 @@ class PackedDataModule(LightningDataModule):
     # For reports and checkpoints
 
     def entropy(self) -> Entropy | None:
-        """Unigram and bigram entropy of the held-out split in nats per token; None without one."""
+        """Unigram and bigram entropy of the held-out split (its first GiB) in nats per token; None without one."""
         if self._entropy is None and self.val_set is not None:
-            self._entropy = entropy(self.val_set.tokens.values)
+            values = self.val_set.tokens.values
+            self._entropy = entropy(np.asarray(values[: _FULL_SCAN // values.dtype.itemsize]))
         return self._entropy
 
     def position_state(self) -> dict[str, int]:

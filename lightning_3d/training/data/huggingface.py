@@ -159,7 +159,7 @@ def load_split(path: str, name: str | None, split: str) -> Any:
     except KeyError:
         raise DataError(f"{path} has no split '{split}'. Use one of its splits: {', '.join(saved)}.") from None
     except Exception as error:
-        raise DataError(f"The data set {path} (data.path) cannot be read: {error}") from error
+        raise DataError(f"The data set {path} cannot be read: {error}") from error
 
 
 def local_files(place: Path) -> tuple[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_3d.errors import DataError
+from lightning_3d.training.data.concatenation import Concatenation
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss, as in torch's cross-entropy and Transformers."""
@@ -23,22 +24,24 @@ class Tokens:
     """A sequence of tokens: documents one after the other, each followed by a separator.
 
     Attributes:
-        values: (tokens,) of uint16 or uint32; an array in memory or a memory-mapped file.
+        values: (tokens,) of an integer type; an array in memory, a memory-mapped file, or several files.
         name: source of the tokens, for messages.
         separator: token at the end of each document; None if documents are not marked.
         first: position of `values[0]` in the source, for messages.
+        largest: largest id of the source; None if it is not known.
     """
 
-    values: np.ndarray
+    values: np.ndarray | Concatenation
     name: str
     separator: int | None = None
     first: int = 0
+    largest: int | None = None
 
     def __len__(self) -> int:
         return len(self.values)
 
     def part(self, start: int, stop: int) -> Tokens:
-        return Tokens(self.values[start:stop], self.name, self.separator, self.first + start)
+        return Tokens(self.values[start:stop], self.name, self.separator, self.first + start, self.largest)
 
     def hold_out(self, fraction: float, sequence_length: int) -> tuple[Tokens, Tokens | None]:
         """Split into (training, held-out): the last samples are held out, at least one; None if `fraction` is 0."""
@@ -56,14 +59,29 @@ class Tokens:
         """
         stop = len(self.values) if stop is None else stop
         for begin in range(start, stop, _CHUNK):
-            chunk = self.values[begin : min(begin + _CHUNK, stop)]
-            if len(chunk) and int(chunk.max()) >= vocab_size:
-                place = int(np.argmax(chunk >= vocab_size))
-                raise DataError(
-                    f"Token {int(chunk[place])} at position {self.first + begin + place} of {self.name} is outside the"
-                    f" model's vocabulary of {vocab_size} (ids 0 to {vocab_size - 1}). Use a model whose vocab_size is"
-                    f" at least {int(self.values[start:stop].max()) + 1}, or the tokenizer that belongs to this model."
-                )
+            chunk = np.asarray(self.values[begin : min(begin + _CHUNK, stop)])
+            outside = chunk >= vocab_size
+            if chunk.dtype.kind == "i":
+                outside |= chunk < 0
+            if outside.any():
+                place = int(np.argmax(outside))
+                self._refuse(int(chunk[place]), f" at position {self.first + begin + place}", vocab_size, start, stop)
+
+    def check_largest(self, vocab_size: int) -> None:
+        """Refuse a source whose largest id, which must be known, is outside the model's vocabulary. Reads no tokens.
+
+        Raises:
+            DataError: names the id.
+        """
+        if self.largest is not None and self.largest >= vocab_size:
+            self._refuse(self.largest, "", vocab_size, 0, 0)
+
+    def _refuse(self, token: int, where: str, vocab_size: int, start: int, stop: int) -> None:
+        largest = max([token, *np.asarray(self.values[start:stop]).max(initial=0, keepdims=True).tolist()])
+        raise DataError(
+            f"Token {token}{where} of {self.name} is outside the model's vocabulary of {vocab_size} (ids 0 to {vocab_size - 1}). Use a"
+            f" model whose vocab_size is at least {largest + 1}, or the tokenizer that belongs to this model."
+        )
 
 
 def join_documents(documents: Iterable[np.ndarray], separator: int) -> np.ndarray:
@@ -116,13 +134,13 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         *,
         vocab_size: int | None = None,
         predict_across_documents: bool = True,
-        samples: np.ndarray | None = None,
+        samples: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         self.tokens = tokens
         self.sequence_length = sequence_length
         self._vocab_size = vocab_size
         self._mask_separator = None if predict_across_documents else tokens.separator
-        self._samples = np.arange(len(tokens) // sequence_length) if samples is None else samples
+        self._samples = range(len(tokens) // sequence_length) if samples is None else samples
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -132,15 +150,15 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         stop = start + self.sequence_length
         if self._vocab_size is not None:
             self.tokens.check_vocabulary(self._vocab_size, start, stop)
-        input_ids = torch.from_numpy(self.tokens.values[start:stop].astype(np.int64))
+        input_ids = torch.from_numpy(np.asarray(self.tokens.values[start:stop]).astype(np.int64))
         labels = input_ids.clone()
         if self._mask_separator is not None:
             labels[1:][input_ids[:-1] == self._mask_separator] = IGNORE_INDEX
         return {"input_ids": input_ids, "labels": labels}
 
 
-def spread(available: int, wanted: int | None) -> np.ndarray:
+def spread(available: int, wanted: int | None) -> Sequence[int] | np.ndarray:
     """Choose `wanted` samples, spread evenly over `available` ones (all if None or if there are fewer)."""
     if wanted is None or wanted >= available:
-        return np.arange(available)
+        return range(available)
     return np.arange(wanted) * available // wanted

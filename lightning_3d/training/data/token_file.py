@@ -51,27 +51,35 @@ def open_tokens(path: str | os.PathLike[str]) -> tuple[np.ndarray, TokenIndex]:
     Raises:
         DataError: the file or its JSON is missing or unreadable, or they do not match.
     """
-    path = Path(path)
+    path = require_size(Path(path))
+    index = read_index(path)
+    if index.tokens == 0:
+        return np.empty(0, dtype=index.dtype), index
+    return np.memmap(path, dtype=np.dtype(index.dtype).newbyteorder("<"), mode="r"), index
+
+
+def require_size(path: Path) -> Path:
+    """Compare the size of a token file with its JSON. Returns `path`.
+
+    Raises:
+        DataError: the file or its JSON is missing or unreadable, or they do not match.
+    """
     if not path.is_file():
         raise DataError(f"There is no token file {path}.{_candidates(path)}")
     index = read_index(path)
     width = np.dtype(index.dtype).itemsize
     size = path.stat().st_size
-    if size != index.tokens * width:
-        held = f"{size // width} tokens of {index.dtype}" + (f" and {plural(size % width, 'byte')}" if size % width else "")
-        other = next((name for name in DTYPES if size == index.tokens * np.dtype(name).itemsize), None)
-        reason = (
-            f"Its size fits {other}: correct dtype in the JSON"
-            if other
-            else "It is truncated or belongs to another version: copy it again"
-        )
-        raise DataError(
-            f"{path} has {size} bytes, which is {held}, but {index_path(path).name} says"
-            f" {index.tokens} tokens ({index.tokens * width} bytes). {reason}."
-        )
-    if index.tokens == 0:
-        return np.empty(0, dtype=index.dtype), index
-    return np.memmap(path, dtype=np.dtype(index.dtype).newbyteorder("<"), mode="r"), index
+    if size == index.tokens * width:
+        return path
+    held = f"{size // width} tokens of {index.dtype}" + (f" and {plural(size % width, 'byte')}" if size % width else "")
+    other = next((name for name in DTYPES if size == index.tokens * np.dtype(name).itemsize), None)
+    reason = (
+        f"Its size fits {other}: correct dtype in the JSON" if other else "It is truncated or belongs to another version: copy it again"
+    )
+    raise DataError(
+        f"{path} has {size} bytes, which is {held}, but {index_path(path).name} says"
+        f" {index.tokens} tokens ({index.tokens * width} bytes). {reason}."
+    )
 
 
 def read_index(path: Path) -> TokenIndex:
@@ -86,7 +94,8 @@ def read_index(path: Path) -> TokenIndex:
     except FileNotFoundError:
         raise DataError(
             f"{path} has no {sidecar.name} next to it. Write one such as"
-            ' {"dtype": "uint16", "tokens": 1200000, "vocab_size": 50257, "document_separator": 50256}.'
+            ' {"dtype": "uint16", "tokens": 1200000, "vocab_size": 50257, "document_separator": 50256}, or copy the .idx of a data set of'
+            " Megatron."
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"{sidecar} cannot be read as JSON: {error}.") from None

@@ -1,26 +1,30 @@
-"""Prepared tokens: memory-mapped `.bin` files with their JSON (see `token_file`)."""
+"""Prepared tokens: token files, folders of shards, and data sets of Megatron (see `corpus`), mapped into memory."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.concatenation import Concatenation
+from lightning_3d.training.data.corpus import Corpus, find_corpora
 from lightning_3d.training.data.packing import Tokens
-from lightning_3d.training.data.token_file import open_tokens
+from lightning_3d.training.data.token_file import index_path, open_tokens
 
 
 class TokenFiles(PackedDataModule):
-    """Samples from a token file. The operating system keeps one copy in memory for all ranks of a node.
+    """Samples from token files, one after the other. The operating system keeps one copy in memory for all ranks of a node.
 
     Args:
-        train_path: `.bin` to train on.
-        val_path: held-out `.bin`; None holds out the end of `train_path`.
+        train_path: files to train on: a `.bin`, a folder of `lightning-3d tokenize`, or a glob; see `find_corpus`.
+        val_path: held-out files; None holds out the end of `train_path`.
         val_fraction: fraction of `train_path` that is held out if there is no `val_path`; 0 for no validation.
+        tokenizer: tokenizer that made the files, a folder or a name on the hub, to compare with their manifest; None: no comparison.
+        document_separator: id after each document, for files that do not say it.
+        check_hashes: compare the SHA-256 of every shard with its manifest, which reads all of them.
         **kwargs: see `PackedDataModule`.
     """
 
@@ -30,28 +34,39 @@ class TokenFiles(PackedDataModule):
         train_path: str | os.PathLike[str],
         val_path: str | os.PathLike[str] | None = None,
         val_fraction: float = 0.01,
+        tokenizer: str | None = None,
+        document_separator: int | None = None,
+        check_hashes: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         if not 0 <= val_fraction < 1:
             raise ConfigError(f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}.")
-        self.train_path = Path(train_path)
-        self.val_path = Path(val_path) if val_path is not None else None
+        self.train_path, self.val_path = train_path, val_path
         self.val_fraction = val_fraction
+        self.tokenizer, self.document_separator, self.check_hashes = tokenizer, document_separator, check_hashes
+
+    @override
+    def prepare_data(self) -> None:
+        """Make the checks that take time. Lightning calls this on one rank per node while the others wait."""
+        if self.tokenizer is not None or self.check_hashes:
+            find_corpora(self.train_path, self.val_path, self.tokenizer, self.document_separator, self.check_hashes)
 
     @override
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
-        train = map_tokens(self.train_path)
-        if self.val_path is not None:
-            return train, map_tokens(self.val_path)
-        return train.hold_out(self.val_fraction, self.sequence_length)
+        train, val = find_corpora(self.train_path, self.val_path, document_separator=self.document_separator)
+        if train.separator is None and not self.predict_across_documents:
+            raise ConfigError(
+                f"data.predict_across_documents=false needs the token that ends a document, and {train.name} does not say it. Set"
+                " data.document_separator to its id."
+            )
+        if val is not None:
+            return _map(train), _map(val)
+        return _map(train).hold_out(self.val_fraction, self.sequence_length)
 
 
-def map_tokens(path: Path) -> Tokens:
-    """Map a token file into memory.
-
-    Raises:
-        DataError: see `open_tokens`.
-    """
-    values, index = open_tokens(path)
-    return Tokens(values, str(path), index.document_separator)
+def _map(corpus: Corpus) -> Tokens:
+    """Map the files of a corpus into memory: one at once, several when they are read."""
+    first = corpus.parts[0].path
+    values = open_tokens(first)[0] if len(corpus.parts) == 1 and index_path(first).is_file() else Concatenation(corpus.parts)
+    return Tokens(values, corpus.name, corpus.separator, largest=corpus.largest)

@@ -1,0 +1,83 @@
+"""Token files read as one sequence, without opening more of them at a time than the system allows. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_OPEN_FILES = 128
+"""Files that a process keeps mapped: each takes a file descriptor, and a system may allow 1024."""
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """A file of token ids in little-endian order.
+
+    Attributes:
+        path: the file.
+        dtype: name of NumPy's type of ids.
+        tokens: number of ids.
+    """
+
+    path: Path
+    dtype: str
+    tokens: int
+
+
+class Concatenation:
+    """The tokens of several files, one after the other; an array of one dimension whose slices are read on demand.
+
+    `array[start:stop]` is another `Concatenation` and reads nothing. `numpy.asarray(array)` reads it: a view of the mapped file where all
+    of it is in one file, else a copy.
+
+    Attributes:
+        dtype: type that holds the ids of all files.
+    """
+
+    def __init__(self, parts: Sequence[TokenPart]) -> None:
+        self._parts = [part for part in parts if part.tokens]
+        self._ends = np.cumsum([part.tokens for part in self._parts], dtype=np.int64)
+        self._start, self._stop = 0, int(self._ends[-1]) if self._parts else 0
+        self.dtype = np.result_type(*{np.dtype(part.dtype) for part in parts}) if parts else np.dtype(np.uint16)
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * self.dtype.itemsize
+
+    def __getitem__(self, place: slice) -> Concatenation:
+        start, stop, step = place.indices(len(self))
+        if step != 1:
+            raise ValueError("a Concatenation has slices of step 1 only")
+        part = object.__new__(Concatenation)
+        part.__dict__ |= self.__dict__
+        part._start, part._stop = self._start + start, self._start + max(start, stop)
+        return part
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        pieces = list(self._pieces())
+        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, self.dtype)], dtype=self.dtype)
+        return whole.astype(self.dtype if dtype is None else dtype, copy=bool(copy))
+
+    def _pieces(self) -> list[np.ndarray]:
+        pieces = []
+        place = self._start
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        while place < self._stop:
+            part, end = self._parts[number], int(self._ends[number])
+            first = end - part.tokens
+            pieces.append(_map(part)[place - first : min(self._stop, end) - first])
+            place, number = end, number + 1
+        return pieces
+
+
+@lru_cache(maxsize=_OPEN_FILES)
+def _map(part: TokenPart) -> np.ndarray:
+    return np.memmap(part.path, dtype=np.dtype(part.dtype).newbyteorder("<"), mode="r", shape=(part.tokens,))

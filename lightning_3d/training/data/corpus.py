@@ -1,0 +1,182 @@
+"""What a path of `data=tokens` names: a token file, a folder of shards, a glob, or a data set of Megatron. Reads no tokens. NumPy only."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.errors import DataError
+from lightning_3d.training.data.concatenation import TokenPart
+from lightning_3d.training.data.indexed_file import index_of, read_header
+from lightning_3d.training.data.shard_manifest import NAME, Manifest, TokenizerIdentity, check_shards, read_manifest
+from lightning_3d.training.data.token_file import index_path, read_index, require_size
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token files that are read as one sequence.
+
+    Attributes:
+        parts: the files, in order.
+        name: what they are, for messages.
+        separator: id after each document; None if the files do not say.
+        tokenizer: tokenizer of all of them; None if the files do not say.
+        largest: largest id; None if the files do not say.
+    """
+
+    parts: tuple[TokenPart, ...]
+    name: str
+    separator: int | None = None
+    tokenizer: TokenizerIdentity | None = None
+    largest: int | None = None
+
+
+def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
+    """Find the files of a path and check them by their sizes, manifests and indices.
+
+    Args:
+        path: a `.bin` with a `.json` (`token_file`) or an `.idx` (`indexed_file`), the common path of such a pair without the suffix, a
+            folder of `lightning-3d tokenize`, or a glob of these.
+        hashes: read the shards of folders and compare their hashes.
+
+    Raises:
+        DataError: nothing has this name; a file is missing, truncated or damaged; or the files are of several tokenizers.
+    """
+    manifests: dict[Path, Manifest | None] = {}
+    matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+    found = [_one(match, manifests, hashes) for match in matches if match == path or match.is_dir() or match.suffix == ".bin"]
+    if not found:
+        pair = path.with_name(f"{path.name}.bin")
+        found = [_one(pair if index_of(pair).is_file() else path, manifests, hashes)]
+    return found[0] if len(found) == 1 else _joined(str(path), found)
+
+
+def _one(path: Path, manifests: dict[Path, Manifest | None], hashes: bool) -> Corpus:
+    if path.is_dir():
+        return _of_manifest(path, read_manifest(path), None, hashes)
+    if index_path(path).is_file() or not index_of(path).is_file():
+        index = read_index(require_size(path))
+        return Corpus((TokenPart(path, index.dtype, index.tokens),), str(path), index.document_separator)
+    folder = path.parent
+    if folder not in manifests:
+        manifests[folder] = read_manifest(folder) if (folder / NAME).is_file() else None
+    manifest = manifests[folder]
+    if manifest is not None and any(shard.name == path.stem for shard in manifest.shards):
+        return _of_manifest(folder, manifest, path.stem, hashes)
+    header = read_header(path)
+    return Corpus((TokenPart(path, header.dtype, header.tokens),), str(path))
+
+
+def _of_manifest(folder: Path, manifest: Manifest, name: str | None, hashes: bool) -> Corpus:
+    shards = [shard for shard in manifest.shards if name in (None, shard.name)]
+    check_shards(folder, manifest, shards, hashes=hashes)
+    parts = tuple(TokenPart(folder / f"{shard.name}.bin", manifest.dtype, shard.tokens) for shard in shards)
+    named = folder if name is None else folder / f"{name}.bin"
+    largest = max(shard.largest for shard in shards)
+    return Corpus(parts, str(named), manifest.tokenizer.document_separator, manifest.tokenizer, largest)
+
+
+def _joined(name: str, found: list[Corpus]) -> Corpus:
+    first = found[0]
+    for other in found[1:]:
+        require_same_tokenizer(first, other)
+    largest = [corpus.largest for corpus in found]
+    return Corpus(
+        tuple(part for corpus in found for part in corpus.parts),
+        name,
+        first.separator,
+        first.tokenizer,
+        None if None in largest else max(one for one in largest if one is not None),
+    )
+
+
+def require_same_tokenizer(first: Corpus, other: Corpus) -> None:
+    """Refuse two corpora whose ids do not mean the same.
+
+    Raises:
+        DataError: their tokenizers differ, or the separators of their documents.
+    """
+    both = first.tokenizer, other.tokenizer
+    if both[0] is not None and both[1] is not None and not both[0].same_ids(both[1]):
+        raise DataError(
+            f"{first.name} and {other.name} are of different tokenizers: {both[0]} and {both[1]}. Use files of one tokenizer."
+        )
+    if first.separator != other.separator:
+        raise DataError(
+            f"{first.name} and {other.name} do not end documents alike: {_ends(first)}, {_ends(other)}. Use files of one tokenizer."
+        )
+
+
+def _ends(corpus: Corpus) -> str:
+    return "one does not say which token it has" if corpus.separator is None else f"one has token {corpus.separator}"
+
+
+def require_tokenizer(corpora: Iterable[Corpus], tokenizer: str) -> None:
+    """Refuse corpora that another tokenizer made.
+
+    Args:
+        tokenizer: folder of a tokenizer of Transformers, or a name on the hub.
+
+    Raises:
+        DataError: a corpus is of another tokenizer, or does not say of which.
+    """
+    from lightning_3d.training.data.tokenization.encoding import load_tokenizer
+
+    wanted = load_tokenizer(tokenizer).identity
+    for corpus in corpora:
+        if corpus.tokenizer is None:
+            raise DataError(
+                f"{corpus.name} has no {NAME}, so its tokenizer cannot be compared with {tokenizer}. Leave data.tokenizer out, or"
+                " tokenize again with lightning-3d tokenize."
+            )
+        if not corpus.tokenizer.same_ids(wanted):
+            raise DataError(
+                f"{corpus.name} is of another tokenizer than data.tokenizer: {corpus.tokenizer}, not {wanted}. Tokenize again, or use the"
+                " model of that tokenizer."
+            )
+
+
+def check_files(config: Mapping[str, Any]) -> None:
+    """Check the files of a `data/` config before ranks are started. Does nothing for data other than `data=tokens`.
+
+    Raises:
+        DataError: see `find_corpora`.
+    """
+    if config.get("name") == "tokens" and config.get("train_path"):
+        known = {key: config.get(key) for key in ("val_path", "tokenizer", "document_separator", "check_hashes")}
+        find_corpora(config["train_path"], **known)
+
+
+def find_corpora(
+    train_path: Any,
+    val_path: Any = None,
+    tokenizer: str | None = None,
+    document_separator: int | None = None,
+    check_hashes: bool | None = False,
+) -> tuple[Corpus, Corpus | None]:
+    """Find and check the files to train on and those held out; see `find_corpus` and `TokenFiles`.
+
+    Raises:
+        DataError: a file is missing, truncated or damaged, or of another tokenizer.
+    """
+    paths = [Path(path) for path in (train_path, val_path) if path is not None]
+    found = [_separated(find_corpus(path, hashes=bool(check_hashes)), document_separator) for path in paths]
+    if len(found) == 2:
+        require_same_tokenizer(*found)
+    if tokenizer is not None:
+        require_tokenizer(found, tokenizer)
+    return found[0], found[1] if len(found) == 2 else None
+
+
+def _separated(corpus: Corpus, separator: int | None) -> Corpus:
+    if separator is None or corpus.separator == separator:
+        return corpus
+    if corpus.separator is not None:
+        raise DataError(
+            f"data.document_separator={separator} contradicts {corpus.name}, whose documents end with token {corpus.separator}. Leave it"
+            " out."
+        )
+    return Corpus(corpus.parts, corpus.name, separator, corpus.tokenizer, corpus.largest)
