@@ -115,9 +115,9 @@ def test_documents_are_joined_with_separators(separator: int, dtype: type) -> No
 
 
 def test_validation_samples_are_spread_evenly() -> None:
-    assert spread(10, 4).tolist() == [0, 2, 5, 7]
-    assert spread(3, 5).tolist() == [0, 1, 2]
-    assert spread(3, None).tolist() == [0, 1, 2]
+    assert list(spread(10, 4)) == [0, 2, 5, 7]
+    assert list(spread(3, 5)) == [0, 1, 2]
+    assert list(spread(3, None)) == [0, 1, 2]
 
 
 # The standard library
