@@ -131,7 +131,7 @@ class RunFolder:
             earlier = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"Cannot read the configuration in the run folder {path}: {' '.join(str(error).split())}.") from error
-        differ = [group for group in SAME if group in earlier and group in config and earlier[group] != config[group]]
+        differ = [group for group in SAME if group in earlier and group in config and not _says_the_same(earlier[group], config[group])]
         if differ:
             raise ConfigError(
                 f"{path} holds a run whose {listed(differ)} {'differs' if len(differ) == 1 else 'differ'} from this run's, so this run"
@@ -325,6 +325,19 @@ def _in_progress(path: Path, holder: Holder | None, other: str) -> str:
     return f"{path} belongs to a run that is in progress ({holder.describe()}). {holder.what_to_do(other)}"
 
 
+def _says_the_same(one: Any, other: Any) -> bool:
+    """Compare values of a configuration. A key that only a newer version has, and that is null or false, changes nothing."""
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return bool(one == other)
+    for key in {*one, *other}:
+        if key in one and key in other:
+            if not _says_the_same(one[key], other[key]):
+                return False
+        elif not ((value := one.get(key, other.get(key))) is None or value is False):
+            return False
+    return True
+
+
 def _taken(path: Path, option: str) -> str:
     """Explain why a folder cannot be taken, and what to do. Never advise to remove it: its run may still be alive."""
     holder, status, works = holder_of(path), read_status(path), in_progress(path)
@@ -338,9 +351,7 @@ def _taken(path: Path, option: str) -> str:
             f" has ended, or set {option} to another folder."
         )
     if holder is not None and (status is None or status.status == RUNNING):
-        return (
-            f"{path} holds the files of another run, whose process ended without recording why ({holder.describe()}). {new}"
-        )
+        return f"{path} holds the files of another run, whose process ended without recording why ({holder.describe()}). {new}"
     if status is None or status.ended is None:
         return f"{path} holds the files of another run. {new}"
     return f"{path} holds the files of another run ({status.status}, {moment(status.ended)}). {new}"

@@ -340,6 +340,13 @@ def test_folder_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert again(run, trainer={"auto_resume": False}).path == run, "SLURM has started the job again"
 
 
+def test_a_key_of_a_newer_version_that_is_off_is_no_difference(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run").path
+    assert again(run, data={**CONFIG["data"], "tokenizer": None, "check_hashes": False}).path == run
+    with pytest.raises(ConfigError, match="whose data differs from this run's"):
+        again(run, data={**CONFIG["data"], "document_separator": 0})
+
+
 def test_try_after_one_that_was_refused_takes_a_new_folder(tmp_path: Path) -> None:
     """torchrun starts refused ranks again too, and their folder is gone."""
     took = RunFolder.take(tmp_path / "new", CONFIG, lambda: RunFolder.claim(tmp_path / "new", numbered=False), tmp_path / "gone")
