@@ -63,7 +63,7 @@ class Module(LightningModule):
             for group in self.groups:
                 dist.barrier(group)
         if self.how == "lost lock" and batch_idx < 6:
-            time.sleep(0.5)  # the watchdog sees some steps
+            time.sleep(1.0)  # the watchdog sees some steps, also on a busy machine
         if batch_idx == 6:
             fail(self.how, self.trainer.global_rank, self.groups)
         return self.layer(batch).mean()
