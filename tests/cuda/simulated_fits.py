@@ -68,6 +68,25 @@ def offloading(recipe: Recipe, **strategy: Any) -> parity.Part:
     return parity.train_on_rank(recipe, offload_activations=True, **strategy)
 
 
+class ReadsBeside(Module):
+    """Reads its parameters before each batch, on a stream of its own."""
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            for parameter in self.parameters():
+                parameter.square()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def read_beside(recipe: Recipe, **strategy: Any) -> parity.Part:
+    """Parameters that another stream is the first to read."""
+    return parity.fit_on_rank(recipe, Rows(data(recipe)), ReadsBeside(recipe), **strategy)
+
+
 def gathered_in_vain() -> None:
     """Parameters whose gather was started and is not needed: their memory goes to something else."""
     from lightning_3d.parallel.zero.parameter_units import Unit

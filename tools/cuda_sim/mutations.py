@@ -1,6 +1,8 @@
 """Deletes each synchronization of streams in the package in turn, and says whether fits on simulated GPUs notice.
 
     .venv-cuda/bin/python tools/cuda_sim/mutations.py [PART_OF_A_PATH ...]     all, or those in files with such a path
+    .venv-cuda/bin/python tools/cuda_sim/mutations.py --unchanged              only that the fits pass without a deletion
+    .venv-cuda/bin/python tools/cuda_sim/mutations.py --deletions ...          only the deletions
 
 A deletion is caught when a fit fails: by its numbers, by a race or a fault that the simulation reports, by a hang, or by an error.
 Prints a table; the exit code is 1 if a deletion was not caught that is not listed in `HARMLESS` with its reason.
@@ -8,6 +10,7 @@ Prints a table; the exit code is 1 if a deletion was not caught that is not list
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.abc
 import importlib.util
@@ -155,14 +158,12 @@ def _preload() -> None:
         importlib.import_module(name)
 
 
-def main(wanted: Sequence[str]) -> int:
-    """Delete every site, or those in files with one of these words in their path; the exit code."""
-    _preload()
-    chosen = [site for site in sites() if not wanted or any(word in site.file for word in wanted)]
-    unchanged = _in_child(None)
-    if unchanged:
-        print(f"the fits fail without any deletion: {unchanged}")
-        return 1
+def _chosen(words: Sequence[str]) -> list[Site]:
+    return [site for site in sites() if not words or any(word in site.file for word in words)]
+
+
+def _delete(chosen: Sequence[Site]) -> int:
+    """Delete one site after the other; the number of those that nobody noticed."""
     missed = 0
     for site in chosen:
         started = time.monotonic()
@@ -173,8 +174,22 @@ def main(wanted: Sequence[str]) -> int:
         seconds = time.monotonic() - started
         print(f"{site.file}:{site.line} {site.function}: {site.source}\n    {verdict} ({seconds:.0f} s) {noticed}", flush=True)
     print(f"{len(chosen)} deletions, {missed} not caught")
-    return 1 if missed else 0
+    return missed
+
+
+def main() -> int:
+    """Run the fits without a deletion, then delete each site; the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*", metavar="PART_OF_A_PATH")
+    parser.add_argument("--unchanged", action="store_true", help="delete nothing")
+    parser.add_argument("--deletions", action="store_true", help="believe that the fits pass without a deletion")
+    wanted = parser.parse_args()
+    _preload()
+    failed = "" if wanted.deletions else _in_child(None)
+    if failed:
+        print(f"the fits fail without any deletion: {failed}")
+    return 1 if failed or (not wanted.unchanged and _delete(_chosen(wanted.words))) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -98,6 +98,7 @@ size_t elements_out(const Task& t) {
     case AllGather: case AlltoAll: return t.count * t.comm->size;
     case Gather: return root ? t.count * t.comm->size : 0;
     case Reduce: return root ? t.count : 0;
+    case Broadcast: return root && t.in == t.out ? 0 : t.count;  // NCCL's root only sends in place
     case Send: return 0;
     default: return t.count;
   }
