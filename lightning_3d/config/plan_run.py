@@ -397,6 +397,12 @@ def _check_url(key: str, url: str) -> None:
         raise ConfigError(f"{key}={error}") from error
 
 
+def _splits_sequences(run: RunConfig) -> bool:
+    """Whether tensor-parallel ranks split sequences. Where it is left open they do on GPUs, but not over gloo."""
+    wanted = run.parallelism.sequence_parallel
+    return run.cluster.accelerator != "cpu" if wanted is None else wanted
+
+
 def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, experts: ExpertOptions) -> tuple[int, int]:
     """Return (rows of a micro-batch, micro-batches of a step on each data-parallel rank)."""
     spec = run.spec
@@ -430,7 +436,7 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
         sizes,
         schedule=schedule,
         sequence_length=run.data.get("sequence_length"),
-        sequence_parallel=run.parallelism.sequence_parallel is not False,
+        sequence_parallel=_splits_sequences(run),
         cp_kind=run.parallelism.cp_kind,
         stages=listed_stages(run.parallelism.stages),
     )
