@@ -15,6 +15,7 @@ from itertools import count, product
 
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
+from lightning_3d.layout.shard_size import suits
 from lightning_3d.planner.block_costs import Work, work_of
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.job import Job
@@ -168,9 +169,8 @@ def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
 
 
 def _suits_shards(job: Job, layout: Layout) -> bool:
-    """True if a layout works with the shard size that the user has given (see `ZeroOptions.over`)."""
-    size = job.shard_size
-    return size is None or size == layout.dp or (layout.dp % size == 0 and layout.ep == 1)
+    """True if a layout works with the shard size that the user has given."""
+    return job.shard_size is None or suits(job.shard_size, layout)
 
 
 def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:

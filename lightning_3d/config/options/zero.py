@@ -74,22 +74,15 @@ class ZeroOptions:
             These options; `shard_size` is None where one group of all data-parallel ranks shards.
 
         Raises:
-            LayoutError: a shard size that does not divide dp, or that stage 0 or expert parallelism has no use for.
+            LayoutError: a shard size that does not suit dp and ep, or that stage 0 has no use for.
         """
-        size, dp = self.shard_size, layout.dp
+        size = self.shard_size
         if size is None:
             return self
-        check_shard_size(size, dp)
+        check_shard_size(size, layout)
         if self.stage == 0:
             raise LayoutError(f"zero_shard_size={size} needs zero_stage=1, 2 or 3; got 0, which shards nothing.")
-        if size == dp:
-            return replace(self, shard_size=None)
-        if layout.ep > 1:
-            raise LayoutError(
-                f"zero_shard_size={size} cannot be combined with expert parallelism: {layout} has ep {layout.ep}. Use"
-                f" {replace(layout, ep=1)}, or omit zero_shard_size to shard over all {dp} data-parallel ranks."
-            )
-        return self
+        return replace(self, shard_size=None) if size == layout.dp else self
 
     def _check_words(self) -> None:
         for key, value in (("zero_reduce", self.reduce), ("zero_gather", self.gather)):

@@ -66,6 +66,47 @@ def test_mixtures_without_expert_parallelism(stage: int) -> None:
     parity.assert_same_training("mixtral", "tp2_dp4", zero=stage, zero_shard_size=2)
 
 
+WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("ep2_dp4", 1, {}),
+    ("ep2_dp4", 1, {"zero_reduce_scatter": True}),
+    ("ep2_dp4", 2, {}),
+    ("ep2_dp4", 3, {}),
+    ("tp2_ep2_dp4", 1, {"zero_reduce_scatter": True}),  # each shard group has two copies of an expert
+    ("tp2_ep2_dp4", 2, {}),
+    ("tp2_ep2_dp4", 3, {}),
+    ("tp2_ep4_dp4", 2, {"zero_reduce": "step"}),
+    ("cp2_ep2_dp4", 3, {}),
+    ("pp2_ep2_dp4", 1, {}),
+    ("tp2_ep2_dp4", 1, {"zero_overlap_gather": True}),
+    ("tp2_ep2_dp4", 2, {"zero_offload": "optimizer"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "stage", "options"), by_default(WITH_EXPERTS, 5), ids=str)
+def test_experts_that_ranks_share_out(layout: str, stage: int, options: dict[str, Any]) -> None:
+    """Experts are sharded over the ranks of the shard group that have the same ones."""
+    parity.assert_same_training("mixtral", layout, zero=stage, zero_shard_size=2, **options)
+
+
+def test_shard_groups_of_experts() -> None:
+    """They are the ranks of an expert that are in one shard group, and replicas are the same ranks as those of everything else."""
+    for name, size in (("dp8_ep2", 4), ("tp2_dp4_ep2", 2), ("tp2_dp4_ep4", 2), ("cp2_dp4_ep2", 2), ("tp2_cp2_pp2_dp4_ep4", 2)):
+        for order in (("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp")):
+            layout = Layout.parse(name, order=order)
+            groups, owners = layout.expert_shard_groups(size), layout.expert_data_groups()
+            assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+            for group in groups:
+                [same] = [owner for owner in owners if group[0] in owner]
+                block = {rank for rank in same if layout.coordinates(rank)["dp"] // size == layout.coordinates(group[0])["dp"] // size}
+                assert set(group) == block
+                assert len(group) == layout.tp * layout.cp * size // layout.ep
+            for replicas in layout.replica_groups(size):
+                places = {next(group.index(rank) for group in groups if rank in group) for rank in replicas}
+                holders = {next(index for index, owner in enumerate(owners) if rank in owner) for rank in replicas}
+                assert len(places) == len(holders) == 1
+    assert Layout.parse("dp8_ep2").expert_shard_groups(8) == Layout.parse("dp8_ep2").expert_data_groups()
+
+
 def test_shard_groups_are_neighbours_and_replica_groups_cross_them() -> None:
     layout = Layout.parse("tp2_cp2_dp4")
     assert layout.shard_groups(2)[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
@@ -158,7 +199,10 @@ def test_parameters_are_gathered_in_the_shard_group(mode: str, gathers: int) -> 
         ("tp2", {"shard_size": 2}, "zero_shard_size=2 needs several data-parallel ranks, but dp is 1. Omit"),
         ("dp4", {"shard_size": 2, "stage": 0}, "zero_shard_size=2 needs zero_stage=1, 2 or 3; got 0"),
         ("dp4", {"shard_size": True}, "must be a whole number"),
-        ("dp4_ep2", {"shard_size": 2}, r"cannot be combined with expert parallelism: dp4_ep2 has ep 2. Use dp4, or omit"),
+        ("dp4", {"shard_size": 0}, "zero_shard_size must divide dp, which is 4; got 0. Use 2 or null"),
+        ("dp8_ep4", {"shard_size": 2}, r"=2 makes groups of 2 \* tp \* cp = 2 ranks, but the experts of dp8_ep4 are shared by 4 .* Use 4 or null"),
+        ("dp8_ep4", {"shard_size": 3}, "must divide dp, which is 8; got 3. Use 4 or null"),
+        ("tp2_dp8_ep8", {"shard_size": 2}, "shared by 8 ranks, which must be in one group. Use 4 or null"),
     ],
 )
 def test_what_is_refused(layout: str, options: dict[str, Any], message: str) -> None:
@@ -170,3 +214,4 @@ def test_what_is_refused(layout: str, options: dict[str, Any], message: str) -> 
 def test_one_group_of_all_ranks_is_the_default(size: int | None) -> None:
     assert ZeroOptions(1, shard_size=size).over(Layout(dp=4)) == ZeroOptions(1)
     assert ZeroOptions(3, shard_size=4).over(Layout(dp=4, tp=2, ep=2)).shard_size is None
+    assert ZeroOptions(3, shard_size=2).over(Layout(dp=4, tp=2, ep=4)).shard_size == 2
