@@ -56,7 +56,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     from lightning_3d.config.run_config import complete_run
     from lightning_3d.planner.advice import machine_of, plan, planned_accelerator, spanning
     from lightning_3d.planner.html_page import page
-    from lightning_3d.planner.tables import as_data, found_table, margin, memory_table
+    from lightning_3d.planner.tables import as_data, data_line, found_table, margin, memory_table
     from lightning_3d.runs.report.page import ASSETS
 
     if not folder.is_dir():
@@ -86,6 +86,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     print(found_table(found, machine))
     print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}")
     print(f"  {margin(first.memory, machine)}")
+    print(f"\n{data_line(first.job, machine)}")
     for warning in spanning(first.job, machine):
         print(f"\n{warning}")
     words = training_words(overrides, first.job)

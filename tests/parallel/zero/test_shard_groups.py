@@ -1,6 +1,7 @@
 """ZeRO in two levels (HSDP): groups of neighbouring data-parallel ranks shard, and hold replicas of each other."""
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -10,11 +11,14 @@ from counting import Call, recording
 from handmade_gradients import LAYERS, MODES, Run, check, full_shapes, train
 from ranks import run_ranks
 from sweeps import by_default
+from traced import fit
 
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.zero import make_backend
+from lightning_3d.tracing.trace import BACKWARD, FORWARD, Event
 
 SHARDED = [mode for mode in MODES if mode != "0"]
 RUNS = [(layout, shard) for layout in ("dp4", "pp2_dp4", "tp2_dp4") for shard in (2,)] + [("dp8", 2), ("dp8", 4)]
@@ -184,6 +188,42 @@ def test_parameters_are_gathered_in_the_shard_group(mode: str, gathers: int) -> 
         assert across == everywhere == 0
 
 
+# Overlap, in a recorded trace
+
+
+def messages_of_a_traced_step(folder: str, **strategy: Any) -> tuple[list[Event], list[Call]]:
+    """What this rank did in the last of four steps (rank 0 only), and its messages in it."""
+    with recording() as recorder, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(make_backend.__kwdefaults__, "bucket_bytes", 4096)
+        traces, _, _ = fit(folder, "dp4", 1, **strategy)
+    last = traces[-1]
+    assert last is not None
+    events = list(last.ranks[0].events or ())
+    begin, end = (events[0].start, events[-1].end) if events else (0.0, 0.0)
+    return events, [call for call in recorder.calls if begin <= call.at <= end]
+
+
+@pytest.mark.parametrize(
+    "options",
+    by_default([{"zero_stage": 3}, {"zero_stage": 2, "zero_reduce_scatter": True}, {"zero_stage": 1, "zero_reduce_scatter": True}], 0),
+    ids=str,
+)
+def test_messages_of_a_shard_group_start_while_the_step_computes(options: dict[str, Any], tmp_path: Path) -> None:
+    """Gradients leave inside of the last backward, and the next block is gathered while one runs; only the shard waits for the end."""
+    events, calls = run_ranks(messages_of_a_traced_step, 4, str(tmp_path), zero_shard_size=2, **options)[0]
+    backwards = [event for event in events if event.kind == BACKWARD]
+    forwards = [event for event in events if event.kind == FORWARD]
+    over = backwards[-1].end
+    reduced = [call for call in calls if call.ranks == (0, 1) and call.name in ("all_reduce", "reduce") and call.bytes > 8]
+    early = [call for call in reduced if backwards[-1].start < call.at < over]
+    assert len(early) >= 2 and sum(call.bytes for call in early) > sum(call.bytes for call in reduced if call.at > over)
+    across = [call for call in calls if call.ranks == (0, 2) and call.bytes > 8]
+    assert across and all(call.at > over for call in across)
+    gathers = [call.at for call in calls if call.ranks == (0, 1) and call.name == "all_gather_into_tensor"]
+    for passes in (forwards, backwards) if options["zero_stage"] == 3 else ():
+        assert all(any(event.start < at < event.end for at in gathers) for event in passes)
+
+
 # Refusals
 
 
@@ -200,7 +240,7 @@ def test_parameters_are_gathered_in_the_shard_group(mode: str, gathers: int) -> 
         ("dp4", {"shard_size": 2, "stage": 0}, "zero_shard_size=2 needs zero_stage=1, 2 or 3; got 0"),
         ("dp4", {"shard_size": True}, "must be a whole number"),
         ("dp4", {"shard_size": 0}, "zero_shard_size must divide dp, which is 4; got 0. Use 2 or null"),
-        ("dp8_ep4", {"shard_size": 2}, r"=2 makes groups of 2 \* tp \* cp = 2 ranks, but the experts of dp8_ep4 are shared by 4 .* Use 4 or null"),
+        ("dp8_ep4", {"shard_size": 2}, r"=2 makes groups of 2 \* tp \* cp = 2 ranks, .* of dp8_ep4 are shared by 4 ranks.* Use 4 or null"),
         ("dp8_ep4", {"shard_size": 3}, "must divide dp, which is 8; got 3. Use 4 or null"),
         ("tp2_dp8_ep8", {"shard_size": 2}, "shared by 8 ranks, which must be in one group. Use 4 or null"),
     ],
