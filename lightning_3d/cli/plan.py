@@ -25,7 +25,10 @@ COMMAND = Command(
 COMMAND.option("--out", "FOLDER", "where to write plan.json and plan.html; default: the current folder", default=".")
 COMMAND.count("--validate", "also train the N best layouts for a few steps each, on this machine, and compare them with the prediction")
 COMMAND.count("--steps", "timed steps of each layout with --validate, after one warm-up step; default: 4", default=4)
-COMMAND.word("parallelism.KEY=VALUE", "fix a choice: schedule, micro_batch_size, zero_stage, recompute, sequence_parallel, order")
+COMMAND.word(
+    "parallelism.KEY=VALUE",
+    "fix a choice: schedule, micro_batch_size, zero_stage, zero_shard_size, recompute, sequence_parallel, order",
+)
 COMMAND.word("plan.memory_risk=P", "largest probability with which a proposed layout may run out of memory; default: 0.1")
 COMMAND.word("plan.max_bubble=SHARE", "largest share of a step, 0 to 1, that pipeline ranks may wait for each other; default: 1")
 COMMAND.word("profile=FILE.json", "measurements that lightning-3d profile wrote, used instead of the planner's constants")

@@ -35,6 +35,7 @@ class ZeroOptions:
         offload: what is kept in host memory. "none": nothing. "optimizer" (stages 1 to 3): optimizer state and fp32 master weights; the
             optimizer's step runs on the CPU. "parameters" (stage 3): also the shards of the parameters. (ZeRO-Offload, arXiv:2101.06840.)
         shard_size: number of neighbouring data-parallel ranks, a divisor of dp, that shard; the groups of so many ranks hold replicas.
+            Experts are sharded over the ranks of a group that have the same ones, so ep must divide shard_size * tp * cp.
             None: all data-parallel ranks shard. (HSDP: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.2.2.)
         overlap_gather: whether the next forward begins while the parameters that an optimizer step has changed are still gathered (stages
             1 and 2). A block waits only for its own. (As Megatron-LM's `--overlap-param-gather`.)
