@@ -1,5 +1,6 @@
 """ZeRO in two levels (HSDP): groups of neighbouring data-parallel ranks shard, and hold replicas of each other."""
 
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from counting import Call, recording
 from handmade_gradients import LAYERS, MODES, Run, check, full_shapes, train
 from ranks import run_ranks
+from reference import Recipe
 from sweeps import by_default
 from traced import fit
 
@@ -186,6 +188,39 @@ def test_parameters_are_gathered_in_the_shard_group(mode: str, gathers: int) -> 
         inside, across, everywhere = handed_over(calls, rank, "all_gather", "all_gather_into_tensor")
         assert gathers * everything / 2 <= inside <= gathers * (everything / 2 + PADDING)
         assert across == everywhere == 0
+
+
+def traffic_of_experts(stage: int) -> tuple[list[Call], int, int]:
+    """The calls of one rank of dp8_ep2 in a step, and its bytes of parameters without experts and of experts."""
+    with recording() as recorder:
+        options = {"micro_batch_size": 1, "zero_stage": stage, "zero_reduce": "step", "zero_shard_size": 4}
+        part = parity.train_on_rank(Recipe("mixtral", steps=1), layout="dp8_ep2", **options)
+    sizes = Counter[bool]()
+    for name, weight in part.weights.items():
+        sizes[part.specs[name].expert] += 4 * weight.numel()
+    return recorder.calls, sizes[False], sizes[True]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_of_experts_stay_in_their_part_of_the_shard_group(stage: int) -> None:
+    """Two of the four ranks of a shard group have an expert. Across, each rank sends a quarter of the rest and half of its experts."""
+    for rank, (calls, dense, experts) in enumerate(run_ranks(traffic_of_experts, 8, stage)):
+        first, same = rank // 4 * 4, rank % 2
+        groups = {
+            "inside": tuple(range(first, first + 4)),
+            "experts": (first + same, first + same + 2),
+            "across": (rank % 4, rank % 4 + 4),
+            "owners": tuple(range(same, 8, 2)),
+        }
+        sent = {
+            name: sum(call.bytes for call in calls if call.ranks == group and call.name == "all_reduce" and call.bytes > 8)
+            for name, group in groups.items()
+        }
+        assert sent["inside"] == pytest.approx(dense, rel=0.01)
+        assert sent["experts"] == pytest.approx(experts, rel=0.01)
+        assert sent["across"] == pytest.approx(dense / 4 + experts / 2, rel=0.2 if stage == 3 else 0.01)  # pieces of units are uneven
+        assert sent["owners"] < 0.01 * experts, "counts"
 
 
 # Overlap, in a recorded trace
