@@ -19,7 +19,7 @@ from lightning_3d.layout.shard_size import suits
 from lightning_3d.planner.block_costs import Work, work_of
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, shard_groups
+from lightning_3d.planner.machine import Machine, on_one_node
 from lightning_3d.planner.memory import Memory, least_memory, memory_of
 from lightning_3d.planner.step_time import Step, least_seconds, least_span, step_of
 
@@ -201,10 +201,10 @@ def node_shard_size(job: Job, machine: Machine) -> int | None:
     None where ZeRO shards nothing, the user has given a number, all ranks that shard are on one node, or no two indices are.
     """
     layout, per_node = job.layout, machine.gpus_per_node
-    if job.zero == 0 or job.shard_size is not None or shard_groups(layout, layout.dp, per_node)[0].nodes == 1:
+    if job.zero == 0 or job.shard_size is not None or on_one_node(layout, layout.dp, per_node):
         return None
     sizes = [size for size in divisors(layout.dp) if 1 < size <= per_node and suits(size, layout)]
-    return max((size for size in sizes if shard_groups(layout, size, per_node)[0].nodes == 1), default=None)
+    return max((size for size in sizes if on_one_node(layout, size, per_node)), default=None)
 
 
 def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:

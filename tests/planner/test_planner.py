@@ -168,7 +168,9 @@ def test_experts_are_sharded_over_their_part_of_a_shard_group() -> None:
     [
         (Layout(dp=64), 8, 8),
         (Layout(dp=48), 8, 8),
-        (Layout(dp=36), 8, 6),
+        (Layout(pp=8, dp=12, order=("tp", "cp", "dp", "pp")), 8, 4),  # groups of 6 would begin inside of a node
+        (Layout(tp=3, dp=24), 6, 2),
+        (Layout(dp=16, cp=4, order=("tp", "dp", "cp", "pp")), 8, None),
         (Layout(tp=4, dp=16), 8, 2),
         (Layout(tp=8, dp=8), 8, None),  # each rank of a shard group is on another node
         (Layout(pp=8, dp=8), 8, None),
@@ -185,6 +187,13 @@ def test_shard_groups_fill_a_node(layout: Layout, per_node: int, size: int | Non
     job = Job(gpt(layers=8, hidden=1024, heads=8, vocab=1024), layout, 128, 64, 1, zero=1)
     where = replace(machine(64), gpus_per_node=per_node, nodes=layout.world_size // per_node)
     assert node_shard_size(job, where) == size
+    on_a_node = [
+        n
+        for n in range(2, layout.dp + 1)
+        if layout.dp % n == 0 and n * layout.tp * layout.cp % layout.ep == 0
+        if all(len({rank // per_node for rank in group}) == 1 for group in layout.shard_groups(n))
+    ]
+    assert size == (None if layout.dp in on_a_node else max(on_a_node, default=None)), "by trying all"
     assert node_shard_size(replace(job, zero=0), where) is None
     assert node_shard_size(replace(job, shard_size=layout.dp), where) is None
 
