@@ -230,6 +230,14 @@ ZERO = (
         (_ZERO_SHARDED,),
     ),
     Fault(
+        "zero-experts-of-one-shard-group",
+        "Gradients of experts are summed in each shard group, and not over its replicas.",
+        "parallel/zero/compose.py",
+        "self._replica_sums(trained, stepper, in_parts)",
+        "None if partitions is experts else self._replica_sums(trained, stepper, in_parts)",
+        ("parallel/zero/test_shard_groups.py::test_experts_that_ranks_share_out",),
+    ),
+    Fault(
         "norm-of-one-stage",
         "The gradient norm is not summed over pipeline stages, so that each stage clips by another number.",
         "parallel/zero",

@@ -25,7 +25,10 @@ COMMAND = Command(
 COMMAND.option("--out", "FOLDER", "where to write plan.json and plan.html; default: the current folder", default=".")
 COMMAND.count("--validate", "also train the N best layouts for a few steps each, on this machine, and compare them with the prediction")
 COMMAND.count("--steps", "timed steps of each layout with --validate, after one warm-up step; default: 4", default=4)
-COMMAND.word("parallelism.KEY=VALUE", "fix a choice: schedule, micro_batch_size, zero_stage, recompute, sequence_parallel, order")
+COMMAND.word(
+    "parallelism.KEY=VALUE",
+    "fix a choice: schedule, micro_batch_size, zero_stage, zero_shard_size, recompute, sequence_parallel, order",
+)
 COMMAND.word("plan.memory_risk=P", "largest probability with which a proposed layout may run out of memory; default: 0.1")
 COMMAND.word("plan.max_bubble=SHARE", "largest share of a step, 0 to 1, that pipeline ranks may wait for each other; default: 1")
 COMMAND.word("profile=FILE.json", "measurements that lightning-3d profile wrote, used instead of the planner's constants")
@@ -56,7 +59,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     from lightning_3d.config.run_config import complete_run
     from lightning_3d.planner.advice import machine_of, plan, planned_accelerator, spanning
     from lightning_3d.planner.html_page import page
-    from lightning_3d.planner.tables import as_data, found_table, margin, memory_table
+    from lightning_3d.planner.tables import as_data, data_line, found_table, margin, memory_table
     from lightning_3d.runs.report.page import ASSETS
 
     if not folder.is_dir():
@@ -86,6 +89,7 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     print(found_table(found, machine))
     print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}")
     print(f"  {margin(first.memory, machine)}")
+    print(f"\n{data_line(first.job, machine)}")
     for warning in spanning(first.job, machine):
         print(f"\n{warning}")
     words = training_words(overrides, first.job)

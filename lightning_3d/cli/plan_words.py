@@ -61,6 +61,7 @@ def _chosen(job: Job) -> dict[str, Any]:
         **nothing,
         "micro_batch_size": job.micro_batch,
         "zero_stage": job.zero,
+        "zero_shard_size": job.shard_size,
         "schedule": job.schedule,
         "vp": job.layout.vp,
         "stages": None,

@@ -42,7 +42,7 @@ def fitting_layout(
     def check(one: Layout) -> None:
         _check(one, name, global_batch_size, micro_batch_size)
         if zero_shard_size not in (None, whole.dp):  # so many ranks as there are shard, too
-            check_shard_size(zero_shard_size, one.dp)
+            check_shard_size(zero_shard_size, one)
 
     check(whole)
     replica = whole.world_size // whole.dp

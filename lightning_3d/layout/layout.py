@@ -186,6 +186,19 @@ class Layout:
             found.setdefault((at["pp"], at["tp"], at["dp"] // size), []).append(rank)
         return sorted(map(tuple, found.values()))
 
+    def expert_shard_groups(self, size: int) -> list[tuple[int, ...]]:
+        """Return all groups of ranks that hold the same experts and are in the same `shard_groups`, with ranks in ascending order.
+
+        Args:
+            size: divisor of `dp` such that `ep` divides size * cp * tp. So the ranks that share experts are not in two shard groups, and
+                `replica_groups` are also those of experts.
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for group in self.expert_data_groups():
+            for rank in group:
+                found.setdefault((group[0], self.coordinates(rank)["dp"] // size), []).append(rank)
+        return sorted(map(tuple, found.values()))
+
     def replica_groups(self, size: int) -> list[tuple[int, ...]]:
         """Return all groups of ranks that hold the same shard: one rank of each of the `shard_groups` of a stage, in ascending order."""
         found: dict[tuple[int, ...], list[int]] = {}

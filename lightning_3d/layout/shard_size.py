@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from lightning_3d.errors import LayoutError, listed
-from lightning_3d.layout.layout import divisors
+from lightning_3d.layout.layout import Layout, divisors
 
 
-def check_shard_size(size: object, dp: int) -> None:
-    """Refuse a shard size that does not divide the data-parallel ranks, or that shards nothing.
+def suits(size: int, layout: Layout) -> bool:
+    """Return whether ZeRO can shard over groups of `size` data-parallel indices.
+
+    Ranks that share the experts of a stage must be in one shard group. Each shard group then has all experts, equally many copies of each,
+    and the copies of a rank's shard are on the same ranks for experts as for everything else. Experts over several shard groups would have
+    fewer copies than there are shard groups, and nothing to shard in a group.
+    """
+    dp = layout.dp
+    return size == dp or (1 < size < dp and dp % size == 0 and size * layout.cp * layout.tp % layout.ep == 0)
+
+
+def check_shard_size(size: object, layout: Layout) -> None:
+    """Refuse a shard size that does not divide the data-parallel ranks, that shards nothing, or that separates ranks that share experts.
 
     Raises:
         LayoutError: with the nearest sizes that work.
     """
-    size = _whole_number(size)
-    if size == dp or (size > 1 and dp % size == 0):
+    size, dp = _whole_number(size), layout.dp
+    if suits(size, layout):
         return
     if dp == 1:
         raise LayoutError(f"zero_shard_size={size} needs several data-parallel ranks, but dp is 1. Omit zero_shard_size.")
-    proper = [divisor for divisor in divisors(dp) if 1 < divisor < dp]
+    proper = [divisor for divisor in divisors(dp) if divisor < dp and suits(divisor, layout)]
     near = [one for one in proper if one <= size][-1:] + [one for one in proper if one > size][:1]
     works = f"Use {listed([*map(str, near), 'null'], last='or')}; null shards over all {dp} data-parallel ranks."
     if size == 1:
         raise LayoutError(f"zero_shard_size=1 would shard nothing over the data-parallel ranks. {works} zero_stage=0 replicates.")
+    if size > 1 and dp % size == 0:
+        ranks = f"{size} * tp * cp = {size * layout.tp * layout.cp}"
+        raise LayoutError(
+            f"zero_shard_size={size} makes groups of {ranks} ranks, but the experts of {layout} are shared by {layout.ep} ranks, which must"
+            f" be in one group. {works}"
+        )
     raise LayoutError(f"zero_shard_size must divide dp, which is {dp}; got {size}. {works}")
 
 

@@ -105,7 +105,7 @@ class Mesh:
             self._create_missing([*nodes, *zip(*nodes, strict=True)], "experts of nodes")
         self._by_axes = {frozenset(axes): layout.group_of(self.rank, *axes) for axes in GROUPS}
         self._shard_size = layout.dp
-        self._shard_ranks = self.ranks("dp", "cp")
+        self._shard_ranks, self._expert_shard_ranks = self.ranks("dp", "cp"), self._expert_data
         self._replica_ranks: tuple[int, ...] = (self.rank,)
         self._apart: dict[str, dist.ProcessGroup] = {}
         self._on_host = dist.get_backend() in _HOST_BACKENDS
@@ -145,13 +145,17 @@ class Mesh:
         """Let ZeRO shard over groups of neighbouring data-parallel ranks. Collective over the world; sends nothing yet.
 
         Args:
-            size: data-parallel indices of a group, a divisor of dp; None: all of them.
+            size: data-parallel indices of a group, a divisor of dp (see `check_shard_size`); None: all of them.
         """
         self._shard_size = size or self.layout.dp
         shards, replicas = self.layout.shard_groups(self._shard_size), self.layout.replica_groups(self._shard_size)
         self._shard_ranks, self._replica_ranks = _containing(self.rank, shards), _containing(self.rank, replicas)
         self._create_missing(shards, "shard")
         self._create_missing(replicas, "replicas")
+        if self.layout.ep > 1:
+            expert_shards = self.layout.expert_shard_groups(self._shard_size)
+            self._expert_shard_ranks = _containing(self.rank, expert_shards)
+            self._create_missing(expert_shards, "expert shard")
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -191,6 +195,11 @@ class Mesh:
     def expert_data_group(self) -> dist.ProcessGroup:
         """Group of the ranks of this stage that have the same experts."""
         return self.group_for(self._expert_data)
+
+    @property
+    def expert_shard_group(self) -> dist.ProcessGroup:
+        """Group of the ranks that ZeRO shards experts over: those of `expert_data_group` that are in one shard group."""
+        return self.group_for(self._expert_shard_ranks)
 
     @property
     def expert_data_ranks(self) -> tuple[int, ...]:
@@ -263,7 +272,7 @@ class Mesh:
         """Groups of this rank whose collectives run inside a schedule, each once, in the same order on all ranks."""
         ranks = [*(self.ranks(*axes) for axes in IN_SCHEDULE), self._shard_ranks]
         if self.layout.ep > 1:
-            ranks += [self._experts, self._expert_data]
+            ranks += [self._experts, self._expert_data, self._expert_shard_ranks]
             ranks += [_containing(self.rank, split) for split in (self._expert_nodes, [*zip(*self._expert_nodes, strict=True)]) if split]
         return [self.group_for(members) for members in dict.fromkeys(map(_sorted, ranks)) if len(members) > 1]
 

@@ -201,6 +201,7 @@ class Advice:
             "schedule": best.schedule,
             "vp": best.layout.vp,
             "zero_stage": best.zero,
+            "zero_shard_size": best.shard_size,
             "recompute": best.recompute,
             "sequence_parallel": best.sequence_parallel if best.layout.tp > 1 else None,
             "micro_batch_size": best.micro_batch,

@@ -51,7 +51,7 @@ def planned(
         force: whether to accept layouts that do not fit.
         memory_risk: largest probability, 0.001 to 0.5, with which the layout of `auto` may run out of memory; a named layout that exceeds
             it causes a warning.
-        options: other arguments of the strategy. `auto` searches for schedule, micro_batch_size, zero_stage, recompute,
+        options: other arguments of the strategy. `auto` searches for schedule, micro_batch_size, zero_stage, zero_shard_size, recompute,
             sequence_parallel and order, except for those that are given here. `stages="auto"` splits the blocks so that they fit.
 
     Raises:

@@ -114,6 +114,12 @@ def shard_groups(layout: Layout, shards: int, gpus_per_node: int) -> tuple[Group
     return inside, _group([(layout.dp // shards, stride * shards)], gpus_per_node)
 
 
+def on_one_node(layout: Layout, shards: int, gpus_per_node: int) -> bool:
+    """Return whether each shard group is on one node. Ranks fill nodes in order, so blocks of ranks must divide a node."""
+    blocks = [size * _stride(layout, axis) for axis, size in (("cp", layout.cp), ("dp", shards)) if size > 1]
+    return all(gpus_per_node % block == 0 for block in blocks)
+
+
 def _stride(layout: Layout, axis: str) -> int:
     """Return the difference of the ranks of two neighbours along an axis."""
     return prod(layout.size(inner) for inner in layout.order[: layout.order.index(axis)])

@@ -15,10 +15,11 @@ from itertools import count, product
 
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
+from lightning_3d.layout.shard_size import suits
 from lightning_3d.planner.block_costs import Work, work_of
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.machine import Machine, on_one_node
 from lightning_3d.planner.memory import Memory, least_memory, memory_of
 from lightning_3d.planner.step_time import Step, least_seconds, least_span, step_of
 
@@ -29,6 +30,9 @@ ORDERS = (("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp"))
 _RECOMPUTE = ("none", "selective", "full")
 _MOST_CHUNKS = 12
 """Most virtual stages of a rank: each more sends more messages and hides less of the bubble."""
+
+_WORTH_SHARD_GROUPS = 0.01
+"""Least share of a step that shard groups must save: they need more memory."""
 
 _LONGEST_SHARE = 1024
 """Fewest tokens of a sequence that context parallelism leaves each rank."""
@@ -131,7 +135,9 @@ def search(
                 level = way[0].recompute
                 works[level] = works.get(level) or work_of(way[0], machine)
                 least = step_of(way[0], machine, pipeline="bound", work=works[level])
-                push(max(bound, least.seconds), way if way[0].layout.pp > 1 else Candidate(way[0], least, way[1]))
+                one = Candidate(way[0], least, way[1])
+                for each in [one, *_in_shard_groups(one, machine, room, works[level])]:
+                    push(max(bound, each.step.seconds), each if item.layout.pp == 1 else (each.job, each.memory))
         elif isinstance(item, Candidate):
             known += [item] if item.job.layout.pp == 1 else []
             best.setdefault(_degrees(item.job), item)
@@ -168,9 +174,37 @@ def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
 
 
 def _suits_shards(job: Job, layout: Layout) -> bool:
-    """True if a layout works with the shard size that the user has given (see `ZeroOptions.over`)."""
-    size = job.shard_size
-    return size is None or size == layout.dp or (layout.dp % size == 0 and layout.ep == 1)
+    """True if a layout works with the shard size that the user has given."""
+    return job.shard_size is None or suits(job.shard_size, layout)
+
+
+def _in_shard_groups(one: Candidate, machine: Machine, room: float, work: Work) -> Iterator[Candidate]:
+    """Yield the same candidate with the largest shard groups that are each on one node, if dp spans nodes and they fit and save time.
+
+    Args:
+        one: a candidate whose step is a lower bound.
+        room: most bytes of a GPU.
+        work: `work_of` the job.
+    """
+    size = node_shard_size(one.job, machine)
+    if size is None:
+        return
+    grouped = replace(one.job, shard_size=size)
+    step = step_of(grouped, machine, pipeline="bound", work=work)
+    if step.seconds < (1 - _WORTH_SHARD_GROUPS) * one.step.seconds and (memory := memory_of(grouped)).total <= room:
+        yield Candidate(grouped, step, memory)
+
+
+def node_shard_size(job: Job, machine: Machine) -> int | None:
+    """Return the largest number of data-parallel indices whose ranks can shard within a node.
+
+    None where ZeRO shards nothing, the user has given a number, all ranks that shard are on one node, or no two indices are.
+    """
+    layout, per_node = job.layout, machine.gpus_per_node
+    if job.zero == 0 or job.shard_size is not None or on_one_node(layout, layout.dp, per_node):
+        return None
+    sizes = [size for size in divisors(layout.dp) if 1 < size <= per_node and suits(size, layout)]
+    return max((size for size in sizes if on_one_node(layout, size, per_node)), default=None)
 
 
 def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:

@@ -53,4 +53,4 @@ def shard_ranks(job: Job) -> tuple[int, int]:
     """Count the ranks over which ZeRO shards (parameters, routed experts)."""
     layout = job.layout
     dense = job.shards * layout.cp
-    return dense, layout.tp * layout.dp * layout.cp // layout.ep if layout.ep > 1 else dense
+    return dense, layout.tp * dense // layout.ep if layout.ep > 1 else dense

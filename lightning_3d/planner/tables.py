@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory
@@ -61,6 +62,16 @@ def describe(job: Job) -> str:
     return " ".join([words[0], *(f"parallelism.{word}" for word in words[1:])])
 
 
+def data_line(job: Job, machine: Machine) -> str:
+    """Describe what the data-parallel ranks send in a step."""
+    traffic = data_traffic(job, machine)
+    groups = f" ZeRO shards over groups of {job.shards * job.layout.cp} ranks." if job.shards < job.layout.dp else ""
+    return (
+        f"Gradients and parameters: a rank sends {gibibytes(traffic.inside)} per step inside its node and {gibibytes(traffic.between)} to"
+        f" other nodes.{groups}"
+    )
+
+
 def tokens_per_second(candidate: Candidate) -> float:
     """Return the tokens per second of all GPUs."""
     job = candidate.job
@@ -112,7 +123,7 @@ def found_table(found: Found, machine: Machine) -> str:
                 job.layout.name,
                 job.schedule if job.layout.pp > 1 else "-",
                 str(job.micro_batch),
-                str(job.zero),
+                str(job.zero) + (f" in {job.shards}s" if job.shards < job.layout.dp else ""),
                 job.recompute,
                 f"{one.step.seconds:.3g}",
                 f"{tokens_per_second(one):,.0f}",
@@ -139,6 +150,7 @@ def as_data(candidate: Candidate, machine: Machine) -> dict[str, Any]:
         "micro_batch_size": job.micro_batch,
         "micro_batches": job.micro_batches,
         "zero_stage": job.zero,
+        "zero_shard_size": job.shards if job.shards < job.layout.dp else None,
         "recompute": job.recompute,
         "sequence_parallel": job.sequence_parallel,
         "arguments": describe(job),
@@ -151,6 +163,7 @@ def as_data(candidate: Candidate, machine: Machine) -> dict[str, Any]:
         "memory_share": candidate.memory.total / machine.memory,
         "fit_probability": fit_probability(candidate.memory.total, machine.memory),
         "bytes_of": asdict(candidate.memory),
+        "data_bytes_sent": asdict(data_traffic(job, machine)),
     }
 
 

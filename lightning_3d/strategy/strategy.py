@@ -98,8 +98,8 @@ class Lightning3DStrategy(CheckpointHooks):
             2: also gradients, 3: also parameters.
         zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
             what is kept in host memory, see `ZeroOptions`.
-        zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a node; a divisor of dp. The groups of so
-            many ranks hold replicas. None: all data-parallel ranks shard.
+        zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a node; a divisor of dp, such that ep
+            divides zero_shard_size * tp * cp. The groups of so many ranks hold replicas. None: all data-parallel ranks shard.
         zero_overlap_gather: whether the next forward begins while the parameters of a step are still gathered, with zero_stage 1 or 2.
         cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
         recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: what happens around the forward of

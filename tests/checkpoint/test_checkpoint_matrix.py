@@ -39,6 +39,7 @@ THREE_D = dense("tp2_pp2_dp2", 1)
 LOOPED = dense("pp4_vp2", schedule="Interleaved1F1B")
 DEALT = dense("ep4_dp4", 1)
 TWO_LEVELS = dense("dp4", 3, zero_shard_size=2)
+EXPERTS_IN_TWO_LEVELS = dense("ep2_dp4", 3, zero_shard_size=2)
 
 DEFAULT = [
     *pairs("llama", "float32", THREE_D, [dense("dp8", 3), dense("tp1")]),
@@ -62,6 +63,8 @@ FULL = [
     *pairs("llama", "float64", dense("tp4"), [dense("pp4", schedule="InterleavedZeroBubble"), dense("dp8"), dense("tp1")]),
     *pairs("mixtral", "float32", DEALT, [dense("tp1"), dense("ep2_pp2_dp2", 1), dense("ep4_dp4", 3)]),
     *pairs("qwen3_moe", "float32", dense("tp2_ep2_dp2", 1), [dense("ep4_dp4", 2), dense("pp2_dp2", 1)]),
+    *pairs("mixtral", "float32", EXPERTS_IN_TWO_LEVELS, [dense("ep4_dp4", 1), dense("tp2_ep2_dp4", 2, zero_shard_size=2), dense("tp1")]),
+    *pairs("mixtral", "float32", dense("ep4_dp4", 2), [EXPERTS_IN_TWO_LEVELS, dense("tp2_ep4_dp4", 1, zero_shard_size=2)]),
     *pairs("mixtral", "float64", dense("ep2_dp4"), [dense("tp2_ep4_dp2"), dense("pp2")]),
     *pairs("llama", "bfloat16", THREE_D, [dense("dp4", 3), dense("pp2_dp2"), dense("tp2_dp2", 2)]),
     *pairs("llama", "bfloat16", dense("dp4", 3), [dense("tp2_pp2", 0), dense("tp2_dp2", 1)]),

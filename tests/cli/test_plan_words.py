@@ -19,11 +19,16 @@ from lightning_3d.planner.advice import Advice, machine_of, plan
 ONE_NODE = ["model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "data.sequence_length=4096"]
 RECIPE = ["recipe=llama3_70b_256xa100"]  # recomputes every second block; the planner recomputes nothing
 FIXED = ["parallelism=auto", "parallelism.order=[tp,pp,dp,cp]", "parallelism.compile=true", "++parallelism.zero_stage=2"]
+SLOW_NETWORK = [
+    *("model=llama3_1_8b", "cluster=h100_4x8", "cluster.inter_node.bandwidth=10e9", "data.global_batch_size=512"),
+    *("data.sequence_length=4096", "parallelism=auto", "++parallelism.zero_stage=3", "++parallelism.micro_batch_size=1"),
+]
 CASES = {
     "one node": ONE_NODE,
     "a length of the data": ["model=llama3_1_8b", "cluster=h100_1x8", "++data.global_batch_size=64"],
     "some keys fixed": [*ONE_NODE, *FIXED, "trainer.dry=true"],
     "a recipe": RECIPE,
+    "a slow network": SLOW_NETWORK,
 }
 
 
@@ -43,6 +48,7 @@ def test_the_command_trains_as_the_planner_chooses(name: str) -> None:
         if entry.name not in ("run", "chosen"):
             assert _plain(getattr(said, entry.name)) == _plain(getattr(chosen, entry.name)), entry.name
     assert said.run.data == chosen.run.data and said.run.cluster == chosen.run.cluster and said.run.model == chosen.run.model
+    assert said.zero.shard_size == (8 if overrides is SLOW_NETWORK else None)
     kept = {word for word in given if not word.lstrip("+").startswith("parallelism")} | ({FIXED[2]} & set(given))
     assert kept <= set(words) and "trainer.dry=true" not in words
     assert shlex.split(shlex.join(words)) == words

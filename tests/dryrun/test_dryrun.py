@@ -70,6 +70,7 @@ MORE = {
     "offloaded": Deep("llama", dp=4, tp=2, zero=1, options=(("zero_offload", "optimizer"),)),
     "shard groups": Deep("llama", dp=4, tp=2, zero=3, options=(("zero_shard_size", 2),)),
     "shard groups scattered": Deep("llama", dp=4, pp=2, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
+    "shard groups of experts": Deep("qwen3_moe", ep=2, tp=2, dp=4, zero=3, options=(("zero_shard_size", 2),)),
     "overlapped gather": Deep("llama", tp=2, dp=2, zero=1, options=(("zero_overlap_gather", True),)),
     "ep pp": Deep("qwen3_moe", ep=2, pp=2, dp=4, zero=2),
 }

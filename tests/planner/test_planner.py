@@ -32,12 +32,13 @@ from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
 from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine, group, shard_groups
 from lightning_3d.planner.memory import block_activations, least_memory, memory_of
-from lightning_3d.planner.search import Candidate, Fixed, fits, schedules, search, shapes
+from lightning_3d.planner.search import Candidate, Fixed, fits, node_shard_size, schedules, search, shapes
 from lightning_3d.planner.stack import Footprint, Overlap, Stack
-from lightning_3d.planner.stages import Stage, parameters_of
+from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks
 from lightning_3d.planner.step_time import Step, least_seconds, step_of
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "conf/model").glob("*.yaml") if path.stem != "pretrained")
@@ -135,6 +136,82 @@ def test_an_overlapped_gather_is_hidden_behind_the_next_forward() -> None:
 )
 def test_shard_groups_are_placed_as_the_ranks_are(layout: Layout, shards: int, inside: Group, across: Group) -> None:
     assert shard_groups(layout, shards, 8) == (inside, across)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_traffic_of_each_tier_is_that_of_a_formula(zero: int) -> None:
+    """64 ranks on 8 nodes, 4 micro-batches, 4 bytes of a gradient and 2 of a parameter. In a ring over nodes, one of 8 ranks sends on."""
+    model, cluster = gpt(layers=2, hidden=1024, heads=8, vocab=1024), machine(64)
+    job = Job(model, Layout(dp=64), 128, 256, 1, zero=zero, stack=constants.OURS)
+    size = model.parameters
+    reduced = {0: 2 * 4, 1: 4, 2: 4 * 4, 3: 4 * 4}[zero] * size  # stages 2 and 3 reduce in every micro-batch
+    gathered = {0: 0, 1: 2, 2: 2, 3: 4 * 2 * 2}[zero] * size  # stage 3: before each forward and each backward
+    whole = 63 / 64 * (reduced + gathered)
+    flat = data_traffic(job, cluster)
+    assert (flat.inside, flat.between) == pytest.approx((7 / 8 * whole, whole / 8), rel=1e-3)
+    if zero > 0:
+        grouped = data_traffic(replace(job, shard_size=8), cluster)
+        shard = 2 * 7 / 8 * 4 * size / 8  # one all-reduce over 8 nodes of an eighth of the gradients, whatever the number of micro-batches
+        assert (grouped.inside, grouped.between) == pytest.approx((7 / 8 * (reduced + gathered), shard), rel=1e-3)
+
+
+def test_experts_are_sharded_over_their_part_of_a_shard_group() -> None:
+    job = Job(Architecture.from_spec(spec("mixtral_8x7b")), Layout(tp=2, dp=32, ep=4), 4096, 512, 1, zero=3, stack=constants.OURS)
+    assert shard_ranks(job) == (32, 16)
+    assert shard_ranks(replace(job, shard_size=4)) == (4, 2)
+    alone = replace(job, layout=Layout(tp=2, dp=4, ep=4), global_batch=64)
+    assert memory_of(replace(job, shard_size=4)) == memory_of(alone)
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_node", "size"),
+    [
+        (Layout(dp=64), 8, 8),
+        (Layout(dp=48), 8, 8),
+        (Layout(pp=8, dp=12, order=("tp", "cp", "dp", "pp")), 8, 4),  # groups of 6 would begin inside of a node
+        (Layout(tp=3, dp=24), 6, 2),
+        (Layout(dp=16, cp=4, order=("tp", "dp", "cp", "pp")), 8, None),
+        (Layout(tp=4, dp=16), 8, 2),
+        (Layout(tp=8, dp=8), 8, None),  # each rank of a shard group is on another node
+        (Layout(pp=8, dp=8), 8, None),
+        (Layout(pp=8, dp=8, order=("tp", "cp", "dp", "pp")), 8, None),  # they are all on one
+        (Layout(pp=4, dp=16, order=("tp", "cp", "dp", "pp")), 8, 8),
+        (Layout(cp=2, dp=32), 8, 4),
+        (Layout(dp=64, ep=8), 8, 8),
+        (Layout(dp=64, ep=16), 8, None),  # experts span nodes
+        (Layout(tp=2, dp=32, ep=8), 8, 4),
+    ],
+    ids=str,
+)
+def test_shard_groups_fill_a_node(layout: Layout, per_node: int, size: int | None) -> None:
+    job = Job(gpt(layers=8, hidden=1024, heads=8, vocab=1024), layout, 128, 64, 1, zero=1)
+    where = replace(machine(64), gpus_per_node=per_node, nodes=layout.world_size // per_node)
+    assert node_shard_size(job, where) == size
+    on_a_node = [
+        n
+        for n in range(2, layout.dp + 1)
+        if layout.dp % n == 0 and n * layout.tp * layout.cp % layout.ep == 0
+        if all(len({rank // per_node for rank in group}) == 1 for group in layout.shard_groups(n))
+    ]
+    assert size == (None if layout.dp in on_a_node else max(on_a_node, default=None)), "by trying all"
+    assert node_shard_size(replace(job, zero=0), where) is None
+    assert node_shard_size(replace(job, shard_size=layout.dp), where) is None
+
+
+def test_shard_groups_are_proposed_where_gathering_between_nodes_takes_long() -> None:
+    """With many micro-batches, stage 3 gathers all parameters often. A fast network hides it, and so does a user's choice."""
+    job = Job(Architecture.from_spec(spec("llama3_1_8b")), Layout(), 4096, 512, 1, stack=constants.OURS)
+    fixed = Fixed(layout=Layout(dp=64), micro_batch=1, zero=3, recompute="full")
+    slow = replace(machine(64), network=10e9)
+    [flat] = search(replace(job, shard_size=64), slow, fixed=fixed).best
+    [found] = search(job, slow, fixed=fixed).best
+    assert (flat.job.shard_size, found.job.shard_size) == (64, 8)
+    assert found.step.seconds < 0.99 * flat.step.seconds and found.memory.total > flat.memory.total
+    assert found.step == step_of(found.job, slow) and found.memory == memory_of(found.job)
+    assert data_traffic(found.job, slow).between < 0.12 * data_traffic(flat.job, slow).between
+    assert search(job, machine(64), fixed=fixed).best[0].job.shard_size is None
+    room = (flat.memory.total + found.memory.total) / 2
+    assert search(job, slow, fixed=fixed, room=room).best[0].job.shard_size is None
 
 
 def test_only_layouts_with_whole_shard_groups_are_searched() -> None:
@@ -454,7 +531,12 @@ def test_the_search_finds_what_trying_everything_finds(model: str, gpus: int, ba
             for candidate, _ in fits(scheduled, where.memory, Fixed()):
                 layout = candidate.layout
                 degrees = (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep)
-                best[degrees] = min(best.get(degrees, float("inf")), step_of(candidate, where).seconds)
+                seconds = step_of(candidate, where).seconds
+                grouped = replace(candidate, shard_size=node_shard_size(candidate, where))
+                if grouped != candidate and memory_of(grouped).total <= where.memory:
+                    fewer = step_of(grouped, where).seconds
+                    seconds = fewer if fewer < 0.99 * seconds else seconds
+                best[degrees] = min(best.get(degrees, float("inf")), seconds)
     expected = sorted(best.values())[:3]
     assert [one.step.seconds for one in found.best] == pytest.approx(expected)
     assert len(best) > 3

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -50,12 +51,13 @@ EXCHANGES = {  # how they are made over gloo
 
 @dataclass(frozen=True)
 class Call:
-    """One call on this rank: the function, the global ranks of its group, and what this rank puts in."""
+    """One call on this rank: the function, the global ranks of its group, what this rank puts in, and when by `perf_counter`."""
 
     name: str
     ranks: tuple[int, ...]
     numel: int
     bytes: int
+    at: float = field(default_factory=time.perf_counter, compare=False)
 
 
 class Recorder:

@@ -301,6 +301,8 @@ def test_command_lines(tmp_path: Path) -> None:
         "model=gemma3_tiny parallelism=tp2_pp2_dp2 parallelism.schedule=zbvzerobubble",
         "model=deepseek_v3_tiny parallelism=tp2_ep2_dp4 parallelism.zero_stage=2",
         "parallelism=tp2_dp8 parallelism.zero_stage=3 parallelism.zero_shard_size=4",
+        "model=mixtral_8x7b parallelism=dp16_ep4 cluster=h100_2x8 data.global_batch_size=64 parallelism.zero_stage=3"
+        " parallelism.zero_shard_size=8",
         "model=llama3_1_8b parallelism=cp4_dp2 cluster=h100_1x8 parallelism.zero_stage=2 data.sequence_length=1024"
         " parallelism.recompute=full",
     ],

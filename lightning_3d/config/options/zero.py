@@ -35,6 +35,7 @@ class ZeroOptions:
         offload: what is kept in host memory. "none": nothing. "optimizer" (stages 1 to 3): optimizer state and fp32 master weights; the
             optimizer's step runs on the CPU. "parameters" (stage 3): also the shards of the parameters. (ZeRO-Offload, arXiv:2101.06840.)
         shard_size: number of neighbouring data-parallel ranks, a divisor of dp, that shard; the groups of so many ranks hold replicas.
+            Experts are sharded over the ranks of a group that have the same ones, so ep must divide shard_size * tp * cp.
             None: all data-parallel ranks shard. (HSDP: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.2.2.)
         overlap_gather: whether the next forward begins while the parameters that an optimizer step has changed are still gathered (stages
             1 and 2). A block waits only for its own. (As Megatron-LM's `--overlap-param-gather`.)
@@ -74,22 +75,15 @@ class ZeroOptions:
             These options; `shard_size` is None where one group of all data-parallel ranks shards.
 
         Raises:
-            LayoutError: a shard size that does not divide dp, or that stage 0 or expert parallelism has no use for.
+            LayoutError: a shard size that does not suit dp and ep, or that stage 0 has no use for.
         """
-        size, dp = self.shard_size, layout.dp
+        size = self.shard_size
         if size is None:
             return self
-        check_shard_size(size, dp)
+        check_shard_size(size, layout)
         if self.stage == 0:
             raise LayoutError(f"zero_shard_size={size} needs zero_stage=1, 2 or 3; got 0, which shards nothing.")
-        if size == dp:
-            return replace(self, shard_size=None)
-        if layout.ep > 1:
-            raise LayoutError(
-                f"zero_shard_size={size} cannot be combined with expert parallelism: {layout} has ep {layout.ep}. Use"
-                f" {replace(layout, ep=1)}, or omit zero_shard_size to shard over all {dp} data-parallel ranks."
-            )
-        return self
+        return replace(self, shard_size=None) if size == layout.dp else self
 
     def _check_words(self) -> None:
         for key, value in (("zero_reduce", self.reduce), ("zero_gather", self.gather)):

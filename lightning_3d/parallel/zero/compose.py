@@ -6,8 +6,8 @@
 | 1, 2 | whole | DeepSpeed's, on this rank's part | reduced to partitions, or overlapped |
 | 3 | sharded | DeepSpeed's, on this rank's pieces | overlapped |
 
-With a shard size, the parts are those of a group of neighbouring data-parallel ranks (`Mesh.shard_group`). Gradients are summed in it as
-the table says, and then each part over its replicas (`ReplicaSums`).
+With a shard size, the parts are those of a group of neighbouring data-parallel ranks (`Mesh.shard_group`; for experts, those in it that
+have the same ones). Gradients are summed in it as the table says, and then each part over its replicas (`ReplicaSums`).
 
 Gradients are reduced by `FlatGradients`, once in each step, or by `EagerReduction`, in every backward. DeepSpeed's own reduction
 (`coalesce_grad_reduction`) sends even when the rank raised inside it and keeps float32 sums of bf16 gradients only under another stage. Its
@@ -17,7 +17,7 @@ hooks do not see the gradients of a split backward. So its stage 1 is used for s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,23 +119,25 @@ class Composition:
             reductions.append(overlapped)
             reductions += self._rest(trained, sums, stepper, [slot.parameter for slot in slots if slot.parameter not in overlapped])
         frees = self.zero.stage > 1 or trained.in_two_levels  # elsewhere than in its part, the buffer has sums over the shard group only
-        alone = {id(parameter) for parameter in trained.reduced_alone()}
-        replicas = self._replica_sums(trained, stepper, lambda parameter: id(parameter) not in alone)
-        for partitions, group in ((dense if overlapped is None else [], trained.first_group), (experts, trained.expert_group)):
+        for partitions, group, everyone in (
+            (dense if overlapped is None else [], trained.first_group, trained.group),
+            (experts, trained.first_expert_group, trained.expert_group),
+        ):
             if partitions:
+                slots, alone = slots_of(partitions), trained.reduced_alone()
                 ends = [(partition.base, partition.base + partition.numel) for partition in partitions]
-                in_two_levels = partitions is dense and replicas is not None
                 flat = FlatGradients(
-                    slots_of(partitions),
+                    slots,
                     ends[-1][1],
                     bucket_bytes=self.bucket_bytes,
-                    alone=trained.reduced_alone(),
+                    alone=alone,
                     waves=trained.wave_of,
                     scattered=ends if scatters else None,
-                    everyone=trained.group if in_two_levels else None,
+                    everyone=everyone if trained.in_two_levels else None,
                 )
-                further = replicas if in_two_levels else None
-                reductions.append(ReducedToPartitions(flat, group, sums, partitions, scatters=scatters, frees=frees, replicas=further))
+                in_parts = {id(slot.parameter) for slot in slots} - {id(parameter) for parameter in alone}
+                replicas = self._replica_sums(trained, stepper, in_parts)
+                reductions.append(ReducedToPartitions(flat, group, sums, partitions, scatters=scatters, frees=frees, replicas=replicas))
         absorbs = self.zero.reduce != MICRO_BATCH
         kept = dense if overlapped is not None else ()
         return Reducer(trained, sums, reductions, accumulated=kept, frees=frees, absorbs=absorbs)
@@ -166,14 +168,23 @@ class Composition:
         rest = [slot.parameter for slot in slots if overlapped is None or slot.parameter not in overlapped]
         reductions += self._rest(trained, sums, stepper, rest)
         if experts:
-            flat = self._flat(trained, end_to_end(store.in_unit_order(experts)))
-            reductions.append(AddedToPieces(flat, trained.expert_group, sums, stepper.owned))
+            everyone = trained.expert_group if trained.in_two_levels else None
+            flat = self._flat(trained, end_to_end(store.in_unit_order(experts)), everyone=everyone)
+            replicas = self._replica_sums(trained, stepper, expert_ids)
+            reductions.append(AddedToPieces(flat, trained.first_expert_group, sums, stepper.owned, replicas=replicas))
         return Reducer(trained, sums, reductions, accumulated=stepper.partitions, frees=True)
 
     def _flat(
-        self, trained: TrainedParameters, slots: Sequence[Slot], *, alone: Iterable[nn.Parameter] = (), whole: bool = True
+        self,
+        trained: TrainedParameters,
+        slots: Sequence[Slot],
+        *,
+        alone: Iterable[nn.Parameter] = (),
+        whole: bool = True,
+        everyone: dist.ProcessGroup | None = None,
     ) -> FlatGradients:
-        return FlatGradients(slots, slots[-1].stop, bucket_bytes=self.bucket_bytes, alone=alone, waves=trained.wave_of, whole=whole)
+        size, waves = self.bucket_bytes, trained.wave_of
+        return FlatGradients(slots, slots[-1].stop, bucket_bytes=size, alone=alone, waves=waves, whole=whole, everyone=everyone)
 
     def _rest(
         self, trained: TrainedParameters, sums: GradientSums, stepper: DeepSpeedStepper, parameters: Sequence[nn.Parameter]
@@ -194,15 +205,17 @@ class Composition:
     ) -> Overlapped | None:
         if eager is None:
             return None
-        replicas = self._replica_sums(trained, stepper, eager.__contains__)
+        replicas = self._replica_sums(trained, stepper, {id(entry.parameter) for entry in trained.entries if entry.parameter in eager})
         return Overlapped(eager, sums, targets, trained, each_micro_batch=self.zero.reduce == MICRO_BATCH, replicas=replicas)
 
     def _replica_sums(
-        self, trained: TrainedParameters, stepper: DeepSpeedStepper, takes: Callable[[nn.Parameter], bool]
+        self, trained: TrainedParameters, stepper: DeepSpeedStepper, chosen: set[int]
     ) -> ReplicaSums | None:
-        """Sums over the replicas of what `takes` chooses among the gradients that are reduced in the shard group first."""
+        """Sums over the replicas of the parameters with the ids `chosen`, which are reduced in the shard group first."""
         group = trained.mesh.replica_group
-        return ReplicaSums(group, stepper.owned, takes) if group is not None and trained.in_two_levels else None
+        if group is None or not trained.in_two_levels:
+            return None
+        return ReplicaSums(group, [piece for piece in stepper.owned if id(piece.entry.parameter) in chosen])
 
     def _eager(
         self,

@@ -132,7 +132,7 @@ class DeepSpeedStepper(Stepper):
                 config,
                 device,
                 on_host=on_host,
-                expert_group=self._trained.expert_group if self._expert_groups else None,
+                expert_group=self._trained.expert_shard_group if self._expert_groups else None,
             )
             found = self._library.deepspeed_groups(self._engine)
         for group in found:
@@ -149,7 +149,7 @@ class DeepSpeedStepper(Stepper):
         on_cpu = self._zero.offload != NONE or self._trained.device.type == "cpu"
         padding = []
         for group in self._optimizer.param_groups if on_cpu and rounds_by_place(self._optimizer) else ():
-            ranks = dist.get_world_size(self._trained.expert_group) if group.get("moe") else groups.get_data_parallel_world_size()
+            ranks = dist.get_world_size(self._trained.expert_shard_group) if group.get("moe") else groups.get_data_parallel_world_size()
             missing = -sum(tensor.numel() for tensor in group["params"]) % (VECTOR * ranks)
             padding.append(nn.Parameter(group["params"][0].new_zeros(missing)))
             group["params"].append(padding[-1])

@@ -123,7 +123,9 @@ class OverlappedGather:
         found = [
             message
             for partition in partitions
-            for message in _messages(partition, trained.expert_group if partition.experts else trained.shard_group, self._message_bytes)
+            for message in _messages(
+                partition, trained.expert_shard_group if partition.experts else trained.shard_group, self._message_bytes
+            )
         ]
         self._messages = sorted(found, key=lambda message: min(order.get(id(parameter), 0) for parameter in message.parameters))
 

@@ -127,11 +127,23 @@ class ReducedToPartitions(_Buffered):
 
 
 class AddedToPieces(_Buffered):
-    """Gradients that are all-reduced and of which this rank adds its pieces to what their partitions have already."""
+    """Gradients that are all-reduced and of which this rank adds its pieces to what their partitions have already.
 
-    def __init__(self, flat: FlatGradients, group: dist.ProcessGroup, sums: GradientSums, pieces: Sequence[OwnedPiece]) -> None:
+    Args:
+        replicas: further sums of these pieces, where `group` is only a part of the ranks that share them.
+    """
+
+    def __init__(
+        self,
+        flat: FlatGradients,
+        group: dist.ProcessGroup,
+        sums: GradientSums,
+        pieces: Sequence[OwnedPiece],
+        *,
+        replicas: ReplicaSums | None = None,
+    ) -> None:
         super().__init__(flat, group, sums)
-        self._pieces = pieces
+        self._pieces, self._replicas = pieces, replicas
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
         flat = self._flat.all_reduce(self._sums, self._group, scale)
@@ -142,6 +154,8 @@ class AddedToPieces(_Buffered):
             if place is not None:
                 target, first = piece.gradient, place.start + piece.first
                 target += flat[first : first + target.numel()]
+        if self._replicas is not None:
+            self._replicas.add_up()
         return self._flat.absent
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 
@@ -18,13 +18,11 @@ class ReplicaSums:
 
     Args:
         group: one rank of each shard group.
-        pieces: the pieces of parameters that this rank steps.
-        takes: whether the gradient of a parameter is summed here.
+        pieces: what this rank steps of the parameters whose gradients are summed here.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pieces: Sequence[OwnedPiece], takes: Callable[[nn.Parameter], bool]) -> None:
-        self._group = group
-        self._runs = _runs([piece for piece in pieces if takes(piece.entry.parameter)])
+    def __init__(self, group: dist.ProcessGroup, pieces: Sequence[OwnedPiece]) -> None:
+        self._group, self._runs = group, _runs(pieces)
 
     def add_up(self) -> None:
         """Replace the gradients by their sums over the group."""

@@ -20,7 +20,7 @@ from lightning_3d.parallel.zero.gradient_buffers import Slot
 from lightning_3d.parallel.zero.overlapped_reduction import Share
 from lightning_3d.parallel.zero.parameter_store import ParameterStore, TrainedTensor
 from lightning_3d.parallel.zero.parameter_units import ParameterUnits
-from lightning_3d.parallel.zero.trained import TrainedParameters, expert_group
+from lightning_3d.parallel.zero.trained import TrainedParameters, expert_shard_group
 
 
 class ShardedParameters(ParameterStore):
@@ -59,7 +59,7 @@ class ShardedParameters(ParameterStore):
             is_active=is_active,
             finished=self._block_finished,
             on_host=self._zero.offload == PARAMETERS,
-            apart={key: expert_group(self._mesh) for key, name in self._names.items() if name in experts},
+            apart={key: expert_shard_group(self._mesh) for key, name in self._names.items() if name in experts},
         )
 
     def _block_finished(self, parameters: list[nn.Parameter]) -> None:

@@ -104,7 +104,17 @@ class TrainedParameters:
     @property
     def expert_group(self) -> dist.ProcessGroup:
         """The ranks of this stage that hold the same experts; without expert parallelism, the data-parallel ranks."""
-        return expert_group(self.mesh)
+        return self.mesh.expert_data_group if self.mesh.layout.ep > 1 else self.group
+
+    @property
+    def expert_shard_group(self) -> dist.ProcessGroup:
+        """The ranks that ZeRO shards experts over: those of `expert_group` that are in one shard group."""
+        return expert_shard_group(self.mesh)
+
+    @property
+    def first_expert_group(self) -> dist.ProcessGroup:
+        """The ranks over which gradients of experts are summed first."""
+        return self.expert_shard_group if self.in_two_levels else self.expert_group
 
     @property
     def last_wave(self) -> int:
@@ -113,9 +123,9 @@ class TrainedParameters:
 
     @property
     def _has_group_of_its_own(self) -> bool:
-        """True if nothing else is sent over the group of the data-parallel ranks inside a backward: a rank that lacks a gradient sends the
-        wave later than others, so that the order of both would differ between ranks."""
-        mesh, group = self.mesh, self.group
+        """True if nothing else is sent over the group of the first sum inside a backward: a rank that lacks a gradient sends the wave later
+        than others, so that the order of both would differ between ranks."""
+        mesh, group = self.mesh, self.first_group
         other = (mesh.group("cp") if mesh.size("cp") > 1 else None, mesh.expert_group if mesh.layout.ep > 1 else None)
         return dist.get_world_size(group) > 1 and all(group is not one for one in other)
 
@@ -158,9 +168,9 @@ class TrainedParameters:
         return first and entry.spec.counts_in_norm(mesh.index("tp"), mesh.index("pp"))
 
 
-def expert_group(mesh: Mesh) -> dist.ProcessGroup:
-    """The ranks of a stage that hold the same experts; without expert parallelism, the data-parallel ranks."""
-    return mesh.expert_data_group if mesh.layout.ep > 1 else mesh.group(*DATA_AXES)
+def expert_shard_group(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks that ZeRO shards experts over; without expert parallelism, those that it shards everything over."""
+    return mesh.expert_shard_group if mesh.layout.ep > 1 else mesh.shard_group
 
 
 def find_trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, ShardSpec]) -> list[Trained]:

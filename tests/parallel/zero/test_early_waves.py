@@ -229,6 +229,7 @@ CELLS = [
     Cell(pp=2, dp=2, schedule="ZBVZeroBubble"),
     Cell(dp=2, cp=2),
     Cell(dp=4, zero=1, options=(("zero_reduce_scatter", True),)),
+    Cell(dp=4, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
     Cell(pp=2, dp=2, zero=1, options=(("zero_reduce_scatter", True),)),
     Cell(tp=2, dp=2, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True))),
     Cell(model="mixtral", dp=4, ep=2),
@@ -251,7 +252,7 @@ def train_with_small_buckets(*args: Any, **options: Any) -> tuple[parity.Part, i
         return parity.train_on_rank(*args, **options), sum(wave.is_early for wave in waves)
 
 
-@pytest.mark.parametrize("cell", by_default(CELLS, 1, 3, 8), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", by_default(CELLS, 1, 3, 9), ids=lambda cell: cell.name)
 def test_layouts_train_as_one_process_does(cell: Cell) -> None:
     expected, noise = reference(cell.recipe)
     results = run_ranks(train_with_small_buckets, cell.world_size, cell.recipe, **parity.strategy_arguments(cell), timeout=180)
@@ -260,7 +261,15 @@ def test_layouts_train_as_one_process_does(cell: Cell) -> None:
     assert all(early >= 2 for _, early in results)
 
 
-@pytest.mark.parametrize("cell", [Cell(cp=2), Cell(model="mixtral", dp=2, ep=2), Cell(dp=4, zero=1)], ids=lambda cell: cell.name)
+WAITING = [
+    Cell(cp=2),
+    Cell(model="mixtral", dp=2, ep=2),
+    Cell(dp=4, zero=1),
+    Cell(model="mixtral", dp=4, ep=2, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
+]
+
+
+@pytest.mark.parametrize("cell", by_default(WAITING, 0, 1, 2), ids=lambda cell: cell.name)
 def test_groups_with_other_messages_and_whole_buffers_wait_for_the_end_of_the_backward(cell: Cell) -> None:
     """Ring attention and experts send over the same group: a rank that lacks a gradient would send in another order."""
     results = run_ranks(train_with_small_buckets, cell.world_size, cell.recipe, **parity.strategy_arguments(cell), timeout=180)

@@ -1,6 +1,8 @@
 """ZeRO in two levels (HSDP): groups of neighbouring data-parallel ranks shard, and hold replicas of each other."""
 
+from collections import Counter
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -9,12 +11,16 @@ import torch.distributed as dist
 from counting import Call, recording
 from handmade_gradients import LAYERS, MODES, Run, check, full_shapes, train
 from ranks import run_ranks
+from reference import Recipe
 from sweeps import by_default
+from traced import fit
 
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.zero import make_backend
+from lightning_3d.tracing.trace import BACKWARD, FORWARD, Event
 
 SHARDED = [mode for mode in MODES if mode != "0"]
 RUNS = [(layout, shard) for layout in ("dp4", "pp2_dp4", "tp2_dp4") for shard in (2,)] + [("dp8", 2), ("dp8", 4)]
@@ -64,6 +70,47 @@ def test_training_equals_one_process(layout: str, stage: int, schedule: str, opt
 @pytest.mark.parametrize("stage", [1, 3])
 def test_mixtures_without_expert_parallelism(stage: int) -> None:
     parity.assert_same_training("mixtral", "tp2_dp4", zero=stage, zero_shard_size=2)
+
+
+WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("ep2_dp4", 1, {}),
+    ("ep2_dp4", 1, {"zero_reduce_scatter": True}),
+    ("ep2_dp4", 2, {}),
+    ("ep2_dp4", 3, {}),
+    ("tp2_ep2_dp4", 1, {"zero_reduce_scatter": True}),  # each shard group has two copies of an expert
+    ("tp2_ep2_dp4", 2, {}),
+    ("tp2_ep2_dp4", 3, {}),
+    ("tp2_ep4_dp4", 2, {"zero_reduce": "step"}),
+    ("cp2_ep2_dp4", 3, {}),
+    ("pp2_ep2_dp4", 1, {}),
+    ("tp2_ep2_dp4", 1, {"zero_overlap_gather": True}),
+    ("tp2_ep2_dp4", 2, {"zero_offload": "optimizer"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "stage", "options"), by_default(WITH_EXPERTS, 5), ids=str)
+def test_experts_that_ranks_share_out(layout: str, stage: int, options: dict[str, Any]) -> None:
+    """Experts are sharded over the ranks of the shard group that have the same ones."""
+    parity.assert_same_training("mixtral", layout, zero=stage, zero_shard_size=2, **options)
+
+
+def test_shard_groups_of_experts() -> None:
+    """They are the ranks of an expert that are in one shard group, and replicas are the same ranks as those of everything else."""
+    for name, size in (("dp8_ep2", 4), ("tp2_dp4_ep2", 2), ("tp2_dp4_ep4", 2), ("cp2_dp4_ep2", 2), ("tp2_cp2_pp2_dp4_ep4", 2)):
+        for order in (("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp")):
+            layout = Layout.parse(name, order=order)
+            groups, owners = layout.expert_shard_groups(size), layout.expert_data_groups()
+            assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+            for group in groups:
+                [same] = [owner for owner in owners if group[0] in owner]
+                block = {rank for rank in same if layout.coordinates(rank)["dp"] // size == layout.coordinates(group[0])["dp"] // size}
+                assert set(group) == block
+                assert len(group) == layout.tp * layout.cp * size // layout.ep
+            for replicas in layout.replica_groups(size):
+                places = {next(group.index(rank) for group in groups if rank in group) for rank in replicas}
+                holders = {next(index for index, owner in enumerate(owners) if rank in owner) for rank in replicas}
+                assert len(places) == len(holders) == 1
+    assert Layout.parse("dp8_ep2").expert_shard_groups(8) == Layout.parse("dp8_ep2").expert_data_groups()
 
 
 def test_shard_groups_are_neighbours_and_replica_groups_cross_them() -> None:
@@ -143,6 +190,75 @@ def test_parameters_are_gathered_in_the_shard_group(mode: str, gathers: int) -> 
         assert across == everywhere == 0
 
 
+def traffic_of_experts(stage: int) -> tuple[list[Call], int, int]:
+    """The calls of one rank of dp8_ep2 in a step, and its bytes of parameters without experts and of experts."""
+    with recording() as recorder:
+        options = {"micro_batch_size": 1, "zero_stage": stage, "zero_reduce": "step", "zero_shard_size": 4}
+        part = parity.train_on_rank(Recipe("mixtral", steps=1), layout="dp8_ep2", **options)
+    sizes = Counter[bool]()
+    for name, weight in part.weights.items():
+        sizes[part.specs[name].expert] += 4 * weight.numel()
+    return recorder.calls, sizes[False], sizes[True]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_of_experts_stay_in_their_part_of_the_shard_group(stage: int) -> None:
+    """Two of the four ranks of a shard group have an expert. Across, each rank sends a quarter of the rest and half of its experts."""
+    for rank, (calls, dense, experts) in enumerate(run_ranks(traffic_of_experts, 8, stage)):
+        first, same = rank // 4 * 4, rank % 2
+        groups = {
+            "inside": tuple(range(first, first + 4)),
+            "experts": (first + same, first + same + 2),
+            "across": (rank % 4, rank % 4 + 4),
+            "owners": tuple(range(same, 8, 2)),
+        }
+        sent = {
+            name: sum(call.bytes for call in calls if call.ranks == group and call.name == "all_reduce" and call.bytes > 8)
+            for name, group in groups.items()
+        }
+        assert sent["inside"] == pytest.approx(dense, rel=0.01)
+        assert sent["experts"] == pytest.approx(experts, rel=0.01)
+        assert sent["across"] == pytest.approx(dense / 4 + experts / 2, rel=0.2 if stage == 3 else 0.01)  # pieces of units are uneven
+        assert sent["owners"] < 0.01 * experts, "counts"
+
+
+# Overlap, in a recorded trace
+
+
+def messages_of_a_traced_step(folder: str, **strategy: Any) -> tuple[list[Event], list[Call]]:
+    """What this rank did in the last of four steps (rank 0 only), and its messages in it."""
+    with recording() as recorder, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(make_backend.__kwdefaults__, "bucket_bytes", 4096)
+        traces, _, _ = fit(folder, "dp4", 1, **strategy)
+    last = traces[-1]
+    assert last is not None
+    events = list(last.ranks[0].events or ())
+    begin, end = (events[0].start, events[-1].end) if events else (0.0, 0.0)
+    return events, [call for call in recorder.calls if begin <= call.at <= end]
+
+
+@pytest.mark.parametrize(
+    "options",
+    by_default([{"zero_stage": 3}, {"zero_stage": 2, "zero_reduce_scatter": True}, {"zero_stage": 1, "zero_reduce_scatter": True}], 0),
+    ids=str,
+)
+def test_messages_of_a_shard_group_start_while_the_step_computes(options: dict[str, Any], tmp_path: Path) -> None:
+    """Gradients leave inside of the last backward, and the next block is gathered while one runs; only the shard waits for the end."""
+    events, calls = run_ranks(messages_of_a_traced_step, 4, str(tmp_path), zero_shard_size=2, **options)[0]
+    backwards = [event for event in events if event.kind == BACKWARD]
+    forwards = [event for event in events if event.kind == FORWARD]
+    over = backwards[-1].end
+    reduced = [call for call in calls if call.ranks == (0, 1) and call.name in ("all_reduce", "reduce") and call.bytes > 8]
+    early = [call for call in reduced if backwards[-1].start < call.at < over]
+    assert len(early) >= 2 and sum(call.bytes for call in early) > sum(call.bytes for call in reduced if call.at > over)
+    across = [call for call in calls if call.ranks == (0, 2) and call.bytes > 8]
+    assert across and all(call.at > over for call in across)
+    gathers = [call.at for call in calls if call.ranks == (0, 1) and call.name == "all_gather_into_tensor"]
+    for passes in (forwards, backwards) if options["zero_stage"] == 3 else ():
+        assert all(any(event.start < at < event.end for at in gathers) for event in passes)
+
+
 # Refusals
 
 
@@ -158,7 +274,10 @@ def test_parameters_are_gathered_in_the_shard_group(mode: str, gathers: int) -> 
         ("tp2", {"shard_size": 2}, "zero_shard_size=2 needs several data-parallel ranks, but dp is 1. Omit"),
         ("dp4", {"shard_size": 2, "stage": 0}, "zero_shard_size=2 needs zero_stage=1, 2 or 3; got 0"),
         ("dp4", {"shard_size": True}, "must be a whole number"),
-        ("dp4_ep2", {"shard_size": 2}, r"cannot be combined with expert parallelism: dp4_ep2 has ep 2. Use dp4, or omit"),
+        ("dp4", {"shard_size": 0}, "zero_shard_size must divide dp, which is 4; got 0. Use 2 or null"),
+        ("dp8_ep4", {"shard_size": 2}, r"=2 makes groups of 2 \* tp \* cp = 2 ranks, .* of dp8_ep4 are shared by 4 ranks.* Use 4 or null"),
+        ("dp8_ep4", {"shard_size": 3}, "must divide dp, which is 8; got 3. Use 4 or null"),
+        ("tp2_dp8_ep8", {"shard_size": 2}, "shared by 8 ranks, which must be in one group. Use 4 or null"),
     ],
 )
 def test_what_is_refused(layout: str, options: dict[str, Any], message: str) -> None:
@@ -170,3 +289,4 @@ def test_what_is_refused(layout: str, options: dict[str, Any], message: str) -> 
 def test_one_group_of_all_ranks_is_the_default(size: int | None) -> None:
     assert ZeroOptions(1, shard_size=size).over(Layout(dp=4)) == ZeroOptions(1)
     assert ZeroOptions(3, shard_size=4).over(Layout(dp=4, tp=2, ep=2)).shard_size is None
+    assert ZeroOptions(3, shard_size=2).over(Layout(dp=4, tp=2, ep=4)).shard_size == 2
