@@ -236,7 +236,7 @@ class StepRunner:
 
     def run_one(self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...]) -> Tensor | None:
         """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary."""
-        self._weights.begin()
+        self._weights.begin(training=hook == "training")
         filler = micro_batches.is_filler(index)
         if self._routers is not None:
             self._routers.expect(micro_batches.rows, filler=filler)
