@@ -263,7 +263,7 @@ class Routers:
         return weights
 
     def total(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum `counts` over the ranks that share the tokens of a micro-batch: one all-reduce of experts + 1 numbers where there are several.
+        """Sum `counts` over the ranks that share the tokens of a micro-batch: one all-reduce of experts + 1 numbers, if there are several.
 
         Returns:
             The sums, in new memory, and the weight of the running micro-batch's loss.
