@@ -15,6 +15,7 @@ from lightning_3d.compat.lightning import steps_after_this_batch
 from lightning_3d.compat.lightning_data import evaluation_place
 from lightning_3d.layout.batch_rules import few_micro_batches
 from lightning_3d.parallel.blocks import Compilation
+from lightning_3d.parallel.context import forget_masks
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, runs_now
 from lightning_3d.parallel.zero import DataParallelBackend
@@ -179,6 +180,7 @@ class BuiltModel:
             whole: whether to gather sharded parameters, so that the module can be used without a strategy; this is collective. If False,
                 parameters whose values are on other ranks are lost.
         """
+        forget_masks()  # of a step that failed
         if whole:
             self.backend.make_whole()
         else:

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from reference import Recipe, data
 from sweeps import by_default
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.errors import ConfigError, PlanError
@@ -58,6 +59,28 @@ def test_evaluation_computes_the_cross_entropy_alone() -> None:
     with torch.no_grad():
         assert loss(logits, labels, 11).item() == pytest.approx(expected, rel=1e-13)
     assert loss(logits, labels, 11).item() > expected * 1.01
+
+
+class WithGradients(Module):
+    """Turns gradients on in validation, as for the sensitivity of an output, and computes the same rows again in plain PyTorch."""
+
+    def validation_step(self, batch: models.Batch, batch_idx: int) -> None:
+        with torch.enable_grad():
+            loss = self.model(**batch).loss
+            plain = models.causal_token_losses(self.model, batch).mean()
+        self.log_dict({"found": loss, "expected": plain})
+
+
+def validated() -> tuple[float, float]:
+    recipe = Recipe()
+    trainer = quiet_trainer(strategy=Lightning3DStrategy("dp1", label_smoothing=0.1, z_loss=0.01), devices=1)
+    [numbers] = trainer.validate(WithGradients(recipe), DataLoader(Rows(data(recipe)), batch_size=4), verbose=False)
+    return numbers["found"], numbers["expected"]
+
+
+def test_evaluation_with_gradients_computes_the_cross_entropy_alone() -> None:
+    [(found, expected)] = run_ranks(validated, 1)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 class OwnLoss(Module):

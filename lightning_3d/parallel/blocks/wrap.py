@@ -59,7 +59,8 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
         chosen = options.recomputes(index)
         if chosen and of_attention:
             for attention in attention_of(block):
-                specialize(attention, ProcessedBlock, block_process=_Process(Recompute(operators(ATTENTION_KEEPS))))
+                process = _Process(Recompute(operators(ATTENTION_KEEPS)), inside=options.compile)
+                specialize(attention, ProcessedBlock, block_process=process)
                 found = True
         if chosen:
             _require_no_statistics(block)
@@ -92,15 +93,20 @@ class ProcessedBlock:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not torch.compiler.is_compiling():  # else this is an attention in a compiled block, which has removed it
+        if not self.block_process.inside:
             args, kwargs = _without_cache(args, kwargs)
         return self.block_process(super().forward, args, kwargs)  # type: ignore[misc]
 
 
 class _Process:
-    """Runner of a forward that is compiled, recomputed, and offloads its saved tensors, as the options ask."""
+    """Runner of a forward that is compiled, recomputed, and offloads its saved tensors, as the options ask.
 
-    def __init__(self, recompute: Recompute | None, *, offload: bool = False, compile: bool = False) -> None:
+    Args:
+        inside: whether this is a part of a compiled block, which has removed the key-value cache.
+    """
+
+    def __init__(self, recompute: Recompute | None, *, offload: bool = False, compile: bool = False, inside: bool = False) -> None:
+        self.inside = inside
         self._recompute = recompute
         self._offload = offload
         self._compile = compile
@@ -127,7 +133,7 @@ class _Process:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
         """A copied block compiles its own forward."""
-        return _Process(self._recompute, offload=self._offload, compile=self._compile)
+        return _Process(self._recompute, offload=self._offload, compile=self._compile, inside=self.inside)
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,6 +4,7 @@ from lightning_3d.parallel.context.collectives import sum_over_ranks
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.model import WholeSequenceLoss, share_sequences
+from lightning_3d.parallel.context.operators import forget_masks
 from lightning_3d.parallel.context.split_blocks import SplitBlocks, is_split, use_context
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "SplitBlocks",
     "WholeSequence",
     "WholeSequenceLoss",
+    "forget_masks",
     "is_split",
     "share_sequences",
     "sum_over_ranks",

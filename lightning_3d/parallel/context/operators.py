@@ -148,3 +148,13 @@ def _new_mask(documents: Tensor | None, padding: Tensor | None, length: int, win
 
 _mask_of_batch = lru_cache(maxsize=16)(_new_mask)
 """A mask notes which parts of the scores count in a batch, for all layers and the backward. Tensors are found by their identity."""
+
+
+def forget_masks() -> None:
+    """Release the masks of a batch whose backward has ended, with their tensors and process groups."""
+    _mask_of_batch.cache_clear()
+
+
+def known_masks() -> int:
+    """Number of masks that are kept now."""
+    return _mask_of_batch.cache_info().currsize

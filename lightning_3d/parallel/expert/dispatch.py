@@ -86,14 +86,22 @@ class DispatchedExperts:
 
     @torch.compiler.disable
     def begin(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-        """Start to send the tokens of the next call, which has the same arguments. What runs before that call runs while they travel."""
+        """Start to send the tokens of the next call. What runs before that call runs while they travel.
+
+        If that call has other arguments, which all ranks must agree on, the tokens that were sent are discarded and others are sent.
+        """
+        if self.begun is not None:
+            self.begun.dispatch.discard()  # a recomputation ended before the call
         self.begun = self._begin(hidden_states, top_k_index, top_k_weights)
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         arguments = (hidden_states, top_k_index, top_k_weights)
         begun, self.begun = self.begun, None
-        if begun is None or any(now is not then for now, then in zip(arguments, begun.arguments, strict=True)):
+        if begun is not None and any(now is not then for now, then in zip(arguments, begun.arguments, strict=True)):
+            begun.dispatch.discard()  # a hook has changed the arguments since
+            begun = None
+        if begun is None:
             begun = self._begin(*arguments)
         output, tokens = begun.dispatch.finish(self._experts), self.expert_parallel.tokens
         if tokens is not None:
@@ -162,6 +170,10 @@ class _Dispatch:
         """Wait for the tokens, `run` this rank's experts on them, and return the outputs (n, hidden) of the tokens that were sent."""
         results = run(self._exchange.wait(), self._experts)
         return weighted_sum(self._shipment.bring_back(results), self._weights, self._dtype)
+
+    def discard(self) -> None:
+        """Wait for the tokens and drop them: their memory must not be freed while they travel."""
+        self._exchange.wait()
 
 
 class _Unused(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,13 +65,13 @@ class _Attached(torch.autograd.Function):
     """`carrier` itself; the backward that reaches it also goes into `loss`, with a gradient of its own."""
 
     @staticmethod
-    def forward(ctx: object, carrier: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient  # type: ignore[attr-defined]
+    def forward(ctx: Any, carrier: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
         return carrier.view_as(carrier)
 
     @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], ctx.gradient, None  # type: ignore[attr-defined]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, ctx.saved_tensors[0], None
 
 
 def attach(carrier: Tensor, loss: Tensor, weight: Tensor) -> Tensor:

@@ -95,3 +95,8 @@ class NodeDispatch:
         results = run(arrived, local_experts(self._counts.experts, sum(received)))
         summed = weighted_sum(within.bring_back(results), weights, hidden.dtype)
         return self._across.bring_back(summed).view(self._nodes.nodes, self._rows, hidden.shape[-1]).sum(0)
+
+    def discard(self) -> None:
+        """Wait for the tokens and drop them."""
+        for exchange in self._exchanges:
+            exchange.wait()

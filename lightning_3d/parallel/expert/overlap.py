@@ -45,29 +45,36 @@ def overlap_exchange(module: nn.Module, plan: ParallelPlan) -> None:
 
     Call it before anything else wraps the forwards of the mixtures.
     """
+    made: dict[Any, Callable[[Any, Tensor], Any]] = {}
     for name, _ in list(module.named_modules()):
         cut = plan.cut_of(name)
         if cut is None or cut.style != "ep_dispatch_experts":
             continue
         parent, _, experts = name.rpartition(".")
         mixture = module.get_submodule(parent)
-        if (forward := overlapped_forward(mixture, experts)) is not None:
+        if (forward := overlapped_forward(mixture, experts, made)) is not None:
             specialize(mixture, OverlappedMixture, overlapped=forward)
 
 
-def overlapped_forward(mixture: nn.Module, experts: str) -> Callable[[Any, Tensor], Any] | None:
+def overlapped_forward(
+    mixture: nn.Module, experts: str, made: dict[Any, Callable[[Any, Tensor], Any]] | None = None
+) -> Callable[[Any, Tensor], Any] | None:
     """Return a forward of `mixture` (a function of it and the hidden states) in which other work runs during the exchange; None if there is
     no such work, or the forward cannot be rewritten.
 
     Args:
         experts: name of the submodule that holds the experts.
+        made: functions of earlier mixtures, to which this one is added. Mixtures of equal code share a function, and so a compiler makes
+            one graph of all their blocks.
     """
     if len(inspect.signature(mixture.forward).parameters) != 1 or _enters_contexts(type(mixture).forward):
         return None
     training, evaluating = _trace(mixture, training=True), _trace(mixture, training=False)
     if training is None or evaluating is None or str(training) != str(evaluating) or not _move(training, experts):
         return None
-    return type(fx.GraphModule(mixture, training)).forward
+    code, made = training.python_code("self"), {} if made is None else made
+    key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
+    return made.setdefault(key, type(fx.GraphModule(mixture, training)).forward)
 
 
 class _HiddenStates(fx.Proxy):

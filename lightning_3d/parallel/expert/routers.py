@@ -17,6 +17,7 @@ from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.errors import ConfigError, PlanError, listed
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts
 from lightning_3d.parallel.expert.losses import attach, balancing_loss, fits, scores_of, tokens_per_expert, z_loss
+from lightning_3d.parallel.expert.router_operators import place_of, register, router_note, router_total
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.sequence_shards import SequenceShards
 from lightning_3d.parallel.specialize import specialize
@@ -107,6 +108,7 @@ class Routers:
         self.names, self.experts = tuple(names), tuple(experts)
         self.aux_loss = options.aux_loss or 0.0
         self._mesh, self._device, self._shards = mesh, device, shards
+        self._tp_index, self._number = mesh.index("tp"), register(self)
         self._local: dict[int, Any] = {}
         self._weights: dict[int, Tensor] = {}
         self._fillers: set[int] = set()
@@ -158,7 +160,8 @@ class Routers:
             if router is None or next(router.parameters(), None) is None:
                 continue
             self._local[layer] = router
-            specialize(router, WatchedRouter, routers=self, router_layer=layer)
+            place = place_of(self._number, layer)
+            specialize(router, WatchedRouter, routers=self, router_layer=layer, router_experts=self.experts[layer], router_place=place)
             bias = getattr(router, BIAS, None)
             if isinstance(bias, Tensor) and bias.dtype in (torch.bfloat16, torch.float16):
                 bias.data = bias.data.float()  # its steps are too small for bf16
@@ -221,45 +224,70 @@ class Routers:
         """Set the tokens of each expert since the last optimizer step, after a step was computed again."""
         self._loads = loads
 
-    def routed(self, layer: int, output: Any, *, training: bool) -> Any:
+    def routed(self, router: WatchedRouter, output: Any, *, training: bool) -> Any:
         """Attach the losses to a router's result and drop the pairs that experts have no room for."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
             if not self.options.asked_for and not self.aux_loss:
                 return output  # its output is unknown, and no option needs it
             raise PlanError(
-                f"The router '{self.names[layer]}' does not return (logits, weights, experts) for its tokens. So it supports neither"
-                f" load-balancing losses nor a capacity. Remove {listed([*self.options.asked_for] or ['output_router_logits'])}."
+                f"The router '{self.names[router.router_layer]}' does not return (logits, weights, experts) for its tokens. So it supports"
+                f" neither load-balancing losses nor a capacity. Remove {listed([*self.options.asked_for] or ['output_router_logits'])}."
             )
         logits, weights, chosen = output
-        experts = self.experts[layer]
         dropped = None
         if self.options.capacity_factor is not None:
-            lost = ~fits(self._real(chosen), experts, self.options.capacity_factor)
+            lost = ~fits(self._real(chosen), router.router_experts, self.options.capacity_factor)
             weights, dropped = weights.masked_fill(self._with_padding(lost, len(chosen)), 0.0), lost.sum()
         if not (self._training and training):
             return logits, weights, chosen
-        weight = self._weights[self._micro_batch]
         seen = self._real(chosen)
-        counts = tokens_per_expert(seen, experts)
-        aux, z = self._losses(layer, self._real(logits), counts)
+        counts = tokens_per_expert(seen, router.router_experts)
+        totals, weight = self._total(torch.cat([counts, counts.new_full((1,), len(seen))]), router)
+        aux, z = self._losses(self._real(logits), totals, sigmoid=hasattr(router, BIAS))
         factor = weight / len(self.names)
         if self.aux_loss and weights.requires_grad:
             weights = attach(weights, aux, factor * self.aux_loss)
         if self.options.z_loss and weights.requires_grad:
             weights = attach(weights, z, factor * self.options.z_loss)
-        if not autograd_is_running() and self._micro_batch not in self._fillers:  # else it is recomputed
-            pairs = counts.new_full((), seen.numel())
-            last = torch.stack([aux.detach().double() * weight, z.detach().double() * weight, _number(dropped, pairs), pairs])
-            self._sums[layer, :experts] += counts
-            self._sums[layer, -4:] += last
-        return logits, weights, chosen
+        pairs = counts.new_full((), seen.numel())
+        last = torch.stack([aux.detach().double() * weight, z.detach().double() * weight, _number(dropped, pairs), pairs])
+        return logits, self._noted(weights, torch.cat([counts, last]), router), chosen
+
+    def _total(self, counts: Tensor, router: WatchedRouter) -> tuple[Tensor, Tensor]:
+        return router_total(counts, router.router_place) if torch.compiler.is_compiling() else self.total(counts)
+
+    def _noted(self, weights: Tensor, numbers: Tensor, router: WatchedRouter) -> Tensor:
+        if torch.compiler.is_compiling():
+            return router_note(weights, numbers, router.router_place)
+        self.note(router.router_layer, numbers)
+        return weights
+
+    def total(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum `counts` over the ranks that share the tokens of a micro-batch: one all-reduce of experts + 1 numbers, if there are several.
+
+        Returns:
+            The sums, in new memory, and the weight of the running micro-batch's loss.
+        """
+        totals = counts.clone()
+        if (group := self.token_group) is not None:
+            sent("all-reduce", totals)
+            dist.all_reduce(totals, group=group)
+            received("all-reduce", totals)
+        return totals, self._weights[self._micro_batch]
+
+    def note(self, layer: int, numbers: Tensor) -> None:
+        """Add tokens of each expert, losses times weights, dropped pairs and pairs to the statistics of a layer, once in a micro-batch."""
+        if autograd_is_running() or self._micro_batch in self._fillers:
+            return  # the first: it is recomputed
+        self._sums[layer, : len(numbers) - 4] += numbers[:-4]
+        self._sums[layer, -4:] += numbers[-4:]
 
     def _real(self, rows: Tensor) -> Tensor:
         """The rows of tokens, without the padding of a sequence that tensor-parallel ranks do not divide."""
         shards = self._shards
         if shards is None or shards.length % shards.ranks == 0:
             return rows
-        return rows.unflatten(0, (-1, shards.part))[:, : shards.real(self._mesh.index("tp"))].flatten(0, 1)
+        return rows.unflatten(0, (-1, shards.part))[:, : shards.real(self._tp_index)].flatten(0, 1)
 
     def _with_padding(self, lost: Tensor, rows: int) -> Tensor:
         """Mark padding rows as `lost` (n, k), too."""
@@ -267,34 +295,40 @@ class Routers:
             return lost
         assert self._shards is not None
         every = lost.new_ones((rows // self._shards.part, self._shards.part, *lost.shape[1:]))
-        every[:, : self._shards.real(self._mesh.index("tp"))] = lost.unflatten(0, (len(every), -1))
+        every[:, : self._shards.real(self._tp_index)] = lost.unflatten(0, (len(every), -1))
         return every.flatten(0, 1)
 
-    def _losses(self, layer: int, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's part of the two losses of a micro-batch: one all-reduce of experts + 1 numbers where others have tokens of it."""
+    def _losses(self, logits: Tensor, totals: Tensor, *, sigmoid: bool) -> tuple[Tensor, Tensor]:
+        """This rank's part of the two losses of a micro-batch.
+
+        Args:
+            totals: tokens of each expert and of all, over all ranks that share the micro-batch.
+        """
         if not (self.aux_loss or self.options.z_loss):
             logits = logits.detach()  # they are only returned to the user
-        totals = torch.cat([counts, counts.new_full((1,), len(logits))])
-        if (group := self.token_group) is not None:
-            sent("all-reduce", totals)
-            dist.all_reduce(totals, group=group)
-            received("all-reduce", totals)
         rows = totals[-1].clamp(min=1)
-        scores = scores_of(logits, sigmoid=hasattr(self._local[layer], BIAS))
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return balancing_loss(scores, totals[:-1], rows), z_loss(wide, rows)
+        return balancing_loss(scores_of(logits, sigmoid=sigmoid), totals[:-1], rows), z_loss(wide, rows)
 
 
 class WatchedRouter:
-    """Mixin for a router."""
+    """Mixin for a router.
+
+    Attributes:
+        routers: those of the whole model.
+        router_layer: its place among them.
+        router_experts: number of its experts.
+        router_place: its name in operators, see `router_operators`.
+    """
 
     routers: Routers
     router_layer: int
+    router_experts: int
+    router_place: Tensor
 
-    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        return self.routers.routed(self.router_layer, output, training=self.training)  # type: ignore[attr-defined]
+        return self.routers.routed(self, output, training=self.training)  # type: ignore[attr-defined]
 
 
 def find_routers(module: nn.Module, experts: Sequence[str]) -> dict[str, int]:

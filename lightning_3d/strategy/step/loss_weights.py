@@ -29,17 +29,24 @@ class LossWeights:
 
     def __init__(self, terms: LossOptions = CROSS_ENTROPY) -> None:
         self.terms = terms
+        self._training = True
         self._tokens: Tensor | None = None
         self._has_terms = False
 
-    def begin(self) -> None:
-        """Expect the next micro-batch."""
+    def begin(self, *, training: bool = True) -> None:
+        """Expect the next micro-batch, of training or of evaluation."""
+        self._training = training
         self._tokens, self._has_terms = None, False
 
+    @property
+    def _wants_terms(self) -> bool:
+        """Whether a loss that is computed now is trained on: not in evaluation, with or without gradients, and not without gradients."""
+        return self._training and torch.is_grad_enabled()
+
     def use_terms(self) -> LossOptions:
-        """Return the terms of a loss that is computed now: in evaluation, which needs no gradients, cross-entropy alone."""
+        """Return the terms of a loss that is computed now: cross-entropy alone if it is not trained on."""
         self._has_terms = True
-        return self.terms if torch.is_grad_enabled() else CROSS_ENTROPY
+        return self.terms if self._wants_terms else CROSS_ENTROPY
 
     def count_tokens(self, tokens: Tensor) -> None:
         """Add target tokens. The loss function calls this; calls in one micro-batch add up."""
@@ -51,7 +58,7 @@ class LossWeights:
         Raises:
             PlanError: the loss should have further terms, but the model did not compute it.
         """
-        if self.terms.asked_for and torch.is_grad_enabled() and not self._has_terms:
+        if self.terms.asked_for and self._wants_terms and not self._has_terms:
             raise PlanError(
                 f"{_described(self.terms)} no effect on the loss of this step, which no causal LM of Transformers computed from"
                 " labels. Pass labels= to the model and return its loss, or set the option to 0 and add the term to the loss of your step."

@@ -19,6 +19,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.health.slow_ranks import SlowRank
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.collectives import all_reduce_flat
+from lightning_3d.parallel.context import forget_masks
 from lightning_3d.parallel.deferred_logits import computing_what_is_kept
 from lightning_3d.parallel.expert import Routers, RouterStatistics, RouterSums
 from lightning_3d.parallel.mesh import Mesh
@@ -174,6 +175,7 @@ class StepRunner:
             self._begin(step, place, training=True)
             with self._random.isolated(), backend.parameters_in_use():
                 self._engine.train(len(micro_batches), micro_batches.signature, _UserStep(self, "training", micro_batches, rest))
+            forget_masks()  # no backward needs them any more
             # Before the reduction: it compares the unreduced gradients of tensor-parallel ranks.
             if self.after_first_backward is not None:
                 self.after_first_backward()
@@ -215,6 +217,7 @@ class StepRunner:
             self._engine.evaluate(
                 len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
             )
+        forget_masks()
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
             self._log.replay(self._read(self._share()).checksum)
         return self._broadcast(self._merged(micro_batches), whole=hook == "predict")
@@ -236,7 +239,7 @@ class StepRunner:
 
     def run_one(self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...]) -> Tensor | None:
         """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary."""
-        self._weights.begin()
+        self._weights.begin(training=hook == "training")
         filler = micro_batches.is_filler(index)
         if self._routers is not None:
             self._routers.expect(micro_batches.rows, filler=filler)

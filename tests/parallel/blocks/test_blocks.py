@@ -265,6 +265,24 @@ def test_a_cache_by_position_is_not_filled_twice() -> None:
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+def test_a_cache_is_not_filled_twice_in_a_model_that_the_user_compiles() -> None:
+    from lightning_3d.models.parallel_plan import ParallelPlan
+    from lightning_3d.parallel.blocks import find_blocks, process_blocks
+
+    model = models.build("llama", layers=2)
+    model.config._attn_implementation = "eager"  # notices keys too many
+    ids = torch.arange(16).view(2, 8)
+    model(input_ids=ids, labels=ids, use_cache=True).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    compiled(input_ids=ids, labels=ids, use_cache=True).loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 class Drawing(nn.Module):
     """Draws in a way that nobody would take for dropout."""
 

@@ -6,17 +6,19 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
 from counting import recording
 from memory import LiveBytes
 from ranks import run_ranks
+from reference import Recipe, data
 from torch import Tensor
 
 from lightning_3d.compat import torch as torch_compat
 from lightning_3d.errors import ConfigError
-from lightning_3d.parallel.context import kernels
+from lightning_3d.parallel.context import kernels, operators
 from lightning_3d.parallel.context.attention import KINDS
 from lightning_3d.parallel.context.checks import _replace
 from lightning_3d.parallel.context.group import ContextParallel
@@ -189,6 +191,33 @@ def looks_at_documents() -> tuple[int, int]:
 def test_documents_are_looked_at_once_for_all_compiled_layers() -> None:
     for compiled, once in run_ranks(looks_at_documents, 2):
         assert compiled == once > 0
+
+
+class KeepsMasks(parity.Module):
+    """Counts the masks that compiled attention keeps at the begin of each step, after it, and makes some in it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept = [*vars(self).get("kept", []), operators.known_masks()]
+        documents = [torch.zeros(1, 4, dtype=torch.long) for _ in range(20)]
+        for one in documents:
+            operators._mask(one, None, 4, None, dist.group.WORLD.group_name)
+        self.kept.append(operators.known_masks())
+        if batch_idx == 1:
+            raise ValueError("a step that fails")
+        return super().training_step(batch, batch_idx)
+
+
+def masks_kept() -> list[int]:
+    recipe = Recipe(steps=2)
+    module = KeepsMasks(recipe)
+    with pytest.raises(ValueError, match="a step that fails"):
+        parity.fit_on_rank(recipe, parity.Rows(data(recipe)), module, layout="dp1", micro_batch_size=recipe.global_batch)
+    return [*module.kept, operators.known_masks()]
+
+
+def test_masks_of_compiled_layers_live_as_long_as_their_step() -> None:
+    """At most 16 in a step, none in the next one, and none after a fit, even if its last step failed."""
+    assert run_ranks(masks_kept, 1) == [[0, 16, 0, 16, 0]]
 
 
 def peak_on_rank(length: int) -> int:

@@ -279,6 +279,32 @@ def test_rows_without_a_batch_run_as_written() -> None:
     assert torch.equal(module["mlp"](x), expected)
 
 
+def halve(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A hook that changes the tokens of the experts, and with them whether they were sent already."""
+    return args[0] * 0.5, *args[1:]
+
+
+def hooked(block: str, overlap: bool, node_size: int | None) -> tuple[list[Tensor], int]:
+    """Output and gradients of two calls with the hook, and how many exchanges of hidden states were not waited for."""
+    mlp, under_way = make(block, overlap=overlap, node_size=node_size), []
+    mlp.experts.register_forward_pre_hook(halve)
+    with exchanges(lambda: under_way.append(1), lambda: under_way.append(-1)):
+        run(mlp)
+        mlp.zero_grad()
+        return run(mlp), sum(under_way)
+
+
+@pytest.mark.parametrize(("block", "node_size"), [("deepseek", None), ("qwen", 1)])
+def test_a_hook_may_change_what_was_sent(block: str, node_size: int | None) -> None:
+    """The numbers are those without overlap, and nothing stays under way."""
+    for (found, left), (expected, _) in zip(
+        run_ranks(hooked, 2, block, True, node_size), run_ranks(hooked, 2, block, False, node_size), strict=True
+    ):
+        assert left == 0
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 class Own(Qwen2MoeSparseMoeBlock):
     """A mixture of a user's own."""
 
