@@ -1,6 +1,7 @@
 """The package `deep_ep`: whether it is there, has the interface that is used here, and buffers for a group of ranks.
 
-Its class `Buffer` was read in version 1.2.1 and, where it lies beside a newer class, in 2.1 (https://github.com/deepseek-ai/DeepEP).
+Its class `Buffer` was read in versions 1.2.1 and 2.1.0 (https://github.com/deepseek-ai/DeepEP). The latter has a newer class, too, which
+is not used.
 """
 
 from __future__ import annotations
