@@ -73,10 +73,16 @@ class DeepEP:
         group: the ranks.
 
     Raises:
-        ConfigError: the package is not there, or has another interface.
+        ConfigError: the package is not there, or has another interface; or torch fills new memory, which DeepEP 2 refuses.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        if torch.are_deterministic_algorithms_enabled() and fills:
+            raise deepep_refused(
+                "cannot run while torch fills new memory, as it does with deterministic algorithms; set"
+                " torch.utils.deterministic.fill_uninitialized_memory = False"
+            )
         self._package, self._group = _load(), group
         self._buffer: Any = None
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deep_ep_stand_in import LOG, Buffer, make_module
 from ranks import run_ranks
+from reference import Recipe, data
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, MixtralConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -158,6 +159,20 @@ def test_training_is_that_of_one_process(model: str, layout: str, options: dict[
         parity.assert_same_training(model, layout, **options)
 
 
+def other_exchange() -> str:
+    recipe = Recipe("mixtral", layers=1, steps=1)
+    module, rows = parity.Module(recipe), parity.Rows(data(recipe))
+    arguments = {"layout": "ep2_dp2", "micro_batch_size": 4, "self_check": "never"}
+    parity.fit_on_rank(recipe, rows, module, **arguments)
+    with deep_ep_stand_in.deep_ep_stand_in(), pytest.raises(ConfigError) as refusal:
+        parity.fit_on_rank(recipe, rows, module, moe_exchange="deepep", **arguments)
+    return str(refusal.value)
+
+
+def test_a_module_keeps_its_exchange() -> None:
+    assert all("by moe_exchange=all_to_all of an earlier Trainer; got deepep" in said for said in run_ranks(other_exchange, 2))
+
+
 def bf16_output() -> tuple[Tensor, Tensor, torch.dtype]:
     """Output and gradient of a rank in bf16, whose weights travel in float32."""
     with deep_ep_stand_in.deep_ep_stand_in():
@@ -277,6 +292,20 @@ def test_a_package_with_another_interface_is_refused(replaced: dict[str, Any], t
 def test_versions_with_this_interface_are_accepted(version: str | None) -> None:
     with patch.dict(sys.modules, {"deep_ep": make_module(__version__=version)}):
         DeepEP(None)  # type: ignore[arg-type]
+
+
+def test_filled_memory_is_refused() -> None:
+    """`check_torch_deterministic` of DeepEP 2.1."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with patch.dict(sys.modules, {"deep_ep": make_module()}), refused("fill_uninitialized_memory = False"):
+            DeepEP(None)  # type: ignore[arg-type]
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        with patch.dict(sys.modules, {"deep_ep": make_module()}):
+            DeepEP(None)  # type: ignore[arg-type]
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(False)
 
 
 def fails_to_connect() -> str:
