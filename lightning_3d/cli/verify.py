@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.config.machine import hide_gpus
+from lightning_3d.config.options.token_exchange import ALL_TO_ALL
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import listed
@@ -36,8 +37,9 @@ _UNIFORM = {
     "moe_z_loss": 0.0,
     "moe_bias_update": 0.0,
     "moe_capacity_factor": None,
+    "moe_exchange": ALL_TO_ALL,
 }
-"""Options that change what is computed and that plain PyTorch does not have, and the values that turn them off."""
+"""Options that change what is computed and that plain PyTorch does not have, or that need GPUs, and the values that turn them off."""
 
 
 def run(arguments: list[str]) -> int:

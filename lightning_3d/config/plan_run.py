@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config.elastic import adapt
 from lightning_3d.config.keys import check_containers, check_group_keys, check_type, data_options, explain_value
-from lightning_3d.config.machine import check_attention, choose_accelerator, choose_precision, visible_gpus
+from lightning_3d.config.machine import check_attention, check_token_exchange, choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.loss import LossOptions
@@ -174,6 +174,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     warnings = (*adapted.warnings, *warnings)
     precision = choose_precision(run, accelerator)
     check_attention(run, layout, accelerator)
+    check_token_exchange(run, layout, experts, accelerator, precision)
     _check_trainer(run.trainer)
     run.plan.check()
     _check_classes(run)
@@ -414,6 +415,7 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
     if experts.asked_for and not spec.experts:
         name = experts.asked_for[0]
         raise ConfigError(f"parallelism.{name} works only with a mixture of experts, but the model is dense. Omit it.")
+    experts.check_tokens(layout.ep, spec.hidden, spec.experts or None, spec.top_k or None)
     family = FAMILIES.get(spec.model_type)
     if experts.bias_update and family is not None and not family.biased_routers:
         raise ConfigError(

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from typing_extensions import override
 
+from lightning_3d.config.options.token_exchange import ALL_TO_ALL
 from lightning_3d.dryrun.rank_report import Measured, RankReport
 from lightning_3d.dryrun.shapes import Found, ShapeMeter, alone
 from lightning_3d.layout.layout import Layout
@@ -304,6 +305,9 @@ def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
         strategy = job.strategy(DryStrategy)
         if job.gpu and strategy.zero.stage and strategy.zero.reduce_scatter is None:
             strategy.zero = replace(strategy.zero, reduce_scatter=True)
+        if strategy.options.experts.uses_deepep:  # sends a token once to each rank, as nodes of one rank do
+            experts = replace(strategy.options.experts, exchange=ALL_TO_ALL, node_size=1)
+            strategy.options = replace(strategy.options, experts=experts)
         meter = ShapeMeter()
         strategy.meter, strategy.found, strategy.report = meter, found, report
         measured = Measured(meter, report, STEPS - 1)

@@ -34,11 +34,12 @@ from lightning_3d.models.parallel_plan import (
     is_transformers_model,
     read_plan,
 )
-from lightning_3d.models.spec import EXPERT_COUNTS
+from lightning_3d.models.spec import EXPERT_COUNTS, TOP_K
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import SplitBlocks, share_sequences
 from lightning_3d.parallel.deferred_logits import defer_heads
 from lightning_3d.parallel.expert import (
+    DeepEP,
     ExpertParallel,
     Routers,
     attend_calls,
@@ -217,7 +218,7 @@ def take_part(
     keep_owned(root, name, plan, assignment, mesh.index("pp"), state)
     specs = local_specs(root, whole.specs)
     # Last, and only for the layers that are left. Their classes change beneath the wrapped forwards of the blocks around them.
-    _rewrite_layers(module, plan, _inside(name, specs), mesh, tensor, whole.regions)
+    _rewrite_layers(module, plan, _inside(name, specs), mesh, options, tensor, whole.regions)
     if tp > 1:
         defer_heads(module, options.loss_chunks)  # those that are sharded by vocabulary now
     if split is not None:
@@ -295,6 +296,7 @@ def _rewrite_layers(
     plan: ParallelPlan,
     specs: dict[str, ShardSpec],
     mesh: Mesh | StageMesh,
+    options: ModelOptions,
     tensor: TensorParallel,
     regions: SequenceRegions | None,
 ) -> None:
@@ -303,7 +305,8 @@ def _rewrite_layers(
         # Experts are sharded here alone; `rewrite` leaves them as they are. Without sequence parallelism tp ranks have the same tokens,
         # and each dispatches its part of them.
         tokens = TokenParts(tensor) if tensor.size > 1 and regions is None else None
-        ranks = ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens, mesh.expert_nodes)
+        deepep = DeepEP(mesh.expert_group) if options.experts.uses_deepep else None
+        ranks = ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens, mesh.expert_nodes, deepep)
         shard_experts(module, plan, specs, ranks)
     if tensor.size > 1:
         rewrite(module, plan, specs, tensor, regions)
@@ -348,6 +351,7 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
         experts=number(*EXPERT_COUNTS) or _experts_of_layer(module, plan),
     )
     check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind, stages=options.stages if plan.layers else None)
+    options.experts.check_tokens(layout.ep, number("hidden_size"), sizes.experts, number(*TOP_K))
 
 
 def _experts_of_layer(module: nn.Module, plan: ParallelPlan) -> int | None:

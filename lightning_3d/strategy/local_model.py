@@ -145,6 +145,11 @@ class Partition:
                 f"An earlier Trainer partitioned this module into stages of {list(stages)} blocks; it cannot be partitioned again for"
                 f" stages={list(given)}. Use the same stages, or save a checkpoint, rebuild the module and load it with ckpt_path=."
             )
+        if options.experts.exchange != self.options.experts.exchange:
+            raise ConfigError(
+                f"The experts of this module exchange tokens by moe_exchange={self.options.experts.exchange} of an earlier Trainer; got"
+                f" {options.experts.exchange}. Use the same, or save a checkpoint, rebuild the module and load it with ckpt_path=."
+            )
         if differences := self.options.blocks.differences(options.blocks, tp=layout.tp):
             rank_zero_warn(
                 f"The blocks of this module keep the options of an earlier Trainer ({'; '.join(differences)}). Rebuild the module to change"

@@ -1,10 +1,19 @@
-"""Options of a mixture of experts: balancing losses, and the capacity of each expert. Pure: no torch."""
+"""Options of a mixture of experts: balancing losses, the capacity of each expert, and how tokens travel. Pure: no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_3d.config.options.token_exchange import (
+    ALL_TO_ALL,
+    DEEPEP,
+    check_deepep_machine,
+    check_deepep_ranks,
+    check_deepep_sizes,
+    check_exchange,
+)
 from lightning_3d.errors import ConfigError
+from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.sizes import check_number, check_sizes
 
 
@@ -24,9 +33,10 @@ class ExpertOptions:
         node_size: ranks of a node for the exchange of tokens. If the ranks that share experts are on several nodes, equally many on each,
             a token crosses once to each node on which it has experts. None: the nodes of the run. At least ep: each token is sent straight
             to each of its experts.
+        exchange: how tokens travel. "all_to_all": by `torch.distributed`; "deepep": by the kernels of DeepEP, once to each rank.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, the exchange is unknown, or DeepEP is given a `node_size`.
     """
 
     aux_loss: float | None = None
@@ -34,6 +44,7 @@ class ExpertOptions:
     bias_update: float = 0.0
     capacity_factor: float | None = None
     node_size: int | None = None
+    exchange: str = ALL_TO_ALL
 
     def __post_init__(self) -> None:
         for name, value in (("moe_aux_loss", self.aux_loss), ("moe_z_loss", self.z_loss), ("moe_bias_update", self.bias_update)):
@@ -47,6 +58,43 @@ class ExpertOptions:
             check_number("moe_capacity_factor", self.capacity_factor)
         if self.node_size is not None:
             check_sizes(moe_node_size=self.node_size)
+        if check_exchange(self.exchange) == DEEPEP and self.node_size is not None:
+            raise ConfigError(
+                f"moe_node_size={self.node_size} has no effect on moe_exchange=deepep, which finds the nodes itself. Use"
+                " moe_node_size=null, or moe_exchange=all_to_all."
+            )
+
+    @property
+    def uses_deepep(self) -> bool:
+        """Whether tokens travel by DeepEP."""
+        return self.exchange == DEEPEP
+
+    def check_run(
+        self, layout: Layout, node_size: int | None, device: str, precision: str, capability: tuple[int, int] | None = None
+    ) -> None:
+        """Refuse a run in which tokens cannot travel so.
+
+        Args:
+            node_size: ranks of each node; None for one node.
+            device: kind of device; "gpu" and "cuda" are GPUs.
+            precision: name in `PRECISIONS`.
+            capability: compute capability of the GPU; None if it is unknown.
+        """
+        if self.uses_deepep:
+            check_deepep_ranks(layout, node_size)
+            check_deepep_machine(device, precision, capability)
+
+    def check_tokens(self, ranks: int, hidden: int | None, experts: int | None, choices: int | None) -> None:
+        """Refuse tokens that cannot travel so. None stands for an unknown number.
+
+        Args:
+            ranks: ranks that share the experts.
+            hidden: width of the hidden states.
+            experts: number of all experts.
+            choices: experts of each token.
+        """
+        if self.uses_deepep:
+            check_deepep_sizes(ranks, hidden, experts, choices)
 
     @property
     def asked_for(self) -> list[str]:
