@@ -3,50 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.training.data.entropy import Entropy, entropy
 from lightning_3d.training.data.packing import PackedDataset, Tokens, spread
+from lightning_3d.training.data.permutation import Permutation
 
 _FULL_SCAN = 1 << 30
 """Bytes up to which all tokens are checked before training, and from which entropies are computed. Each sample is also checked when it is
 read."""
 
 
-class GlobalOrderSampler(DistributedSampler[dict[str, Tensor]]):
+LISTED, KEYED = 1, 2
+"""Kinds of order, as a saved position names them: torch's permutation of a list, which older versions used, and a `Permutation`."""
+
+
+class GlobalOrderSampler(DistributedSampler[Any]):
     """Order of samples that depends only on the seed and the epoch, not on the number of data-parallel ranks.
 
     The samples of a step are the next global batch of one shuffled order; this rank reads every `num_replicas`-th of
-    them. A resumed epoch skips the samples that were already used.
+    them. A resumed epoch skips the samples that were already used. Memory and the time to the first sample do not depend on the number of
+    samples.
 
     Args:
+        dataset: the samples.
         position: function that returns (epoch, samples used in it); called when an epoch starts.
+        order: function (epoch, places in the order) -> indices of samples; called when an epoch starts.
         rows: how the rows of a global batch are dealt to ranks.
     """
 
     def __init__(
-        self, dataset: PackedDataset, position: Callable[[], tuple[int, int]], rows: MicroBatchRows, *, rank: int, seed: int
+        self,
+        dataset: Dataset[Any],
+        position: Callable[[], tuple[int, int]],
+        order: Callable[[int, Iterator[int]], Iterator[int]],
+        rows: MicroBatchRows,
+        *,
+        rank: int,
     ) -> None:
-        super().__init__(dataset, rows.dp, rank, shuffle=True, seed=seed, drop_last=True)
+        super().__init__(dataset, rows.dp, rank, shuffle=True, drop_last=True)
         self._position = position
+        self._order = order
         self._rows = rows
 
     @override
     def __iter__(self) -> Iterator[Any]:
         epoch, used = self._position()
-        whole: DistributedSampler[Any] = DistributedSampler(self.dataset, num_replicas=1, rank=0, seed=self.seed)
-        whole.set_epoch(self.epoch)
-        order = list(whole)[: self.total_size]
-        return islice(self._rows.of_rank(self.rank, order), used // self.num_replicas if epoch == self.epoch else 0, None)
+        skip = used // self.num_replicas if epoch == self.epoch else 0
+        return self._order(self.epoch, self._rows.of_rank(self.rank, range(self.total_size), skip))
 
 
 class TrainLoader(DataLoader[dict[str, Tensor]]):
@@ -114,6 +127,7 @@ class PackedDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.train_set: PackedDataset | None = None
         self.val_set: PackedDataset | None = None
+        self._order_kind = KEYED
         self._restored: dict[str, int] | None = None
         self._entropy: Entropy | None = None
 
@@ -197,11 +211,19 @@ class PackedDataModule(LightningDataModule):
         replicas, index = self._replicas()
         rows = getattr(self.trainer.strategy, "micro_batch_rows", None) if self.trainer is not None else None
         dealt = rows or MicroBatchRows(replicas, replicas)
-        sampler = GlobalOrderSampler(self.train_set, self._position, dealt, rank=index, seed=self.seed)
+        sampler = GlobalOrderSampler(self.train_set, self._position, self._order, dealt, rank=index)
         options = self._loader_options(self._batch_size(replicas))
         loader = TrainLoader(self.train_set, sampler=sampler, drop_last=True, **options)
         loader.data_module = self
         return loader
+
+    def _order(self, epoch: int, places: Iterator[int]) -> Iterator[int]:
+        """Yield the samples at these places of the order of an epoch."""
+        assert self.train_set is not None
+        if self._order_kind == KEYED:
+            return Permutation(len(self.train_set), self.seed, epoch).follow(places)
+        listed = torch.randperm(len(self.train_set), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        return (listed[place] for place in places)
 
     def _position(self) -> tuple[int, int]:
         """Return (epoch, samples used in it) where training continues.
@@ -253,10 +275,11 @@ class PackedDataModule(LightningDataModule):
             "seed": self.seed,
             "sequence_length": self.sequence_length,
             "train_samples": len(self.train_set),
+            "order": self._order_kind,
         }
 
     def resume_from(self, state: dict[str, int]) -> None:
-        """Restore a position that `position_state` returned.
+        """Restore a position that `position_state` returned. A run that began with a listed order keeps it in all its epochs.
 
         Raises:
             DataError: this data module has a different order of samples.
@@ -274,4 +297,11 @@ class PackedDataModule(LightningDataModule):
                 f"The checkpoint's position in the data does not match this run: {'; '.join(different)}. Use the checkpoint's values,"
                 " or start a new run from the checkpoint's weights."
             )
+        kind = state.get("order", LISTED)
+        if kind not in (LISTED, KEYED):
+            raise DataError(
+                f"The checkpoint's order of samples is of kind {kind}, which this version of lightning_3d does not know. Resume with the version"
+                " that wrote it, or start a new run from the checkpoint's weights."
+            )
+        self._order_kind = kind
         self._restored = dict(state)
