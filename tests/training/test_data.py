@@ -3,13 +3,13 @@
 import json
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from data_modules import trainer_of
 
 from lightning_3d.config.files import conf_folder
 from lightning_3d.errors import ConfigError, DataError
@@ -36,18 +36,6 @@ class Counting(PackedDataModule):
 
 def numbered(count: int) -> Tokens:
     return Tokens(np.arange(count, dtype=np.uint16), "numbers")
-
-
-def trainer_of(replicas: int, rank: int) -> Any:
-    """What a data module asks a trainer for."""
-    return SimpleNamespace(
-        distributed_sampler_kwargs={"num_replicas": replicas, "rank": rank},
-        strategy=SimpleNamespace(data_parallel_size=replicas, root_device=torch.device("cpu")),
-        global_step=0,
-        ckpt_path=None,
-        current_epoch=0,
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0)))),
-    )
 
 
 def as_rank(data: PackedDataModule, replicas: int, rank: int) -> Any:

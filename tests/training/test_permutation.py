@@ -13,7 +13,7 @@ from lightning_3d.training.data.permutation import Permutation
 
 
 def reference(size: int, *key: int) -> list[int]:
-    """The network as its definition says, on Python's integers, by another way: the order of all numbers, without those that are too large."""
+    """The network as its definition says, on Python's integers."""
     digest = blake2b(":".join(str(part) for part in key).encode(), digest_size=64).digest()
     base = 2
     while base * base < size:

@@ -300,8 +300,8 @@ class PackedDataModule(LightningDataModule):
         kind = state.get("order", LISTED)
         if kind not in (LISTED, KEYED):
             raise DataError(
-                f"The checkpoint's order of samples is of kind {kind}, which this version of lightning_3d does not know. Resume with the version"
-                " that wrote it, or start a new run from the checkpoint's weights."
+                f"The checkpoint's order of samples is of kind {kind}, which this version of lightning_3d does not know. Resume with the"
+                " version that wrote it, or start a new run from the checkpoint's weights."
             )
         self._order_kind = kind
         self._restored = dict(state)

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_3d.errors import DataError
 from lightning_3d.training.data.concatenation import Concatenation
+from lightning_3d.training.data.corpus import first_held_out
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss, as in torch's cross-entropy and Transformers."""
@@ -47,8 +48,7 @@ class Tokens:
         """Split into (training, held-out): the last samples are held out, at least one; None if `fraction` is 0."""
         if fraction == 0:
             return self, None
-        samples = len(self) // sequence_length
-        first = max(0, samples - max(1, round(samples * fraction))) * sequence_length
+        first = first_held_out(len(self) // sequence_length, fraction) * sequence_length
         return self.part(0, first), self.part(first, len(self))
 
     def check_vocabulary(self, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
