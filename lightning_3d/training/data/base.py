@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.training.data.entropy import Entropy, entropy
-from lightning_3d.training.data.packing import PackedDataset, Tokens, spread
+from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens, spread
 from lightning_3d.training.data.permutation import Permutation
 
 _FULL_SCAN = 1 << 30
@@ -67,10 +67,10 @@ class TrainLoader(DataLoader[dict[str, Tensor]]):
 
     data_module: PackedDataModule
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return self.data_module.position_state()
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.data_module.resume_from(state_dict)
 
 
@@ -95,6 +95,9 @@ class PackedDataModule(LightningDataModule):
 
     unit = "token"
     """Name of one token, for figures per token."""
+
+    val_names: tuple[str, ...] = ()
+    """Names of the validation sets, in the order of their loaders; empty for one set without a name."""
 
     def __init__(
         self,
@@ -125,10 +128,10 @@ class PackedDataModule(LightningDataModule):
         self.vocab_size = vocab_size
         self.predict_across_documents = predict_across_documents
         self.num_workers = num_workers
-        self.train_set: PackedDataset | None = None
+        self.train_set: Samples | None = None
         self.val_set: PackedDataset | None = None
         self._order_kind = KEYED
-        self._restored: dict[str, int] | None = None
+        self._restored: dict[str, Any] | None = None
         self._entropy: Entropy | None = None
 
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
@@ -145,24 +148,29 @@ class PackedDataModule(LightningDataModule):
         if self.train_set is not None:
             return
         train, val = self.load_tokens()
-        for tokens in (train, val):
+        self._check_vocabulary(train, val)
+        self.train_set = self._pack(train, None)
+        self._require_global_batch(train)
+        self.val_set = None if val is None else self._validation_set(val)
+
+    def _check_vocabulary(self, *parts: Tokens | None) -> None:
+        """Check the token ids of tokens that say their largest one, or that are few enough to be read."""
+        for tokens in parts:
             if tokens is None or self.vocab_size is None:
                 continue
             if tokens.largest is not None:
                 tokens.check_largest(self.vocab_size)
             elif tokens.values.nbytes <= _FULL_SCAN:
                 tokens.check_vocabulary(self.vocab_size)
-        self.train_set = self._pack(train, None)
-        self._require_global_batch(train)
-        if val is None:
-            return
+
+    def _validation_set(self, val: Tokens) -> PackedDataset:
         samples = len(val) // self.sequence_length
         if samples == 0:
             raise DataError(
                 f"The held-out part of {val.name} has {len(val)} tokens, fewer than one sample of"
                 f" {self.sequence_length} tokens. Use a data.sequence_length of at most {len(val)}, or hold out more tokens."
             )
-        self.val_set = self._pack(val, self.val_sequences)
+        return self._pack(val, self.val_sequences)
 
     def _pack(self, tokens: Tokens, wanted: int | None) -> PackedDataset:
         return PackedDataset(
@@ -245,7 +253,10 @@ class PackedDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
         if self.val_set is None:
             return []
-        return DataLoader(self.val_set, shuffle=False, **self._loader_options(self._batch_size(self._replicas()[0])))
+        return self._val_loader(self.val_set)
+
+    def _val_loader(self, samples: PackedDataset) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(samples, shuffle=False, **self._loader_options(self._batch_size(self._replicas()[0])))
 
     def _loader_options(self, batch_size: int) -> dict[str, Any]:
         return {
@@ -264,34 +275,39 @@ class PackedDataModule(LightningDataModule):
             self._entropy = entropy(np.asarray(values[: _FULL_SCAN // values.dtype.itemsize]))
         return self._entropy
 
-    def position_state(self) -> dict[str, int]:
+    def position_state(self) -> dict[str, Any]:
         """Position of training: samples used in the order of this epoch, and what that order depends on."""
-        assert self.trainer is not None and self.train_set is not None
+        assert self.trainer is not None
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return {
             "epoch": self.trainer.current_epoch,
             "samples": batches * self.global_batch_size,
-            "global_batch_size": self.global_batch_size,
-            "seed": self.seed,
-            "sequence_length": self.sequence_length,
-            "train_samples": len(self.train_set),
+            **self._same_order(),
             "order": self._order_kind,
         }
 
-    def resume_from(self, state: dict[str, int]) -> None:
+    def _same_order(self) -> dict[str, Any]:
+        """Everything that the order of samples depends on, besides its kind."""
+        return {
+            "global_batch_size": self.global_batch_size,
+            "seed": self.seed,
+            "sequence_length": self.sequence_length,
+            **self._order_depends_on(),
+        }
+
+    def _order_depends_on(self) -> dict[str, Any]:
+        """What the order of samples depends on in the data."""
+        assert self.train_set is not None, "setup() comes first"
+        return {"train_samples": len(self.train_set)}
+
+    def resume_from(self, state: dict[str, Any]) -> None:
         """Restore a position that `position_state` returned. A run that began with a listed order keeps it in all its epochs.
 
         Raises:
             DataError: this data module has a different order of samples.
         """
-        assert self.train_set is not None, "setup() comes first"
-        present = {
-            "global_batch_size": self.global_batch_size,
-            "seed": self.seed,
-            "sequence_length": self.sequence_length,
-            "train_samples": len(self.train_set),
-        }
-        different = [f"{key} was {state[key]} and is now {value}" for key, value in present.items() if state[key] != value]
+        present = self._same_order()
+        different = [f"{key} was {state.get(key)} and is now {value}" for key, value in present.items() if state.get(key) != value]
         if different:
             raise DataError(
                 f"The checkpoint's position in the data does not match this run: {'; '.join(different)}. Use the checkpoint's values,"

@@ -109,7 +109,14 @@ def smallest_dtype(largest_id: int) -> np.dtype:
     return np.dtype(np.uint16 if largest_id < 1 << 16 else np.uint32)
 
 
-class PackedDataset(Dataset[dict[str, Tensor]]):
+class Samples(Dataset[dict[str, Tensor]]):
+    """Samples of equal length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class PackedDataset(Samples):
     """Consecutive samples of `sequence_length` tokens, without gaps or overlap.
 
     A sample is `{"input_ids": (sequence,), "labels": (sequence,)}` of int64, in the convention of Transformers: labels
