@@ -305,8 +305,8 @@ def test_each_source_has_a_validation_set(tmp_path: Path) -> None:
     for name, count in (("web", 10), ("code", 21)):
         samples = data.val_sets[name]
         assert len(samples) == count
-        losses = [module.model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss for row in samples]
-        assert found[f"val_loss/{name}"] == pytest.approx(float(sum(losses)) / count, rel=1e-4)
+        losses = [module.model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.item() for row in samples]
+        assert found[f"val_loss/{name}"] == pytest.approx(sum(losses) / count, rel=1e-4)
     assert found["val_loss"] == pytest.approx((2 * found["val_loss/web"] + found["val_loss/code"]) / 3)
 
 

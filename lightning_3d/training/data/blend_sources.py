@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed, plural
-from lightning_3d.training.data.corpus import Corpus, find_corpora, first_held_out, require_same_tokenizer
+from lightning_3d.training.data.concatenation import first_held_out
+from lightning_3d.training.data.corpus import Corpus, find_corpora, require_same_tokenizer
 from lightning_3d.training.data.interleaving import LONGEST_CYCLE, Interleaving
 
 ENDLESS = 1 << 48

@@ -39,11 +39,6 @@ class Corpus:
         return sum(part.tokens for part in self.parts)
 
 
-def first_held_out(samples: int, fraction: float) -> int:
-    """Return the index of the first sample that is held out of a source: its last samples are, at least one; none if `fraction` is 0."""
-    return samples if fraction == 0 else max(0, samples - max(1, round(samples * fraction)))
-
-
 def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
     """Find the files of a path and check them by their sizes, manifests and indices.
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_3d.errors import DataError
-from lightning_3d.training.data.concatenation import Concatenation
-from lightning_3d.training.data.corpus import first_held_out
+from lightning_3d.training.data.concatenation import Concatenation, first_held_out
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss, as in torch's cross-entropy and Transformers."""
