@@ -14,5 +14,6 @@ def trainer_of(replicas: int, rank: int) -> Any:
         global_step=0,
         ckpt_path=None,
         current_epoch=0,
+        max_steps=-1,
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0)))),
     )

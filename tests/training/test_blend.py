@@ -328,7 +328,7 @@ def test_a_blend_resumes_in_another_layout(tmp_path: Path) -> None:
     ]
     first, second, refused = run_commands(lines, timeout=850, warm=True)
     assert (first.code, second.code, refused.code) == (0, 0, 2), first.output + second.output + refused.output
-    assert "Its source code ends first" in refused.output and not (tmp_path / "c").exists()
+    assert "Its source web ends first" in refused.output and not (tmp_path / "c").exists()
     tables = [(tmp_path / name / "metrics.csv").read_text().splitlines()[1:] for name in "ab"]
     numbers = [{line.split(",")[0]: [float(cell or 0) for cell in line.split(",")[1:3]] for line in table} for table in tables]
     assert list(numbers[1]) == ["3", "4"]

@@ -12,9 +12,10 @@ from typing_extensions import override
 from lightning_3d.errors import DataError
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.blend_sources import BlendPlan, Source, find_sources, read_sources
+from lightning_3d.training.data.corpus import Corpus
 from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens
 from lightning_3d.training.data.permutation import Permutation
-from lightning_3d.training.data.tokens import TokenFiles
+from lightning_3d.training.data.tokens import map_corpora
 
 
 class Blend(PackedDataModule):
@@ -54,8 +55,8 @@ class Blend(PackedDataModule):
         """
         if self.train_set is not None:
             return
-        find_sources(self.sources)
-        found = {source.name: self._load(source) for source in self.sources}
+        corpora = zip(self.sources, find_sources(self.sources), strict=True)
+        found = {source.name: self._load(source, *files) for source, files in corpora}
         parts = tuple(self._pack(train, None) for train, _ in found.values())
         plan = BlendPlan.of(self.sources, [len(part) for part in parts], self.sequence_length)
         plan.require_steps(max(1, self.trainer.max_steps if self.trainer is not None else 1), self.global_batch_size)
@@ -63,17 +64,9 @@ class Blend(PackedDataModule):
         self.val_sets = {name: self._validation_set(val) for name, (_, val) in found.items() if val is not None}
         self.val_names = tuple(self.val_sets)
 
-    def _load(self, source: Source) -> tuple[Tokens, Tokens | None]:
-        files = TokenFiles(
-            train_path=source.train_path,
-            val_path=source.val_path,
-            val_fraction=source.val_fraction,
-            document_separator=source.document_separator,
-            sequence_length=self.sequence_length,
-            global_batch_size=self.global_batch_size,
-            predict_across_documents=self.predict_across_documents,
-        )
-        train, val = files.load_tokens()
+    def _load(self, source: Source, files: Corpus, held_out: Corpus | None) -> tuple[Tokens, Tokens | None]:
+        across = self.predict_across_documents
+        train, val = map_corpora(files, held_out, source.val_fraction, self.sequence_length, predict_across_documents=across)
         self._check_vocabulary(train, val)
         return train, val
 
