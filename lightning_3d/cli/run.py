@@ -23,7 +23,7 @@ from lightning_3d.ranks.meeting_store import JOIN_SECONDS
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.runs.frozen_config import move_to, read_frozen
-from lightning_3d.training.data.corpus import check_files
+from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.job import find_place, run_job, show_plan
 
 COMMAND = Command(
@@ -66,7 +66,7 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
         return 0
 
     if outside is None:
-        check_files(config["data"])
+        check_files(config["data"], config["trainer"].get("max_steps"))
     folder = Path(config["run_folder"])
 
     def take(earlier: Path | None) -> RunFolder:

@@ -34,7 +34,7 @@ from lightning_3d.runs.folder import RunFolder
 from lightning_3d.runs.sweep.compose_job import JobFailed
 from lightning_3d.runs.sweep.local_engine import Interrupted, interruptible
 from lightning_3d.runs.sweep.sweep import Sweep
-from lightning_3d.training.data.corpus import check_files
+from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.job import Place, find_place, run_job, show_plan
 
 _NEW_FOLDER = (
@@ -132,7 +132,7 @@ class BeforeRun(Callback):
                 show_plan(plan, self.outside)
                 sys.exit(0)
             if self.outside is None:
-                check_files(config.data)
+                check_files(config.data, config.trainer.max_steps)
             if plan.run.parallelism.elastic and not _is_given(config, "hydra.run.dir"):
                 raise ConfigError(_ELASTIC_FOLDER)
             if config.trainer.auto_resume and not _is_given(config, "hydra.run.dir"):
@@ -223,7 +223,7 @@ class TrainJob:
                 show_plan(plan, self.outside)
                 return 0
             if self.plan is None and self.outside is None:
-                check_files(config.data)
+                check_files(config.data, config.trainer.max_steps)
             path = Path(HydraConfig.get().runtime.output_dir)
             seconds = config.trainer.rendezvous_timeout
             place = self.place or find_place(self.outside, config.logger, lambda earlier: RunFolder.claim(path, numbered=False), seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -28,24 +29,30 @@ class MicroBatchRows:
     whole_dp: int
     micro_batch_size: int = 1
 
-    def of_rank(self, rank: int, order: Sequence[T]) -> Iterator[T]:
+    def of_rank(self, rank: int, order: Sequence[T], skip: int = 0) -> Iterator[T]:
         """Return the rows that one rank reads, in the order in which it reads them.
 
         Args:
             rank: its data-parallel index.
             order: rows in the order of one process, a multiple of `dp`. If they are not whole micro-batches of all ranks, the last ones are
-                dealt one by one.
+                dealt one by one. A `range` takes no memory, and the time to skip its rows does not depend on their number.
+            skip: number of rows of this rank to leave out, the first ones.
         """
         size, whole = self.micro_batch_size, self.whole_dp
         if whole == self.dp:
-            yield from order[rank :: self.dp]
+            yield from order[rank :: self.dp][skip:]
             return
         together = math.lcm(whole, self.dp) * size
         dealt = len(order) // together * together
-        for number in range(rank, dealt // size, self.dp):
-            first = number // whole * whole * size + number % whole
-            yield from order[first : first + whole * size : whole]
-        yield from order[dealt + rank :: self.dp]
+        numbers = range(rank, dealt // size, self.dp)
+        left_out = min(skip // size, len(numbers))
+        micro_batches = (self._micro_batch(number, order) for number in numbers[left_out:])
+        yield from islice(chain(chain.from_iterable(micro_batches), order[dealt + rank :: self.dp]), skip - left_out * size, None)
+
+    def _micro_batch(self, number: int, order: Sequence[T]) -> Sequence[T]:
+        """Return the rows of a micro-batch of the whole layout."""
+        first = number // self.whole_dp * self.whole_dp * self.micro_batch_size + number % self.whole_dp
+        return order[first : first + self.whole_dp * self.micro_batch_size : self.whole_dp]
 
     def number(self, rank: int, index: int, micro_batches: int) -> int:
         """Return the number that a micro-batch has in the whole layout, among those of all ranks.

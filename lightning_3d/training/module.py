@@ -34,7 +34,8 @@ class CausalLM(LightningModule):
     """LightningModule that trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
 
     The model is built from its configuration, with new or pretrained weights. Pretrained weights may be frozen and trained through LoRA
-    adapters. Logs `loss` every step and `val_loss` per validation, both in nats per target token.
+    adapters. Logs `loss` every step and `val_loss` per validation, both in nats per target token. If the data module names its validation
+    sets (`val_names`), it logs `val_loss/NAME` for each, and `val_loss` is their mean with the weights of `validation_weights()`.
 
     Args:
         model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration;
@@ -93,8 +94,18 @@ class CausalLM(LightningModule):
         return loss
 
     @override
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self._loss(batch), sync_dist=True)
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", ())
+        name = f"val_loss/{names[dataloader_idx]}" if names else "val_loss"
+        self.log(name, self._loss(batch), sync_dist=True, add_dataloader_idx=False)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        """Log the mean of the losses of several validation sets."""
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if getattr(data, "val_names", ()):
+            losses = {name: self.trainer.callback_metrics[f"val_loss/{name}"] for name in data.val_names}
+            self.log("val_loss", sum(weight * losses[name] for name, weight in data.validation_weights().items()), sync_dist=True)
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None, "configure_model comes first"

@@ -44,3 +44,18 @@ def test_each_row_is_read_once(dp: int, whole: int, size: int, length: int) -> N
     dealt = [list(MicroBatchRows(dp, whole, size).of_rank(rank, range(length))) for rank in range(dp)]
     assert sorted(sum(dealt, [])) == list(range(length))
     assert {len(rows) for rows in dealt} == {length // dp}
+
+
+@pytest.mark.parametrize(("dp", "whole", "size", "length"), [(2, 2, 1, 12), (2, 3, 2, 46), (3, 4, 1, 39), (1, 4, 2, 21), (3, 5, 2, 3)])
+def test_skipped_rows_are_the_first_ones(dp: int, whole: int, size: int, length: int) -> None:
+    rows = MicroBatchRows(dp, whole, size)
+    for rank in range(dp):
+        mine = list(rows.of_rank(rank, range(length)))
+        for skip in range(len(mine) + 2):
+            assert list(rows.of_rank(rank, range(length), skip)) == mine[skip:]
+
+
+def test_rows_of_a_huge_order_are_skipped_at_once() -> None:
+    for rows in (MicroBatchRows(4, 4), MicroBatchRows(3, 4, 2)):
+        order = range(12 * 10**14)
+        assert next(rows.of_rank(1, order, 10**14)) in order

@@ -3,18 +3,18 @@
 import json
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from data_modules import trainer_of
 
 from lightning_3d.config.files import conf_folder
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.training.data import DATA_MODULES, _parameters, make_data_module
-from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.base import KEYED, LISTED, PackedDataModule
 from lightning_3d.training.data.entropy import entropy
 from lightning_3d.training.data.huggingface import HuggingFaceText
 from lightning_3d.training.data.packing import IGNORE_INDEX, PackedDataset, Tokens, join_documents, spread
@@ -36,16 +36,6 @@ class Counting(PackedDataModule):
 
 def numbered(count: int) -> Tokens:
     return Tokens(np.arange(count, dtype=np.uint16), "numbers")
-
-
-def trainer_of(replicas: int, rank: int) -> Any:
-    """What a data module asks a trainer for."""
-    return SimpleNamespace(
-        distributed_sampler_kwargs={"num_replicas": replicas, "rank": rank},
-        strategy=SimpleNamespace(data_parallel_size=replicas, root_device=torch.device("cpu")),
-        global_step=0,
-        ckpt_path=None,
-    )
 
 
 def as_rank(data: PackedDataModule, replicas: int, rank: int) -> Any:
@@ -230,7 +220,7 @@ def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
 
 def resumed(replicas: int, rank: int, **state: Any) -> Any:
     data = as_rank(Counting(), replicas, rank)
-    state = {"epoch": 0, "samples": 0, "global_batch_size": 8, "seed": 1, "sequence_length": 8, **state}
+    state = {"epoch": 0, "samples": 0, "global_batch_size": 8, "seed": 1, "sequence_length": 8, "order": KEYED, **state}
     data.resume_from({"train_samples": 100, **state})
     return data
 
@@ -245,6 +235,29 @@ def test_a_resumed_epoch_goes_on_where_it_was(replicas: int) -> None:
 def test_the_epochs_after_the_resumed_one_are_whole() -> None:
     data = resumed(1, 0, samples=24)
     assert first_tokens(data, epoch=1) == first_tokens(as_rank(Counting(), 1, 0), epoch=1)
+
+
+def test_a_run_of_an_older_version_keeps_its_order() -> None:
+    """A position without `order` is of a version that shuffled with torch: it is the same in the rest of the epoch and in later ones."""
+    expected = {}
+    for epoch in (0, 1, 2):
+        listed = torch.randperm(100, generator=torch.Generator().manual_seed(1 + epoch)).mul(8)
+        expected[epoch] = listed[:96].reshape(12, 8).tolist()
+    assert first_tokens(as_rank(Counting(), 1, 0)) != expected[0]
+    old = {"epoch": 0, "samples": 24, "global_batch_size": 8, "seed": 1, "sequence_length": 8, "train_samples": 100}
+    data = as_rank(Counting(), 1, 0)
+    data.resume_from(old)
+    assert first_tokens(data) == expected[0][3:] and first_tokens(data, epoch=1) == expected[1]
+    assert data.position_state()["order"] == LISTED
+    again = as_rank(Counting(), 2, 1)
+    again.resume_from({**old, "epoch": 2, "samples": 16, "order": LISTED})
+    assert first_tokens(again, epoch=2) == [row[1::2] for row in expected[2][2:]]
+    with pytest.raises(DataError, match="order of samples is of kind 9, which this version"):
+        resumed(1, 0, order=9)
+
+
+def test_new_positions_say_which_order_they_are_in() -> None:
+    assert resumed(1, 0, samples=24).position_state()["order"] == KEYED
 
 
 @pytest.mark.parametrize(
@@ -537,7 +550,7 @@ def test_a_data_module_by_name(sources: Path) -> None:
     [
         (
             {"name": "token"},
-            "data.name must be python_stdlib, tokens, huggingface or instructions; got 'token'. Did you mean \"tokens\"",
+            "data.name must be python_stdlib, tokens, blend, huggingface or instructions; got 'token'. Did you mean \"tokens\"",
         ),
         ({"name": "tokens", "train_path": "???", "sequence_length": 8}, "data=tokens needs data.train_path"),
         ({"name": "tokens", "sequence_lenght": 8}, "no option 'sequence_lenght'.* Did you mean \"sequence_length\""),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 DATA_MODULES: dict[str, str] = {
     "python_stdlib": "lightning_3d.training.data.python_stdlib:PythonStdlib",
     "tokens": "lightning_3d.training.data.tokens:TokenFiles",
+    "blend": "lightning_3d.training.data.blend:Blend",
     "huggingface": "lightning_3d.training.data.huggingface:HuggingFaceText",
     "instructions": "lightning_3d.training.data.instructions:Instructions",
 }
@@ -74,7 +75,7 @@ def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) 
             raise ConfigError(f"data.{key} must be {_WORDS_OF_KINDS[_kinds(known[key].annotation)[0]]}; got {value!r}.")
 
 
-_WORDS_OF_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+_WORDS_OF_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a group of keys"}
 
 
 def _kinds(hint: Any) -> list[Any]:

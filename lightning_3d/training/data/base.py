@@ -3,50 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.training.data.entropy import Entropy, entropy
-from lightning_3d.training.data.packing import PackedDataset, Tokens, spread
+from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens, spread
+from lightning_3d.training.data.permutation import Permutation
 
 _FULL_SCAN = 1 << 30
 """Bytes up to which all tokens are checked before training, and from which entropies are computed. Each sample is also checked when it is
 read."""
 
 
-class GlobalOrderSampler(DistributedSampler[dict[str, Tensor]]):
+LISTED, KEYED = 1, 2
+"""Kinds of order, as a saved position names them: torch's permutation of a list, which older versions used, and a `Permutation`."""
+
+
+class GlobalOrderSampler(DistributedSampler[Any]):
     """Order of samples that depends only on the seed and the epoch, not on the number of data-parallel ranks.
 
     The samples of a step are the next global batch of one shuffled order; this rank reads every `num_replicas`-th of
-    them. A resumed epoch skips the samples that were already used.
+    them. A resumed epoch skips the samples that were already used. Memory and the time to the first sample do not depend on the number of
+    samples.
 
     Args:
+        dataset: the samples.
         position: function that returns (epoch, samples used in it); called when an epoch starts.
+        order: function (epoch, places in the order) -> indices of samples; called when an epoch starts.
         rows: how the rows of a global batch are dealt to ranks.
     """
 
     def __init__(
-        self, dataset: PackedDataset, position: Callable[[], tuple[int, int]], rows: MicroBatchRows, *, rank: int, seed: int
+        self,
+        dataset: Dataset[Any],
+        position: Callable[[], tuple[int, int]],
+        order: Callable[[int, Iterator[int]], Iterator[int]],
+        rows: MicroBatchRows,
+        *,
+        rank: int,
     ) -> None:
-        super().__init__(dataset, rows.dp, rank, shuffle=True, seed=seed, drop_last=True)
+        super().__init__(dataset, rows.dp, rank, shuffle=True, drop_last=True)
         self._position = position
+        self._order = order
         self._rows = rows
 
     @override
     def __iter__(self) -> Iterator[Any]:
         epoch, used = self._position()
-        whole: DistributedSampler[Any] = DistributedSampler(self.dataset, num_replicas=1, rank=0, seed=self.seed)
-        whole.set_epoch(self.epoch)
-        order = list(whole)[: self.total_size]
-        return islice(self._rows.of_rank(self.rank, order), used // self.num_replicas if epoch == self.epoch else 0, None)
+        skip = used // self.num_replicas if epoch == self.epoch else 0
+        return self._order(self.epoch, self._rows.of_rank(self.rank, range(self.total_size), skip))
 
 
 class TrainLoader(DataLoader[dict[str, Tensor]]):
@@ -54,10 +67,10 @@ class TrainLoader(DataLoader[dict[str, Tensor]]):
 
     data_module: PackedDataModule
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return self.data_module.position_state()
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.data_module.resume_from(state_dict)
 
 
@@ -82,6 +95,9 @@ class PackedDataModule(LightningDataModule):
 
     unit = "token"
     """Name of one token, for figures per token."""
+
+    val_names: tuple[str, ...] = ()
+    """Names of the validation sets, in the order of their loaders; empty for one set without a name."""
 
     def __init__(
         self,
@@ -112,9 +128,10 @@ class PackedDataModule(LightningDataModule):
         self.vocab_size = vocab_size
         self.predict_across_documents = predict_across_documents
         self.num_workers = num_workers
-        self.train_set: PackedDataset | None = None
+        self.train_set: Samples | None = None
         self.val_set: PackedDataset | None = None
-        self._restored: dict[str, int] | None = None
+        self._order_kind = KEYED
+        self._restored: dict[str, Any] | None = None
         self._entropy: Entropy | None = None
 
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
@@ -131,24 +148,29 @@ class PackedDataModule(LightningDataModule):
         if self.train_set is not None:
             return
         train, val = self.load_tokens()
-        for tokens in (train, val):
+        self._check_vocabulary(train, val)
+        self.train_set = self._pack(train, None)
+        self._require_global_batch(train)
+        self.val_set = None if val is None else self._validation_set(val)
+
+    def _check_vocabulary(self, *parts: Tokens | None) -> None:
+        """Check the token ids of tokens that say their largest one, or that are few enough to be read."""
+        for tokens in parts:
             if tokens is None or self.vocab_size is None:
                 continue
             if tokens.largest is not None:
                 tokens.check_largest(self.vocab_size)
             elif tokens.values.nbytes <= _FULL_SCAN:
                 tokens.check_vocabulary(self.vocab_size)
-        self.train_set = self._pack(train, None)
-        self._require_global_batch(train)
-        if val is None:
-            return
+
+    def _validation_set(self, val: Tokens) -> PackedDataset:
         samples = len(val) // self.sequence_length
         if samples == 0:
             raise DataError(
                 f"The held-out part of {val.name} has {len(val)} tokens, fewer than one sample of"
                 f" {self.sequence_length} tokens. Use a data.sequence_length of at most {len(val)}, or hold out more tokens."
             )
-        self.val_set = self._pack(val, self.val_sequences)
+        return self._pack(val, self.val_sequences)
 
     def _pack(self, tokens: Tokens, wanted: int | None) -> PackedDataset:
         return PackedDataset(
@@ -197,11 +219,19 @@ class PackedDataModule(LightningDataModule):
         replicas, index = self._replicas()
         rows = getattr(self.trainer.strategy, "micro_batch_rows", None) if self.trainer is not None else None
         dealt = rows or MicroBatchRows(replicas, replicas)
-        sampler = GlobalOrderSampler(self.train_set, self._position, dealt, rank=index, seed=self.seed)
+        sampler = GlobalOrderSampler(self.train_set, self._position, self._order, dealt, rank=index)
         options = self._loader_options(self._batch_size(replicas))
         loader = TrainLoader(self.train_set, sampler=sampler, drop_last=True, **options)
         loader.data_module = self
         return loader
+
+    def _order(self, epoch: int, places: Iterator[int]) -> Iterator[int]:
+        """Yield the samples at these places of the order of an epoch."""
+        assert self.train_set is not None
+        if self._order_kind == KEYED:
+            return Permutation(len(self.train_set), self.seed, epoch).follow(places)
+        listed = torch.randperm(len(self.train_set), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        return (listed[place] for place in places)
 
     def _position(self) -> tuple[int, int]:
         """Return (epoch, samples used in it) where training continues.
@@ -223,7 +253,10 @@ class PackedDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
         if self.val_set is None:
             return []
-        return DataLoader(self.val_set, shuffle=False, **self._loader_options(self._batch_size(self._replicas()[0])))
+        return self._val_loader(self.val_set)
+
+    def _val_loader(self, samples: PackedDataset) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(samples, shuffle=False, **self._loader_options(self._batch_size(self._replicas()[0])))
 
     def _loader_options(self, batch_size: int) -> dict[str, Any]:
         return {
@@ -242,36 +275,49 @@ class PackedDataModule(LightningDataModule):
             self._entropy = entropy(np.asarray(values[: _FULL_SCAN // values.dtype.itemsize]))
         return self._entropy
 
-    def position_state(self) -> dict[str, int]:
+    def position_state(self) -> dict[str, Any]:
         """Position of training: samples used in the order of this epoch, and what that order depends on."""
-        assert self.trainer is not None and self.train_set is not None
+        assert self.trainer is not None
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return {
             "epoch": self.trainer.current_epoch,
             "samples": batches * self.global_batch_size,
+            **self._same_order(),
+            "order": self._order_kind,
+        }
+
+    def _same_order(self) -> dict[str, Any]:
+        """Everything that the order of samples depends on, besides its kind."""
+        return {
             "global_batch_size": self.global_batch_size,
             "seed": self.seed,
             "sequence_length": self.sequence_length,
-            "train_samples": len(self.train_set),
+            **self._order_depends_on(),
         }
 
-    def resume_from(self, state: dict[str, int]) -> None:
-        """Restore a position that `position_state` returned.
+    def _order_depends_on(self) -> dict[str, Any]:
+        """What the order of samples depends on in the data."""
+        assert self.train_set is not None, "setup() comes first"
+        return {"train_samples": len(self.train_set)}
+
+    def resume_from(self, state: dict[str, Any]) -> None:
+        """Restore a position that `position_state` returned. A run that began with a listed order keeps it in all its epochs.
 
         Raises:
             DataError: this data module has a different order of samples.
         """
-        assert self.train_set is not None, "setup() comes first"
-        present = {
-            "global_batch_size": self.global_batch_size,
-            "seed": self.seed,
-            "sequence_length": self.sequence_length,
-            "train_samples": len(self.train_set),
-        }
-        different = [f"{key} was {state[key]} and is now {value}" for key, value in present.items() if state[key] != value]
+        present = self._same_order()
+        different = [f"{key} was {state.get(key)} and is now {value}" for key, value in present.items() if state.get(key) != value]
         if different:
             raise DataError(
                 f"The checkpoint's position in the data does not match this run: {'; '.join(different)}. Use the checkpoint's values,"
                 " or start a new run from the checkpoint's weights."
             )
+        kind = state.get("order", LISTED)
+        if kind not in (LISTED, KEYED):
+            raise DataError(
+                f"The checkpoint's order of samples is of kind {kind}, which this version of lightning_3d does not know. Resume with the"
+                " version that wrote it, or start a new run from the checkpoint's weights."
+            )
+        self._order_kind = kind
         self._restored = dict(state)

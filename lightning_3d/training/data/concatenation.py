@@ -78,6 +78,11 @@ class Concatenation:
         return pieces
 
 
+def first_held_out(samples: int, fraction: float) -> int:
+    """Return the index of the first sample that is held out of a source: its last samples are, at least one; none if `fraction` is 0."""
+    return samples if fraction == 0 else max(0, samples - max(1, round(samples * fraction)))
+
+
 @lru_cache(maxsize=_OPEN_FILES)
 def _map(part: TokenPart) -> np.ndarray:
     return np.memmap(part.path, dtype=np.dtype(part.dtype).newbyteorder("<"), mode="r", shape=(part.tokens,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,11 @@ class Corpus:
     separator: int | None = None
     tokenizer: TokenizerIdentity | None = None
     largest: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return sum(part.tokens for part in self.parts)
 
 
 def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
@@ -137,17 +142,6 @@ def require_tokenizer(corpora: Iterable[Corpus], tokenizer: str) -> None:
                 f"{corpus.name} is of another tokenizer than data.tokenizer: {corpus.tokenizer}, not {wanted}. Tokenize again, or use the"
                 " model of that tokenizer."
             )
-
-
-def check_files(config: Mapping[str, Any]) -> None:
-    """Check the files of a `data/` config before ranks are started. Does nothing for data other than `data=tokens`.
-
-    Raises:
-        DataError: see `find_corpora`.
-    """
-    if config.get("name") == "tokens" and config.get("train_path"):
-        known = {key: config.get(key) for key in ("val_path", "tokenizer", "document_separator", "check_hashes")}
-        find_corpora(config["train_path"], **known)
 
 
 def find_corpora(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_3d.errors import DataError
-from lightning_3d.training.data.concatenation import Concatenation
+from lightning_3d.training.data.concatenation import Concatenation, first_held_out
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss, as in torch's cross-entropy and Transformers."""
@@ -47,8 +47,7 @@ class Tokens:
         """Split into (training, held-out): the last samples are held out, at least one; None if `fraction` is 0."""
         if fraction == 0:
             return self, None
-        samples = len(self) // sequence_length
-        first = max(0, samples - max(1, round(samples * fraction))) * sequence_length
+        first = first_held_out(len(self) // sequence_length, fraction) * sequence_length
         return self.part(0, first), self.part(first, len(self))
 
     def check_vocabulary(self, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
@@ -109,7 +108,14 @@ def smallest_dtype(largest_id: int) -> np.dtype:
     return np.dtype(np.uint16 if largest_id < 1 << 16 else np.uint32)
 
 
-class PackedDataset(Dataset[dict[str, Tensor]]):
+class Samples(Dataset[dict[str, Tensor]]):
+    """Samples of equal length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class PackedDataset(Samples):
     """Consecutive samples of `sequence_length` tokens, without gaps or overlap.
 
     A sample is `{"input_ids": (sequence,), "labels": (sequence,)}` of int64, in the convention of Transformers: labels

@@ -55,14 +55,25 @@ class TokenFiles(PackedDataModule):
     @override
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
         train, val = find_corpora(self.train_path, self.val_path, document_separator=self.document_separator)
-        if train.separator is None and not self.predict_across_documents:
-            raise ConfigError(
-                f"data.predict_across_documents=false needs the token that ends a document, and {train.name} does not say it. Set"
-                " data.document_separator to its id."
-            )
-        if val is not None:
-            return _map(train), _map(val)
-        return _map(train).hold_out(self.val_fraction, self.sequence_length)
+        return map_corpora(train, val, self.val_fraction, self.sequence_length, predict_across_documents=self.predict_across_documents)
+
+
+def map_corpora(
+    train: Corpus, val: Corpus | None, val_fraction: float, sequence_length: int, *, predict_across_documents: bool
+) -> tuple[Tokens, Tokens | None]:
+    """Map files to train on and held-out files into memory. Without the latter, the end of the former is held out.
+
+    Raises:
+        ConfigError: the files do not say which token ends a document, and `predict_across_documents` is false.
+    """
+    if train.separator is None and not predict_across_documents:
+        raise ConfigError(
+            f"data.predict_across_documents=false needs the token that ends a document, and {train.name} does not say it. Set"
+            " data.document_separator to its id."
+        )
+    if val is not None:
+        return _map(train), _map(val)
+    return _map(train).hold_out(val_fraction, sequence_length)
 
 
 def _map(corpus: Corpus) -> Tokens:

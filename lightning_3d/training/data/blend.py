@@ -1,0 +1,131 @@
+"""A blend of several sources of tokens: which row comes from where depends on the seed and the number of the row only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_3d.errors import DataError
+from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.blend_sources import BlendPlan, Source, find_sources, read_sources
+from lightning_3d.training.data.corpus import Corpus
+from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens
+from lightning_3d.training.data.permutation import Permutation
+from lightning_3d.training.data.tokens import map_corpora
+
+
+class Blend(PackedDataModule):
+    """Rows of several sources, in fixed shares. Each source has an order, epochs and a validation set of its own.
+
+    Args:
+        sources: name -> options of a source; see `blend_sources.Source`.
+        tokenizer: tokenizer that made all files, a folder or a name on the hub, to compare with their manifests; None: no comparison.
+        check_hashes: compare the SHA-256 of every shard with its manifest, which reads all of them.
+        **kwargs: see `PackedDataModule`. `val_sequences` is for each source.
+
+    Attributes:
+        val_names: names of the sources that have a validation set, in order.
+    """
+
+    def __init__(
+        self, *, sources: dict[str, Any], tokenizer: str | None = None, check_hashes: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.sources = read_sources(sources, self.sequence_length)
+        self.tokenizer, self.check_hashes = tokenizer, check_hashes
+        self.val_sets: dict[str, PackedDataset] = {}
+        self.plan: BlendPlan | None = None
+
+    @override
+    def prepare_data(self) -> None:
+        """Make the checks that take time. Lightning calls this on one rank per node while the others wait."""
+        if self.tokenizer is not None or self.check_hashes:
+            find_sources(self.sources, self.tokenizer, self.check_hashes)
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        """Map the files and check them.
+
+        Raises:
+            DataError: a file cannot be used, or the blend is shorter than the run.
+        """
+        if self.train_set is not None:
+            return
+        corpora = zip(self.sources, find_sources(self.sources), strict=True)
+        found = {source.name: self._load(source, *files) for source, files in corpora}
+        parts = tuple(self._pack(train, None) for train, _ in found.values())
+        plan = BlendPlan.of(self.sources, [len(part) for part in parts], self.sequence_length)
+        plan.require_steps(max(1, self.trainer.max_steps if self.trainer is not None else 1), self.global_batch_size)
+        self.plan, self.train_set = plan, BlendDataset(plan, parts, self.seed)
+        self.val_sets = {name: self._validation_set(val) for name, (_, val) in found.items() if val is not None}
+        self.val_names = tuple(self.val_sets)
+
+    def _load(self, source: Source, files: Corpus, held_out: Corpus | None) -> tuple[Tokens, Tokens | None]:
+        across = self.predict_across_documents
+        train, val = map_corpora(files, held_out, source.val_fraction, self.sequence_length, predict_across_documents=across)
+        self._check_vocabulary(train, val)
+        return train, val
+
+    @override
+    def _order(self, epoch: int, places: Iterator[int]) -> Iterator[int]:
+        """Yield the rows of the blend as they are numbered: `BlendDataset` shuffles each source.
+
+        Raises:
+            DataError: the blend has been read to its end.
+        """
+        if epoch > 0:
+            assert self.train_set is not None
+            raise DataError(
+                f"All {len(self.train_set)} rows of the blend have been read. Let the sources repeat with data.sources.NAME.epochs, or set"
+                " max_steps of the Trainer."
+            )
+        return places
+
+    @override
+    def _order_depends_on(self) -> dict[str, Any]:
+        assert self.plan is not None, "setup() comes first"
+        return {"sources": self.plan.describe()}
+
+    @override
+    def val_dataloader(self) -> list[DataLoader[dict[str, Tensor]]]:
+        return [self._val_loader(samples) for samples in self.val_sets.values()]
+
+    def validation_weights(self) -> dict[str, float]:
+        """Weight of each validation set in `val_loss`: the share of its source in the blend; equal if only sources of weight 0 have one."""
+        assert self.plan is not None, "setup() comes first"
+        shares = {source.name: share for source, share in zip(self.sources, self.plan.interleaving.shares, strict=True)}
+        total = sum(shares[name] for name in self.val_names)
+        return {name: shares[name] / total if total else 1 / len(self.val_names) for name in self.val_names}
+
+
+class BlendDataset(Samples):
+    """Rows of a blend: a pure function of the seed and the number of the row.
+
+    Args:
+        plan: the order of the sources.
+        parts: samples of each source.
+        seed: seed of the order in each source and epoch.
+    """
+
+    def __init__(self, plan: BlendPlan, parts: tuple[PackedDataset, ...], seed: int) -> None:
+        self._plan, self._parts, self._seed = plan, parts, seed
+        self._rows = plan.rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return (source, sample of it) of a row."""
+        number, count = self._plan.interleaving.at(row)
+        part = self._parts[number]
+        epoch, index = divmod(count, len(part))
+        return number, Permutation(len(part), self._seed, epoch, self._plan.sources[number].name)[index]
+
+    @override
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        number, sample = self.place(row)
+        return self._parts[number][sample]

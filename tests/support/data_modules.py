@@ -1,0 +1,19 @@
+"""What a data module asks a trainer for, without a trainer."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def trainer_of(replicas: int, rank: int) -> Any:
+    """A trainer of one data-parallel rank, before its first step."""
+    return SimpleNamespace(
+        distributed_sampler_kwargs={"num_replicas": replicas, "rank": rank},
+        strategy=SimpleNamespace(data_parallel_size=replicas, root_device=torch.device("cpu")),
+        global_step=0,
+        ckpt_path=None,
+        current_epoch=0,
+        max_steps=-1,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0)))),
+    )
