@@ -223,6 +223,15 @@ def deepspeed_groups(engine: Any) -> list[DeepSpeedGroup]:
     return [DeepSpeedGroup(list(parameters), *tensors) for parameters, *tensors in zip(*columns, strict=True)]
 
 
+def keep_optimizer(engine: Any, optimizer: Any) -> None:
+    """Make a ZeRO stage 1 engine step the user's optimizer.
+
+    `DeepSpeedZeroOptimizer.initialize_optimizer_states` (0.19) replaces an Adagrad, which makes its state when it is built, with a new one
+    for the master weights, in a single parameter group that schedules and checkpoints would not see.
+    """
+    engine.optimizer.optimizer = optimizer
+
+
 def set_deepspeed_gradients(engine: Any, gradients: Sequence[Tensor]) -> None:
     """Pass a ZeRO stage 1 engine the reduced gradient, in float32, of this rank's shard of each parameter group.
 
