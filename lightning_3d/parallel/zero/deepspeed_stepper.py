@@ -134,7 +134,6 @@ class DeepSpeedStepper(Stepper):
                 on_host=on_host,
                 expert_group=self._trained.expert_group if self._expert_groups else None,
             )
-            self._library.keep_optimizer(self._engine, self._optimizer)
             start_state(self._optimizer)
             found = self._library.deepspeed_groups(self._engine)
         for group in found:

@@ -1,8 +1,8 @@
 """Whether an optimizer updates each element of a parameter by itself, so that ranks may each step a part of a tensor.
 
-An optimizer of the same class and options steps a small matrix, and another one steps its elements in two flat parts of different size, as two
-ranks would. If the results are equal in float64, the optimizer is elementwise. The parts do not end where a block of elements with a
-common scale would end, so that states in 8 bits are found too.
+An optimizer of the same class and options steps a small matrix. Two others step its elements in flat parts of different size, as two ranks
+would. If the results are equal in float64, the optimizer is elementwise. The first part ends inside a block of elements with a common
+scale, so that states in 8 bits are found too.
 """
 
 from __future__ import annotations

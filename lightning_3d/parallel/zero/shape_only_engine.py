@@ -113,10 +113,6 @@ class ShapeOnly:
         return [group.buffers for group in engine.groups]
 
     @staticmethod
-    def keep_optimizer(engine: ShapeOnlyEngine, optimizer: Any) -> None:
-        """Do nothing: this engine steps the user's optimizer."""
-
-    @staticmethod
     def set_deepspeed_gradients(engine: ShapeOnlyEngine, gradients: Sequence[Tensor]) -> None:
         engine.set_gradients(gradients)
 
