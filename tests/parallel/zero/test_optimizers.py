@@ -165,8 +165,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Adamax": {"lr": 3e-4, "weight_decay": 0.1},
     "Adadelta": {"lr": 3e-2, "weight_decay": 0.1},
     "ASGD": {"lr": 3e-3, "weight_decay": 0.1, "t0": 3},
+    "Rprop": {"lr": 1e-3},
 }
-LATER = ("Adamax", "Adadelta", "ASGD")
+LATER = ("Adamax", "Adadelta", "ASGD", "Rprop")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name in LATER else name for name in OPTIONS])
