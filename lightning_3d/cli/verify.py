@@ -16,7 +16,7 @@ from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.parameter_groups import matching
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.plan_run import RunPlan
-from lightning_3d.errors import listed
+from lightning_3d.errors import listed, plural
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.families import read_spec
 from lightning_3d.ranks.progress import task
@@ -67,7 +67,7 @@ def _run(steps: int, overrides: list[str]) -> int:
     if dropped:
         print(f"left out: {listed(dropped)}, which plain PyTorch does not have")
     if absent:
-        print(f"left out: {absent} of optimizer.groups, which name no parameters of the small model")
+        print(f"left out: {plural(absent, 'group')} of optimizer.groups without parameters in the small model")
     sys.stdout.flush()
 
     hide_gpus()
@@ -83,7 +83,7 @@ def _run(steps: int, overrides: list[str]) -> int:
 
     quiet()
     optimizer = {**config["optimizer"], "lr": 3e-4, "scheduler": None, "groups": groups}
-    if optimizer.get("eps") is not None:  # with a tiny eps, Adam amplifies gradients that are zero except for rounding
+    if isinstance(optimizer.get("eps"), float):  # with a tiny eps, Adam amplifies gradients that are zero except for rounding
         optimizer["eps"] = max(1e-6, optimizer["eps"])
     generator = torch.Generator().manual_seed(config["seed"])
     difference = verify(
