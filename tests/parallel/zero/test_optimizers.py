@@ -8,9 +8,11 @@ import torch
 from handmade_gradients import Run, check
 from ranks import run_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_3d.config.options.optimizer import ELEMENTWISE
 from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
@@ -131,6 +133,12 @@ def test_trying_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_trying_in_a_dry_run() -> None:
+    """Where tensors have no values."""
+    with FakeTensorMode():
+        assert [is_elementwise(of(kind), CPU) for kind in (Own, TrustRatio)] == [True, False]
+
+
 def test_closures() -> None:
     assert needs_closure(of(torch.optim.LBFGS)) and needs_closure(of(WithClosure))
     assert not any(needs_closure(of(getattr(torch.optim, name))) for name in (*ELEMENTWISE, "Muon", "Adafactor"))
@@ -153,6 +161,20 @@ def test_an_optimizer_that_cannot_be_tried_is_announced() -> None:
     assert any(said in warning for warning in found)
     [found] = run_ranks(warnings_of, 1, Own)
     assert not any("unknown" in warning for warning in found)
+
+
+def refusal_of(kind: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        warnings_of(kind)
+    return str(refused.value)
+
+
+def test_what_a_backend_refuses() -> None:
+    [message] = run_ranks(refusal_of, 1, TrustRatio)
+    assert "TrustRatio computes the update of an element from other elements of its tensor." in message
+    assert "which zero_stage=1 would shard. Use an elementwise optimizer (AdamW, Adam, NAdam" in message
+    [message] = run_ranks(refusal_of, 1, WithClosure)
+    assert "WithClosure computes the loss several times in a step, by a closure" in message
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
