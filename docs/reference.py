@@ -40,6 +40,8 @@ Row = tuple[str, str, str, str]
 NULLS = {
     "fused": "bool",
     "decay_steps": "int",
+    "cooldown_steps": "int",
+    "groups": "list of dict",
     "active_parameters": "int",
     "jobs_at_once": "int",
     "metric": "str or list",

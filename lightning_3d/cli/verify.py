@@ -12,11 +12,14 @@ from typing import Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.config.machine import hide_gpus
+from lightning_3d.config.options.lora import LoraOptions
+from lightning_3d.config.options.parameter_groups import matching
 from lightning_3d.config.options.token_exchange import ALL_TO_ALL
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.plan_run import RunPlan
-from lightning_3d.errors import listed
+from lightning_3d.errors import listed, plural
 from lightning_3d.layout.layout import Layout
+from lightning_3d.models.families import read_spec
 from lightning_3d.ranks.progress import task
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shrink_model
@@ -54,6 +57,7 @@ def _run(steps: int, overrides: list[str]) -> int:
     arguments, dropped = strategy_arguments(config, plan, small)
     if plan.zero.shard_size is not None and arguments["zero_shard_size"] is None:
         left_out.append("zero_shard_size")
+    groups, absent = groups_of_small_model(config["optimizer"].get("groups") or [], model)
     count = micro_batches(plan.schedule, small)
     sizes = model["config"]
     print(f"{plan.describe()}\nsmall model: {small.name} on CPU, fp32, {count} micro-batches of {arguments['micro_batch_size']}")
@@ -64,6 +68,8 @@ def _run(steps: int, overrides: list[str]) -> int:
         print(f"left out: {listed(left_out)}, because all axes together need more than 8 ranks")
     if dropped:
         print(f"left out: {listed(dropped)}, which plain PyTorch does not have")
+    if absent:
+        print(f"left out: {plural(absent, 'group')} of optimizer.groups without parameters in the small model")
     sys.stdout.flush()
 
     hide_gpus()
@@ -78,8 +84,8 @@ def _run(steps: int, overrides: list[str]) -> int:
         from lightning_3d.verification.compare import verify
 
     quiet()
-    optimizer = {**config["optimizer"], "lr": 3e-4, "scheduler": None}
-    if optimizer.get("eps") is not None:  # with a tiny eps, Adam amplifies gradients that are zero except for rounding
+    optimizer = {**config["optimizer"], "lr": 3e-4, "scheduler": None, "groups": groups}
+    if isinstance(optimizer.get("eps"), float):  # with a tiny eps, Adam amplifies gradients that are zero except for rounding
         optimizer["eps"] = max(1e-6, optimizer["eps"])
     generator = torch.Generator().manual_seed(config["seed"])
     difference = verify(
@@ -112,6 +118,16 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
     folded["zero_shard_size"] = 2 if plan.zero.shard_size is not None and small.dp == 4 else None
     folded |= {"stages": None, "zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}
     return {**arguments, **_UNIFORM, **folded}, dropped
+
+
+def groups_of_small_model(entries: list[Any], model: Mapping[str, Any]) -> tuple[list[Any], int]:
+    """Return the entries of `optimizer.groups` that the small model has parameters for, and the number of the others.
+
+    All of them, where the names of its parameters are known only to Transformers or PEFT.
+    """
+    names = read_spec(model["config"]).parameter_names if LoraOptions.of(model).r is None else None
+    kept = matching(entries, names) if names is not None else entries
+    return kept, len(entries) - len(kept)
 
 
 def _schedule(plan: RunPlan, small: Layout) -> str | None:

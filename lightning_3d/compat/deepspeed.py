@@ -127,7 +127,7 @@ def deepspeed_engine(
         _announce_experts(module, optimizer, expert_group)
     try:
         alone = on_host or groups.get_data_parallel_world_size() == 1
-        with _without_broadcast(deepspeed.DeepSpeedEngine) if alone else nullcontext():
+        with _without_broadcast(deepspeed.DeepSpeedEngine) if alone else nullcontext(), _keeping_optimizer():
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, mpu=groups, config=config)
     finally:
         if local_rank is None:
@@ -178,6 +178,29 @@ def _without_broadcast(engine: Any) -> Iterator[None]:
         yield
     finally:
         engine._broadcast_model = broadcast
+
+
+@contextmanager
+def _keeping_optimizer() -> Iterator[None]:
+    """Keep an engine from replacing the user's Adagrad (`DeepSpeedZeroOptimizer.initialize_optimizer_states`, 0.19).
+
+    An Adagrad makes its state when it is built. The engine would build another one for its master weights, with a single parameter group,
+    which schedules and checkpoints do not know.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    initialize = DeepSpeedZeroOptimizer.initialize_optimizer_states
+
+    def initialize_and_keep(self: Any) -> None:
+        optimizer = self.optimizer
+        initialize(self)
+        self.optimizer = optimizer
+
+    DeepSpeedZeroOptimizer.initialize_optimizer_states = initialize_and_keep
+    try:
+        yield
+    finally:
+        DeepSpeedZeroOptimizer.initialize_optimizer_states = initialize
 
 
 def _drop_own_reduction(zero: Any) -> None:

@@ -22,9 +22,11 @@ from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
-from lightning_3d.config.options.optimizer import check_optimizer
+from lightning_3d.config.options.optimizer import check_optimizer, check_sharding
 from lightning_3d.config.options.parallel_plan import check_plan
+from lightning_3d.config.options.parameter_groups import read_groups, require_matches
 from lightning_3d.config.options.save_interval import check_save_interval
+from lightning_3d.config.options.scheduler import check_length
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import NONE, ZeroOptions
 from lightning_3d.config.run_config import (
@@ -180,12 +182,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     _check_classes(run)
     complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
-    check_optimizer(run.optimizer)
-    if run.optimizer["name"] == "cpu_adamw" and zero.offload == NONE:
-        raise ConfigError(
-            "optimizer.name=cpu_adamw updates weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
-            " optimizer.name=adamw."
-        )
+    _check_optimizer(complete, layout, zero)
     if parallelism.stages == AUTO:
         stages = advice.stages(complete, precision, layout, schedule, micro_batch_size) if advice is not None else None
         complete = replace(complete, parallelism=replace(complete.parallelism, stages=stages))
@@ -356,6 +353,21 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         raise ConfigError(
             f"trainer.start_method must be {listed(START_METHODS, last='or')}; got {trainer.start_method!r}."
         )
+
+
+def _check_optimizer(run: CompleteRun, layout: Layout, zero: ZeroOptions) -> None:
+    """Check the optimizer, its schedule, and its groups if the names of the model's parameters are known without building it."""
+    check_optimizer(run.optimizer)
+    check_sharding(run.optimizer, layout, zero.stage)
+    check_length(run.optimizer.get("scheduler"), run.trainer.max_steps)
+    if run.optimizer.get("name") == "cpu_adamw" and zero.offload == NONE:
+        raise ConfigError(
+            "optimizer.name=cpu_adamw updates weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
+            " optimizer.name=adamw."
+        )
+    names = run.spec.parameter_names if run.lora.r is None else None
+    if names is not None:
+        require_matches(read_groups(run.optimizer.get("groups")), names)
 
 
 def _check_resume(given: str) -> None:

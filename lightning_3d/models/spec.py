@@ -74,6 +74,13 @@ class ModelSpec:
         return None if self.shapes is None else sum(prod(shape) for shape in self.shapes.values())
 
     @property
+    def parameter_names(self) -> list[list[str]] | None:
+        """All names of each parameter: the embedding has a second one if the output head is tied to it; None for an unknown family."""
+        if self.shapes is None:
+            return None
+        return [[name, "lm_head.weight"] if self.tied and name == self.embedding else [name] for name in self.shapes]
+
+    @property
     def active_parameters(self) -> int | None:
         """Number of parameters that a token passes: all but the experts that it is not routed to; None for an unknown family."""
         return None if self.shapes is None else round(sum(self._active(shape) for shape in self.shapes.values()))

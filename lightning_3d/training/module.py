@@ -14,7 +14,6 @@ from typing import Any
 import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
@@ -23,7 +22,9 @@ from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.models.safetensors_folder import find_folder
-from lightning_3d.training.optimizers import lr_factor, make_optimizer, undecayed_names
+from lightning_3d.training.optimizers import decay_of, make_optimizer, try_optimizer
+from lightning_3d.training.parameter_groups import NamedGroup, find_groups
+from lightning_3d.training.schedules import make_scheduler
 from lightning_3d.weights.pretrained import load_pretrained
 
 OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "_name_or_path", "auto_map", "output_attentions")
@@ -53,6 +54,7 @@ class CausalLM(LightningModule):
         model, optimizer = _plain(model), _plain(optimizer)
         if optimizer is not None:
             check_optimizer(optimizer)
+            try_optimizer(optimizer)
         self.save_hyperparameters({"model": model, "optimizer": optimizer})
         self.model_config = model
         self.optimizer_config = optimizer
@@ -65,7 +67,7 @@ class CausalLM(LightningModule):
             refuse_other_architecture(self.config.to_dict(), there.to_dict(), str(model.get("name")), folder)
         self.model: Any = None
         self.parameter_count = 0
-        self._undecayed: frozenset[str] = frozenset()
+        self._groups: list[NamedGroup] = []
 
     @override
     def configure_model(self) -> None:
@@ -85,7 +87,8 @@ class CausalLM(LightningModule):
             self.model = with_adapters(self.model, self.lora)
         # Counted here, on the whole model: a strategy may leave only a shard of it on this rank.
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
-        self._undecayed = undecayed_names(self.model, (self.optimizer_config or {}).get("no_decay") or ())
+        if self.optimizer_config is not None:
+            self._groups = find_groups(self.model, self.optimizer_config, decay_of(self.optimizer_config))
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -117,12 +120,12 @@ class CausalLM(LightningModule):
         if self.optimizer_config is None:
             raise ConfigError("CausalLM was built without an optimizer, so it cannot be trained. Pass optimizer=.")
         trainable = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        optimizer = make_optimizer(self.optimizer_config, trainable, self._undecayed)
+        optimizer = make_optimizer(self.optimizer_config, trainable, self._groups)
         schedule = self.optimizer_config.get("scheduler")
         if schedule is None:
             return optimizer
-        factor = lr_factor(schedule, self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        scheduler = make_scheduler(optimizer, schedule, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:

@@ -75,6 +75,20 @@ def strategy_class(name: str) -> type[Lightning3DStrategy]:
     return found
 
 
+def find_class(key: str, name: str, kinds: tuple[type, ...]) -> Any:
+    """Return the class that `_target_` of `key` names, or a function that the user has allowed in its place.
+
+    Raises:
+        ConfigError: the name is not one of a class of these kinds, or may not be used.
+    """
+    check_targets({key: {"_target_": name}})
+    _require_class(key, name, kinds)
+    try:
+        return get_object(name)
+    except Exception as error:
+        raise _cannot_create(key, name, error.__cause__ or error) from error
+
+
 def _require_class(key: str, name: str, kinds: tuple[type, ...], known: tuple[str, ...] = ()) -> None:
     """Refuse a name that is no class of these kinds, before it is called: a package has functions that run anything.
 

@@ -1,105 +1,117 @@
-"""The optimizer and the learning-rate schedule that an `optimizer/` config file describes."""
+"""The optimizer that the group `optimizer` describes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.deepspeed import import_deepspeed
-from lightning_3d.config.options.optimizer import OPTIMIZERS, check_optimizer
-from lightning_3d.errors import ConfigError
+from lightning_3d.config.options.optimizer import COMMON, OPTIMIZERS, check_optimizer
+from lightning_3d.config.options.scheduler import HYDRA_KEYS
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.training.objects import find_class
+from lightning_3d.training.parameter_groups import NamedGroup
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
 
-def undecayed_names(model: nn.Module, kinds: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters of a whole model that are not decayed.
-
-    Args:
-        model: the model as the user built it; tensors may be on meta.
-        kinds: any of "norm" (parameters of modules whose class name contains it), "bias", and "embedding" (input embeddings,
-            and an output head that is tied to one).
-    """
-    from torch import nn
-
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    names = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            kind = "norm" if "norm" in type(module).__name__.lower() else "bias" if name.endswith("bias") else ""
-            kind = "embedding" if id(parameter) in embeddings else kind
-            if kind in kinds:
-                names.add(f"{path}.{name}" if path else name)
-    return frozenset(names)
-
-
-def make_optimizer(
-    config: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], undecayed: frozenset[str]
-) -> Optimizer:
+def make_optimizer(config: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], groups: Sequence[NamedGroup]) -> Optimizer:
     """Build the optimizer.
 
     Args:
         config: see `conf/optimizer/`.
-        parameters: trainable parameters by name.
-        undecayed: names for which weight decay is 0. Without weight decay there is one parameter group, else two.
+        parameters: trainable parameters of this rank by name.
+        groups: result of `find_groups`. Every rank makes all of them, also those of which it has no parameter.
 
     `cpu_adamw` compiles C++ when it is used for the first time on a machine, which takes minutes.
+
+    Raises:
+        ConfigError: the class cannot be used, or refuses the arguments or the parameters.
     """
     import torch
 
     check_optimizer(config)
-    decay = float(config.get("weight_decay") or 0.0)
-    groups = [{"params": list(parameters.values()), "weight_decay": decay}]
-    if decay > 0 and undecayed:
-        decayed = [p for name, p in parameters.items() if name not in undecayed]
-        kept = [p for name, p in parameters.items() if name in undecayed]
-        groups = [{"params": decayed, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-    options = {key: config[key] for key in OPTIMIZERS[config["name"]] if config.get(key) is not None}
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
+    made = [{"params": [value for name, value in parameters.items() if name in group.names], **group.options} for group in groups]
+    if config.get("_target_") is not None:
+        return _make_of_class(config, made)
+    options = _arguments(config, OPTIMIZERS[config["name"]])
     if config["name"] == "cpu_adamw":
         import_deepspeed(next((parameter.device for parameter in parameters.values()), torch.device("cpu")))
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, lr=float(config["lr"]), **options)
+        return DeepSpeedCPUAdam(made, lr=float(config["lr"]), **options)
     optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config["name"]]
-    return optimizer(groups, lr=float(config["lr"]), **options)
+    return optimizer(made, lr=float(config["lr"]), **options)
 
 
-def lr_factor(config: Mapping[str, Any], total_steps: float) -> Callable[[int], float]:
-    """Make the function from step 0, 1, ... to the multiple of the configured learning rate.
-
-    Warm-up is linear and reaches 1 at its last step. Then the factor stays at 1 ("constant"), or decays to
-    `min_lr_ratio` linearly or along half a cosine until `decay_steps` (default: the end of the run) and stays there.
-
-    Args:
-        config: `optimizer.scheduler`.
-        total_steps: optimizer steps of the run, warm-up included; infinite when it has no end.
+def decay_of(config: Mapping[str, Any]) -> float:
+    """Return the weight decay of the optimizer: the configured one, or the default of its class.
 
     Raises:
-        ConfigError: the schedule decays, but the run has no end.
+        ConfigError: a weight decay for a class that has none.
     """
-    name, warmup = config["name"], int(config.get("warmup_steps") or 0)
-    floor = float(config.get("min_lr_ratio") or 0.0)
-    end = config.get("decay_steps") or total_steps
-    if name != "constant" and not math.isfinite(end):
-        raise ConfigError(
-            f"optimizer.scheduler.name={name} decays until the end of the run, but the run has no end. Set"
-            " trainer.max_steps or optimizer.scheduler.decay_steps."
-        )
+    given = config.get("weight_decay")
+    if config.get("_target_") is None:
+        return float(given or 0.0)
+    accepted = _parameters_of(_find(config))
+    if given and "weight_decay" not in accepted and not _takes_any(accepted):
+        raise ConfigError(f"{config['_target_']} has no weight decay. Set optimizer.weight_decay=0; got {given}.")
+    default = accepted["weight_decay"].default if "weight_decay" in accepted else 0.0
+    return float(given if given is not None else default if isinstance(default, (int, float)) else 0.0)
 
-    # A function, not an object: LambdaLR would store an object's fields in checkpoints, and a resumed run could not be longer.
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        if name == "constant":
-            return 1.0
-        progress = min(1.0, (step - warmup) / max(1, end - warmup))
-        height = 1 - progress if name == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return floor + (1 - floor) * height
 
-    return factor
+def try_optimizer(config: Mapping[str, Any]) -> None:
+    """Build an optimizer that is named by its class for a small matrix, to refuse wrong arguments before the model is built.
+
+    Raises:
+        ConfigError: see `make_optimizer`.
+    """
+    import torch
+
+    if config.get("_target_") is not None:
+        weight = torch.nn.Parameter(torch.zeros(4, 3))
+        make_optimizer(config, {"weight": weight}, [NamedGroup(frozenset({"weight"}), {"weight_decay": decay_of(config)})])
+
+
+def _make_of_class(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
+    """Build an optimizer whose class the configuration names."""
+    from torch.optim import Optimizer
+
+    target, kind = config["_target_"], _find(config)
+    options = _arguments(config, [key for key in config if key not in (*COMMON, *HYDRA_KEYS)])
+    accepted = _parameters_of(kind)
+    unknown = [key for key in options if key not in accepted]
+    if unknown and not _takes_any(accepted):
+        known = [name for name in accepted if name not in ("self", "params")]
+        raise ConfigError(f"{target} has no argument '{unknown[0]}'. It has {listed(known)}.{did_you_mean(unknown[0], known)}")
+    if "weight_decay" not in accepted and not _takes_any(accepted):
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+    try:
+        optimizer = kind(groups, lr=float(config["lr"]), **options)
+    except Exception as error:
+        raise ConfigError(f"Cannot create optimizer ({target}): {next(iter(str(error).splitlines()), type(error).__name__)}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer._target_={target} made a {type(optimizer).__name__}. It must make an Optimizer of torch.")
+    return optimizer
+
+
+def _find(config: Mapping[str, Any]) -> Any:
+    from torch.optim import Optimizer
+
+    return find_class("optimizer", config["_target_"], (Optimizer,))
+
+
+def _parameters_of(kind: Callable[..., Any]) -> Mapping[str, Parameter]:
+    return signature(kind).parameters
+
+
+def _takes_any(accepted: Mapping[str, Parameter]) -> bool:
+    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in accepted.values())
+
+
+def _arguments(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Arguments of the class that are given, with tuples for lists, as torch writes them into parameter groups and checkpoints."""
+    return {key: tuple(config[key]) if isinstance(config[key], list) else config[key] for key in keys if config.get(key) is not None}

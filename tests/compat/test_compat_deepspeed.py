@@ -90,6 +90,24 @@ def test_deepspeed_engine() -> None:
     run_ranks(engine, 2)
 
 
+def adagrad() -> None:
+    """The user's object stays, with its own groups. When DeepSpeed does not replace it any more, `_keeping_optimizer` can go."""
+    import_deepspeed(CPU)
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    assert "torch.optim.Adagrad(self.single_partition" in inspect.getsource(DeepSpeedZeroOptimizer.initialize_optimizer_states)
+    module = nn.Linear(3, 5)
+    optimizer = torch.optim.Adagrad([{"params": [module.weight]}, {"params": [module.bias], "lr": 0.5}])
+    started = deepspeed_engine(module, optimizer, Groups(Mesh(Layout.parse("dp2"))), deepspeed_config(torch.float32), CPU)
+    assert started.optimizer.optimizer is optimizer
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.5]
+    release_deepspeed(started)
+
+
+def test_adagrad_is_not_replaced() -> None:
+    run_ranks(adagrad, 2)
+
+
 def expert_groups() -> None:
     """The second group is an expert's: sharded over a group of its own, here this rank alone, and stepped with."""
     import_deepspeed(CPU)

@@ -129,6 +129,17 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "wrong_type": (["trainer.max_steps=many"], ["trainer.max_steps", "many", "Integer"]),
     "f21_steps": (["trainer.max_steps=0"], ["trainer.max_steps must be at least 1; got 0"]),
     "f21_trace": (["trainer.trace_every_n_steps=0"], ["trainer.trace_every_n_steps must be at least 1; got 0"]),
+    "optimizer_group": (
+        ['optimizer.groups=[{pattern:"*.q_prj.weight",lr_scale:0.1}]'],
+        ["optimizer.groups[0]", "matches no trained parameter", "model.layers.0.self_attn.q_proj.weight"],
+    ),
+    "optimizer_of_whole_tensors": (
+        ["optimizer=torch", "optimizer._target_=torch.optim.Muon"],
+        ["Muon", "which tp2 and zero_stage=1 would shard", "AdamW"],
+    ),
+    "optimizer_with_closure": (["optimizer=torch", "optimizer._target_=torch.optim.LBFGS"], ["LBFGS", "by a closure", "SGD"]),
+    "optimizer_twice": (["+optimizer._target_=torch.optim.NAdam"], ["name=adamw and _target_=torch.optim.NAdam", "optimizer=torch"]),
+    "schedule_too_long": (["optimizer=adamw_wsd", "trainer.max_steps=30"], ["warm-up of 20 steps and a cooldown of 20 steps", "30 steps"]),
     "f21_learning_rate_nan": (["optimizer.lr=nan"], ["optimizer.lr must be a number above 0", "got nan"]),
     "f21_learning_rate_negative": (["optimizer.lr=-1e-3"], ["optimizer.lr must be a number above 0", "got -0.001"]),
     "f21_checkpoint_timeout": (["parallelism.checkpoint_timeout_seconds=0"], ["checkpoint_timeout_seconds must be", "at least 1; got 0.0"]),
@@ -163,6 +174,7 @@ LIKE_ANOTHER = (
     *("f10_ep_experts", "f10_ep_of_a_mixture", "f13_sequence_of_a_context_rank", "f15_top_k_of_a_mixture", "f17_fp16_by_its_name"),
     *("moe_capacity", "moe_negative", "precision_that_is_none", "zero_reduce_at_stage_1", "zero_shard_size_at_stage_0"),
     *("f19_added_key", "f19_data_key", "f19_optimizer_key", "f19_group", "f19_recipe"),
+    *("optimizer_with_closure", "optimizer_twice", "schedule_too_long"),
     *("f21_trace", "f21_learning_rate_negative", "f21_clip", "f21_micro_batch"),
 )
 """Cases in the long sweeps only: by default another one shows that the same check is reached from the command line."""

@@ -20,6 +20,7 @@ from lightning_3d.weights.initialize import initialize
 
 STEPS = int(os.environ.get("PARITY_STEPS", "20"))  # fewer in tests, see conftest.py; zero_table.py has 20
 Step = Callable[[nn.Module, models.Batch], Tensor]
+Optimizers = Callable[[nn.Module], tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]]
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def train(recipe: Recipe, micro_batch: int = 4) -> Run:
+def train(recipe: Recipe, micro_batch: int = 4, optimizers: Optimizers | None = None) -> Run:
     """Run the recipe's own data with micro-batches of ``micro_batch`` consecutive rows."""
     rows = data(recipe)
     starts = range(0, recipe.steps * recipe.global_batch, recipe.global_batch)
     batches = [cut(rows, start, recipe.global_batch) for start in starts]
-    return train_on(recipe, [[part for own in dealt(batch, recipe.data_ranks) for part in split(own, micro_batch)] for batch in batches])
+    parts = [[part for own in dealt(batch, recipe.data_ranks) for part in split(own, micro_batch)] for batch in batches]
+    return train_on(recipe, parts, optimizers=optimizers)
 
 
 def dealt(batch: models.Batch, ranks: int) -> list[models.Batch]:
@@ -125,16 +127,22 @@ def dealt(batch: models.Batch, ranks: int) -> list[models.Batch]:
 
 
 @one_thread()
-def train_on(recipe: Recipe, global_batches: Sequence[Sequence[models.Batch]], step: Step | None = None) -> Run:
+def train_on(
+    recipe: Recipe, global_batches: Sequence[Sequence[models.Batch]], step: Step | None = None, optimizers: Optimizers | None = None
+) -> Run:
     """The reference loop: one optimizer step for each global batch, which is a list of micro-batches.
 
     Args:
         step: a loss of the user's own, which weighs each micro-batch by its rows; None for the mean over target tokens.
+        optimizers: makes an optimizer and a schedule; None for AdamW with a constant learning rate.
     """
     model = initial_model(recipe)
     task = models.task(recipe.model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    if optimizers is not None:
+        optimizer, scheduler = optimizers(model)
     losses, norms, router_losses = [], [], []
     routers = RouterReference(model, recipe)
     for micro_batches in global_batches:
@@ -156,6 +164,8 @@ def train_on(recipe: Recipe, global_batches: Sequence[Sequence[models.Batch]], s
         losses.append(loss)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), recipe.clip).item())
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         optimizer.zero_grad()
         routers.after_step()
         router_losses.append((of_routers[0], of_routers[1]))

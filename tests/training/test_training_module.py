@@ -25,7 +25,9 @@ from lightning_3d.training.callbacks import MetricsCSV, ProgressBar, Summary
 from lightning_3d.training.callbacks.metrics_csv import COLUMNS
 from lightning_3d.training.callbacks.progress_bar import format_seconds, progress_line
 from lightning_3d.training.module import CausalLM, transformers_config
-from lightning_3d.training.optimizers import lr_factor, make_optimizer, undecayed_names
+from lightning_3d.training.optimizers import make_optimizer
+from lightning_3d.training.parameter_groups import NamedGroup, find_groups, undecayed_names
+from lightning_3d.training.schedules import lr_factor
 from lightning_3d.training.step_clock import StepNumbers
 
 
@@ -171,13 +173,15 @@ def test_f26_a_checkpoint_without_the_position_is_refused(trained: dict[str, Any
 
 # The optimizer
 
+ALL = [NamedGroup(frozenset({"weight"}), {"weight_decay": 0.1})]
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_large", "sgd"])
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_large", "adamw_wsd", "sgd", "torch"])
 def test_the_optimizer_files_work(name: str) -> None:
     config = yaml.safe_load((conf_folder() / "optimizer" / f"{name}.yaml").read_text())
     check_optimizer(config)
     parameter = nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer(config, {"weight": parameter}, frozenset())
+    optimizer = make_optimizer(config, {"weight": parameter}, ALL)
     parameter.sum().backward()
     optimizer.step()
     assert bool((parameter < 1).all())
@@ -188,8 +192,8 @@ def test_the_optimizer_files_work(name: str) -> None:
 def test_the_optimizer_of_deepspeed_is_adamw() -> None:
     """It is compiled first, which takes minutes."""
     ours, theirs = nn.Parameter(torch.linspace(-0.02, 0.02, 101)), nn.Parameter(torch.linspace(-0.02, 0.02, 101))
-    optimizer = make_optimizer({**OPTIMIZER, "name": "cpu_adamw"}, {"weight": ours}, frozenset())
-    expected = make_optimizer(OPTIMIZER, {"weight": theirs}, frozenset())
+    optimizer = make_optimizer({**OPTIMIZER, "name": "cpu_adamw"}, {"weight": ours}, ALL)
+    expected = make_optimizer(OPTIMIZER, {"weight": theirs}, ALL)
     assert type(optimizer).__name__ == "DeepSpeedCPUAdam"
     for step in range(20):
         for parameter in (ours, theirs):
@@ -211,13 +215,13 @@ def test_decay_groups_of_a_tied_model() -> None:
 
 
 def test_weight_decay_touches_its_group_only() -> None:
-    parameters = {"a.weight": nn.Parameter(torch.ones(2, 2)), "norm.weight": nn.Parameter(torch.ones(2))}
-    optimizer = make_optimizer(OPTIMIZER, parameters, frozenset({"norm.weight"}))
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2, bias=False))
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(OPTIMIZER, parameters, find_groups(model, OPTIMIZER, 0.1))
     assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 0.1), (1, 0.0)]
-    assert optimizer.param_groups[1]["params"][0] is parameters["norm.weight"]
+    assert optimizer.param_groups[1]["params"][0] is parameters["1.weight"]
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-    without = make_optimizer({**OPTIMIZER, "weight_decay": 0.0}, parameters, frozenset({"norm.weight"}))
-    assert len(without.param_groups) == 1
+    assert len(find_groups(model, OPTIMIZER, 0.0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,7 @@ def test_the_decay_may_end_before_the_run() -> None:
         ({"betas": [0.9]}, "optimizer.betas must be two numbers, .*; got 1 number"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay must be .*; got -0.1"),
         ({"no_decay": ["norms"]}, "no_decay may contain .*; got 'norms'.* Did you mean \"norm\""),
-        ({"name": "adam"}, "optimizer.name must be adamw, cpu_adamw or sgd; got 'adam'"),
+        ({"name": "adam"}, "optimizer.name must be adamw, cpu_adamw or sgd; got 'adam'. .* optimizer=torch"),
         ({"name": "cpu_adamw", "fused": True}, "optimizer.fused is an option of adamw only, because cpu_adamw is always fused"),
         ({"wieght_decay": 0.1}, "no option 'wieght_decay'.* Did you mean \"weight_decay\""),
         ({"momentum": 0.9}, "no option 'momentum'"),

@@ -1,27 +1,32 @@
-"""Checks for the keys of an optimizer and a scheduler. Imports no torch."""
+"""Checks of the group `optimizer`. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from lightning_3d.config.options.numbers import check_keys, require_number
+from lightning_3d.config.options.parameter_groups import read_groups
+from lightning_3d.config.options.scheduler import HYDRA_KEYS, check_scheduler
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
-from lightning_3d.layout.sizes import is_finite
+from lightning_3d.layout.layout import Layout
 
-if TYPE_CHECKING:
-    pass
-
-
-# Arguments of each, besides lr, weight_decay, no_decay and scheduler.
+# Arguments of each, besides the common keys.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps", "fused"),
     "cpu_adamw": ("betas", "eps", "fused"),
     "sgd": ("momentum", "nesterov"),
 }
-_SCHEDULES = ("constant", "linear", "cosine")
 _KINDS = ("norm", "bias", "embedding")
-_COMMON = ("name", "lr", "weight_decay", "no_decay", "scheduler")
-_SCHEDULER_KEYS = ("name", "warmup_steps", "min_lr_ratio", "decay_steps")
+COMMON = ("name", "lr", "weight_decay", "no_decay", "groups", "scheduler")
+"""Keys of every optimizer. With a `_target_`, all other keys are arguments of the class."""
+
+ELEMENTWISE = ("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop", "SGD")
+"""Optimizers of torch that update each element of a parameter by itself."""
+WHOLE_TENSOR = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP")
+"""Optimizers whose update of an element depends on other elements of its tensor."""
+CLOSURE = ("LBFGS",)
+"""Optimizers that compute the loss several times in a step."""
 
 
 def check_optimizer(config: Mapping[str, Any]) -> None:
@@ -30,58 +35,92 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an unknown name or key, or a number out of range.
     """
-    name = config.get("name")
-    if not isinstance(name, str) or name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer.name must be {listed(OPTIMIZERS, last='or')}; got {name!r}.")
-    _check_keys("optimizer", config, (*_COMMON, *OPTIMIZERS[name]))
-    _require("optimizer.lr", config.get("lr"), lambda x: x > 0, "above 0, for example 3e-4")
+    name, target = config.get("name"), config.get("_target_")
+    if target is not None:
+        _check_class(config)
+    elif not isinstance(name, str) or name not in OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer.name must be {listed(OPTIMIZERS, last='or')}; got {name!r}. For another optimizer of torch, use optimizer=torch"
+            " optimizer._target_=torch.optim.NAME."
+        )
+    else:
+        check_keys("optimizer", config, (*COMMON, *OPTIMIZERS[name]))
+    require_number("optimizer.lr", config.get("lr"), lambda x: x > 0, "above 0, for example 3e-4")
     for key in ("weight_decay", "eps", "momentum"):
-        if config.get(key) is not None:
-            _require(f"optimizer.{key}", config[key], lambda x: x >= 0, "of at least 0")
-    betas = config.get("betas", (0.9, 0.95))
+        if config.get(key) is not None and not (target is not None and key == "eps"):
+            require_number(f"optimizer.{key}", config[key], lambda x: x >= 0, "of at least 0")
+    if target is None:
+        _check_betas(config.get("betas", (0.9, 0.95)))
+    if name == "cpu_adamw" and config.get("fused") is not None:
+        raise ConfigError("optimizer.fused is an option of adamw only, because cpu_adamw is always fused. Omit it, or set it to null.")
+    _check_kinds(config.get("no_decay") or ())
+    read_groups(config.get("groups"))
+    if config.get("scheduler") is not None:
+        check_scheduler(config["scheduler"])
+
+
+def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -> None:
+    """Refuse an optimizer that is known to need whole tensors, or to call the loss, where the layout cannot give them.
+
+    Ranks check unknown classes by a small step (`parallel.zero.elementwise`).
+
+    Args:
+        config: the group `optimizer`.
+        layout: the layout.
+        zero_stage: what data-parallel ranks shard.
+
+    Raises:
+        ConfigError: with the optimizers that work.
+    """
+    name = str(config.get("_target_") or "").rpartition(".")[2]
+    if name in CLOSURE:
+        raise ConfigError(closure_refusal(name))
+    axes = [f"{axis}{size}" for axis, size in (("tp", layout.tp), ("ep", layout.ep)) if size > 1]
+    by = [*axes, *([f"zero_stage={zero_stage}"] if zero_stage > 0 else [])]
+    if name in WHOLE_TENSOR and by:
+        raise ConfigError(sharding_refusal(name, listed(by)))
+
+
+def closure_refusal(name: str) -> str:
+    """Message for an optimizer that calls the loss itself."""
+    return (
+        f"{name} computes the loss several times in a step, by a closure, which Lightning3DStrategy cannot do: gradients are reduced once"
+        f" in each step. Use an optimizer without a closure: {listed(ELEMENTWISE, last='or')}."
+    )
+
+
+def sharding_refusal(name: str, by: str) -> str:
+    """Message for an optimizer that needs whole tensors. `by`: what shards them."""
+    return (
+        f"{name} computes the update of an element from other elements of its tensor. It needs whole weight matrices, which {by} would"
+        f" shard. Use an elementwise optimizer ({listed(ELEMENTWISE, last='or')}), or a layout without tp and ep and with zero_stage=0."
+    )
+
+
+def _check_class(config: Mapping[str, Any]) -> None:
+    """Check an optimizer that is named by its class."""
+    target, name = config["_target_"], config.get("name")
+    if name is not None:
+        raise ConfigError(
+            f"optimizer has both name={name} and _target_={target}. To use another class, use optimizer=torch optimizer._target_={target}."
+        )
+    for key, value in config.items():
+        if key not in (*COMMON, *HYDRA_KEYS) and isinstance(value, Mapping) and "_target_" in value:
+            raise ConfigError(f"optimizer.{key} must be a plain value; got an object with a _target_. Write the value itself.")
+
+
+def _check_betas(betas: Any) -> None:
     if isinstance(betas, str) or not isinstance(betas, Sequence):
         raise ConfigError(f"optimizer.betas must be two numbers, for example [0.9, 0.95]; got {betas!r}.")
     if len(betas) != 2:
         raise ConfigError(f"optimizer.betas must be two numbers, for example [0.9, 0.95]; got {plural(len(betas), 'number')}.")
     for beta in betas:
-        _require("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "of at least 0 and less than 1")
-    if name == "cpu_adamw" and config.get("fused") is not None:
-        raise ConfigError("optimizer.fused is an option of adamw only, because cpu_adamw is always fused. Omit it, or set it to null.")
-    kinds = config.get("no_decay") or ()
+        require_number("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "of at least 0 and less than 1")
+
+
+def _check_kinds(kinds: Any) -> None:
     if isinstance(kinds, str) or not isinstance(kinds, Sequence):
         raise ConfigError(f"optimizer.no_decay must be a list, for example [norm, bias]; got {kinds!r}.")
     for kind in kinds:
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise ConfigError(
-                f"optimizer.no_decay may contain {listed(_KINDS)}; got {kind!r}.{did_you_mean(str(kind), _KINDS)}"
-            )
-    if config.get("scheduler") is not None:
-        _check_scheduler(config["scheduler"])
-
-
-def _check_scheduler(config: Any) -> None:
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"optimizer.scheduler must be a mapping; got {config!r}. Use optimizer.scheduler.name={config}.")
-    name = config.get("name")
-    if not isinstance(name, str) or name not in _SCHEDULES:
-        raise ConfigError(f"optimizer.scheduler.name must be {listed(_SCHEDULES, last='or')}; got {name!r}.")
-    _check_keys("optimizer.scheduler", config, _SCHEDULER_KEYS)
-    _require("optimizer.scheduler.warmup_steps", config.get("warmup_steps", 0), lambda x: x >= 0, "of at least 0")
-    if config.get("min_lr_ratio") is not None:
-        _require("optimizer.scheduler.min_lr_ratio", config["min_lr_ratio"], lambda x: 0 <= x <= 1, "from 0 to 1")
-    if config.get("decay_steps") is not None:
-        _require("optimizer.scheduler.decay_steps", config["decay_steps"], lambda x: x >= 1, "of at least 1")
-
-
-def _check_keys(what: str, config: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in config:
-        if key not in known:
-            raise ConfigError(
-                f"{what} has no option '{key}'. Its options are {listed(known)}.{did_you_mean(str(key), known)}"
-            )
-
-
-def _require(what: str, value: Any, holds: Callable[[float], bool], wanted: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and is_finite(value)
-    if not number or not holds(value):
-        raise ConfigError(f"{what} must be a number {wanted}; got {value!r}.")
+            raise ConfigError(f"optimizer.no_decay may contain {listed(_KINDS)}; got {kind!r}.{did_you_mean(str(kind), _KINDS)}")

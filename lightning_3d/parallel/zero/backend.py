@@ -163,7 +163,7 @@ class DataParallelBackend:
         self._require_same_order(found, stages, optimizer)
         trained = TrainedParameters(self._mesh, found, stages, device)
         trained.plan_waves(self._composition.early_bytes(trained))
-        self._check(trained.entries, optimizer)
+        self._check(trained.entries, optimizer, device)
         stepper, reducer = self._composition.build(trained, self._store, optimizer)
         chosen = {id(parameter) for parameter in trained.parameters}
         others = [parameter for parameter in module.parameters() if id(parameter) not in chosen]
@@ -176,13 +176,13 @@ class DataParallelBackend:
         groups = [group["params"] for group in optimizer.param_groups] if self._composition.zero.stage > 0 else []
         require_same_order(names_in_order(found, (*stages, *groups)), self._mesh.data_control)
 
-    def _check(self, trained: Sequence[Trained], optimizer: Optimizer) -> None:
+    def _check(self, trained: Sequence[Trained], optimizer: Optimizer, device: torch.device) -> None:
         zero = self._composition.zero
         check_dtypes(trained, self._precision)
-        check_optimizer(optimizer, sharded=any(entry.spec.is_cut for entry in trained))
+        check_optimizer(optimizer, trained, zero.stage, device)
         check_place(optimizer, offloaded=zero.offload != NONE)
         if zero.stage > 0:
-            check_zero(trained, optimizer, zero.stage)
+            check_zero(trained, zero.stage)
 
     @contextmanager
     def gradient_scope(self, *, begins: bool = True, ends: bool = True, overlap: bool = True) -> Iterator[None]:

@@ -36,7 +36,7 @@ from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.offload import CPU_ADAM, VECTOR, rounds_by_place
 from lightning_3d.parallel.zero.overlapped_gather import OverlappedGather
 from lightning_3d.parallel.zero.parameter_store import TrainedTensor
-from lightning_3d.parallel.zero.stepper import Stepper, new_state, state_tensors
+from lightning_3d.parallel.zero.stepper import Stepper, new_state, start_state, state_tensors
 from lightning_3d.parallel.zero.trained import TrainedParameters
 
 
@@ -134,6 +134,7 @@ class DeepSpeedStepper(Stepper):
                 on_host=on_host,
                 expert_group=self._trained.expert_shard_group if self._expert_groups else None,
             )
+            start_state(self._optimizer)
             found = self._library.deepspeed_groups(self._engine)
         for group in found:
             group.parameters[:] = [tensor for tensor in group.parameters if id(tensor) in self._entries]  # without padding

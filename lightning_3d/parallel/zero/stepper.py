@@ -83,6 +83,15 @@ def new_state(template: Tensor | float, like: Tensor, full_shape: Sequence[int],
     return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
+def start_state(optimizer: Optimizer) -> None:
+    """Make the state that an optimizer makes when it is built, for the tensors that are in its groups now. Only Adagrad makes any."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        groups = [dict(group) for group in optimizer.param_groups]
+        made = torch.optim.Adagrad(groups, **optimizer.defaults).state
+        optimizer.state.clear()
+        optimizer.state.update(made)
+
+
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """All tensors that an optimizer keeps."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

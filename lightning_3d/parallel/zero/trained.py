@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_3d.config.options.optimizer import WHOLE_TENSOR, closure_refusal, sharding_refusal
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure
 from lightning_3d.parallel.zero.waves import Wave, find_waves
 
 DATA_AXES = ("dp", "cp")
 """Ranks along these axes hold the same parameters and see different tokens: gradients are summed over them."""
-
-WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP")
-"""Optimizers whose update of an element depends on other elements of its tensor."""
 
 
 @dataclass(frozen=True)
@@ -219,30 +219,36 @@ def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
             )
 
 
-def check_optimizer(optimizer: Optimizer, *, sharded: bool) -> None:
-    """Refuse optimizers that cannot be exact: those with a closure and, if tensors are sharded, those that need whole ones."""
+def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int, device: torch.device) -> None:
+    """Refuse an optimizer that needs a closure, or whole tensors of which ranks step parts. Warn of one that cannot be checked.
+
+    Args:
+        optimizer: the user's.
+        trained: the parameters that it trains on this rank.
+        stage: ZeRO stage.
+        device: device of the parameters.
+
+    Raises:
+        ConfigError: with the optimizers that work.
+    """
     name = type(optimizer).__name__
-    if name == "LBFGS":
-        raise ConfigError(
-            "LBFGS calls the loss several times in a step, which a pipeline cannot do. Use AdamW, Adam or SGD."
-        )
-    if sharded and name in WHOLE_TENSOR_OPTIMIZERS:
-        raise ConfigError(
-            f"{name} computes its update from whole weight matrices, but this layout shards them. Use an element-wise"
-            " optimizer such as AdamW, or a layout with tp1 and zero_stage=0."
+    if needs_closure(optimizer):
+        raise ConfigError(closure_refusal(name))
+    by = [*(["this layout"] if any(entry.spec.is_cut for entry in trained) else []), *([f"zero_stage={stage}"] if stage > 0 else [])]
+    if not by:
+        return
+    elementwise = False if name in WHOLE_TENSOR else is_elementwise(optimizer, device)
+    if elementwise is False:
+        raise ConfigError(sharding_refusal(name, by[0]))
+    if elementwise is None:
+        rank_zero_warn(
+            f"{name} could not step a small matrix, so it is unknown whether it may be sharded by {by[0]}. The result is right only if it"
+            " updates each element of a parameter by itself, as AdamW does."
         )
 
 
-def check_zero(trained: Sequence[Trained], optimizer: Optimizer, stage: int) -> None:
-    """Refuse what a ZeRO stage above 0 cannot train exactly."""
-    name = type(optimizer).__name__
-    if name in WHOLE_TENSOR_OPTIMIZERS:
-        raise ConfigError(f"{name} needs whole weight matrices, but zero_stage={stage} shards them. Use zero_stage=0, or AdamW.")
-    if name == "Adagrad":
-        raise ConfigError(
-            "DeepSpeed replaces Adagrad with its own copy, and learning-rate schedulers would not change that copy. Use zero_stage=0, or"
-            " RMSprop."
-        )
+def check_zero(trained: Sequence[Trained], stage: int) -> None:
+    """Refuse parameters that a ZeRO stage above 0 cannot train exactly."""
     unsharded = [f"{e.spec.name} {tuple(e.parameter.shape)}" for e in trained if not (e.parameter.ndim and e.parameter.numel())]
     if unsharded:
         raise ConfigError(

@@ -42,9 +42,9 @@ def refusal(stage: int, precision: str, dtype: torch.dtype, optimizer: str) -> s
         (1, "fp32", torch.float64, "AdamW", "float64"),
         (0, "fp32", torch.bfloat16, "AdamW", "bf16-true"),
         (0, "fp32", torch.float16, "AdamW", "float16"),
-        (0, "fp32", torch.float32, "LBFGS", "LBFGS"),
-        (0, "fp32", torch.float32, "Adafactor", "whole weight matrices"),
-        (1, "fp32", torch.float32, "Adagrad", "Adagrad"),
+        (0, "fp32", torch.float32, "LBFGS", "LBFGS computes the loss several times in a step, by a closure"),
+        (0, "fp32", torch.float32, "Adafactor", "It needs whole weight matrices, which this layout would shard"),
+        (0, "fp32", torch.float32, "Muon", "Use an elementwise optimizer (AdamW, Adam, NAdam"),
         (0, "fp32", torch.float32, "foreign", "not in the module"),
     ],
 )

@@ -1,0 +1,119 @@
+"""Whether an optimizer updates each element of a parameter by itself, so that ranks may each step a part of a tensor.
+
+An optimizer of the same class and options steps a small matrix. Two others step its elements in flat parts of different size, as two ranks
+would. If the results are equal in float64, the optimizer is elementwise. The first part ends inside a block of elements with a common
+scale, so that states in 8 bits are found too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.compat.torch import real_values
+from lightning_3d.config.options.optimizer import CLOSURE, ELEMENTWISE
+from lightning_3d.parallel.zero.offload import CPU_ADAM
+
+SHAPE = (96, 128)
+CUT = 5003
+"""Elements of the first part: neither rows nor blocks of elements end there."""
+STEPS = 3
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+_LEARNING_RATE = 0.01
+
+
+def is_elementwise(optimizer: Optimizer, device: torch.device) -> bool | None:
+    """Find out whether an optimizer updates each element by itself. Local; takes some milliseconds.
+
+    Args:
+        optimizer: the optimizer. Neither it nor its parameters are changed.
+        device: device of the parameters. Kernels that do not run in float64 on the CPU are tried there in float32.
+
+    Returns:
+        None if the optimizer could not step the matrix.
+    """
+    if _is_known(optimizer):
+        return True
+    verdicts = [_try(optimizer, group, device) for group in _distinct_options(optimizer)]
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether the step of an optimizer must be given a function that computes the loss."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    required = closure is not None and closure.default is Parameter.empty
+    return type(optimizer).__name__ in CLOSURE or required
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Return whether the class itself, not one derived from it, is known to be elementwise."""
+    kind = type(optimizer)
+    of_torch = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+    return of_torch or kind.__name__ == CPU_ADAM  # whose objects destroy each other's C++ part
+
+
+def _distinct_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Options of the parameter groups, each once, with a learning rate that moves the weights."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        if not isinstance(options.get("lr"), Tensor):
+            options["lr"] = _LEARNING_RATE
+        found.setdefault(repr(options), options)
+    return list(found.values())
+
+
+def _try(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> bool | None:
+    for dtype, place in ((torch.float64, torch.device("cpu")), (torch.float32, device)):
+        with real_values(), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values = _values(STEPS + 1, dtype, place)
+            try:
+                [whole] = _trained(optimizer, options, [values[0]], [[gradient] for gradient in values[1:]])
+            except Exception:  # closures, kernels for other devices, other arguments
+                continue
+            try:
+                first, rest = _trained(optimizer, options, _cut(values[0]), [_cut(gradient) for gradient in values[1:]])
+            except Exception:  # takes no flat parameters
+                return False
+            return torch.allclose(whole.flatten(), torch.cat([first, rest]), rtol=0, atol=_TOLERANCE[dtype])
+    return None
+
+
+def _values(count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Weights and gradients of different sizes, which global random numbers do not depend on."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(SHAPE, generator=generator, dtype=torch.float64).mul_(10.0**-index).to(device, dtype) for index in range(count)]
+
+
+def _cut(whole: Tensor) -> list[Tensor]:
+    flat = whole.flatten()
+    return [flat[:CUT].clone(), flat[CUT:].clone()]
+
+
+def _trained(optimizer: Optimizer, options: Mapping[str, Any], start: Iterable[Tensor], gradients: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Step each tensor with an optimizer of its own, and return the results."""
+    parameters = [nn.Parameter(value.clone()) for value in start]
+    steppers = [_another(optimizer, options, parameter) for parameter in parameters]
+    for step in gradients:
+        for parameter, stepper, gradient in zip(parameters, steppers, step, strict=True):
+            parameter.grad = gradient.clone()
+            stepper.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _another(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
+    """Build an optimizer of the same class for one parameter."""
+    kind: Any = type(optimizer)
+    accepted = signature(kind).parameters
+    arguments = {key: value for key, value in (optimizer.defaults | dict(options)).items() if key in accepted and key != "params"}
+    made: Optimizer = kind([{**options, "params": [parameter]}], **arguments)
+    return made

@@ -1,0 +1,110 @@
+"""The parameter groups of an optimizer, found on the whole model, so that every rank of every layout has the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_3d.config.options.parameter_groups import ParameterGroup, assign, read_groups, require_matches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class NamedGroup:
+    """A parameter group of the optimizer.
+
+    Attributes:
+        names: names of its parameters in the whole model. A rank may have only some of them, or none.
+        options: its learning rate and weight decay, where they differ from the optimizer's.
+    """
+
+    names: frozenset[str]
+    options: Mapping[str, float]
+
+
+def undecayed_names(model: nn.Module, kinds: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters of a whole model that are not decayed.
+
+    Args:
+        model: the model as the user built it; tensors may be on meta.
+        kinds: any of "norm" (parameters of modules whose class name contains it), "bias", and "embedding" (input embeddings,
+            and an output head that is tied to one).
+    """
+    from torch import nn
+
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    names = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            kind = "norm" if "norm" in type(module).__name__.lower() else "bias" if name.endswith("bias") else ""
+            kind = "embedding" if id(parameter) in embeddings else kind
+            if kind in kinds:
+                names.add(f"{path}.{name}" if path else name)
+    return frozenset(names)
+
+
+def find_groups(model: nn.Module, config: Mapping[str, Any], weight_decay: float) -> list[NamedGroup]:
+    """Divide the trained parameters of a whole model into the optimizer's groups.
+
+    Parameters that match no entry of `optimizer.groups` come first. An entry that sets no weight decay is divided in two where some of its
+    parameters are of a kind in `no_decay`.
+
+    Args:
+        model: the model as the user built it; tensors may be on meta.
+        config: the group `optimizer`.
+        weight_decay: weight decay of the optimizer.
+
+    Returns:
+        At least one group. Of the others, those that have a parameter.
+
+    Raises:
+        ConfigError: a pattern matches no trained parameter, or a group has none.
+    """
+    entries = read_groups(config.get("groups"))
+    parameters = _names_of_trained(model)
+    require_matches(entries, parameters)
+    undecayed = undecayed_names(model, config.get("no_decay") or ()) if weight_decay > 0 else frozenset()
+    chosen = assign(entries, parameters)
+    groups = []
+    for index in (None, *range(len(entries))):
+        members = [names for names, group in zip(parameters, chosen, strict=True) if group == index]
+        options = {} if index is None else _options(entries[index], float(config["lr"]))
+        groups += _by_decay(members, options, undecayed, weight_decay)
+    return groups or [NamedGroup(frozenset(), {"weight_decay": weight_decay})]
+
+
+def _by_decay(
+    members: Sequence[Sequence[str]], options: Mapping[str, float], undecayed: frozenset[str], weight_decay: float
+) -> list[NamedGroup]:
+    """Divide parameters with the same options into those that are decayed and those that are not."""
+    if "weight_decay" in options:
+        parts = [(members, options["weight_decay"])]
+    else:
+        kept = [names for names in members if not undecayed.isdisjoint(names)]
+        decayed = [names for names in members if undecayed.isdisjoint(names)]
+        parts = [(decayed, weight_decay), (kept, 0.0)]
+    return [
+        NamedGroup(frozenset(name for names in part for name in names), {**options, "weight_decay": decay}) for part, decay in parts if part
+    ]
+
+
+def _names_of_trained(model: nn.Module) -> list[list[str]]:
+    """All names of each trained parameter; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _options(entry: ParameterGroup, lr: float) -> dict[str, float]:
+    """Options of an entry for torch."""
+    options: dict[str, float] = {}
+    if entry.lr is not None or entry.lr_scale is not None:
+        options["lr"] = entry.lr if entry.lr is not None else lr * float(entry.lr_scale or 0.0)
+    if entry.weight_decay is not None:
+        options["weight_decay"] = entry.weight_decay
+    return options
