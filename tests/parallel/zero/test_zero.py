@@ -253,6 +253,8 @@ def test_the_clip_coefficient_is_torchs() -> None:
         parameter.grad = torch.full_like(parameter, 1.0 if size != size or size == float("inf") else size)
         expected = nn.utils.clip_grad_norm_([parameter], 0.5)
         if size < float("inf"):
-            assert clip_coefficient(float(expected), 0.5) * size == pytest.approx(parameter.grad.item())
-    assert clip_coefficient(float("inf"), 0.5) == 0.0
-    assert clip_coefficient(float("nan"), 0.5) != clip_coefficient(float("nan"), 0.5)
+            assert float(clip_coefficient(expected, 0.5)) * size == pytest.approx(parameter.grad.item())
+    assert clip_coefficient(torch.tensor(torch.inf), 0.5) == 0.0
+    assert clip_coefficient(torch.tensor(torch.nan), 0.5).isnan()
+    norms = torch.linspace(0.1, 20.0, 10000, dtype=torch.float64)
+    assert clip_coefficient(norms, 0.3).tolist() == [min(1.0, 0.3 / (norm + 1e-6)) for norm in norms.tolist()], "rounded once"
