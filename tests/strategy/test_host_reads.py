@@ -122,7 +122,7 @@ def test_nothing_is_read_before_the_optimizer_is_launched(layout: str, options: 
         assert reads[1:] == [[]] * (STEPS - 1)
         assert all(reads_first)
         assert numbers == numbers_first and seen == seen_first
-        assert seen[0][1] == pytest.approx(2 * seen[0][0]) and seen[0][2] == pytest.approx(seen[0][0])
+        assert all(logged == pytest.approx(loss, rel=1e-2) for loss, _, logged in seen)
 
 
 def test_a_mixture_reads_once_for_each_layer() -> None:
