@@ -124,21 +124,23 @@ class BuiltModel:
                 computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
         if ends:
             computed = self.twice.verify(computed, steps)
-        if ends:
-            # Before the report: the host waits for the device only when all work of the backward and of the reduction is under way.
-            with self.tracer.optimizer():
-                self.backend.norm_on_device()
+            self._measure(computed)
+        self.launches_first = ends and self._may_launch_first()
         result, outputs = StepResult(), self.runner.outputs(micro_batches, computed)
         self._unread = partial(self._read, result, computed, ends)
         self._unreported = partial(self._report, result, computed, outputs)
-        self.launches_first = ends and self._may_launch_first()
-        if self.launches_first and self.guard is not None and self.guard.how != IGNORE:
-            finite = computed.finite & self.backend.norm_on_device().isfinite()
-            self.backend.skip_where((~finite).to(torch.float32))
         if ends and self.compilation is not None and not self._reported_breaks:
             self._reported_breaks = True
             self.compilation.warn()
         return result, outputs
+
+    def _measure(self, computed: Computed) -> None:
+        """Launch the computation of the gradient norm, and let the device decide about the step where it can."""
+        # Before anything is read: the host waits only when all work of the backward and of the reduction is under way.
+        with self.tracer.optimizer():
+            norm = self.backend.norm_on_device()
+        if self._may_launch_first() and self.guard is not None and self.guard.how != IGNORE:
+            self.backend.skip_where((~(computed.finite & norm.isfinite())).to(torch.float32))
 
     def _may_launch_first(self) -> bool:
         """Whether the optimizer can be launched before the host knows loss and norm: if they cannot stop it, or the device can skip it.

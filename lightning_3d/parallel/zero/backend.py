@@ -324,7 +324,7 @@ class DataParallelBackend:
             self.end_step()
 
     def end_step(self) -> None:
-        """Drop gradients that nobody needs after a step. Called by `step`, unless the device decides about it. Local."""
+        """Drop gradients that nobody needs after a step. `step` does so itself, unless the device decides about it. Local."""
         self._training.stepper.discard()
         if self._composition.zero.stage > 0:
             self._training.reducer.clear()
