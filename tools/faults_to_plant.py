@@ -274,7 +274,7 @@ STEP = (
     ),
     Fault(
         "step-skip-on-device-by-norm-alone",
-        "With a fused optimizer, the device skips a step by its gradient norm alone, so that the host stops a run that has changed weights.",
+        "A fused optimizer skips a step by its gradient norm alone, so that the host stops a run that has changed weights.",
         "strategy/built_model.py",
         "~(computed.finite & norm.isfinite())",
         "~norm.isfinite()",
