@@ -289,6 +289,14 @@ STEP = (
         ("strategy/test_nonfinite.py::test_the_losses_of_all_batches_of_a_step_count", "strategy/test_nonfinite.py"),
     ),
     Fault(
+        "step-skip-on-device-by-norm-alone",
+        "A fused optimizer skips a step by its gradient norm alone, so that the host stops a run that has changed weights.",
+        "strategy/built_model.py",
+        "~(computed.finite & norm.isfinite())",
+        "~norm.isfinite()",
+        ("strategy/test_host_reads.py::test_the_device_looks_at_loss_and_norm",),
+    ),
+    Fault(
         "seed-dropout-not-synchronized",
         "Tensor-parallel ranks draw different dropout for what they hold alike: their copies drift apart.",
         "parallel/random_streams.py",

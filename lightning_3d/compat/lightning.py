@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,36 @@ def run_after_closure(precision_plugin: Any, module: Any, optimizer: Any) -> Non
     `Precision.optimizer_step` runs it inside `optimizer.step(closure)`; ours steps a backend instead of the optimizer.
     """
     precision_plugin._after_closure(module, optimizer)
+
+
+@contextmanager
+def logging_in_training_step(module: Any) -> Iterator[None]:
+    """Let `module.log` in another hook log as `training_step` does, whose name decides what is shown when and what is reset.
+
+    `LightningModule._current_fx_name` (Lightning 2.6) is set before each hook and has no public form.
+    """
+    before = module._current_fx_name
+    module._current_fx_name = "training_step"
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+def has_outputs(closure: Any) -> bool:
+    """Return whether `complete_outputs` works with a closure, which a user's `optimizer_step` may have replaced."""
+    from lightning.pytorch.loops.optimization.closure import AbstractClosure
+
+    return isinstance(closure, AbstractClosure)
+
+
+def complete_outputs(closure: Any, outputs: dict[str, Any]) -> None:
+    """Add to what hooks get as `outputs` of a batch what `training_step` had not returned yet.
+
+    `Closure._result.extra` (Lightning 2.6) is a copy of what `training_step` returned, apart from its loss. It becomes `outputs` when the
+    optimizer has stepped.
+    """
+    closure._result.extra.update({key: value for key, value in outputs.items() if key != "loss"})
 
 
 def hush_sync_dist_advice(name: str) -> None:

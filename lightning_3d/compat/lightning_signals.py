@@ -15,7 +15,8 @@ def obey_signals_together(trainer: Any) -> None:
 
     Lightning's handlers (2.6, `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`) broadcast and save in the middle of a
     step, while the other ranks wait for activations that this rank then never sends. Here they only note the signal. Where the loop
-    broadcasts rank 0's note before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), the notes of all ranks are all-reduced.
+    broadcasts rank 0's note before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), the notes of all ranks are all-reduced
+    in host memory.
     Outside a fit SIGTERM ends the process at once.
     """
     import signal
@@ -45,8 +46,8 @@ def obey_signals_together(trainer: Any) -> None:
         return max([notes.pop() for _ in range(len(notes))], default=0)
 
     def act_on_notes() -> None:
-        anywhere = torch.tensor([taken(ends), taken(requeues)], device=trainer.strategy.root_device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        anywhere = torch.tensor([taken(ends), taken(requeues)])  # in host memory: on a device, the host would wait for the step before
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, trainer.strategy.mesh.world_control)
         end, requeue = anywhere.tolist()
         if requeue:
             with trainer.strategy.saving_at_once():

@@ -117,6 +117,8 @@ class Mesh:
             }
         if not self._on_host and layout.dp * layout.cp > 1:
             self._apart["data control"] = self._second(("dp", "cp"), "data control", "gloo")
+        if not self._on_host and layout.world_size not in (1, layout.pp, layout.dp * layout.cp):  # else a group above has all ranks
+            self._apart["world control"] = self._second(("tp", "cp", "pp", "dp"), "world control", "gloo")
 
     @property
     def pipeline_up(self) -> dist.ProcessGroup:
@@ -140,6 +142,13 @@ class Mesh:
     def data_control(self) -> dist.ProcessGroup:
         """Group over the ranks of ("dp", "cp"), for small tensors in host memory (gloo), so that the host need not wait for the device."""
         return self._apart.get("data control") or self.group("dp", "cp")
+
+    @property
+    def world_control(self) -> dist.ProcessGroup:
+        """Group over all ranks, for small tensors in host memory (gloo), so that the host need not wait for the device."""
+        if self._on_host:
+            return _world()
+        return self._apart.get("world control") or (self.control if self.layout.world_size == self.layout.pp else self.data_control)
 
     def shard_data(self, size: int | None) -> None:
         """Let ZeRO shard over groups of neighbouring data-parallel ranks. Collective over the world; sends nothing yet.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -13,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_3d.checkpoint import Names
 from lightning_3d.compat.lightning import steps_after_this_batch
 from lightning_3d.compat.lightning_data import evaluation_place
+from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.layout.batch_rules import few_micro_batches
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.context import forget_masks
@@ -27,6 +30,7 @@ from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_w
 from lightning_3d.strategy.spikes import judge_spike
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
+from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
 
@@ -46,6 +50,9 @@ class BuiltModel:
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
         compilation: of the blocks; None without `compile`.
         group_names: names of the parameters in each group of the optimizer; empty before `setup_optimizers`.
+        defers: whether the caller of `train` calls `report` after `step_optimizer` where `launches_first`.
+        launches_first: whether the optimizer of the step that runs is launched before its numbers are read, reported and judged.
+        ends: whether the batch that ran last is the last one of its optimizer step.
     """
 
     module: pl.LightningModule
@@ -61,9 +68,14 @@ class BuiltModel:
     guard: StepGuard | None
     compilation: Compilation | None = None
     group_names: Names = field(default_factory=list)
+    defers: bool = field(default=False, init=False)
+    launches_first: bool = field(default=False, init=False)
+    ends: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._advised = self._reported_breaks = False
+        self._unread: Callable[[], None] | None = None
+        self._unreported: Callable[[], dict[str, Any]] | None = None
         self.repeatable = RepeatableStep(self.module, self.runner, self.backend, self.parts.routers, self.device)
         # Hooks on layers inside compiled blocks would compile them again.
         self.twice = DoubleCheck(self.module, self.repeatable, self.backend, self.device, layers=self.compilation is None)
@@ -82,6 +94,7 @@ class BuiltModel:
     def begin_fit(self) -> None:
         """Expect the first batch of an optimizer step, because an earlier fit may have ended in the middle of a step."""
         self._place = 0
+        self._unread = self._unreported = None
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
@@ -95,13 +108,14 @@ class BuiltModel:
             rest: further arguments of the user's `training_step`.
 
         Returns:
-            The numbers of the step, for `judge`, and what `training_step` returned.
+            The step, whose numbers `read` fills in, and what `training_step` returned, which `report` completes. Call `report` next, but
+            after `step_optimizer` where `launches_first`.
         """
         trainer = self.module.trainer
         micro_batches = self.splitter.split(batch, trainer, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
         self._advise(micro_batches)
         place, ends = self._place, steps_after_this_batch(trainer)
-        self._place = 0 if ends else place + 1
+        self._place, self.ends = 0 if ends else place + 1, ends
         if place == 0 and self.guard is not None:
             self.guard.begin_step()
         steps = trainer.global_step
@@ -111,20 +125,62 @@ class BuiltModel:
                 computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
         if ends:
             computed = self.twice.verify(computed, steps)
-        norm = None
-        if ends:
-            # Before the report: the host waits for the device only when all work of the backward and of the reduction is under way.
-            with self.tracer.optimizer():
-                norm = self.backend.grad_norm()
-        result, outputs = self.runner.report(micro_batches, computed)
-        result.grad_norm = norm
+            self._measure(computed)
+        self.launches_first = ends and self._may_launch_first()
+        result, outputs = StepResult(), self.runner.outputs(micro_batches, computed)
+        self._unread = partial(self._read, result, computed, ends)
+        self._unreported = partial(self._report, result, computed, outputs)
         if ends and self.compilation is not None and not self._reported_breaks:
             self._reported_breaks = True
             self.compilation.warn()
         return result, outputs
 
-    def judge(self, step: StepResult) -> None:
-        """Stop, or mark the step to be skipped, if its loss or gradient norm is not finite. Call it before the optimizer changes anything.
+    def _measure(self, computed: Computed) -> None:
+        """Launch the computation of the gradient norm, and let the device decide about the step where it can."""
+        # Before anything is read: the host waits only when all work of the backward and of the reduction is under way.
+        with self.tracer.optimizer():
+            norm = self.backend.norm_on_device()
+        if self._may_launch_first() and self.guard is not None and self.guard.how != IGNORE:
+            self.backend.skip_where((~(computed.finite & norm.isfinite())).to(torch.float32))
+
+    def _may_launch_first(self) -> bool:
+        """Whether the optimizer can be launched before the host knows loss and norm: if they cannot stop it, or the device can skip it.
+        The same on all ranks."""
+        if not self.defers or self.guard is None or not self.guard.can_judge_later:
+            return False
+        return self.guard.how == IGNORE or self.backend.can_skip_on_device
+
+    def read(self) -> None:
+        """Fill in the numbers of the step that runs, if that was not done. Waits until the device has computed them. Local."""
+        if self._unread is not None:
+            read, self._unread = self._unread, None
+            read()
+
+    def _read(self, step: StepResult, computed: Computed, ends: bool) -> None:
+        step.loss, step.weight, step.routers = computed.totals.mean_loss, computed.totals.weight, computed.routers
+        step.grad_norm = self.backend.grad_norm() if ends else None
+
+    def report(self) -> dict[str, Any]:
+        """Read the numbers of the step that runs, log what it has logged, and judge it. Collective, once for each batch.
+
+        Returns:
+            What `training_step` returned, on ranks before the last stage the scalars of it.
+
+        Raises:
+            NonFiniteError: see `_judge`.
+        """
+        self.read()
+        assert self._unreported is not None
+        report, self._unreported = self._unreported, None
+        return report()
+
+    def _report(self, step: StepResult, computed: Computed, outputs: dict[str, Any]) -> dict[str, Any]:
+        self.runner.report(computed, outputs)
+        self._judge(step)
+        return outputs
+
+    def _judge(self, step: StepResult) -> None:
+        """Stop, or mark the step to be skipped, if its loss or gradient norm is not finite. The optimizer has not changed anything then.
 
         Loss and norm are the same on every rank, so that all ranks take the same branches here.
 
@@ -157,9 +213,17 @@ class BuiltModel:
             return self.runner.evaluate(hook, micro_batches, rest)
 
     def step_optimizer(self) -> None:
-        """Step with the reduced gradients."""
+        """Launch the optimizer with the reduced gradients. `end_step` follows."""
         with self.tracer.optimizer():
             self.backend.step()
+
+    def end_step(self, step: StepResult) -> None:
+        """End a step whose optimizer was launched and that has been judged."""
+        if step.skipped:  # by the device
+            self.skip_optimizer()
+            return
+        with self.tracer.optimizer():
+            self.backend.end_step()
             # After the step, so that a checkpoint has the biases of routers that belong to its weights.
             self.parts.after_optimizer_step()
 

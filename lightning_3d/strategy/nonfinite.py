@@ -92,6 +92,11 @@ class StepGuard:
         return finite or self.how == IGNORE
 
     @property
+    def can_judge_later(self) -> bool:
+        """Whether the device can decide about a step, by `finite` alone, and the host look at its numbers afterwards."""
+        return self._spikes is None or self.on_spike == REPORT
+
+    @property
     def may_look_again(self) -> bool:
         """Whether steps may have to be computed again."""
         return self.how != IGNORE or self.on_spike == RERUN

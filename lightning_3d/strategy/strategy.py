@@ -25,7 +25,14 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, name_groups
 from lightning_3d.compat.flight_recorder import record_collectives
-from lightning_3d.compat.lightning import find_last_at_urls, hush_tree_warning, run_after_closure
+from lightning_3d.compat.lightning import (
+    complete_outputs,
+    find_last_at_urls,
+    has_outputs,
+    hush_tree_warning,
+    logging_in_training_step,
+    run_after_closure,
+)
 from lightning_3d.compat.lightning_data import keep_sample_order
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
 from lightning_3d.compat.lightning_signals import obey_interrupt_alone, obey_signals_together
@@ -136,7 +143,6 @@ class Lightning3DStrategy(CheckpointHooks):
             {"hang_timeout": 300}.
 
     Attributes:
-        last_step: the numbers of the latest optimizer step, the same on every rank; None before the first.
 
     Raises:
         LayoutError, PlanError, ConfigError, DataError: the message says what is wrong and what works.
@@ -214,7 +220,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self.zero = zero.over(self.layout) if self.layout is not None else zero
         self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch
         self._whole_dp = whole_dp(elastic, self.layout, micro_batch_size)
-        self.last_step: StepResult | None = None
+        self._last_step: StepResult | None = None
         self.reliability = Reliability.of(reliability)
         self.heartbeat = Heartbeat()
         self._interface = GlooInterface()
@@ -245,6 +251,13 @@ class Lightning3DStrategy(CheckpointHooks):
     def zero_stage(self) -> int:
         """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too; 0 nothing."""
         return self.zero.stage
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """The numbers of the latest optimizer step, the same on every rank; None before the first. Waits for them while the step runs."""
+        if self._built is not None:
+            self._built.read()
+        return self._last_step
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
@@ -382,9 +395,10 @@ class Lightning3DStrategy(CheckpointHooks):
         built = self.built
         step = built.module.trainer.global_step
         self.heartbeat.enter(STEP, step + 1)
-        self.last_step, outputs = built.train(batch, tuple(rest))
-        built.judge(self.last_step)  # after last_step is set, which callbacks read when the run stops here
-        if self.last_step.grad_norm is None:  # further batches of the step follow
+        self._last_step, outputs = built.train(batch, tuple(rest))
+        if not built.launches_first:
+            built.report()  # after last_step is set, which callbacks read when the run stops here
+        if not built.ends:  # further batches of the step follow
             self.heartbeat.enter(BETWEEN)
         elif self._replicas is not None:
             self._replicas.before_optimizer(built, step, self._store.outcome.saved)
@@ -427,18 +441,26 @@ class Lightning3DStrategy(CheckpointHooks):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: pl.LightningModule | Module | None = None, **kwargs: Any
     ) -> Any:
         built = self.built
-        result = closure()  # runs training_step, which sets last_step
-        if self.last_step is not None and self.last_step.skipped:
+        built.defers = has_outputs(closure)
+        try:
+            result = closure()  # runs training_step, which sets the step
+        finally:
+            built.defers = False
+        step = self._last_step
+        assert step is not None
+        if step.skipped:
             built.skip_optimizer()
         else:
             run_after_closure(self.precision_plugin, built.module, optimizer)
             built.step_optimizer()
-        if self.last_step is not None:
-            self.last_step.trace = self._tracer.finish(built.backend)
+            if built.launches_first:
+                with logging_in_training_step(built.module):
+                    complete_outputs(closure, built.report())
+            built.end_step(step)
+        step.trace = self._tracer.finish(built.backend)
         if self._pace is not None:
             self._pace.after_step()
-            if self.last_step is not None:
-                self.last_step.slowest = self._pace.slowest
+            step.slowest = self._pace.slowest
         self.heartbeat.end_step()
         return result
 

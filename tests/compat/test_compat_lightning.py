@@ -10,12 +10,20 @@ import pytest
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from parity import quiet_trainer
 from torch.utils.data import DataLoader
 
-from lightning_3d.compat.lightning import find_last_at_urls, hush_tree_warning, throughputs_of
+from lightning_3d.compat.lightning import (
+    complete_outputs,
+    find_last_at_urls,
+    has_outputs,
+    hush_tree_warning,
+    logging_in_training_step,
+    throughputs_of,
+)
 from lightning_3d.compat.lightning_uses import reporting_uses
 
 
@@ -30,6 +38,22 @@ def test_uses_are_reported_inside_the_context_only() -> None:
     assert module.logger is None and module.loggers == []
     module.print()
     assert told == 2 * ["logger", "logger", "print"]
+
+
+def test_the_outputs_of_a_closure_can_be_completed_until_they_are_taken() -> None:
+    closure = Closure(lambda: ClosureResult(torch.tensor(1.5)))
+    assert has_outputs(closure) and not has_outputs(lambda: None)
+    closure()
+    complete_outputs(closure, {"loss": torch.tensor(9.0), "accuracy": 0.5})
+    assert closure.consume_result().asdict() == {"loss": torch.tensor(1.5), "accuracy": 0.5}
+
+
+def test_another_hook_logs_as_training_step() -> None:
+    module = pl.LightningModule()
+    module._current_fx_name = "optimizer_step"
+    with logging_in_training_step(module):
+        assert module._current_fx_name == "training_step"
+    assert module._current_fx_name == "optimizer_step"
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch warns of it since 2.13")

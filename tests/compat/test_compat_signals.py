@@ -21,7 +21,7 @@ def trainer() -> Iterator[Any]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
     fit: Any = SimpleNamespace(
         state=SimpleNamespace(fn="fit"),
-        strategy=SimpleNamespace(launcher=None, root_device=torch.device("cpu")),
+        strategy=SimpleNamespace(launcher=None, mesh=SimpleNamespace(world_control=None)),
         checkpoint_callbacks=[object()],
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()),
         _accelerator_connector=SimpleNamespace(cluster_environment=None),
@@ -41,7 +41,7 @@ def test_a_signal_that_comes_while_ranks_exchange_notes_ends_the_fit_a_batch_lat
     """It used to be lost: the rank had sent its note, and forgot all notes after the exchange."""
     signals = [number]
 
-    def signalled(notes: torch.Tensor, op: Any) -> None:
+    def signalled(notes: torch.Tensor, op: Any, group: Any) -> None:
         if signals:
             os.kill(os.getpid(), signals.pop())
 
@@ -55,7 +55,7 @@ def test_a_signal_that_comes_while_ranks_exchange_notes_ends_the_fit_a_batch_lat
 
 
 def test_a_signal_to_a_rank_that_another_rank_has_ended_does_not_end_the_next_fit(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def other_rank_and_this_one(notes: torch.Tensor, op: Any) -> None:
+    def other_rank_and_this_one(notes: torch.Tensor, op: Any, group: Any) -> None:
         notes[0] = signal.SIGTERM
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -65,5 +65,5 @@ def test_a_signal_to_a_rank_that_another_rank_has_ended_does_not_end_the_next_fi
         act_on_notes()
     trainer._signal_connector.teardown()
     trainer._signal_connector.register_signal_handlers()
-    monkeypatch.setattr(dist, "all_reduce", lambda notes, op: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda notes, op, group: None)
     act_on_notes()

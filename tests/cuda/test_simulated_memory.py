@@ -14,10 +14,13 @@ import parity
 import pytest
 import simulated_fits
 import simulated_ranks
+import torch
 from parity import Cell
 from reference import Recipe
 from simulated_parity import LATE
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_3d.strategy.built_model import BuiltModel
 
 COMMUNICATORS = {
     Cell(tp=2, pp=2, dp=2): 7,  # world, tp, dp, tp+pp, pp+dp, and one for the messages of each direction
@@ -43,8 +46,8 @@ def test_communicators(cell: Cell) -> None:
 
 
 LAYERS, STEPS = 4, 5
-LOGGING = {"strategy/step/totals.py": 1, "parallel/zero/gradient_norm.py": 1, "parallel/expert/routers.py": 1}
-"""Reads of a step that are logged, and decide whether it counts: the loss, the norm of the gradient, the loads of experts."""
+LOGGING = {"parallel/expert/routers.py": 1}
+"""Reads of a step that are logged: the loads of experts. Loss and norm are copied, and the host waits for the copies."""
 MODELS_OWN = "masking_utils.py"
 """Transformers' models look at each mask, on one GPU too."""
 
@@ -101,6 +104,56 @@ def test_the_host_waits_for_the_device_only_to_log(cell: Cell) -> None:
         micro_batches = recipe.global_batch // cell.dp // cell.micro_batch
         allowed = Counter(LOGGING | {"parallel/expert/dispatch.py": LAYERS * micro_batches if cell.ep > 1 else 0})
         assert own <= allowed, own - allowed
+
+
+def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
+    """How often the host waits for the device in the last step until it has launched a fused optimizer, but for Transformers' looks at
+    positions."""
+    import simulated_cuda
+    from transformers import masking_utils
+
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    counted: list[int] = []
+    apart = [0]
+
+    def total() -> int:
+        return sum(simulated_cuda.synchronizations().values())
+
+    def begin_apart(look: Any) -> Any:
+        def looked(*args: Any) -> Any:
+            before = total()
+            result = look(*args)
+            apart[0] += total() - before
+            return result
+
+        return looked
+
+    train, step = Lightning3DStrategy.training_step, BuiltModel.step_optimizer
+
+    def training_step(plan: Any, *args: Any) -> Any:
+        apart[0] = 0
+        counted.append(-total())
+        return train(plan, *args)
+
+    def step_optimizer(built: Any) -> None:
+        step(built)
+        counted[-1] += total() - apart[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masking_utils, "find_packed_sequence_indices", begin_apart(masking_utils.find_packed_sequence_indices))
+        patch.setattr(Lightning3DStrategy, "training_step", training_step)
+        patch.setattr(BuiltModel, "step_optimizer", step_optimizer)
+        patch.setattr(parity.Module, "configure_optimizers", lambda module: torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True))
+        parity.train_on_rank(recipe, **strategy)
+    return counted[-1]
+
+
+@pytest.mark.parametrize("cell", WAITING[:-1], ids=lambda cell: cell.name)
+def test_the_host_launches_a_fused_optimizer_before_it_waits(cell: Cell) -> None:
+    recipe = dataclasses.replace(cell.recipe, steps=STEPS)
+    for found in simulated_ranks.run(waits_before_the_launch, cell.world_size, recipe, environment=LATE, **parity.strategy_arguments(cell)):
+        assert found == 0
 
 
 def registered(output: str) -> list[int]:

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -128,6 +130,10 @@ def _described(name: str, value: Any, group: dist.ProcessGroup | None) -> Call:
 class HostWaits(TorchDispatchMode):
     """Counts for what a host would have to wait if the tensors were on a GPU: numbers that it reads, and results whose shape it must learn.
 
+    Args:
+        on_host: names of functions whose tensors are in host memory whatever the device is; what they and what they call read does not
+            count.
+
     Attributes:
         names: what it was, in order.
     """
@@ -135,9 +141,18 @@ class HostWaits(TorchDispatchMode):
     _shapes = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
     _numbers = ("_local_scalar_dense", "equal")
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: Sequence[str] = ()) -> None:
         super().__init__()
+        self._on_host = frozenset(on_host)
         self.names: list[str] = []
+
+    def _count(self, name: str) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name in self._on_host:
+                return
+            frame = frame.f_back
+        self.names.append(name)
 
     def __enter__(self) -> "HostWaits":
         self._tolist = torch.Tensor.tolist
@@ -153,7 +168,7 @@ class HostWaits(TorchDispatchMode):
         """``Tensor.tolist``, which reads the memory of a CPU tensor without an operator."""
 
         def tolist(tensor: torch.Tensor) -> Any:
-            self.names.append("tolist")
+            self._count("tolist")
             return self._tolist(tensor)
 
         return tolist
@@ -164,5 +179,5 @@ class HostWaits(TorchDispatchMode):
         by_mask = name.startswith("index") and any(leaf.dtype == torch.bool for leaf in tree_leaves(args[1:2]) if hasattr(leaf, "dtype"))
         repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
         if name in self._shapes + self._numbers or by_mask or repeats:
-            self.names.append(name)
+            self._count(name)
         return func(*args, **kwargs)

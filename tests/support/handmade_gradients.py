@@ -152,7 +152,7 @@ def reference(run: Run) -> tuple[dict[str, Tensor], list[float]]:
         norms.append(float(torch.cat([g.reshape(-1) for g in gradients]).double().norm()))
         if run.max_norm is not None:
             for g in gradients:
-                g.mul_(clip_coefficient(norms[-1], run.max_norm))
+                g.mul_(float(clip_coefficient(torch.tensor(norms[-1], dtype=torch.float64), run.max_norm)))
         if run.clip_value is not None:
             nn.utils.clip_grad_value_(masters.values(), run.clip_value)
         optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_3d.config.options.zero import NONE
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.host_copy import HostCopy
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 from lightning_3d.parallel.zero.compose import Composition
 from lightning_3d.parallel.zero.gradient_buffers import scale_
-from lightning_3d.parallel.zero.gradient_norm import clip_coefficient
+from lightning_3d.parallel.zero.gradient_norm import EPSILON, clip_coefficient
 from lightning_3d.parallel.zero.offload import check_place
 from lightning_3d.parallel.zero.parameter_store import ParameterStore
 from lightning_3d.parallel.zero.reducer import Reducer
@@ -95,7 +97,9 @@ class DataParallelBackend:
         self._stages, self._precision = stages, precision
         self._prepared: _Training | None = None
         self._ended: list[OptimizerShard] | None = None
-        self._norm: float | None = None
+        self._norm: tuple[Tensor, HostCopy] | None = None
+        self._known_norm: float | None = None
+        self._skip: Tensor | None = None
         self._absent: list[nn.Parameter] = []
         self._reduced = False
 
@@ -205,7 +209,8 @@ class DataParallelBackend:
                     " supported: its gradient would not be reduced. Unfreeze it before trainer.fit, in a second fit for example."
                 )
         if begins:
-            self._norm, self._reduced, self._absent = None, False, []
+            self._norm = self._known_norm = self._skip = None
+            self._reduced, self._absent = False, []
             training.reducer.clear()  # first, so that gradients are never held together with copies of master weights
             training.stepper.follow_writes()
             training.reducer.begin()
@@ -261,24 +266,50 @@ class DataParallelBackend:
         training.stepper.take_gradients()
         self._reduced = True
 
-    def grad_norm(self) -> float:
-        """Euclidean norm of the whole model's gradient before clipping, the same on every rank.
+    def norm_on_device(self) -> Tensor:
+        """Euclidean norm of the whole model's gradient before clipping, the same on every rank: float64, shape ().
 
         One all-reduce at the first call in a step, which all ranks make.
         """
         if self._norm is None:
-            self._norm = self._training.stepper.gradient_norm()
-        return self._norm
+            norm = self._training.stepper.gradient_norm()
+            self._norm = norm, HostCopy(norm)
+        return self._norm[0]
+
+    def grad_norm(self) -> float:
+        """The number in `norm_on_device`. Waits for the device until the norm is computed, not for what was launched after it."""
+        if self._known_norm is None:
+            self.norm_on_device()
+            assert self._norm is not None
+            self._known_norm = float(self._norm[1].wait())
+        return self._known_norm
+
+    @property
+    def can_skip_on_device(self) -> bool:
+        """Whether the optimizer takes `skip_where`; the same on all ranks."""
+        return self._training.stepper.can_skip
+
+    def skip_where(self, skip: Tensor) -> None:
+        """Let the device decide whether this step is taken, so that the host can launch it without waiting. Call it before `clip`.
+
+        `clip` and `step` then leave gradients, weights and state as they are where `skip` is 1, and the gradients stay until `end_step` or
+        `discard`.
+
+        Args:
+            skip: 1.0 or 0.0, float32, shape (), on the device; the same on all ranks.
+        """
+        self._skip = skip
 
     def clip(self, *, max_norm: float | None = None, value: float | None = None) -> None:
         """Scale the gradients down to a global norm of at most `max_norm`, or clamp each element to [-value, value]."""
-        if max_norm is not None:
-            coefficient = clip_coefficient(self.grad_norm(), max_norm)
-            if coefficient != 1.0:
-                scale_(list(self.reduced_gradients()), coefficient)
+        # Where the host knows the norm, it can leave out a product with 1.
+        if max_norm is not None and (self._known_norm is None or not self._known_norm + EPSILON <= max_norm):
+            coefficient = clip_coefficient(self.norm_on_device(), max_norm)
+            scale_(list(self.reduced_gradients()), coefficient if self._skip is None else torch.where(self._skip > 0, 1.0, coefficient))
         if value is not None:
             for gradient in self.reduced_gradients():
-                gradient.clamp_(-value, value)
+                limit: Any = value if self._skip is None else torch.where(self._skip > 0, torch.inf, gradient.new_full((), value))
+                gradient.clamp_(-limit, limit)
 
     def reduced_gradients(self) -> Iterator[Tensor]:
         """The gradients that this rank's optimizer steps with, after `reduce`. Local."""
@@ -288,10 +319,15 @@ class DataParallelBackend:
 
     def step(self) -> None:
         """Run the optimizer on the reduced gradients and bring the new weights to all ranks that use them."""
-        training = self._training
-        training.stepper.step(self._absent)
+        self._training.stepper.step(self._absent, self._skip)
+        if self._skip is None:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Drop gradients that nobody needs after a step. `step` does so itself, unless the device decides about it. Local."""
+        self._training.stepper.discard()
         if self._composition.zero.stage > 0:
-            training.reducer.clear()
+            self._training.reducer.clear()
 
     def discard(self) -> None:
         """Drop the reduced gradients, instead of `step`. Weights and the optimizer's state stay as they are. Local."""

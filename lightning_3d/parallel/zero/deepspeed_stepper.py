@@ -36,7 +36,7 @@ from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.offload import CPU_ADAM, VECTOR, rounds_by_place
 from lightning_3d.parallel.zero.overlapped_gather import OverlappedGather
 from lightning_3d.parallel.zero.parameter_store import TrainedTensor
-from lightning_3d.parallel.zero.stepper import Stepper, new_state, start_state, state_tensors
+from lightning_3d.parallel.zero.stepper import Stepper, new_state, skipping, skips_on_device, start_state, state_tensors
 from lightning_3d.parallel.zero.trained import TrainedParameters
 
 
@@ -167,7 +167,7 @@ class DeepSpeedStepper(Stepper):
             assert partition.gradient is not None
             yield partition.gradient
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         mesh = self._trained.mesh
         tp, pp = mesh.index("tp"), mesh.index("pp")
         counted = (
@@ -177,20 +177,24 @@ class DeepSpeedStepper(Stepper):
         )
         return global_norm(counted, self._trained.device, dist.group.WORLD)
 
+    @property
+    def can_skip(self) -> bool:
+        # An optimizer in host memory waits for the gradients anyway, and could not see what the device decides.
+        return self._zero.offload == NONE and skips_on_device(self._optimizer)
+
     @torch.no_grad()
-    def step(self, without_gradient: Sequence[nn.Parameter]) -> None:
+    def step(self, without_gradient: Sequence[nn.Parameter], skip: Tensor | None = None) -> None:
         if self._engine is None:
             return
         if type(self._optimizer).__name__ == CPU_ADAM:
             self._library.revive_cpu_adam(self._optimizer)
         if self._gather is not None:
             self._gather.settle()  # before the step writes into what may still be sent
-        with self._groups_for_deepspeed(), self._unchanged(without_gradient):
+        with self._groups_for_deepspeed(), self._unchanged(without_gradient), skipping(self._optimizer, skip):
             self._library.set_deepspeed_gradients(self._engine, list(self.gradients()))
             self._engine.step() if self._gather is None else self._library.step_without_gathering(self._engine)
         if self._gather is not None:
             self._gather.start()  # after `_unchanged`, which undoes a part of the step
-        self.discard()
 
     def discard(self) -> None:
         for partition in self.partitions:

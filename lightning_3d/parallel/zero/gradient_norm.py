@@ -7,7 +7,6 @@ them (`ShardSpec.counts_in_norm`). Squares are added in float64, so that the num
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import isnan
 
 import torch
 import torch.distributed as dist
@@ -42,17 +41,18 @@ def _rows(tensor: Tensor) -> Iterator[Tensor]:
         yield elements[whole:].view(1, -1)
 
 
-def global_norm(tensors: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Euclidean norm of the gradients that the ranks of `group` (None: all) count: one all-reduce of one number."""
+def global_norm(tensors: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+    """Euclidean norm of the gradients that the ranks of `group` (None: all) count, float64, shape (): one all-reduce of one number."""
     square = squared_norm(tensors, device)
     if dist.get_world_size(group) > 1:
         all_reduce_flat(square, group)
-    return float(square.sqrt())
+    return square.sqrt()
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Factor that brings gradients of this norm to a norm of at most `max_norm`.
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Factor that brings gradients of this norm to a norm of at most `max_norm`, on the norm's device. The host does not wait.
 
     A norm that is not a number stays visible: the coefficient is NaN too, as in torch.nn.utils.clip_grad_norm_.
     """
-    return norm if isnan(norm) else min(1.0, max_norm / (norm + EPSILON))
+    # A division, not `max_norm / tensor`, which torch computes as a product with the reciprocal and so rounds twice.
+    return (torch.full_like(norm, max_norm) / (norm + EPSILON)).clamp(max=1.0)

@@ -13,7 +13,7 @@ from lightning_3d.parallel.sharding import OptimizerShard
 from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, GradientSums
 from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.outside_writes import follow_writes, with_writes
-from lightning_3d.parallel.zero.stepper import Stepper, new_state, state_tensors
+from lightning_3d.parallel.zero.stepper import Stepper, new_state, skipping, skips_on_device, state_tensors
 from lightning_3d.parallel.zero.trained import TrainedParameters
 
 
@@ -48,7 +48,7 @@ class PlainStepper(Stepper):
     def gradients(self) -> Iterator[Tensor]:
         return self._sums.present()
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         counted = (entry.parameter for entry in self._trained.entries if self._trained.counts(entry))
         gradients = (gradient for gradient in map(self._sums.__getitem__, counted) if gradient is not None)
         mesh = self._trained.mesh
@@ -56,17 +56,20 @@ class PlainStepper(Stepper):
         group = mesh.group("tp", "cp", "pp") if mesh.layout.ep == 1 else dist.group.WORLD
         return global_norm(gradients, self._trained.device, group)
 
+    @property
+    def can_skip(self) -> bool:
+        return skips_on_device(self._optimizer)
+
     @torch.no_grad()
-    def step(self, without_gradient: Sequence[nn.Parameter]) -> None:
-        self._optimizer.step()  # leaves parameters whose gradient is None as they are
+    def step(self, without_gradient: Sequence[nn.Parameter], skip: Tensor | None = None) -> None:
+        with skipping(self._optimizer, skip):
+            self._optimizer.step()  # leaves parameters whose gradient is None as they are
         for parameter, master in self._masters.items():
             parameter.copy_(master)
-            self._sums[parameter] = None  # or the gradients of this step would stay in memory until the next one
-        self.discard()
 
     def discard(self) -> None:
-        for master in self._masters.values():
-            master.grad = None
+        for parameter, master in self._masters.items():
+            master.grad = self._sums[parameter] = None  # or the gradients of this step would stay in memory until the next one
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +31,21 @@ class Stepper(ABC):
         """The reduced gradients that this rank's optimizer steps with."""
 
     @abstractmethod
-    def gradient_norm(self) -> float:
-        """Norm of the reduced gradients of the whole model: one all-reduce."""
+    def gradient_norm(self) -> Tensor:
+        """Norm of the reduced gradients of the whole model, on the device: one all-reduce."""
+
+    @property
+    @abstractmethod
+    def can_skip(self) -> bool:
+        """Whether `step` can take `skip`; the same on all ranks."""
 
     @abstractmethod
-    def step(self, without_gradient: Sequence[nn.Parameter]) -> None:
-        """Run the optimizer and bring the new weights to all ranks that use them.
+    def step(self, without_gradient: Sequence[nn.Parameter], skip: Tensor | None = None) -> None:
+        """Run the optimizer and bring the new weights to all ranks that use them. The gradients stay until `discard`.
 
         Args:
             without_gradient: parameters that no rank has a gradient for, which stay as they are.
+            skip: 1.0 on the device (float32, shape ()) if weights and state are to stay as they are, else 0.0.
         """
 
     def discard(self) -> None:  # noqa: B027 - gradients may be in `GradientSums` alone
@@ -95,3 +102,25 @@ def start_state(optimizer: Optimizer) -> None:
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """All tensors that an optimizer keeps."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of torch leaves weights and state as they are where its `found_inf` is 1 on the device.
+
+    Its fused kernels do. The first step of SGD with momentum makes the momenta all the same.
+    """
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return type(optimizer) in kinds and all(group.get("fused") and not group.get("momentum") for group in optimizer.param_groups)
+
+
+@contextmanager
+def skipping(optimizer: Optimizer, skip: Tensor | None) -> Iterator[None]:
+    """Context of a step of `optimizer` that the device may skip. `found_inf` is what `torch.amp.GradScaler` sets (torch 2.8 to 2.13)."""
+    if skip is None:
+        yield
+        return
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]

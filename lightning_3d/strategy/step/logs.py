@@ -174,10 +174,11 @@ class StepLog:
         if any(key.combine in ("max", "min") for key in keys):
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
         result = []
-        for key, (total, weight), peak in zip(keys, sums, peaks, strict=True):
+        known = sums[:, 1].tolist()  # one read for all keys
+        for key, (total, weight), peak, number in zip(keys, sums, peaks, known, strict=True):
             signed = -peak if key.combine == "min" else peak
             value = {"mean": total / weight, "sum": total}.get(key.combine, signed)
-            result.append((value, float(weight)))
+            result.append((value, number))
         return result
 
 

@@ -216,9 +216,8 @@ def _whole(value: Any) -> Any:
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean of the values with a weight above 0; the plain mean where none has one. Shape ()."""
+    """Weighted mean of the values with a weight above 0; the plain mean where none has one. Shape (). The host does not wait."""
     weights = weights.to(values.device)
     counted = weights > 0
-    if not counted.any():
-        return values.mean(0)
-    return ((values * weights)[counted].sum(0) / weights.sum()).to(values.dtype)
+    mean = torch.where(counted, values * weights, 0.0).sum(0) / weights.sum()
+    return torch.where(counted.any(), mean.to(values.dtype), values.mean(0))

@@ -22,6 +22,7 @@ from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.context import forget_masks
 from lightning_3d.parallel.deferred_logits import computing_what_is_kept
 from lightning_3d.parallel.expert import Routers, RouterStatistics, RouterSums
+from lightning_3d.parallel.host_copy import HostCopy
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine
 from lightning_3d.parallel.random_streams import RandomState
@@ -50,8 +51,8 @@ class StepResult:
         slowest: the rank that computes longest compared with its peers; None where that is not known.
     """
 
-    loss: float
-    weight: float
+    loss: float = float("nan")
+    weight: float = 0.0
     grad_norm: float | None = None
     routers: RouterStatistics | None = None
     trace: StepTrace | None = None
@@ -71,10 +72,15 @@ class Computed:
 
     Attributes:
         read_totals: function that reads the sums over all micro-batches and ranks.
+        mean_loss: mean over the global batch, on the device, float64, shape ().
+        finite: whether it and that of all earlier batches of the step are finite, on the device, shape (). A batch without any target
+            counts as finite.
         sums_of_routers: statistics of the routers of a mixture of experts.
     """
 
     read_totals: Callable[[], BatchTotals]
+    mean_loss: Tensor
+    finite: Tensor
     sums_of_routers: RouterSums | None = None
 
     @cached_property
@@ -147,6 +153,7 @@ class StepRunner:
         self.inside = False
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
         self._accumulated: Tensor | None = None
+        self._finite: Tensor | None = None
         self._sums: list[Tensor] = []
         self._outputs: list[tuple[Any, Tensor]] = []
 
@@ -181,29 +188,34 @@ class StepRunner:
                 self.after_first_backward()
                 self.after_first_backward = None
             packed = self._share()
+            copy = HostCopy(packed)
+            mean_loss = BatchTotals.mean_in(packed)
             routers = self._routers.finish() if self._routers is not None else None
             weight = BatchTotals.weight_in(packed)
             self._accumulated = weight + self._accumulated if place and self._accumulated is not None else weight
+            finite = ~(weight > 0) | mean_loss.isfinite()
+            self._finite = finite & self._finite if place and self._finite is not None else finite
             # Only now is the weight of the whole step known, by which its gradients are divided.
             if ends:
                 self._tracer.before_reduction(backend)
                 with self._tracer.recorder.span(REDUCE):
                     backend.reduce(torch.where(self._accumulated > 0, 1.0 / self._accumulated, 0.0))
-        return Computed(partial(self._read, packed), routers)
+        return Computed(partial(self._read, copy), mean_loss, self._finite, routers)
 
-    def report(self, micro_batches: MicroBatches, computed: Computed) -> tuple[StepResult, dict[str, Any]]:
-        """Log what the batch that was computed last has logged, on every rank.
+    def outputs(self, micro_batches: MicroBatches, computed: Computed) -> dict[str, Any]:
+        """Return what the user's `training_step` returned for the batch that was computed last: on the last stage all, elsewhere only the
+        loss. Local."""
+        outputs = self._merged(micro_batches) or {}
+        outputs["loss"] = computed.mean_loss.to(torch.get_default_dtype())
+        return outputs
 
-        Returns:
-            The numbers of the step, and what the user's `training_step` returned: whole on the last stage, the scalars elsewhere.
-        """
+    def report(self, computed: Computed, outputs: dict[str, Any]) -> None:
+        """Log what the batch that was computed last has logged, on every rank, and complete its `outputs` with the scalars of the last
+        stage. Waits for the device."""
         totals = computed.totals
         self._log.replay(totals.checksum)
-        outputs = self._merged(micro_batches) or {}
         if totals.extras:
-            outputs = self._broadcast(outputs, whole=False)
-        outputs["loss"] = torch.full((), totals.mean_loss, device=self._device, dtype=torch.get_default_dtype())
-        return StepResult(totals.mean_loss, totals.weight, routers=computed.routers), outputs
+            outputs.update({**self._broadcast(outputs, whole=False), "loss": outputs["loss"]})
 
     def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:
         """Run the forward of one batch. `hook` is "validation", "test" or "predict".
@@ -219,7 +231,7 @@ class StepRunner:
             )
         forget_masks()
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
-            self._log.replay(self._read(self._share()).checksum)
+            self._log.replay(self._read(HostCopy(self._share())).checksum)
         return self._broadcast(self._merged(micro_batches), whole=hook == "predict")
 
     def _merged(self, micro_batches: MicroBatches) -> Any:
@@ -319,13 +331,13 @@ class StepRunner:
         all_reduce_flat(packed, self._mesh.group("cp", "pp", "dp"))
         return packed
 
-    def _read(self, packed: Tensor) -> BatchTotals:
-        """Read totals that `_share` has packed. Waits for the device.
+    def _read(self, packed: HostCopy) -> BatchTotals:
+        """Read totals that `_share` has packed. Waits for them.
 
         Raises:
             ConfigError: ranks logged different names.
         """
-        self.totals = BatchTotals.unpack(packed) if self.known_totals is None else self.known_totals
+        self.totals = BatchTotals.unpack(packed.wait()) if self.known_totals is None else self.known_totals
         self.totals.require_equal_keys()
         return self.totals
 

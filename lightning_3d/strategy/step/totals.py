@@ -65,6 +65,11 @@ class BatchTotals:
         """Take the weight, of shape (), out of packed totals, without waiting for the device."""
         return packed[1]
 
+    @staticmethod
+    def mean_in(packed: Tensor) -> Tensor:
+        """Compute `mean_loss`, of shape (), from packed totals, without waiting for the device."""
+        return torch.where(packed[1] > 0, packed[0] / packed[1], torch.nan)
+
     def require_equal_keys(self) -> None:
         """Refuse ranks that logged different names.
 

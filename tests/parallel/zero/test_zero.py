@@ -5,6 +5,7 @@ part that it would see in a real layout. So every kind of parameter is there in 
 cut unevenly, replicated, with partial gradients, tied across stages, frozen, and never used.
 """
 
+import math
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -23,6 +24,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.parallel.zero.gradient_norm import clip_coefficient, squared_norm
+from lightning_3d.parallel.zero.stepper import skipping, skips_on_device
 
 COMMON = ("0", "1", "2 eager", "3 eager")  # the others run in the long sweeps
 ALL = [mode if mode in COMMON else pytest.param(mode, marks=pytest.mark.full) for mode in MODES]
@@ -247,12 +249,39 @@ def test_a_norm_of_many_elements_is_exact() -> None:
     assert float(squared_norm([], tensor.device)) == 0.0
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["the first step", "a later step"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizer_skips_where_it_is_told(kind: type[torch.optim.Optimizer], first: bool) -> None:
+    """A contract with torch: weights and state stay, and the next step is what it would have been."""
+    results = []
+    for tells in (True, False):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = kind([parameter], lr=0.1, fused=True, weight_decay=0.1)
+        assert skips_on_device(optimizer)
+        for gradient in ([] if first else [1.0]) + ([math.nan] if tells else []) + [2.0]:
+            parameter.grad = torch.full((3,), gradient)
+            with skipping(optimizer, torch.tensor(float(math.isnan(gradient)))):
+                optimizer.step()
+            assert not hasattr(optimizer, "found_inf")
+        results.append([parameter.detach(), *optimizer.state[parameter].values()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_other_optimizers_cannot_be_skipped_on_a_device() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    assert not skips_on_device(torch.optim.AdamW(parameters))
+    assert not skips_on_device(torch.optim.SGD(parameters, momentum=0.9, fused=True)), "its first step would set the momenta"
+    assert not skips_on_device(torch.optim.Adagrad(parameters, fused=True))
+
+
 def test_the_clip_coefficient_is_torchs() -> None:
     for size in (0.0, 1e-3, 0.5, 7.0, float("inf"), float("nan")):
         parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         parameter.grad = torch.full_like(parameter, 1.0 if size != size or size == float("inf") else size)
         expected = nn.utils.clip_grad_norm_([parameter], 0.5)
         if size < float("inf"):
-            assert clip_coefficient(float(expected), 0.5) * size == pytest.approx(parameter.grad.item())
-    assert clip_coefficient(float("inf"), 0.5) == 0.0
-    assert clip_coefficient(float("nan"), 0.5) != clip_coefficient(float("nan"), 0.5)
+            assert float(clip_coefficient(expected, 0.5)) * size == pytest.approx(parameter.grad.item())
+    assert clip_coefficient(torch.tensor(torch.inf), 0.5) == 0.0
+    assert clip_coefficient(torch.tensor(torch.nan), 0.5).isnan()
+    norms = torch.linspace(0.1, 20.0, 10000, dtype=torch.float64)
+    assert clip_coefficient(norms, 0.3).tolist() == [min(1.0, 0.3 / (norm + 1e-6)) for norm in norms.tolist()], "rounded once"

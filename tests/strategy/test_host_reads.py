@@ -1,0 +1,183 @@
+"""A training step launches all of its work, the optimizer's too, before the host reads a number that the device computes."""
+
+import warnings
+from typing import Any
+
+import parity
+import pytest
+import torch
+from counting import HostWaits
+from lightning.pytorch.callbacks import Callback
+from ranks import run_ranks
+from reference import Recipe, data
+from sweeps import by_default
+
+from lightning_3d.layout import Layout
+from lightning_3d.strategy import Lightning3DStrategy
+
+STEPS = 5
+CHECKED = 3
+"""Steps at the start of a fit that check what later steps do not: that ranks read the same batch, and have as many."""
+
+ON_HOST = (
+    "_require_held",  # of CPU tensors only; on a device an assertion takes its place
+    "with_writes",  # of CPU tensors only; on a device nothing is compared
+    "most_micro_batches",  # the rest is counted by hosts and sent over gloo
+    "_require_same_order",
+    "finish",  # of `EagerReduction`
+    "find_packed_sequence_indices",  # of Transformers, for each micro-batch: not ours
+    "_get_value",  # of torch: an optimizer that is not fused counts its steps in host memory
+)
+"""Functions whose reads do not wait for a device, or are not ours."""
+
+CELLS: list[tuple[str, dict[str, Any]]] = [
+    ("dp2", {"zero_stage": 1, "dtype": "bfloat16"}),
+    ("tp2_pp2", {}),
+    ("dp2", {}),
+    ("cp2", {}),
+    ("dp2", {"zero_stage": 2, "zero_reduce": "micro_batch", "zero_overlap_gather": True}),
+    ("dp2", {"zero_stage": 3, "dtype": "bfloat16"}),
+    ("dp2", {"zero_stage": 3, "zero_gather": "micro_batch"}),
+    ("pp2_dp2", {"schedule": "ZBVZeroBubble", "zero_stage": 1}),
+    ("tp2_pp2_dp2", {"zero_stage": 2}),
+    ("dp2", {"nonfinite": "skip", "zero_stage": 1}),
+    ("dp2", {"nonfinite": "ignore", "fused": False}),  # nothing is skipped
+]
+
+
+class Logs(parity.Module):
+    """It logs, and returns more than a loss."""
+
+    fused = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        loss = super().training_step(batch, batch_idx)
+        assert isinstance(loss, torch.Tensor)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.recipe.learning_rate, fused=self.fused)
+
+
+class Ends(parity.StepValues):
+    """Keeps what a callback sees at the end of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, float, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:  # type: ignore[override]
+        super().on_train_batch_end(trainer, module, outputs, *args)
+        self.seen.append((float(outputs["loss"]), float(outputs["twice"]), float(trainer.callback_metrics["loss_step"])))
+
+
+def fit(layout: str, model: str = "llama", dtype: str = "float32", *, fused: bool = True, accumulate: int = 1, **options: Any) -> Any:
+    """(reads of each step before its optimizer is launched, what callbacks see, (losses, norms)) on this rank."""
+    recipe = Recipe(model, 4, steps=STEPS, global_batch=4)
+    plan = Lightning3DStrategy(layout, micro_batch_size=1, seed=0, self_check="never", **options)
+    assert plan.layout is not None
+    ends, module = Ends(), Logs(recipe)
+    module.fused = fused
+    trainer = parity.quiet_trainer(
+        strategy=plan, devices=plan.layout.world_size, max_steps=STEPS, precision=parity.PRECISIONS[dtype], gradient_clip_val=0.3,
+        callbacks=[ends], accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    reads: list[list[str]] = []
+    step, advance = plan.training_step, plan.optimizer_step
+
+    def counted_step(*args: Any, **kwargs: Any) -> Any:
+        reads.append([])
+        waits = HostWaits(ON_HOST)
+        with waits:
+            outputs = step(*args, **kwargs)
+        reads[-1] += waits.names
+        return outputs
+
+    def counted_optimizer(*args: Any, **kwargs: Any) -> Any:
+        launch = plan.built.step_optimizer
+
+        def launched() -> None:
+            waits = HostWaits(ON_HOST)
+            with waits:
+                launch()
+            reads[-1] += waits.names
+
+        plan.built.step_optimizer = launched  # type: ignore[method-assign]
+        try:
+            return advance(*args, **kwargs)
+        finally:
+            plan.built.step_optimizer = launch  # type: ignore[method-assign]
+
+    plan.training_step, plan.optimizer_step = counted_step, counted_optimizer  # type: ignore[method-assign]
+    trainer.fit(module, datamodule=parity.Data(parity.Rows(data(recipe)), 4 // plan.layout.dp // accumulate))
+    return reads, ends.seen, (ends.losses, ends.grad_norms)
+
+
+def ranks_of(layout: str) -> int:
+    return Layout.parse(layout).world_size
+
+
+@pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 1), ids=str)
+def test_nothing_is_read_before_the_optimizer_is_launched(layout: str, options: dict[str, Any]) -> None:
+    """Logs, numbers and outputs of the step are those of a step that reads first, on every rank."""
+    launched = run_ranks(fit, ranks_of(layout), layout, **options)
+    first = run_ranks(fit, ranks_of(layout), layout, **options | {"reliability": {"loss_spikes": "skip"}})
+    for (reads, seen, numbers), (reads_first, seen_first, numbers_first) in zip(launched, first, strict=True):
+        assert reads[CHECKED:] == [[]] * (STEPS - CHECKED)
+        assert all(reads_first)
+        assert numbers == numbers_first and seen == seen_first
+        assert all(logged == pytest.approx(loss, rel=1e-2) for loss, _, logged in seen)
+
+
+def test_a_mixture_reads_once_for_each_layer() -> None:
+    """For the number of tokens that come, in each of the two micro-batches of a rank."""
+    for reads, *_ in run_ranks(fit, 2, "ep2_dp2", "mixtral"):
+        assert all(0 < len(names) <= 4 * 2 for names in reads[CHECKED:])
+
+
+def test_an_optimizer_that_the_device_cannot_skip_waits() -> None:
+    """For the numbers that decide whether it may step: loss and norm."""
+    for reads, *_ in run_ranks(fit, 2, "dp2", fused=False):
+        assert all(len(names) == 3 for names in reads[CHECKED:])  # and for what the step logs
+
+
+class Overflows(Logs):
+    """Its second loss is infinite, but no gradient is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        outputs = super().training_step(batch, batch_idx)
+        outputs["loss"] = outputs["loss"] + (torch.inf if batch_idx == 1 else 0.0)
+        return outputs
+
+
+def weights_by_step(**options: Any) -> tuple[list[torch.Tensor], list[bool]]:
+    """(a weight, skipped) at the end of each step, on one rank."""
+    recipe = Recipe("llama", 1, steps=STEPS, global_batch=2)
+    plan = Lightning3DStrategy("dp1", nonfinite="skip", **options)
+    kept: list[torch.Tensor] = []
+    skipped: list[bool] = []
+
+    class Keeps(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            kept.append(next(module.parameters()).detach().clone())
+            skipped.append(trainer.strategy.last_step.skipped)
+
+    trainer = parity.quiet_trainer(strategy=plan, devices=1, max_steps=STEPS, callbacks=[Keeps()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Overflows(recipe), datamodule=parity.Data(parity.Rows(data(recipe)), 2))
+    return kept, skipped
+
+
+def test_the_device_looks_at_loss_and_norm() -> None:
+    [(kept, skipped)] = run_ranks(weights_by_step, 1)
+    assert skipped == [False, True, False, False, False]
+    assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
+
+
+@pytest.mark.full
+def test_each_further_batch_of_a_step_is_read_when_it_is_launched() -> None:
+    for reads, seen, _ in run_ranks(fit, 2, "dp2", accumulate=2):
+        assert [bool(names) for names in reads[2 * CHECKED :]] == [True, False] * (STEPS - CHECKED)
+        assert len(seen) == 2 * STEPS
