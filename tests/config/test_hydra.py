@@ -220,7 +220,7 @@ def test_gpus_are_used_when_there_is_one_for_each_rank(monkeypatch: pytest.Monke
 
 
 def test_a_sequence_that_tp_does_not_divide_stays_whole_on_cpu() -> None:
-    """Ranks that communicate through gloo do not split sequences where it is left open (refused otherwise: tests/config/test_refusals.py)."""
+    """Ranks on CPU do not split sequences where it is left open; others do (tests/config/test_refusals.py)."""
     odd = ("parallelism=tp4", "cluster=local_cpu", "data.sequence_length=250")
     assert planned(*odd).run.parallelism.sequence_parallel is None
     with pytest.raises(LayoutError, match="tp 4 does not divide the 250 tokens"):

@@ -48,6 +48,10 @@ class DeepEPDispatch:
         weighted = results * weights.reshape(-1)[pairs.order].unsqueeze(-1)
         return _Combine.apply(_AddUp.apply(weighted, pairs).to(tokens.dtype), self._trip)
 
+    def discard(self) -> None:
+        """Wait for the tokens and drop them."""
+        _Wait.apply(*self._arriving, self._trip)
+
 
 @dataclass(frozen=True)
 class _Pairs:
