@@ -96,6 +96,13 @@ def test_experts_that_ranks_share_out(layout: str, stage: int, options: dict[str
     parity.assert_same_training("mixtral", layout, zero=stage, zero_shard_size=2, **options)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "stage"), [("tp2_ep2_dp4", 1), ("tp2_ep4_dp4", 2), ("tp2_ep2_dp4", 3)])
+def test_experts_with_tensor_parallelism(layout: str, stage: int) -> None:
+    """The vocabulary of this model is divided by tp, so that gradients are summed in two levels."""
+    parity.assert_same_training("qwen3_moe", layout, zero=stage, zero_shard_size=2)
+
+
 def test_shard_groups_of_experts() -> None:
     """They are the ranks of an expert that are in one shard group, and replicas are the same ranks as those of everything else."""
     for name, size in (("dp8_ep2", 4), ("tp2_dp4_ep2", 2), ("tp2_dp4_ep4", 2), ("cp2_dp4_ep2", 2), ("tp2_cp2_pp2_dp4_ep4", 2)):
