@@ -122,6 +122,7 @@ class BlendPlan:
     Attributes:
         sources: the sources.
         samples: training samples of each.
+        sequence_length: tokens of a sample.
         interleaving: the order of the sources.
     """
 
@@ -194,7 +195,7 @@ class BlendPlan:
         Raises:
             DataError: it names the source that ends first.
         """
-        if steps * global_batch_size <= self.rows:
+        if steps * global_batch_size <= self.rows or not self.ends:
             return
         name, end = min(self.ends.items(), key=lambda entry: entry[1])
         number = [source.name for source in self.sources].index(name)
