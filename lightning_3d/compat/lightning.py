@@ -41,6 +41,23 @@ def has_outputs(closure: Any) -> bool:
     return isinstance(closure, AbstractClosure)
 
 
+_BEFORE_OPTIMIZER = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+def has_hooks_before_optimizer(trainer: Any) -> bool:
+    """Return whether the user's module or a callback has a hook between `training_step` and the optimizer, or clips gradients itself.
+
+    That depends on classes only, so all ranks agree.
+    """
+    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    module = trainer.lightning_module
+    return any(is_overridden(name, module, LightningModule) for name in (*_BEFORE_OPTIMIZER, "configure_gradient_clipping")) or any(
+        is_overridden(name, callback, Callback) for callback in trainer.callbacks for name in _BEFORE_OPTIMIZER
+    )
+
+
 def complete_outputs(closure: Any, outputs: dict[str, Any]) -> None:
     """Add to what hooks get as `outputs` of a batch what `training_step` had not returned yet.
 

@@ -28,6 +28,7 @@ from lightning_3d.compat.flight_recorder import record_collectives
 from lightning_3d.compat.lightning import (
     complete_outputs,
     find_last_at_urls,
+    has_hooks_before_optimizer,
     has_outputs,
     hush_tree_warning,
     logging_in_training_step,
@@ -441,7 +442,8 @@ class Lightning3DStrategy(CheckpointHooks):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: pl.LightningModule | Module | None = None, **kwargs: Any
     ) -> Any:
         built = self.built
-        built.defers = has_outputs(closure)
+        # Hooks before the optimizer must not run in a step that is then skipped, and see the logged values of their own step.
+        built.defers = has_outputs(closure) and not has_hooks_before_optimizer(built.module.trainer)
         try:
             result = closure()  # runs training_step, which sets the step
         finally:

@@ -176,6 +176,35 @@ def test_the_device_looks_at_loss_and_norm() -> None:
     assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
 
 
+class Hooked(Overflows):
+    """A hook before the optimizer, as for clipping by a running mean, which would keep what is not finite."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.trainer.strategy.last_step is not None  # type: ignore[attr-defined]
+        self.seen.append(float(self.trainer.callback_metrics["loss_step"]) - self.trainer.strategy.last_step.loss)  # type: ignore[attr-defined]
+
+
+def seen_by_hook() -> list[float]:
+    """What the hook has seen: the logged loss less that of the step."""
+    recipe = Recipe("llama", 1, steps=STEPS, global_batch=2)
+    module, plan = Hooked(recipe), Lightning3DStrategy("dp1", nonfinite="skip")
+    trainer = parity.quiet_trainer(strategy=plan, devices=1, max_steps=STEPS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, datamodule=parity.Data(parity.Rows(data(recipe)), 2))
+    return module.seen
+
+
+def test_hooks_before_the_optimizer_run_in_steps_that_are_taken() -> None:
+    """With the numbers of their own step: such a step is not launched before it is read."""
+    [seen] = run_ranks(seen_by_hook, 1)
+    assert seen == pytest.approx([0.0] * (STEPS - 1), abs=1e-5)
+
+
 @pytest.mark.full
 def test_each_further_batch_of_a_step_is_read_when_it_is_launched() -> None:
     for reads, seen, _ in run_ranks(fit, 2, "dp2", accumulate=2):

@@ -23,7 +23,7 @@ COMMON = ("name", "lr", "weight_decay", "no_decay", "groups", "scheduler")
 
 ELEMENTWISE = ("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element of a parameter by itself."""
-WHOLE_TENSOR = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP")
+WHOLE_TENSOR = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "StableAdamW")
 """Optimizers whose update of an element depends on other elements of its tensor."""
 CLOSURE = ("LBFGS",)
 """Optimizers that compute the loss several times in a step."""

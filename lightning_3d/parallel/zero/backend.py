@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.compat.torch import real_values
 from lightning_3d.config.options.zero import NONE
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.host_copy import HostCopy
@@ -100,6 +102,7 @@ class DataParallelBackend:
         self._norm: tuple[Tensor, HostCopy] | None = None
         self._known_norm: float | None = None
         self._skip: Tensor | None = None
+        self._can_skip: bool | None = None
         self._absent: list[nn.Parameter] = []
         self._reduced = False
 
@@ -160,7 +163,7 @@ class DataParallelBackend:
             ConfigError: types of parameters, or an optimizer, that this backend cannot train exactly; or parameters in another order than
                 on other ranks.
         """
-        self._ended = None
+        self._ended = self._can_skip = None
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         stages = self._stages if self._stages is not None else [list(module.parameters())]
         found = find_trained(module, optimizer, self._specs)
@@ -286,8 +289,14 @@ class DataParallelBackend:
 
     @property
     def can_skip_on_device(self) -> bool:
-        """Whether the optimizer takes `skip_where`; the same on all ranks."""
-        return self._training.stepper.can_skip
+        """Whether the optimizers of all ranks take `skip_where`. The first call in a fit is collective: one all-reduce in host memory."""
+        if self._can_skip is None:
+            with real_values():
+                own = torch.tensor(int(self._training.stepper.can_skip))
+                if self._mesh.layout.world_size > 1:  # a group with other options may have parameters on some stages only
+                    dist.all_reduce(own, dist.ReduceOp.MIN, group=self._mesh.world_control)
+                self._can_skip = bool(own)
+        return self._can_skip
 
     def skip_where(self, skip: Tensor) -> None:
         """Let the device decide whether this step is taken, so that the host can launch it without waiting. Call it before `clip`.

@@ -7,6 +7,7 @@ scale, so that states in 8 bits are found too.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from inspect import Parameter, signature
@@ -23,7 +24,8 @@ from lightning_3d.parallel.zero.offload import CPU_ADAM
 SHAPE = (96, 128)
 CUT = 5003
 """Elements of the first part: neither rows nor blocks of elements end there."""
-STEPS = 3
+_SIZES = (0.1, 0.01, 10.0, 1.0)
+"""Size of the gradients of each step. They also grow, and so reach a limit of a tensor's norm."""
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 _LEARNING_RATE = 0.01
 
@@ -65,17 +67,18 @@ def _distinct_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-        if not isinstance(options.get("lr"), Tensor):
-            options["lr"] = _LEARNING_RATE
+        lr = options.get("lr")
+        options["lr"] = torch.full_like(lr, _LEARNING_RATE) if isinstance(lr, Tensor) else _LEARNING_RATE
         found.setdefault(repr(options), options)
     return list(found.values())
 
 
 def _try(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> bool | None:
+    generators = [device] if device.type == "cuda" else []
     for dtype, place in ((torch.float64, torch.device("cpu")), (torch.float32, device)):
-        with real_values(), torch.enable_grad(), warnings.catch_warnings():
+        with real_values(), torch.enable_grad(), torch.random.fork_rng(generators), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            values = _values(STEPS + 1, dtype, place)
+            values = _values(dtype, place)
             try:
                 [whole] = _trained(optimizer, options, [values[0]], [[gradient] for gradient in values[1:]])
             except Exception:  # closures, kernels for other devices, other arguments
@@ -88,10 +91,17 @@ def _try(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device)
     return None
 
 
-def _values(count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Weights and gradients of different sizes, which global random numbers do not depend on."""
+def _values(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Weights, and the gradients of each step. Global random numbers do not depend on them.
+
+    In the gradients the second half of the rows is larger, so that a limit of a norm holds for some parts of the matrix only.
+    """
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(SHAPE, generator=generator, dtype=torch.float64).mul_(10.0**-index).to(device, dtype) for index in range(count)]
+    rows = torch.ones(SHAPE[0], 1, dtype=torch.float64)
+    rows[SHAPE[0] // 2 :] = 5.0
+    weights, *gradients = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in (1.0, *_SIZES)]
+    gradients = [gradient * rows * size for gradient, size in zip(gradients, _SIZES, strict=True)]
+    return [value.to(device, dtype) for value in (weights, *gradients)]
 
 
 def _cut(whole: Tensor) -> list[Tensor]:
@@ -111,9 +121,26 @@ def _trained(optimizer: Optimizer, options: Mapping[str, Any], start: Iterable[T
 
 
 def _another(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """Build an optimizer of the same class for one parameter."""
+    """Build an optimizer of the same class for one parameter, which shares nothing with the original."""
     kind: Any = type(optimizer)
     accepted = signature(kind).parameters
-    arguments = {key: value for key, value in (optimizer.defaults | dict(options)).items() if key in accepted and key != "params"}
+    options, defaults = copy.deepcopy((dict(options), optimizer.defaults))
+    arguments = {key: value for key, value in (defaults | options).items() if key in accepted and key != "params"}
     made: Optimizer = kind([{**options, "params": [parameter]}], **arguments)
+    # Arguments that are not among the defaults, as 8-bit optimizers have them.
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("defaults", "state", "param_groups") and _is_plain(value)}
+    vars(made).update(copy.deepcopy(own))
     return made
+
+
+def _is_plain(value: Any, depth: int = 4) -> bool:
+    """Return whether a value consists of numbers and names only: it refers to no parameter, function or optimizer."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return True
+    if depth == 0 or callable(value) or isinstance(value, Tensor | Optimizer):
+        return False
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    else:
+        parts = value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {"": print}).values()
+    return all(_is_plain(part, depth - 1) for part in parts)

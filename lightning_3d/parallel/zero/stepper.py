@@ -37,7 +37,7 @@ class Stepper(ABC):
     @property
     @abstractmethod
     def can_skip(self) -> bool:
-        """Whether `step` can take `skip`; the same on all ranks."""
+        """Whether `step` can take `skip`. Local."""
 
     @abstractmethod
     def step(self, without_gradient: Sequence[nn.Parameter], skip: Tensor | None = None) -> None:

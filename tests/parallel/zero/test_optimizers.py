@@ -104,7 +104,62 @@ def test_the_list_of_elementwise_optimizers(name: str) -> None:
     assert is_elementwise(of(derived), CPU) is True
 
 
-@pytest.mark.parametrize("kind", [TrustRatio, Rows, Blocks, Matrices, torch.optim.Adafactor, torch.optim.Muon])
+class LimitedNorm(torch.optim.SGD):
+    """A limit of each tensor's gradient norm, which only large gradients reach."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_((100 / parameter.grad.norm()).clamp(max=1))
+        return super().step()
+
+
+class LimitedRms(torch.optim.Optimizer):
+    """Adam whose update is scaled down where the root mean square of gradient / deviation is above 1, as in StableAdamW."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            squares = state["squares"] = state.get("squares", parameter.grad**2).lerp(parameter.grad**2, 0.1)
+            rms = (parameter.grad**2 / squares).mean().sqrt()
+            parameter.sub_(parameter.grad / squares.sqrt() / rms.clamp(min=1), alpha=self.param_groups[0]["lr"])
+
+
+class ByAttribute(torch.optim.SGD):
+    """What it does depends on a constructor's argument that is not among its defaults."""
+
+    def __init__(self, params: Any, whole: bool = False, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.whole = whole
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"] if self.whole else ():
+            parameter.grad.div_(parameter.grad.norm())
+        return super().step()
+
+
+class Caches(Own):
+    """Its options have a list in which it keeps numbers."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "cache": [None]})
+
+    def direction(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        cache = self.param_groups[0]["cache"]
+        cache[0] = self.param_groups[0]["lr"] if cache[0] is None else cache[0]
+        return gradient * cache[0]
+
+
+def test_options_and_attributes() -> None:
+    optimizer = of(Caches)
+    assert is_elementwise(optimizer, CPU) is True and optimizer.param_groups[0]["cache"] == [None]
+    assert [is_elementwise(of(ByAttribute, whole=whole), CPU) for whole in (True, False)] == [False, True]
+
+
+@pytest.mark.parametrize("kind", [TrustRatio, Rows, Blocks, Matrices, LimitedNorm, LimitedRms, torch.optim.Adafactor, torch.optim.Muon])
 def test_optimizers_of_whole_tensors(kind: Any) -> None:
     assert is_elementwise(of(kind), CPU) is False
     assert is_elementwise(of(Own), CPU) is True
