@@ -86,7 +86,8 @@ def rows(recipe: Recipe, scale: float | None, *, without: bool = False) -> Rows:
 
 @dataclass
 class Left:
-    """What a fit leaves on a rank: the error's text, steps that began, losses, norms, and weights and optimizer state by step."""
+    """What a fit leaves on a rank: the error's text, steps that began, losses, norms, weights and optimizer state by step, and launches of
+    the optimizer."""
 
     error: str = ""
     steps: int = 0
@@ -94,7 +95,7 @@ class Left:
     norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     states: list[dict[str, Tensor]] = field(default_factory=list)
-    hooks: int = 0
+    launches: int = 0
     warned: list[str] = field(default_factory=list)
 
 
@@ -115,9 +116,14 @@ class Watch(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
         self.left.states.append(state_of(trainer.strategy))
+        built = trainer.strategy.built  # type: ignore[attr-defined]
+        launch = built.step_optimizer
 
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        self.left.hooks += 1
+        def counted() -> None:
+            self.left.launches += 1
+            launch()
+
+        built.step_optimizer = counted
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         step = trainer.strategy.last_step  # type: ignore[attr-defined]
@@ -196,7 +202,7 @@ def test_a_step_that_is_not_finite_stops_all_ranks_before_the_weights_change(lay
         assert "The optimizer did not take this step" in left.error
         assert "the weights are still those after step 1" in left.error and "lower learning rate (now 0.0003)" in left.error
         assert "trainer.nonfinite=skip" in left.error and "Look at the data of this step." in left.error
-        assert (left.steps, left.hooks, len(left.losses)) == (1, 2 if "fused" in options else 1, 1)
+        assert (left.steps, left.launches, len(left.losses)) == (1, 2 if "fused" in options else 1, 1)
         assert_same(left.states[-1], left.states[1])
     assert len({left.error for left in parts}) == 1
 
@@ -207,7 +213,7 @@ def test_a_skipped_step_is_as_if_its_batch_had_been_left_out(layout: str, option
     expected = run_ranks(train, world_size(layout), layout, "stop", without=True, **options)
     for left, other in zip(parts, expected, strict=True):
         assert left.skipped == [False, True, False, False] and other.skipped == [False] * 3
-        assert (left.steps, left.hooks, other.hooks) == (STEPS, 4 if "fused" in options else 3, 3)
+        assert (left.steps, left.launches, other.launches) == (STEPS, 4 if "fused" in options else 3, 3)
         assert_same(left.states[2], left.states[1])
         assert left.norms[2:] == other.norms[1:] and math.isnan(left.norms[1])
         assert_same(left.states[-1], other.states[-1])
