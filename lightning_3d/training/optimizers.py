@@ -96,8 +96,8 @@ def _require_grouped(parameters: Iterable[str], groups: Sequence[NamedGroup]) ->
     others = [name for name in parameters if name not in grouped]
     if others:
         raise ConfigError(
-            f"{plural(len(others), 'trained parameter')} would be in no group of the optimizer, for example {others[0]}. A subclass of CausalLM"
-            " that adds or unfreezes parameters in configure_model must call self.group_parameters() at its end."
+            f"{plural(len(others), 'trained parameter')} would be in no group of the optimizer, for example {others[0]}. A subclass of"
+            " CausalLM that adds or unfreezes parameters in configure_model must call self.group_parameters() at its end."
         )
 
 

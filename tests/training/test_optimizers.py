@@ -261,7 +261,8 @@ def test_parameters_that_are_in_no_group() -> None:
     assert sum(parameter is causal_lm.model.scale for group in groups for parameter in group["params"]) == 1
 
 
-def test_the_schedule_of_an_optimizer_that_is_compiled_is_tried_without_it() -> None:
+def test_the_schedule_of_cpu_adamw_is_tried_without_compiling_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_3d.training.optimizers.import_deepspeed", lambda device: pytest.fail("compiles"))
     CausalLM(MODEL, {**OPTIMIZER, "name": "cpu_adamw", "scheduler": {"_target_": f"{SCHEDULES}.ExponentialLR", "gamma": 0.9}})
 
 
