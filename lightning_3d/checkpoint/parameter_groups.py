@@ -97,7 +97,7 @@ def take_groups(checkpoint: Mapping[str, Any], names: Names) -> dict[str, Any]:
         CheckpointError: parameters that are now in one group had different hyperparameters when the checkpoint was saved.
     """
     own = dict(checkpoint)
-    states = own.pop(_KEY, None) or [own]
+    states = own.pop(_KEY, None) or [checkpoint]  # not `own`, which changes below
     if not own.get(_OPTIMIZERS) or not names:
         return own
     chosen = [_source(states, index, group) for index, group in enumerate(names)]
@@ -130,8 +130,11 @@ def _source(states: Sequence[Mapping[str, Any]], index: int, names: Sequence[str
         for place, group in enumerate(_groups(state))
         if not wanted.isdisjoint(group.get(_NAMES, ()))
     ]
-    if not found:  # no parameters on this stage, or none that were trained then
-        return (0, index) if index < len(_groups(states[0])) else None
+    if not found:
+        last = len(_groups(states[0])) - 1
+        if names and index > last:  # none of them was trained then
+            return None
+        return (0, min(index, last))  # a group without parameters on this stage may have any values
     values = {repr({k: v for k, v in _groups(states[stage])[place].items() if k != _NAMES}) for stage, place in found}
     if len(values) > 1:
         raise CheckpointError(

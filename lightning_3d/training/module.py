@@ -87,6 +87,17 @@ class CausalLM(LightningModule):
             self.model = with_adapters(self.model, self.lora)
         # Counted here, on the whole model: a strategy may leave only a shard of it on this rank.
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.group_parameters()
+
+    def group_parameters(self) -> None:
+        """Divide the trained parameters of the whole model into the optimizer's groups, at the end of `configure_model`.
+
+        A subclass that adds or unfreezes parameters after `super().configure_model()` must call it again: later, a rank may have only
+        a shard of the model.
+
+        Raises:
+            ConfigError: see `find_groups`.
+        """
         if self.optimizer_config is not None:
             self._groups = find_groups(self.model, self.optimizer_config, decay_of(self.optimizer_config))
 

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.profilers import Profiler
 
 from lightning_3d.config.targets import ARGUMENTS, check_targets, is_allowed, targets_of
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 _KINDS: dict[str, tuple[type, ...]] = {"parallelism": (Lightning3DStrategy,), "callbacks": (Callback,), "logger": (Logger,)}
@@ -100,7 +100,7 @@ def _require_class(key: str, name: str, kinds: tuple[type, ...], known: tuple[st
     try:
         found = get_object(name)
     except Exception as error:
-        raise _cannot_create(key.removesuffix("._target_"), name, error.__cause__ or error) from error
+        raise _cannot_create(key.removesuffix("._target_"), name, error.__cause__ or error, _nearest(name, kinds)) from error
     if strategy and not (isinstance(found, type) and issubclass(found, Lightning3DStrategy)):
         raise ConfigError(f"parallelism._target_ must be Lightning3DStrategy or a subclass of it; got {name}.")
     if not (isinstance(found, type) and issubclass(found, kinds)):
@@ -108,6 +108,16 @@ def _require_class(key: str, name: str, kinds: tuple[type, ...], known: tuple[st
         raise ConfigError(f"{key} must name a class that is a {wanted}; got {name}.")
 
 
-def _cannot_create(key: str, name: str, error: BaseException) -> ConfigError:
+def _nearest(name: str, kinds: tuple[type, ...]) -> str:
+    """Propose the class of these kinds in the module of `name` that is nearest to it; empty if there is none."""
+    module, _, last = name.rpartition(".")
+    try:
+        found = vars(get_object(module))
+    except Exception:  # the module is wrong as well
+        return ""
+    return did_you_mean(last, [word for word, value in found.items() if isinstance(value, type) and issubclass(value, kinds)])
+
+
+def _cannot_create(key: str, name: str, error: BaseException, hint: str = "") -> ConfigError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ConfigError(f"Cannot create {key} ({name}): {reason}")
+    return ConfigError(f"Cannot create {key} ({name}): {reason.rstrip('.') + '.' + hint if hint else reason}")

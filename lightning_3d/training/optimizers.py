@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.deepspeed import import_deepspeed
 from lightning_3d.config.options.optimizer import COMMON, OPTIMIZERS, check_optimizer
+from lightning_3d.config.options.parameter_groups import KEY as GROUPS
+from lightning_3d.config.options.parameter_groups import read_groups
 from lightning_3d.config.options.scheduler import HYDRA_KEYS
-from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
 from lightning_3d.training.objects import find_class
 from lightning_3d.training.parameter_groups import NamedGroup
+from lightning_3d.training.schedules import make_scheduler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,11 +33,12 @@ def make_optimizer(config: Mapping[str, Any], parameters: Mapping[str, nn.Parame
     `cpu_adamw` compiles C++ when it is used for the first time on a machine, which takes minutes.
 
     Raises:
-        ConfigError: the class cannot be used, or refuses the arguments or the parameters.
+        ConfigError: the class cannot be used, or refuses the arguments or the parameters; or a parameter is in no group.
     """
     import torch
 
     check_optimizer(config)
+    _require_grouped(parameters, groups)
     made = [{"params": [value for name, value in parameters.items() if name in group.names], **group.options} for group in groups]
     if config.get("_target_") is not None:
         return _make_of_class(config, made)
@@ -51,29 +56,49 @@ def decay_of(config: Mapping[str, Any]) -> float:
     """Return the weight decay of the optimizer: the configured one, or the default of its class.
 
     Raises:
-        ConfigError: a weight decay for a class that has none.
+        ConfigError: a weight decay, of the optimizer or of one of its groups, for a class that has none.
     """
     given = config.get("weight_decay")
     if config.get("_target_") is None:
         return float(given or 0.0)
     accepted = _parameters_of(_find(config))
-    if given and "weight_decay" not in accepted and not _takes_any(accepted):
-        raise ConfigError(f"{config['_target_']} has no weight decay. Set optimizer.weight_decay=0; got {given}.")
+    if "weight_decay" not in accepted and not _takes_any(accepted):
+        groups = {f"{GROUPS}[{index}]": group.weight_decay for index, group in enumerate(read_groups(config.get("groups")))}
+        for key, value in {"optimizer": given, **groups}.items():
+            if value:
+                raise ConfigError(f"{config['_target_']} has no weight decay. Set {key}.weight_decay=0; got {value}.")
     default = accepted["weight_decay"].default if "weight_decay" in accepted else 0.0
     return float(given if given is not None else default if isinstance(default, (int, float)) else 0.0)
 
 
 def try_optimizer(config: Mapping[str, Any]) -> None:
-    """Build an optimizer that is named by its class for a small matrix, to refuse wrong arguments before the model is built.
+    """Build an optimizer or a schedule that is named by its class for a small matrix, to refuse it before the model is built.
 
     Raises:
-        ConfigError: see `make_optimizer`.
+        ConfigError: see `make_optimizer` and `make_scheduler`.
     """
     import torch
 
-    if config.get("_target_") is not None:
-        weight = torch.nn.Parameter(torch.zeros(4, 3))
-        make_optimizer(config, {"weight": weight}, [NamedGroup(frozenset({"weight"}), {"weight_decay": decay_of(config)})])
+    schedule = config.get("scheduler") or {}
+    if config.get("_target_") is None and schedule.get("_target_") is None:
+        return
+    tried = {**config, "name": "adamw"} if config.get("name") == "cpu_adamw" else config  # it would compile C++ for minutes
+    weight = torch.nn.Parameter(torch.zeros(4, 3))
+    group = NamedGroup(frozenset({"weight"}), {"weight_decay": decay_of(config)})
+    optimizer = make_optimizer(tried, {"weight": weight}, [group])
+    if schedule.get("_target_") is not None:
+        make_scheduler(optimizer, schedule, math.inf)
+
+
+def _require_grouped(parameters: Iterable[str], groups: Sequence[NamedGroup]) -> None:
+    """Refuse parameters that no group has: they would never be trained, and this rank cannot add them to groups that all ranks have."""
+    grouped = frozenset[str]().union(*(group.names for group in groups))
+    others = [name for name in parameters if name not in grouped]
+    if others:
+        raise ConfigError(
+            f"{plural(len(others), 'trained parameter')} would be in no group of the optimizer, for example {others[0]}. A subclass of"
+            " CausalLM that adds or unfreezes parameters in configure_model must call self.group_parameters() at its end."
+        )
 
 
 def _make_of_class(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:

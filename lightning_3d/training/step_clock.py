@@ -20,7 +20,8 @@ class StepNumbers:
         step: number of the step; the first is 1.
         loss: mean over the global batch, in nats per target token.
         grad_norm: global norm before clipping; None if the strategy does not report it.
-        lr: learning rate of the first parameter group in this step.
+        lr: learning rate of the first parameter group in this step. With `CausalLM`, this is the group of the parameters that no entry
+            of `optimizer.groups` matches, or that of the first entry if there are none.
         tokens: target tokens of the global batch (all its tokens if the strategy does not count targets).
         seconds: time from having the batch to the end of the optimizer step, over all its batches; without waiting for data,
             validation and checkpoints.

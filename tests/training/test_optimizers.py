@@ -91,7 +91,8 @@ def test_schedules_of_torch(config: dict[str, Any], same: Any) -> None:
 
 
 SCHEDULER_REFUSALS = [
-    ({"name": "wsd"}, "cooldown_steps must be a number of at least 1; got None"),
+    ({"name": "wsd"}, "cooldown_steps must be a number of at least 2, .*; got None"),
+    ({"name": "wsd", "cooldown_steps": 1}, "cooldown_steps must be a number of at least 2, because the first step .*; got 1"),
     ({"name": "wsd", "cooldown_steps": 5, "cooldown_shape": "sqr"}, "cooldown_shape must be linear, cosine or sqrt; got 'sqr'. Did"),
     ({"name": "cosine", "cooldown_steps": 5}, "cooldown_steps is an option of wsd only; got 5 with cosine"),
     ({"name": "inverse_sqrt"}, "warmup_steps must be a number of at least 1 with inverse_sqrt"),
@@ -160,16 +161,23 @@ def test_the_decay_of_a_class_is_its_default() -> None:
     assert decay_of({"_target_": "torch.optim.Rprop"}) == 0.0
     with pytest.raises(ConfigError, match=r"torch.optim.Rprop has no weight decay. Set optimizer.weight_decay=0; got 0.1"):
         decay_of({"_target_": "torch.optim.Rprop", "weight_decay": 0.1})
+    groups = [{"pattern": "*.bias", "weight_decay": 0}, {"pattern": "*", "weight_decay": 0.1}]
+    with pytest.raises(ConfigError, match=r"torch.optim.Rprop has no weight decay. Set optimizer.groups\[1\].weight_decay=0; got 0.1"):
+        decay_of({"_target_": "torch.optim.Rprop", "groups": groups})
+    assert decay_of({"_target_": "torch.optim.Rprop", "groups": groups[:1]}) == 0.0
 
 
+SCHEDULES = "torch.optim.lr_scheduler"
 CLASS_REFUSALS = [
     ({"_target_": "torch.optim.NAdam", "momentum": 0.9}, "torch.optim.NAdam has no argument 'momentum'.*Did you mean"),
     ({"_target_": "torch.optim.NAdam", "betas": [2, 2]}, r"Cannot create optimizer \(torch.optim.NAdam\): Invalid beta"),
-    ({"_target_": "torch.optim.NAdamm"}, r"Cannot create optimizer \(torch.optim.NAdamm\)"),
+    ({"_target_": "torch.optim.NAdamm"}, r"Cannot create optimizer \(torch.optim.NAdamm\): .*\. Did you mean \"NAdam\"\?"),
     ({"_target_": "torch.optim.lr_scheduler.StepLR"}, "optimizer must name a class that is a Optimizer; got"),
     ({"_target_": "os.system"}, "names code of os, which a configuration may not run"),
     ({"_target_": "torch.optim.SGD", "name": "sgd"}, "optimizer has both name=sgd and _target_=torch.optim.SGD"),
     ({"_target_": "torch.optim.SGD", "momentum": {"_target_": "a.b"}}, "optimizer.momentum must be a plain value"),
+    ({**OPTIMIZER, "scheduler": {"_target_": f"{SCHEDULES}.ExponentiaLR", "gamma": 0.9}}, 'scheduler .*\\. Did you mean "ExponentialLR"'),
+    ({"_target_": "torch.optim.SGD", "scheduler": {"_target_": f"{SCHEDULES}.StepLR"}}, "Cannot create optimizer.scheduler .*step_size"),
 ]
 
 
@@ -233,6 +241,29 @@ def test_groups_of_a_smaller_model() -> None:
 def test_groups_that_cannot_work(groups: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_groups(groups)
+
+
+class Extended(CausalLM):
+    """Adds a parameter to the built model."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.scale = nn.Parameter(torch.ones(1))
+
+
+def test_parameters_that_are_in_no_group() -> None:
+    causal_lm = Extended(MODEL, {**OPTIMIZER, "scheduler": None})
+    causal_lm.configure_model()
+    with pytest.raises(ConfigError, match=r"1 trained parameter would be in no group of the optimizer, for example scale\. .*group_param"):
+        causal_lm.configure_optimizers()
+    causal_lm.group_parameters()
+    groups = causal_lm.configure_optimizers().param_groups
+    assert sum(parameter is causal_lm.model.scale for group in groups for parameter in group["params"]) == 1
+
+
+def test_the_schedule_of_cpu_adamw_is_tried_without_compiling_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_3d.training.optimizers.import_deepspeed", lambda device: pytest.fail("compiles"))
+    CausalLM(MODEL, {**OPTIMIZER, "name": "cpu_adamw", "scheduler": {"_target_": f"{SCHEDULES}.ExponentialLR", "gamma": 0.9}})
 
 
 def test_a_schedule_scales_the_learning_rate_of_each_group() -> None:

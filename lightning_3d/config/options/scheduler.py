@@ -77,7 +77,8 @@ def _check_own_keys(name: str, config: Mapping[str, Any]) -> None:
         if name != "wsd" and config.get(key) is not None:
             raise ConfigError(f"{KEY}.{key} is an option of wsd only; got {config[key]!r} with {name}. Omit it, or set it to null.")
     if name == "wsd":
-        require_number(f"{KEY}.cooldown_steps", config.get("cooldown_steps"), lambda x: x >= 1, "of at least 1")
+        wanted = "of at least 2, because the first step of the cooldown still has the full learning rate"
+        require_number(f"{KEY}.cooldown_steps", config.get("cooldown_steps"), lambda x: x >= 2, wanted)
         shape = config.get("cooldown_shape")
         if shape is not None and shape not in SHAPES:
             near = did_you_mean(str(shape), SHAPES)
