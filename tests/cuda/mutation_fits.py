@@ -42,6 +42,7 @@ FITS: list[tuple[str, Callable[[], None]]] = [
     ("context", _cell("llama", {"cp_kind": "ring"}, cp=2)),
     ("context", _cell("llama", {"cp_kind": "ulysses"}, cp=2)),
     ("expert", _cell("deepseek_v3", {}, ep=2, dp=2)),
+    ("host_copy", _cell("llama", {}, pp=2)),
     ("pipeline", _cell("llama", {}, pp=2)),
     ("pipeline", _cell("llama", {}, pp=4, schedule="ZBVZeroBubble")),
     ("tensor", _cell("llama", {}, tp=2)),
