@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from command_line import run_commands
 from data_modules import trainer_of
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.training.data import make_data_module
@@ -136,7 +138,7 @@ def test_a_run_that_resumes_on_another_dp_reads_the_same_rows(tmp_path: Path, re
     sources = weighted(tmp_path)
     one = rows_of(blend_of(sources))
     saved = blend_of(sources, 4, 1)
-    saved.trainer.fit_loop.epoch_loop.batch_progress.current.ready = 5
+    saved.trainer.fit_loop.epoch_loop.batch_progress.total.ready = 5
     state = json.loads(json.dumps(saved.train_dataloader().state_dict()))
     assert state["samples"] == 60
     ranks = []
@@ -166,8 +168,72 @@ def test_a_blend_ends_after_its_last_row(tmp_path: Path) -> None:
     data = blend_of(weighted(tmp_path))
     loader = data.train_dataloader()
     loader.sampler.set_epoch(1)
-    with pytest.raises(DataError, match=r"All \d+ rows of the blend have been read. Let the sources repeat"):
+    data.trainer.fit_loop.epoch_loop.batch_progress.total.ready = 17
+    with pytest.raises(DataError, match=r"read to its end: 204 of its 212 rows have been read, and a step takes 12. Let the sources repeat"):
         next(iter(loader))
+
+
+class RowsRead(LightningModule):
+    """A model that notes the first token of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.rows: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        self.rows += batch["input_ids"][:, 0].tolist()
+        return self.weight * 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "max_epochs": -1, "limit_val_batches": 0, "use_distributed_sampler": False,
+}  # fmt: skip
+
+
+def fit_blend(sources: dict[str, Any], steps: int, start: Path | None, save: Path | None = None, **more: Any) -> list[int]:
+    """Rows that a run reads. A checkpoint is saved after its last batch, as by our callback, or after the run."""
+    data = make_data_module(
+        {"name": "blend", "sources": sources, "sequence_length": LENGTH}, global_batch_size=12, seed=3, vocab_size=3000
+    )
+    module, trainer = RowsRead(), Trainer(max_steps=steps, **QUIET, **more)
+    trainer.fit(module, datamodule=data, ckpt_path=start)
+    if save is not None and not more:
+        trainer.save_checkpoint(save)
+    return module.rows
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("in_batch", [True, False], ids=["saved after the batch", "saved after the run"])
+def test_a_blend_that_was_read_to_its_end_continues_with_more_epochs(tmp_path: Path, in_batch: bool) -> None:
+    sources = weighted(tmp_path)
+    longer, longest = (weighted(tmp_path, **{name: {"epochs": epochs} for name in SIZES}) for epochs in (5, 9))
+    whole = fit_blend(longest, 40, None)
+    files = [tmp_path / f"{step}.ckpt" for step in (17, 23, 29)]
+
+    def more(step: int, file: Path) -> dict[str, Any]:
+        return {"callbacks": [SaveAt(step, file)]} if in_batch else {}
+
+    assert fit_blend(sources, 17, None, files[0], **more(17, files[0])) == whole[: 17 * 12]
+    assert fit_blend(sources, 17, files[0]) == [], "a finished run that resumes reads nothing"
+    assert fit_blend(longer, 23, files[0], files[1], **more(23, files[1])) == whole[17 * 12 : 23 * 12]
+    assert fit_blend(longer, 29, files[1], files[2], **more(29, files[2])) == whole[23 * 12 : 29 * 12], "in the middle of Lightning's epoch 1"
+    assert fit_blend(longest, 40, files[2]) == whole[29 * 12 :]
+    if in_batch:  # without max_steps, Lightning restores the position only within an epoch
+        with pytest.raises(DataError, match="The blend has been read to its end: 204 of its 212 rows"):
+            fit_blend(sources, -1, files[0])
 
 
 def test_budgets_of_tokens(tmp_path: Path) -> None:
