@@ -17,12 +17,14 @@ from data_modules import trainer_of
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_3d.config.options.sources import LONGEST_CYCLE, read_sources, whole_shares
 from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.runs.check import check_shapes
 from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.blend_sources import ENDLESS, BlendPlan, read_sources
+from lightning_3d.training.data.blend_sources import ENDLESS, BlendPlan
 from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.data.indexed_file import pack_index
-from lightning_3d.training.data.interleaving import LONGEST_CYCLE, Interleaving, whole_shares
+from lightning_3d.training.data.interleaving import Interleaving
 from lightning_3d.training.data.token_file import write_tokens
 from lightning_3d.training.module import CausalLM
 
@@ -169,7 +171,7 @@ def test_a_blend_ends_after_its_last_row(tmp_path: Path) -> None:
     loader = data.train_dataloader()
     loader.sampler.set_epoch(1)
     data.trainer.fit_loop.epoch_loop.batch_progress.total.ready = 17
-    with pytest.raises(DataError, match=r"read to its end: 204 of its 212 rows have been read, and a step takes 12. Let the sources repeat"):
+    with pytest.raises(DataError, match=r"read to its end: 204 of its 212 rows .* a step takes 12. Let the sources repeat"):
         next(iter(loader))
 
 
@@ -196,7 +198,7 @@ QUIET: dict[str, Any] = {
 
 
 def fit_blend(sources: dict[str, Any], steps: int, start: Path | None, save: Path | None = None, **more: Any) -> list[int]:
-    """Rows that a run reads. A checkpoint is saved after its last batch, as by our callback, or after the run."""
+    """Rows that a run reads. It saves a checkpoint at the end, if none of its callbacks does."""
     data = make_data_module(
         {"name": "blend", "sources": sources, "sequence_length": LENGTH}, global_batch_size=12, seed=3, vocab_size=3000
     )
@@ -229,7 +231,7 @@ def test_a_blend_that_was_read_to_its_end_continues_with_more_epochs(tmp_path: P
     assert fit_blend(sources, 17, None, files[0], **more(17, files[0])) == whole[: 17 * 12]
     assert fit_blend(sources, 17, files[0]) == [], "a finished run that resumes reads nothing"
     assert fit_blend(longer, 23, files[0], files[1], **more(23, files[1])) == whole[17 * 12 : 23 * 12]
-    assert fit_blend(longer, 29, files[1], files[2], **more(29, files[2])) == whole[23 * 12 : 29 * 12], "in the middle of Lightning's epoch 1"
+    assert fit_blend(longer, 29, files[1], files[2], **more(29, files[2])) == whole[23 * 12 : 29 * 12], "in Lightning's epoch 1"
     assert fit_blend(longest, 40, files[2]) == whole[29 * 12 :]
     if in_batch:  # without max_steps, Lightning restores the position only within an epoch
         with pytest.raises(DataError, match="The blend has been read to its end: 204 of its 212 rows"):
@@ -301,6 +303,27 @@ def test_a_bad_blend_is_refused_before_ranks_are_started(tmp_path: Path, case: s
     damage(sources)
     with pytest.raises((ConfigError, DataError), match=message):
         check_files(config, steps=17)
+
+
+DRY: dict[str, tuple[str, str]] = {
+    "text": ("{web:{train_path:x,weight:'0.5'}}", r"sources\.web\.weight must be at least 0; got '0\.5'"),
+    "share": ("{web:{train_path:x,weight:1},math:{train_path:y,weight:1e-9}}", r"share of data\.sources\.math is less than one row"),
+    "fraction": ("{web:{train_path:x,weight:1,val_fraction:null}}", r"web\.val_fraction must be at least 0 and less than 1; got None"),
+    "path": ("{web:{weight:1}}", r"sources\.web\.train_path must be given"),
+    "few": ("{web:{train_path:x,tokens:10}}", r"sum to 10, but the run takes 2048 \(4 steps of 512\)\. Give all sources more tokens\."),
+    "fewer": ("{a:{train_path:x,tokens:1000},b:{train_path:x,tokens:1000}}", r"sum to 2000, .* or use trainer\.max_steps=3\."),
+}
+
+
+@pytest.mark.parametrize("case", DRY)
+def test_a_dry_run_checks_the_options_of_sources(case: str) -> None:
+    job = ["data=blend", "data.sequence_length=64", "data.global_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=4", "parallelism=dp1"]
+    sources, message = DRY[case]
+    with pytest.raises(ConfigError, match=message):
+        check_shapes([*job, f"data.sources={sources}"])
+    if case == "few":
+        check_shapes(job)
+        check_shapes([*job, "data.sources={web:{train_path:x,tokens:2048}}"])
 
 
 def test_a_blend_shorter_than_the_run_is_refused(tmp_path: Path) -> None:

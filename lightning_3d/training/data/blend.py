@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_3d.config.options.sources import Source, read_sources
 from lightning_3d.errors import DataError, plural
 from lightning_3d.training.data.base import PackedDataModule
-from lightning_3d.training.data.blend_sources import BlendPlan, Source, find_sources, read_sources
+from lightning_3d.training.data.blend_sources import BlendPlan, find_sources
 from lightning_3d.training.data.corpus import Corpus
 from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens
 from lightning_3d.training.data.permutation import Permutation
@@ -98,7 +99,7 @@ class Blend(PackedDataModule):
 
     @override
     def _batches_read(self) -> int:
-        """Global batches that were read in all epochs. The end of the blend ends an epoch of Lightning, but a longer one continues there."""
+        """Global batches that were read in all epochs. Its end ends an epoch of Lightning, but a longer blend continues there."""
         assert self.trainer is not None
         return self._batches_before + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
