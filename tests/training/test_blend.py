@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -317,7 +318,8 @@ DRY: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", DRY)
 def test_a_dry_run_checks_the_options_of_sources(case: str) -> None:
-    job = ["data=blend", "data.sequence_length=64", "data.global_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=4", "parallelism=dp1"]
+    job = ["data=blend", "data.sequence_length=64", "data.global_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=4"]
+    job += ["parallelism=dp1"]
     sources, message = DRY[case]
     with pytest.raises(ConfigError, match=message):
         check_shapes([*job, f"data.sources={sources}"])
@@ -341,6 +343,30 @@ def test_a_blend_shorter_than_the_run_is_refused(tmp_path: Path) -> None:
     check_files(config, steps=18)
     with pytest.raises(DataError, match="trainer.max_steps=18"):
         check_files(config, steps=30)
+
+
+def proposed(message: str) -> dict[str, float]:
+    """The numbers of epochs that a message proposes, by source."""
+    return {name: float(epochs) for name, epochs in re.findall(r"data\.sources\.(\w+)\.epochs=(\d+(?:\.\d+)?)", message)}
+
+
+def test_the_proposed_epochs_are_enough_for_all_sources(tmp_path: Path) -> None:
+    sources = weighted(tmp_path)
+    config = {"name": "blend", "sources": sources, "sequence_length": LENGTH, "global_batch_size": 12}
+    with pytest.raises(DataError, match=r"epochs=\d\S+, data\.sources\.code.* and data\.sources\.math\S+\.$") as refused:
+        check_files(config, steps=50)
+    for name, epochs in proposed(str(refused.value)).items():
+        sources[name]["epochs"] = epochs
+    check_files(config, steps=50)
+
+
+def test_a_large_number_of_epochs_is_rounded_up() -> None:
+    source = {"train_path": "x", "weight": 1}
+    for samples, steps in ((7, 8642100), (3, 10**9), (13, 12345678)):
+        with pytest.raises(DataError, match=r"or data\.sources\.web\.epochs=\S+\.$") as refused:
+            BlendPlan.of(read_sources({"web": source}, LENGTH), [samples], LENGTH).require_steps(steps, 1)
+        enough = source | {"epochs": proposed(str(refused.value))["web"]}
+        BlendPlan.of(read_sources({"web": enough}, LENGTH), [samples], LENGTH).require_steps(steps, 1)
 
 
 def test_a_budget_above_what_a_source_has_is_refused(tmp_path: Path) -> None:

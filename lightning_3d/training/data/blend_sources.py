@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_3d.config.options.sources import Source, read_sources
-from lightning_3d.errors import DataError, plural
+from lightning_3d.errors import DataError, listed, plural
 from lightning_3d.training.data.concatenation import first_held_out
 from lightning_3d.training.data.corpus import Corpus, find_corpora, require_same_tokenizer
 from lightning_3d.training.data.interleaving import Interleaving
@@ -59,10 +59,10 @@ class BlendPlan:
             return
         there = int(Fraction(str(source.epochs)) * self.samples[number]) * self.sequence_length
         if int(source.tokens) // self.sequence_length * self.sequence_length > there:
-            least = math.ceil(100 * source.tokens / (self.samples[number] * self.sequence_length)) / 100
+            least = _hundredths(source.share / (self.samples[number] * self.sequence_length))
             raise DataError(
                 f"data.sources.{source.name}.tokens={source.tokens:.0f}, but the source has {there} tokens to train on in"
-                f" {_epochs(source.epochs)}. Use at most {there} tokens, or let it repeat with data.sources.{source.name}.epochs={least:g}."
+                f" {_epochs(source.epochs)}. Use at most {there} tokens, or let it repeat with data.sources.{source.name}.epochs={least}."
             )
 
     @property
@@ -92,25 +92,39 @@ class BlendPlan:
         """Refuse a run that is longer than the blend.
 
         Raises:
-            DataError: it names the source that ends first.
+            DataError: it names the source that ends first, and what would be enough for all sources that end too early.
         """
         if steps * global_batch_size <= self.rows or not self.ends:
             return
         name, end = min(self.ends.items(), key=lambda entry: entry[1])
         number = [source.name for source in self.sources].index(name)
-        source, share = self.sources[number], self.interleaving.shares[number]
-        wanted = -(-steps * global_batch_size * share // self.interleaving.cycle)
+        source = self.sources[number]
         possible = f"trainer.max_steps={end // global_batch_size}" if end >= global_batch_size else "more data"
-        key = f"data.sources.{name}"
-        if source.tokens is not None:
-            more = f"more tokens for all sources ({key}.tokens={(wanted + 1) * self.sequence_length})"
-        else:
-            more = f"{key}.epochs={math.ceil(100 * (wanted + 1) / self.samples[number]) / 100:g}, or a smaller {key}.weight"
+        more = self._longer(number, steps * global_batch_size)
         raise DataError(
             f"The blend has {plural(end, 'row')} of {self.sequence_length} tokens, and the run takes {steps * global_batch_size}"
             f" ({plural(steps, 'step')} of {global_batch_size}). Its source {name} ends first: {plural(self.samples[number], 'sample')},"
             f" {_epochs(source.epochs) if source.tokens is None else f'{source.tokens:.0f} tokens'}. Use {possible}, or {more}."
         )
+
+    def _longer(self, first: int, rows: int) -> str:
+        """Return the options that make the blend long enough for this number of rows; `first` is the source that ends first."""
+        wanted = [-(-rows * share // self.interleaving.cycle) + 1 for share in self.interleaving.shares]
+        key = f"data.sources.{self.sources[first].name}"
+        if self.sources[first].tokens is not None:
+            return f"more tokens for all sources ({key}.tokens={wanted[first] * self.sequence_length})"
+        ends = self.ends
+        short = [number for number, source in enumerate(self.sources) if ends.get(source.name, rows) < rows]
+        more = [f"data.sources.{self.sources[one].name}.epochs={_hundredths(Fraction(wanted[one], self.samples[one]))}" for one in short]
+        others = sum(share > 0 for share in self.interleaving.shares) > 1
+        smaller = f", or a smaller {key}.weight" if others and short == [first] else ""
+        return listed(more) + smaller
+
+
+def _hundredths(epochs: Fraction) -> str:
+    """Round a number of epochs up to two decimal places."""
+    whole, rest = divmod(math.ceil(100 * epochs), 100)
+    return f"{whole}.{rest:02}".rstrip("0").rstrip(".") if rest else str(whole)
 
 
 def _epochs(epochs: float | None) -> str:
