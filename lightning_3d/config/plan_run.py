@@ -28,6 +28,7 @@ from lightning_3d.config.options.parameter_groups import read_groups, require_ma
 from lightning_3d.config.options.save_interval import check_save_interval
 from lightning_3d.config.options.scheduler import check_length
 from lightning_3d.config.options.self_check import check_mode
+from lightning_3d.config.options.sources import check_sources
 from lightning_3d.config.options.zero import NONE, ZeroOptions
 from lightning_3d.config.run_config import (
     GROUPS,
@@ -183,6 +184,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     _check_optimizer(complete, layout, zero)
+    if complete.data.get("name") == "blend":
+        check_sources(complete.data, complete.trainer.max_steps)
     if parallelism.stages == AUTO:
         stages = advice.stages(complete, precision, layout, schedule, micro_batch_size) if advice is not None else None
         complete = replace(complete, parallelism=replace(complete.parallelism, stages=stages))

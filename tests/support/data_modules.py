@@ -8,6 +8,7 @@ import torch
 
 def trainer_of(replicas: int, rank: int) -> Any:
     """A trainer of one data-parallel rank, before its first step."""
+    progress = SimpleNamespace(current=SimpleNamespace(ready=0), total=SimpleNamespace(ready=0))
     return SimpleNamespace(
         distributed_sampler_kwargs={"num_replicas": replicas, "rank": rank},
         strategy=SimpleNamespace(data_parallel_size=replicas, root_device=torch.device("cpu")),
@@ -15,5 +16,5 @@ def trainer_of(replicas: int, rank: int) -> Any:
         ckpt_path=None,
         current_epoch=0,
         max_steps=-1,
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0)))),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
     )

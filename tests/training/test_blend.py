@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -10,17 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from command_line import run_commands
 from data_modules import trainer_of
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
+from lightning_3d.config.options.sources import LONGEST_CYCLE, read_sources, whole_shares
 from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.runs.check import check_shapes
 from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.blend_sources import ENDLESS, BlendPlan, read_sources
+from lightning_3d.training.data.blend_sources import ENDLESS, BlendPlan
 from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.data.indexed_file import pack_index
-from lightning_3d.training.data.interleaving import LONGEST_CYCLE, Interleaving, whole_shares
+from lightning_3d.training.data.interleaving import Interleaving
 from lightning_3d.training.data.token_file import write_tokens
 from lightning_3d.training.module import CausalLM
 
@@ -136,7 +141,7 @@ def test_a_run_that_resumes_on_another_dp_reads_the_same_rows(tmp_path: Path, re
     sources = weighted(tmp_path)
     one = rows_of(blend_of(sources))
     saved = blend_of(sources, 4, 1)
-    saved.trainer.fit_loop.epoch_loop.batch_progress.current.ready = 5
+    saved.trainer.fit_loop.epoch_loop.batch_progress.total.ready = 5
     state = json.loads(json.dumps(saved.train_dataloader().state_dict()))
     assert state["samples"] == 60
     ranks = []
@@ -166,8 +171,72 @@ def test_a_blend_ends_after_its_last_row(tmp_path: Path) -> None:
     data = blend_of(weighted(tmp_path))
     loader = data.train_dataloader()
     loader.sampler.set_epoch(1)
-    with pytest.raises(DataError, match=r"All \d+ rows of the blend have been read. Let the sources repeat"):
+    data.trainer.fit_loop.epoch_loop.batch_progress.total.ready = 17
+    with pytest.raises(DataError, match=r"read to its end: 204 of its 212 rows .* a step takes 12. Let the sources repeat"):
         next(iter(loader))
+
+
+class RowsRead(LightningModule):
+    """A model that notes the first token of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.rows: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        self.rows += batch["input_ids"][:, 0].tolist()
+        return self.weight * 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "max_epochs": -1, "limit_val_batches": 0, "use_distributed_sampler": False,
+}  # fmt: skip
+
+
+def fit_blend(sources: dict[str, Any], steps: int, start: Path | None, save: Path | None = None, **more: Any) -> list[int]:
+    """Rows that a run reads. It saves a checkpoint at the end, if none of its callbacks does."""
+    data = make_data_module(
+        {"name": "blend", "sources": sources, "sequence_length": LENGTH}, global_batch_size=12, seed=3, vocab_size=3000
+    )
+    module, trainer = RowsRead(), Trainer(max_steps=steps, **QUIET, **more)
+    trainer.fit(module, datamodule=data, ckpt_path=start)
+    if save is not None and not more:
+        trainer.save_checkpoint(save)
+    return module.rows
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("in_batch", [True, False], ids=["saved after the batch", "saved after the run"])
+def test_a_blend_that_was_read_to_its_end_continues_with_more_epochs(tmp_path: Path, in_batch: bool) -> None:
+    sources = weighted(tmp_path)
+    longer, longest = (weighted(tmp_path, **{name: {"epochs": epochs} for name in SIZES}) for epochs in (5, 9))
+    whole = fit_blend(longest, 40, None)
+    files = [tmp_path / f"{step}.ckpt" for step in (17, 23, 29)]
+
+    def more(step: int, file: Path) -> dict[str, Any]:
+        return {"callbacks": [SaveAt(step, file)]} if in_batch else {}
+
+    assert fit_blend(sources, 17, None, files[0], **more(17, files[0])) == whole[: 17 * 12]
+    assert fit_blend(sources, 17, files[0]) == [], "a finished run that resumes reads nothing"
+    assert fit_blend(longer, 23, files[0], files[1], **more(23, files[1])) == whole[17 * 12 : 23 * 12]
+    assert fit_blend(longer, 29, files[1], files[2], **more(29, files[2])) == whole[23 * 12 : 29 * 12], "in Lightning's epoch 1"
+    assert fit_blend(longest, 40, files[2]) == whole[29 * 12 :]
+    if in_batch:  # without max_steps, Lightning restores the position only within an epoch
+        with pytest.raises(DataError, match="The blend has been read to its end: 204 of its 212 rows"):
+            fit_blend(sources, -1, files[0])
 
 
 def test_budgets_of_tokens(tmp_path: Path) -> None:
@@ -237,6 +306,28 @@ def test_a_bad_blend_is_refused_before_ranks_are_started(tmp_path: Path, case: s
         check_files(config, steps=17)
 
 
+DRY: dict[str, tuple[str, str]] = {
+    "text": ("{web:{train_path:x,weight:'0.5'}}", r"sources\.web\.weight must be at least 0; got '0\.5'"),
+    "share": ("{web:{train_path:x,weight:1},math:{train_path:y,weight:1e-9}}", r"share of data\.sources\.math is less than one row"),
+    "fraction": ("{web:{train_path:x,weight:1,val_fraction:null}}", r"web\.val_fraction must be at least 0 and less than 1; got None"),
+    "path": ("{web:{weight:1}}", r"sources\.web\.train_path must be given"),
+    "few": ("{web:{train_path:x,tokens:10}}", r"sum to 10, but the run takes 2048 \(4 steps of 512\)\. Give all sources more tokens\."),
+    "fewer": ("{a:{train_path:x,tokens:1000},b:{train_path:x,tokens:1000}}", r"sum to 2000, .* or use trainer\.max_steps=3\."),
+}
+
+
+@pytest.mark.parametrize("case", DRY)
+def test_a_dry_run_checks_the_options_of_sources(case: str) -> None:
+    job = ["data=blend", "data.sequence_length=64", "data.global_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=4"]
+    job += ["parallelism=dp1"]
+    sources, message = DRY[case]
+    with pytest.raises(ConfigError, match=message):
+        check_shapes([*job, f"data.sources={sources}"])
+    if case == "few":
+        check_shapes(job)
+        check_shapes([*job, "data.sources={web:{train_path:x,tokens:2048}}"])
+
+
 def test_a_blend_shorter_than_the_run_is_refused(tmp_path: Path) -> None:
     sources = weighted(tmp_path)
     config = {"name": "blend", "sources": sources, "sequence_length": LENGTH, "global_batch_size": 12}
@@ -252,6 +343,30 @@ def test_a_blend_shorter_than_the_run_is_refused(tmp_path: Path) -> None:
     check_files(config, steps=18)
     with pytest.raises(DataError, match="trainer.max_steps=18"):
         check_files(config, steps=30)
+
+
+def proposed(message: str) -> dict[str, float]:
+    """The numbers of epochs that a message proposes, by source."""
+    return {name: float(epochs) for name, epochs in re.findall(r"data\.sources\.(\w+)\.epochs=(\d+(?:\.\d+)?)", message)}
+
+
+def test_the_proposed_epochs_are_enough_for_all_sources(tmp_path: Path) -> None:
+    sources = weighted(tmp_path)
+    config = {"name": "blend", "sources": sources, "sequence_length": LENGTH, "global_batch_size": 12}
+    with pytest.raises(DataError, match=r"epochs=\d\S+, data\.sources\.code.* and data\.sources\.math\S+\.$") as refused:
+        check_files(config, steps=50)
+    for name, epochs in proposed(str(refused.value)).items():
+        sources[name]["epochs"] = epochs
+    check_files(config, steps=50)
+
+
+def test_a_large_number_of_epochs_is_rounded_up() -> None:
+    source = {"train_path": "x", "weight": 1}
+    for samples, steps in ((7, 8642100), (3, 10**9), (13, 12345678)):
+        with pytest.raises(DataError, match=r"or data\.sources\.web\.epochs=\S+\.$") as refused:
+            BlendPlan.of(read_sources({"web": source}, LENGTH), [samples], LENGTH).require_steps(steps, 1)
+        enough = source | {"epochs": proposed(str(refused.value))["web"]}
+        BlendPlan.of(read_sources({"web": enough}, LENGTH), [samples], LENGTH).require_steps(steps, 1)
 
 
 def test_a_budget_above_what_a_source_has_is_refused(tmp_path: Path) -> None:

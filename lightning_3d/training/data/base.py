@@ -36,7 +36,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     Args:
         dataset: the samples.
-        position: function that returns (epoch, samples used in it); called when an epoch starts.
+        used: function epoch -> samples that were already used in its order; called when an epoch starts.
         order: function (epoch, places in the order) -> indices of samples; called when an epoch starts.
         rows: how the rows of a global batch are dealt to ranks.
     """
@@ -44,21 +44,20 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     def __init__(
         self,
         dataset: Dataset[Any],
-        position: Callable[[], tuple[int, int]],
+        used: Callable[[int], int],
         order: Callable[[int, Iterator[int]], Iterator[int]],
         rows: MicroBatchRows,
         *,
         rank: int,
     ) -> None:
         super().__init__(dataset, rows.dp, rank, shuffle=True, drop_last=True)
-        self._position = position
+        self._used = used
         self._order = order
         self._rows = rows
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        epoch, used = self._position()
-        skip = used // self.num_replicas if epoch == self.epoch else 0
+        skip = self._used(self.epoch) // self.num_replicas
         return self._order(self.epoch, self._rows.of_rank(self.rank, range(self.total_size), skip))
 
 
@@ -219,7 +218,7 @@ class PackedDataModule(LightningDataModule):
         replicas, index = self._replicas()
         rows = getattr(self.trainer.strategy, "micro_batch_rows", None) if self.trainer is not None else None
         dealt = rows or MicroBatchRows(replicas, replicas)
-        sampler = GlobalOrderSampler(self.train_set, self._position, self._order, dealt, rank=index)
+        sampler = GlobalOrderSampler(self.train_set, self._used, self._order, dealt, rank=index)
         options = self._loader_options(self._batch_size(replicas))
         loader = TrainLoader(self.train_set, sampler=sampler, drop_last=True, **options)
         loader.data_module = self
@@ -233,21 +232,21 @@ class PackedDataModule(LightningDataModule):
         listed = torch.randperm(len(self.train_set), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
         return (listed[place] for place in places)
 
-    def _position(self) -> tuple[int, int]:
-        """Return (epoch, samples used in it) where training continues.
+    def _used(self, epoch: int) -> int:
+        """Return the samples that were used in the order of an epoch before this process reads from it.
 
         Raises:
             DataError: the run was resumed from a checkpoint without a position.
         """
         if self._restored is not None:
-            return self._restored["epoch"], self._restored["samples"]
+            return int(self._restored["samples"]) if self._restored["epoch"] == epoch else 0
         if self.trainer is not None and self.trainer.global_step > 0 and self.trainer.ckpt_path is not None:
             raise DataError(
                 f"The checkpoint {self.trainer.ckpt_path} is at step {self.trainer.global_step} but does not contain the position"
                 " in the data, so training would repeat the first samples. Resume with the data module that"
                 " wrote it, or start a new run from its weights."
             )
-        return 0, 0
+        return 0
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
@@ -278,13 +277,17 @@ class PackedDataModule(LightningDataModule):
     def position_state(self) -> dict[str, Any]:
         """Position of training: samples used in the order of this epoch, and what that order depends on."""
         assert self.trainer is not None
-        batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return {
             "epoch": self.trainer.current_epoch,
-            "samples": batches * self.global_batch_size,
+            "samples": self._batches_read() * self.global_batch_size,
             **self._same_order(),
             "order": self._order_kind,
         }
+
+    def _batches_read(self) -> int:
+        """Global batches that were read in the order of this epoch."""
+        assert self.trainer is not None
+        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def _same_order(self) -> dict[str, Any]:
         """Everything that the order of samples depends on, besides its kind."""

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_3d.errors import DataError
+from lightning_3d.config.options.sources import Source, read_sources
+from lightning_3d.errors import DataError, plural
 from lightning_3d.training.data.base import PackedDataModule
-from lightning_3d.training.data.blend_sources import BlendPlan, Source, find_sources, read_sources
+from lightning_3d.training.data.blend_sources import BlendPlan, find_sources
 from lightning_3d.training.data.corpus import Corpus
 from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens
 from lightning_3d.training.data.permutation import Permutation
@@ -39,6 +40,7 @@ class Blend(PackedDataModule):
         self.tokenizer, self.check_hashes = tokenizer, check_hashes
         self.val_sets: dict[str, PackedDataset] = {}
         self.plan: BlendPlan | None = None
+        self._batches_before = 0  # that the trainer has not counted
 
     @override
     def prepare_data(self) -> None:
@@ -72,18 +74,41 @@ class Blend(PackedDataModule):
 
     @override
     def _order(self, epoch: int, places: Iterator[int]) -> Iterator[int]:
-        """Yield the rows of the blend as they are numbered: `BlendDataset` shuffles each source.
+        """Yield the rows of the blend as they are numbered: `BlendDataset` shuffles each source."""
+        return places
+
+    @override
+    def _used(self, epoch: int) -> int:
+        """Return the rows that were read in all epochs: rows are numbered over the whole run.
 
         Raises:
-            DataError: the blend has been read to its end.
+            DataError: an epoch begins, and no whole global batch is left. Also: the run was resumed from a checkpoint without a position.
         """
-        if epoch > 0:
-            assert self.train_set is not None
+        super()._used(epoch)
+        if self.trainer is None:
+            return 0
+        assert self.train_set is not None, "setup() comes first"
+        rows = self._batches_read() * self.global_batch_size
+        begins = self._restored is None or self._restored["epoch"] != epoch  # a finished run that resumes has nothing left to read
+        if begins and rows + self.global_batch_size > len(self.train_set):
             raise DataError(
-                f"All {len(self.train_set)} rows of the blend have been read. Let the sources repeat with data.sources.NAME.epochs, or set"
-                " max_steps of the Trainer."
+                f"The blend has been read to its end: {rows} of its {plural(len(self.train_set), 'row')} have been read, and a step takes"
+                f" {self.global_batch_size}. Let the sources repeat with data.sources.NAME.epochs, or set max_steps of the Trainer."
             )
-        return places
+        return rows
+
+    @override
+    def _batches_read(self) -> int:
+        """Global batches that were read in all epochs. Its end ends an epoch of Lightning, but a longer blend continues there."""
+        assert self.trainer is not None
+        return self._batches_before + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+    @override
+    def resume_from(self, state: dict[str, Any]) -> None:
+        super().resume_from(state)
+        assert self.trainer is not None
+        counted = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self._batches_before = state["samples"] // self.global_batch_size - counted
 
     @override
     def _order_depends_on(self) -> dict[str, Any]:

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
-from math import lcm
 
 import numpy as np
 
-LONGEST_CYCLE = 1 << 17
-"""Rows of a cycle at most. Weights with a larger common denominator are rounded to multiples of 1 / LONGEST_CYCLE."""
+from lightning_3d.config.options.sources import whole_shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,25 +53,6 @@ class Interleaving:
         """Return how many rows of the blend come before this row of a source, whose share must not be 0."""
         cycles, place = divmod(row, self.shares[number])
         return cycles * self.cycle + int(np.flatnonzero(self.source == number)[place])
-
-
-def whole_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return the rows of each source in a cycle.
-
-    The shortest cycle that has the exact ratios, if it is not longer than `LONGEST_CYCLE`. Otherwise a cycle of that length, with the
-    shares rounded by the largest remainders.
-    """
-    total = sum(weights, Fraction(0))
-    exact = [weight / total for weight in weights]
-    cycle = lcm(*(share.denominator for share in exact))
-    if cycle <= LONGEST_CYCLE:
-        return tuple(int(share * cycle) for share in exact)
-    wanted = [share * LONGEST_CYCLE for share in exact]
-    rounded = [int(share) for share in wanted]
-    by_remainder = sorted(range(len(wanted)), key=lambda number: rounded[number] - wanted[number])
-    for number in by_remainder[: LONGEST_CYCLE - sum(rounded)]:
-        rounded[number] += 1
-    return tuple(rounded)
 
 
 def _earliest_deadline_first(shares: Sequence[int]) -> np.ndarray:
