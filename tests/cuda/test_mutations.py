@@ -19,17 +19,17 @@ def _files() -> list[str]:
 
 def _run(*arguments: str) -> str:
     command = [sys.executable, str(TOOLS / "mutations.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=880, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done.stdout
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_fits_pass_without_a_deletion() -> None:
     assert _run("--unchanged") == ""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("file", _files())
 def test_every_deletion_is_caught(file: str) -> None:
     assert " deletions, 0 not caught" in _run("--deletions", file)
