@@ -139,8 +139,12 @@ def _is_plain(value: Any, depth: int = 4) -> bool:
         return True
     if depth == 0 or callable(value) or isinstance(value, Tensor | Optimizer):
         return False
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
+    if isinstance(value, list | tuple | set):
+        parts: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
     else:
-        parts = value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {"": print}).values()
+        return False
     return all(_is_plain(part, depth - 1) for part in parts)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from deep_ep_stand_in import LOG, Buffer, make_module
 from ranks import run_ranks
 from reference import Recipe, data
+from small_experts import small_experts
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, MixtralConfig
+from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.token_exchange import check_deepep_machine, check_deepep_ranks, check_deepep_sizes
@@ -39,17 +39,6 @@ LOADS = {
     "one token in all": [0, 0, 1, 0],
     "no tokens at all": [0, 0, 0, 0],
 }
-
-
-def model() -> nn.Module:
-    """All experts, in float64, the same on every rank."""
-    config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=10, num_local_experts=EXPERTS)
-    config._experts_implementation = "eager"
-    experts = MixtralExperts(config).double()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in experts.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return nn.ModuleDict({"experts": experts})
 
 
 def tokens_of(rank: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +67,7 @@ def sharded(module: nn.Module, name: str, dropped: bool = False) -> None:
 def dispatch(rows: list[int], dropped: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """Output and gradients of tokens and weights; gradients of this rank's experts; calls of the stand-in."""
     with deep_ep_stand_in.deep_ep_stand_in():
-        module = model()
+        module = small_experts(EXPERTS, HIDDEN)
         sharded(module, "experts", dropped)
         hidden, chosen, weights = tokens_of(dist.get_rank(), rows[dist.get_rank()])
         output = module["experts"](hidden, chosen, weights * (chosen != 2) if dropped else weights)
@@ -93,7 +82,7 @@ def dispatch(rows: list[int], dropped: bool) -> tuple[list[Tensor], list[Tensor]
 def test_the_output_and_all_gradients_are_those_of_one_process(rows: list[int], dropped: bool) -> None:
     """Also where a token has two experts on one rank, and where pairs of weight 0 are not sent."""
     found = run_ranks(dispatch, RANKS, rows, dropped)
-    module = model()
+    module = small_experts(EXPERTS, HIDDEN)
     parts = [tokens_of(rank, number) for rank, number in enumerate(rows)]
     hidden, chosen, weights = (torch.cat([part[index] for part in parts]) for index in range(3))
     whole = module["experts"](hidden, chosen, weights * (chosen != 2) if dropped else weights)
@@ -115,14 +104,21 @@ def test_the_backward_of_a_dispatch_is_a_combine_and_the_other_way_round() -> No
         assert log == ["buffer", "dispatch", "arrived", "combine", "dispatch", "combine", "arrived"]
 
 
+def with_shared_expert() -> nn.ModuleDict:
+    """A mixture of DeepSeek-V3, the same on every rank."""
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+    module = nn.ModuleDict({"mlp": DeepseekV3MoE(DeepseekV3Config(**sizes, n_routed_experts=EXPERTS, n_shared_experts=1))})
+    module["mlp"].experts.config._experts_implementation = "eager"
+    generator = torch.Generator().manual_seed(2)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return module
+
+
 def events() -> list[str]:
     """Calls of the stand-in and of the shared expert."""
     with deep_ep_stand_in.deep_ep_stand_in():
-        sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
-        module = nn.ModuleDict({"mlp": DeepseekV3MoE(DeepseekV3Config(**sizes, n_routed_experts=EXPERTS, n_shared_experts=1))})
-        module["mlp"].experts.config._experts_implementation = "eager"
-        for parameter in module.parameters():
-            nn.init.normal_(parameter)
+        module = with_shared_expert()
         sharded(module, "mlp.experts")
         shared = module["mlp"].shared_experts.gate_proj
         shared.register_forward_pre_hook(lambda *_: LOG.append("shared"))
@@ -134,6 +130,35 @@ def events() -> list[str]:
 def test_the_shared_expert_runs_while_tokens_travel() -> None:
     forward, backward = ["dispatch", "shared", "arrived", "combine"], ["dispatch", "combine", "gradient of shared", "arrived"]
     assert run_ranks(events, 2) == [["buffer", *forward, *backward]] * 2
+
+
+def halve(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A hook that changes the tokens of the experts when they have been sent."""
+    return args[0] * 0.5, *args[1:]
+
+
+def hooked() -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """(output and gradient, those with all experts on this rank, calls of the stand-in in the forward)."""
+    with deep_ep_stand_in.deep_ep_stand_in():
+        module, results, calls = with_shared_expert(), [], []
+        module["mlp"].experts.register_forward_pre_hook(halve)
+        for _ in range(2):
+            tokens = torch.linspace(-1, 1, 3 * HIDDEN).view(1, 3, HIDDEN).requires_grad_()
+            output = module["mlp"](tokens)
+            calls = list(LOG)
+            output.square().sum().backward()
+            assert tokens.grad is not None
+            results.append([output.detach(), tokens.grad])
+            if len(results) == 1:
+                sharded(module, "mlp.experts")
+        return results[1], results[0], calls
+
+
+def test_a_hook_may_change_what_was_sent() -> None:
+    """What was sent is waited for and dropped."""
+    for found, expected, calls in run_ranks(hooked, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)  # of up to a hundred
+        assert calls == ["buffer", "dispatch", "arrived", "dispatch", "arrived", "combine"]
 
 
 def train_by_deepep(recipe: Any, **strategy: Any) -> Any:
@@ -176,7 +201,7 @@ def test_a_module_keeps_its_exchange() -> None:
 def bf16_output() -> tuple[Tensor, Tensor, torch.dtype]:
     """Output and gradient of a rank in bf16, whose weights travel in float32."""
     with deep_ep_stand_in.deep_ep_stand_in():
-        module = model().bfloat16()
+        module = small_experts(EXPERTS, HIDDEN).bfloat16()
         sharded(module, "experts")
         hidden, chosen, weights = (part.detach() for part in tokens_of(dist.get_rank(), 6))
         hidden, weights = hidden.bfloat16().requires_grad_(), weights.bfloat16().requires_grad_()
@@ -188,7 +213,7 @@ def bf16_output() -> tuple[Tensor, Tensor, torch.dtype]:
 def test_bf16_agrees_with_float64_to_its_rounding() -> None:
     for rank, (output, gradient, weights) in enumerate(run_ranks(bf16_output, RANKS)):
         hidden, chosen, factors = tokens_of(rank, 6)
-        expected = model()["experts"](hidden, chosen, factors)
+        expected = small_experts(EXPERTS, HIDDEN)["experts"](hidden, chosen, factors)
         expected.square().sum().backward()
         assert output.dtype == gradient.dtype == weights == torch.bfloat16
         for found, exact in ((output, expected.detach()), (gradient, hidden.grad)):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from counting import recording
 from ranks import run_ranks
+from small_experts import small_experts
 from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -47,17 +48,6 @@ class Results:
     waits: int
 
 
-def model() -> nn.Module:
-    """All experts, in float64, the same on every rank."""
-    config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=10, num_local_experts=EXPERTS)
-    config._experts_implementation = "eager"
-    experts = MixtralExperts(config).double()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in experts.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return nn.ModuleDict({"experts": experts})
-
-
 def tokens_of(rank: int, rows: int, hot: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, experts (two different ones for each token), weights."""
     generator = torch.Generator().manual_seed(10 + rank)
@@ -72,7 +62,7 @@ def tokens_of(rank: int, rows: int, hot: int | None) -> tuple[Tensor, Tensor, Te
 def dispatch(loads: list[tuple[int, int | None]], node_size: int | None = None) -> Results:
     """One forward and backward on this rank of an expert-parallel group that is the world, on nodes of so many ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    module = model()
+    module = small_experts(EXPERTS, HIDDEN)
     share = EXPERTS // size
     specs = {name: cut_along(name, value.shape, 0, [(rank * share, share)], tp_replicas=(0,)) for name, value in module.named_parameters()}
     nodes = Mesh(Layout(dp=size, ep=size), node_size=node_size).expert_nodes
@@ -98,7 +88,7 @@ def dispatch(loads: list[tuple[int, int | None]], node_size: int | None = None) 
 @pytest.mark.parametrize("loads", LOADS.values(), ids=LOADS.keys())
 def test_the_output_and_all_gradients_are_those_of_one_process(loads: list[tuple[int, Any]], node_size: int | None) -> None:
     found = run_ranks(dispatch, 4, loads, node_size)
-    module = model()
+    module = small_experts(EXPERTS, HIDDEN)
     parts = [tokens_of(rank, *load) for rank, load in enumerate(loads)]
     whole = module["experts"](*(torch.cat([part[index] for part in parts]) for index in range(3)))
     if whole.requires_grad:
