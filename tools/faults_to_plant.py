@@ -316,8 +316,8 @@ STEP = (
         "data-resumed-at-another-sample",
         "A resumed epoch leaves out as many samples on each data-parallel rank as all of them have read together.",
         "training/data/base.py",
-        "used // self.num_replicas if",
-        "used if",
+        "self._used(self.epoch) // self.num_replicas",
+        "self._used(self.epoch)",
         ("training/test_data.py::test_a_resumed_epoch_goes_on_where_it_was",),
     ),
 )

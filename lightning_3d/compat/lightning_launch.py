@@ -43,11 +43,11 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
         def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
             self.cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
             if self.children is None:  # not again for a second fit, or a test after it
+                _set_num_threads_if_needed(num_processes=num_processes)  # children must inherit it, else they round differently
                 self.meeting_point = hold_meeting_point(cluster_environment, num_nodes)
                 children = Children(cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
                 children.start(self._start_scripts)
                 self.children = children
-            _set_num_threads_if_needed(num_processes=num_processes)
             return function(*args, **kwargs)
 
         def _start_scripts(self) -> list[subprocess.Popen]:

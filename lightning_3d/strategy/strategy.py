@@ -65,6 +65,7 @@ from lightning_3d.ranks.loopback import GlooInterface
 from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.build import BuildOptions, ModelSources, Surroundings, build
 from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_3d.strategy.cpu_threads import agree_on_cpu_threads
 from lightning_3d.strategy.data_order import reset_unequal_generators, sampler_maker
 from lightning_3d.strategy.endings import Ending
 from lightning_3d.strategy.float8 import require_fp8
@@ -308,6 +309,7 @@ class Lightning3DStrategy(CheckpointHooks):
         record_collectives()
         join_seconds = self.reliability.rendezvous_timeout
         reset_unequal_generators(connect_process_group(self, self._timeout, join_seconds, self._interface), self.root_device)
+        agree_on_cpu_threads(self.root_device)
         trainer = self.user_module.trainer if self.lightning_module is not None else None
         if trainer is not None:
             (obey_signals_together if self.world_size > 1 else obey_interrupt_alone)(trainer)

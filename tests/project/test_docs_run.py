@@ -13,6 +13,7 @@ from documented import ALL, FILES, Block, Command, commands, here, sandbox, trai
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
+
 def starts_here(command: Command) -> bool:
     """Neither about the environment of a checkout, nor a benchmark, which has tests of its own."""
     return command.words[0] not in ("make", "pip") and not command.words[1].startswith(("tools/", "benchmarks/"))
@@ -20,7 +21,7 @@ def starts_here(command: Command) -> bool:
 
 RUNNABLE = [command for block in ALL if block.language == "bash" and "needs" not in block.notes for command in commands(block)]
 COMMANDS = [command for command in RUNNABLE if train_arguments(command.words) is not None or starts_here(command)]
-SCRIPTS = [block for block in ALL if block.language == "python" and "__main__" in block.text]
+SCRIPTS = [block for block in ALL if block.language == "python" and ("__main__" in block.text or "file" in block.notes)]
 LIGHTNING_3D = [sys.executable, "-m", "lightning_3d"]
 
 PLAIN_LIGHTNING = """
@@ -51,8 +52,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(words: list[str], folder: Path) -> None:
-    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=900)
+def start(words: list[str], folder: Path, variables: dict[str, str] | None = None) -> None:
+    variables = environment() if variables is None else variables
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
@@ -84,4 +86,6 @@ def test_command(command: Command, prepared: Path) -> None:
 def test_script(block: Block, tmp_path: Path) -> None:
     given = f"from documented_names import made\nglobals().update(made({block.given!r}))\n" if block.given else ""
     (tmp_path / "block.py").write_text(given + block.text)
-    start([sys.executable, "block.py"], tmp_path)
+    variables = environment()
+    del variables["OMP_NUM_THREADS"]  # a user does not set it
+    start([sys.executable, "block.py"], tmp_path, variables)
