@@ -150,6 +150,11 @@ class Partition:
                 f"The experts of this module exchange tokens by moe_exchange={self.options.experts.exchange} of an earlier Trainer; got"
                 f" {options.experts.exchange}. Use the same, or save a checkpoint, rebuild the module and load it with ckpt_path=."
             )
+        if options.experts.node_size != self.options.experts.node_size:
+            rank_zero_warn(
+                f"The experts of this module keep moe_node_size={self.options.experts.node_size} of an earlier Trainer. Rebuild the module"
+                " to change it."
+            )
         if differences := self.options.blocks.differences(options.blocks, tp=layout.tp):
             rank_zero_warn(
                 f"The blocks of this module keep the options of an earlier Trainer ({'; '.join(differences)}). Rebuild the module to change"

@@ -3,6 +3,7 @@
 DeepEP itself runs on GPUs only, so its kernels are not tested here.
 """
 
+import contextlib
 import inspect
 import sys
 from types import SimpleNamespace
@@ -189,12 +190,15 @@ def other_exchange() -> str:
     module, rows = parity.Module(recipe), parity.Rows(data(recipe))
     arguments = {"layout": "ep2_dp2", "micro_batch_size": 4, "self_check": "never"}
     parity.fit_on_rank(recipe, rows, module, **arguments)
+    said = pytest.warns(UserWarning, match="keep moe_node_size=None of an earlier")
+    with said if dist.get_rank() == 0 else contextlib.nullcontext():
+        parity.fit_on_rank(recipe, rows, module, moe_node_size=1, **arguments)
     with deep_ep_stand_in.deep_ep_stand_in(), pytest.raises(ConfigError) as refusal:
         parity.fit_on_rank(recipe, rows, module, moe_exchange="deepep", **arguments)
     return str(refusal.value)
 
 
-def test_a_module_keeps_its_exchange() -> None:
+def test_a_module_keeps_its_exchange_and_its_nodes() -> None:
     assert all("by moe_exchange=all_to_all of an earlier Trainer; got deepep" in said for said in run_ranks(other_exchange, 2))
 
 
