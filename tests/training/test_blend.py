@@ -21,6 +21,8 @@ from torch import Tensor
 from lightning_3d.config.options.sources import LONGEST_CYCLE, read_sources, whole_shares
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.runs.check import check_shapes
+from lightning_3d.runs.metrics_file import read_rows
+from lightning_3d.training.callbacks import MetricsCSV
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.data.blend_sources import ENDLESS, BlendPlan
 from lightning_3d.training.data.file_check import check_files
@@ -413,7 +415,9 @@ def test_each_source_has_a_validation_set(tmp_path: Path) -> None:
     )  # fmt: skip
     module = CausalLM(MODEL, {"name": "sgd", "lr": 0.1})
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", max_steps=3, val_check_interval=3, num_sanity_val_steps=0, **quiet)
+    metrics = tmp_path / "metrics.csv"
+    metrics.write_text("step,val_loss/gone\n0,1.5\n")  # of a source that the run no longer has
+    trainer = Trainer(accelerator="cpu", max_steps=3, val_check_interval=3, num_sanity_val_steps=0, callbacks=MetricsCSV(metrics), **quiet)
     trainer.fit(module, datamodule=data)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert data.val_names == ("web", "code")
@@ -423,6 +427,11 @@ def test_each_source_has_a_validation_set(tmp_path: Path) -> None:
         losses = [module.model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.item() for row in samples]
         assert found[f"val_loss/{name}"] == pytest.approx(sum(losses) / count, rel=1e-4)
     assert found["val_loss"] == pytest.approx((2 * found["val_loss/web"] + found["val_loss/code"]) / 3)
+    earlier, *_, last = read_rows(metrics)
+    assert earlier["val_loss/gone"] == "1.5" and earlier["val_loss/web"] == last["val_loss/gone"] == ""
+    assert {name: float(last[name]) for name in found if name.startswith("val_loss")} == pytest.approx(
+        {name: value for name, value in found.items() if name.startswith("val_loss")}
+    )
 
 
 # The command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,12 @@ rank that used most.
 `tokens_seen` counts the tokens of all steps up to this one. `mfu` is the model's share of the devices' peak rate, 0 to 1.
 
 `slow_rank` is the rank that computes longest compared with its peers, `slow_host` its machine, and `slow_factor` how many times as long it
-takes, in the last ten steps."""
+takes, in the last ten steps.
+
+If the data module names its validation sets (`val_names`), a column `val_loss/NAME` for each follows."""
+
+VAL_LOSS = "val_loss/"
+"""How the name of the loss of a named validation set begins."""
 
 TEXTS = ("slow_host",)
 """Columns that are not numbers. Only loggers whose attribute `takes_text` is true get them."""
@@ -63,6 +69,7 @@ class MetricsCSV(Callback):
         self._tokens_seen: float | None = None
         self._clock = StepClock()
         self._file: TextIO | None = None
+        self._columns: tuple[str, ...] = COLUMNS
         self._row: dict[str, Any] = {}
         self._row_start: int | None = None
         self._warned = False
@@ -75,10 +82,12 @@ class MetricsCSV(Callback):
         kept = read_rows(self._path, last_step=trainer.global_step)
         if self._tokens_seen is None or trainer.global_step == 0:
             self._tokens_seen = sum(column(kept, "tokens"))
+        of_sets = dict.fromkeys(name for row in kept for name in row if name.startswith(VAL_LOSS))
+        self._columns = (*COLUMNS, *(of_sets | dict.fromkeys(_named_losses(trainer))))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("w", newline="")
         with self._surviving():
-            self._file.write(_csv_lines([dict(zip(COLUMNS, COLUMNS, strict=True)), *kept]))
+            self._file.write(_csv_lines(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *kept]))
             self._file.flush()
 
     @override
@@ -134,6 +143,7 @@ class MetricsCSV(Callback):
         if self._file is None or trainer.sanity_checking or value is None or not self._row:
             return
         self._row["val_loss"] = f"{value:.9g}"
+        self._row |= {name: f"{loss:.9g}" for name, loss in _named_losses(trainer).items()}
         if self._row_start is not None:
             with self._surviving():
                 self._file.seek(self._row_start)
@@ -153,7 +163,7 @@ class MetricsCSV(Callback):
 
     def _write_row(self) -> None:
         assert self._file is not None
-        self._file.write(_csv_lines([self._row]))
+        self._file.write(_csv_lines(self._columns, [self._row]))
         self._file.flush()
 
     @override
@@ -192,7 +202,13 @@ def _of_routers(routers: Any) -> dict[str, float]:
     return numbers | {f"router/max_load/{layer}": load for layer, load in zip(routers.layers, routers.max_over_mean, strict=True)}
 
 
-def _csv_lines(rows: Iterable[dict[str, Any]]) -> str:
+def _named_losses(trainer: Trainer) -> dict[str, float]:
+    """Return the latest loss of each named validation set, nan before the first validation."""
+    names = [f"{VAL_LOSS}{name}" for name in getattr(getattr(trainer, "datamodule", None), "val_names", ())]
+    return {name: float(trainer.callback_metrics.get(name, math.nan)) for name in names}
+
+
+def _csv_lines(columns: tuple[str, ...], rows: Iterable[dict[str, Any]]) -> str:
     text = io.StringIO()
-    csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
+    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
     return text.getvalue()
