@@ -48,7 +48,7 @@ from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.token_exchange import ALL_TO_ALL
-from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.config.options.zero import NONE, ZeroOptions
 from lightning_3d.errors import LayoutError, OutOfMemory
 from lightning_3d.health.held_memory import wait_for_memory
 from lightning_3d.health.loss_spikes import LossSpikes
@@ -253,6 +253,11 @@ class Lightning3DStrategy(CheckpointHooks):
     def zero_stage(self) -> int:
         """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too; 0 nothing."""
         return self.zero.stage
+
+    @property
+    def optimizer_device(self) -> torch.device:
+        """Device on which the optimizer steps: this rank's, or the CPU with `zero_offload`."""
+        return torch.device("cpu") if self.zero.offload != NONE else self.root_device
 
     @property
     def last_step(self) -> StepResult | None:

@@ -84,7 +84,9 @@ def new_state(template: Tensor | float, like: Tensor, full_shape: Sequence[int],
     if not isinstance(template, Tensor):
         return template
     if not template.is_meta:
-        return template.to(like.device if group.get("capturable") or group.get("fused") else "cpu")
+        if group.get("fused"):  # its kernels want a step count of this type, whatever torch's default type is
+            return template.to(like.device, torch.float32)
+        return template.to(like.device if group.get("capturable") else "cpu")
     shape = like.shape if tuple(template.shape) == tuple(full_shape) else template.shape
     dtype = like.dtype if template.is_floating_point() else template.dtype
     return torch.zeros(shape, dtype=dtype, device=like.device)
