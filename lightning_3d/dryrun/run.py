@@ -59,6 +59,11 @@ class DryStrategy(Lightning3DStrategy):
         """Device on which the optimizer of the job steps, whose tensors are here on the CPU and have no values."""
         return torch.device("cuda") if self.for_gpus and self.zero.offload == NONE else torch.device("cpu")
 
+    @property
+    @override
+    def _on_accelerator(self) -> bool:
+        return self.for_gpus
+
     @override
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.parallel.sharding import OptimizerShard
+from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 
 
 class Stepper(ABC):
@@ -29,6 +29,10 @@ class Stepper(ABC):
     @abstractmethod
     def gradients(self) -> Iterator[Tensor]:
         """The reduced gradients that this rank's optimizer steps with."""
+
+    @abstractmethod
+    def gradients_by_parameter(self) -> Iterator[tuple[ShardSpec, Tensor | None]]:
+        """The same gradients, each with the place of its parameter: whole, or the pieces that this rank steps. None where none arrived."""
 
     @abstractmethod
     def gradient_norm(self) -> Tensor:
