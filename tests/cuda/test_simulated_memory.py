@@ -196,7 +196,7 @@ def test_which_optimizers_are_fused(optimizer: dict[str, Any], strategy: dict[st
 
 
 def train_with_noise(recipe: Recipe, **strategy: Any) -> parity.Part:
-    """Kernels of the simulation always round alike, so each tensor-parallel rank adds something else to what it computes like the others."""
+    """Kernels of the simulation always round alike, so each tensor-parallel rank adds another number to what all of them compute."""
     start = parity.Module.on_train_start
 
     def add_noise(module: Any) -> None:

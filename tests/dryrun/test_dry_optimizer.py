@@ -18,7 +18,7 @@ def by_class(name: str, **options: Any) -> dict[str, Any]:
 
 
 def dry_steps(cases: list[tuple[dict[str, Any], dict[str, Any], bool]]) -> list[tuple[Any, Any, int, int]]:
-    """For each (group `optimizer`, options of the strategy, GPU or not): (`fused` and `foreach` of the optimizer, most bytes, parameters)."""
+    """For each (group `optimizer`, options of the strategy, for GPUs): (`fused`, `foreach`, most bytes, parameters)."""
     from lightning_3d.dryrun.run import DryStrategy, Job, dry_run
     from lightning_3d.layout import Layout
     from lightning_3d.training.module import CausalLM
@@ -53,8 +53,9 @@ def of(*cases: tuple[dict[str, Any], dict[str, Any], bool]) -> list[tuple[Any, A
 
 def test_a_fused_step_needs_no_memory_of_its_own() -> None:
     """Without it, AdamW of torch holds the roots of all second moments at once: 4 bytes for each parameter."""
-    fused, foreach, told, cpu = of((PLAIN, {}, True), ({**PLAIN, "fused": False}, {}, True), ({**PLAIN, "fused": True}, {}, True), (PLAIN, {}, False))
-    assert fused == told and fused[:2] == (True, None) and foreach[:2] == (None, True) and cpu[:2] == (None, None)
+    told = [{**PLAIN, "fused": fused} for fused in (None, False, True)]
+    fused, foreach, asked, cpu = of(*((optimizer, {}, True) for optimizer in told), (PLAIN, {}, False))
+    assert fused == asked and fused[:2] == (True, None) and foreach[:2] == (None, True) and cpu[:2] == (None, None)
     assert foreach[2] - fused[2] == pytest.approx(4 * fused[3], rel=0.05)
 
 

@@ -346,7 +346,7 @@ def test_an_offloaded_optimizer_steps_on_the_cpu(options: dict[str, Any]) -> Non
     ids=str,
 )
 def test_fused_and_foreach_steps_are_equal(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Of torch's own kernels on a CPU: 30 steps, of tensors that fill vectors and of such that do not, with a learning rate that changes."""
+    """Torch's own kernels on a CPU: 30 steps with a learning rate that changes, of tensors that fill vectors and of others."""
     sizes = (1, 3, 16, 257, 4096)
     ends = []
     for kernels in ({"fused": True}, {"foreach": True}, {"foreach": False}):

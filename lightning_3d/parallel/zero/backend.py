@@ -262,8 +262,8 @@ class DataParallelBackend:
 
         Partial tensor-parallel gradients and those of tied copies are summed, then all are summed over the
         data-parallel ranks and multiplied by `scale`. With `equal_copies`, tensor-parallel copies then take the gradient of the
-        first one. A rank that has no gradient for a parameter counts as zero; a
-        parameter that no rank has a gradient for is left unchanged by `step`.
+        first one. A rank that has no gradient for a parameter counts as zero; a parameter that no rank has a gradient for is left
+        unchanged by `step`.
 
         Args:
             scale: a number or a tensor of shape () on the parameters' device; the same on all ranks.
