@@ -8,9 +8,10 @@ from alphabet_fits import MODEL, OPTIMIZER
 from ranks import run_ranks
 
 ROWS, TOKENS = 2, 4
-"""So few that the optimizer's step needs more memory than the backward."""
+"""So few that the optimizer's step needs more memory than the backward; on one rank, which needs no buffers to reduce gradients in."""
 
-PLAIN = {**OPTIMIZER, "scheduler": None}
+PLAIN = {**OPTIMIZER, "scheduler": None, "no_decay": []}
+"""With one parameter group, whose elements are updated together."""
 
 
 def by_class(name: str, **options: Any) -> dict[str, Any]:
@@ -26,16 +27,19 @@ def dry_steps(cases: list[tuple[dict[str, Any], dict[str, Any], bool]]) -> list[
     found = []
     for optimizer, options, gpu in cases:
         made: list[DryStrategy] = []
+        layout = "dp2" if options else "dp1"
 
-        def strategy(kind: type[DryStrategy], options: dict[str, Any] = options, made: list[DryStrategy] = made) -> DryStrategy:
-            made.append(kind("dp2", micro_batch_size=ROWS, **options))
+        def strategy(
+            kind: type[DryStrategy], options: dict[str, Any] = options, made: list[DryStrategy] = made, layout: str = layout
+        ) -> DryStrategy:
+            made.append(kind(layout, micro_batch_size=ROWS, **options))
             return made[0]
 
         job = Job(
             module=lambda optimizer=optimizer: CausalLM(MODEL, optimizer),  # type: ignore[misc]
             strategy=strategy,
             batch=lambda count: dict.fromkeys(("input_ids", "labels"), torch.zeros(ROWS * count, TOKENS, dtype=torch.long)),
-            layout=Layout.parse("dp2"),
+            layout=Layout.parse(layout),
             schedule="1F1B",
             micro_batches=1,
             gpu=gpu,
