@@ -8,7 +8,6 @@ import torch
 from checkpoint_fits import TiedModel, make_trainer
 from parity import StepValues
 from ranks import run_ranks
-from sweeps import by_default
 
 from lightning_3d.layout import Layout
 
@@ -44,7 +43,8 @@ def fit(
 BOTH = [(saved, *mode) for mode in MODES for saved in (True, False)]
 
 
-@pytest.mark.parametrize(("saved", "layout", "kind", "options"), by_default(BOTH, 2), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize(("saved", "layout", "kind", "options"), BOTH, ids=str)
 def test_a_run_resumes_with_the_other_kernels(
     saved: bool, layout: str, kind: type[torch.optim.Optimizer], options: dict[str, Any], tmp_path: Path
 ) -> None:
