@@ -246,6 +246,14 @@ ZERO = (
         ("parallel/zero/test_shard_groups.py::test_experts_that_ranks_share_out",),
     ),
     Fault(
+        "zero-copies-drift-apart",
+        "On GPUs, copies of a parameter on tensor-parallel ranks keep their own gradients, and drift apart by rounding.",
+        "parallel/zero/backend.py",
+        "if training.copies:",
+        "if not training:",
+        ("strategy/test_noisy_replicas.py",),
+    ),
+    Fault(
         "norm-of-one-stage",
         "The gradient norm is not summed over pipeline stages, so that each stage clips by another number.",
         "parallel/zero",

@@ -23,6 +23,8 @@ Names = list[list[str]]
 _KEY = "lightning_3d_pipeline_ranks"
 _NAMES = "names"
 _OPTIMIZERS, _SCHEDULERS = "optimizer_states", "lr_schedulers"
+_SWITCHES = ("fused", "foreach", "capturable")
+"""Keys of a group that choose how its kernels run on a device, not what they compute. A checkpoint may come from another device."""
 
 
 def name_groups(module: nn.Module, optimizer: Optimizer) -> Names:
@@ -40,7 +42,7 @@ def describe_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any]) -> None:
-    """Restore the values of the parameter groups of `optimizer`.
+    """Restore the values of the parameter groups of `optimizer`, except how its kernels run (`fused`, for example).
 
     Raises:
         CheckpointError: the optimizer has another class or number of groups than the saved one.
@@ -62,7 +64,7 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             current = group.get(key)
-            if key != _NAMES:
+            if key != _NAMES and not (key in _SWITCHES and key in group):
                 group[key] = value.to(current.device) if isinstance(value, Tensor) and isinstance(current, Tensor) else value
 
 

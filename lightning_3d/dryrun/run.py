@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -22,6 +23,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_3d.config.options.token_exchange import ALL_TO_ALL
+from lightning_3d.config.options.zero import NONE
 from lightning_3d.dryrun.rank_report import Measured, RankReport
 from lightning_3d.dryrun.shapes import Found, ShapeMeter, alone
 from lightning_3d.layout.layout import Layout
@@ -50,6 +52,17 @@ class DryStrategy(Lightning3DStrategy):
     micro_batches: tuple[int, ...]
     for_gpus: bool
     _is_metered = False
+
+    @property
+    @override
+    def optimizer_device(self) -> torch.device:
+        """Device on which the optimizer of the job steps, whose tensors are here on the CPU and have no values."""
+        return torch.device("cuda") if self.for_gpus and self.zero.offload == NONE else torch.device("cpu")
+
+    @property
+    @override
+    def _on_accelerator(self) -> bool:
+        return self.for_gpus
 
     @override
     def setup_environment(self) -> None:
@@ -85,8 +98,8 @@ class DryStrategy(Lightning3DStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with self.meter:
             super().setup_optimizers(trainer)
-        for group in self.optimizers[0].param_groups if self.for_gpus else ():
-            if group.get("foreach", False) is None and not group.get("fused"):
+        for group in self.optimizers[0].param_groups if self.optimizer_device.type == "cuda" else ():
+            if group.get("foreach", False) is None and group.get("fused") is None:
                 group["foreach"] = True  # torch's default on GPUs
 
     @override

@@ -84,6 +84,7 @@ class Surroundings:
         precision: Lightning's plugin.
         materialize: function that gives parameters on meta values, as `initialize` does.
         shape_only: whether tensors have no values (a dry run), so that checks of values are left out.
+        equal_copies: see `make_backend`.
     """
 
     precision: Precision
@@ -91,6 +92,7 @@ class Surroundings:
     guard: StepGuard
     materialize: Callable[..., None]
     shape_only: bool = False
+    equal_copies: bool = False
 
 
 def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings) -> BuiltModel:
@@ -109,7 +111,8 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
     multiply_in_float8(parts.blocks, on=options.fp8)
     # The backend before the engine, which calls it after each backward.
     stages = list(parts.parameters.values())
-    backend = make_backend(options.zero, mesh, parts.specs, stages=stages, precision=precision, shape_only=around.shape_only)
+    how = {"shape_only": around.shape_only, "equal_copies": around.equal_copies}
+    backend = make_backend(options.zero, mesh, parts.specs, stages=stages, precision=precision, **how)
     # Hooks that measure memory inside a block would break the graph of a compiled one.
     recorder = around.tracer.connect(module, device, mesh.layout, model.schedule, hooks=not model.blocks.compile)
     engine = PipelineEngine(

@@ -48,7 +48,7 @@ from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.token_exchange import ALL_TO_ALL
-from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.config.options.zero import NONE, ZeroOptions
 from lightning_3d.errors import LayoutError, OutOfMemory
 from lightning_3d.health.held_memory import wait_for_memory
 from lightning_3d.health.loss_spikes import LossSpikes
@@ -255,6 +255,16 @@ class Lightning3DStrategy(CheckpointHooks):
         return self.zero.stage
 
     @property
+    def optimizer_device(self) -> torch.device:
+        """Device on which the optimizer steps: this rank's, or the CPU with `zero_offload`."""
+        return torch.device("cpu") if self.zero.offload != NONE else self.root_device
+
+    @property
+    def _on_accelerator(self) -> bool:
+        """Whether kernels may add in another order each time, as those of GPUs do."""
+        return self.root_device.type != "cpu"
+
+    @property
     def last_step(self) -> StepResult | None:
         """The numbers of the latest optimizer step, the same on every rank; None before the first. Waits for them while the step runs."""
         if self._built is not None:
@@ -360,7 +370,8 @@ class Lightning3DStrategy(CheckpointHooks):
             options = BuildOptions(
                 self.options, self.zero, self._sources, self.fp8, self.micro_batch_size, self._split_batch, self.micro_batch_rows
             )
-            around = Surroundings(self.precision_plugin, self._tracer, self.guard, self._materialize, self._shape_only)
+            how = self._shape_only, self._on_accelerator
+            around = Surroundings(self.precision_plugin, self._tracer, self.guard, self._materialize, *how)
             self._built = build(module, self.mesh, self.root_device, options, around)
         self.model_to_device()
 

@@ -11,6 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -131,12 +132,20 @@ class CausalLM(LightningModule):
         if self.optimizer_config is None:
             raise ConfigError("CausalLM was built without an optimizer, so it cannot be trained. Pass optimizer=.")
         trainable = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        optimizer = make_optimizer(self.optimizer_config, trainable, self._groups)
+        optimizer = make_optimizer(self.optimizer_config, trainable, self._groups, self._optimizer_device())
         schedule = self.optimizer_config.get("scheduler")
         if schedule is None:
             return optimizer
         scheduler = make_scheduler(optimizer, schedule, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _optimizer_device(self) -> torch.device | None:
+        """Return the device on which the optimizer steps; None if the strategy does not say it, or without a Trainer."""
+        try:
+            trainer: Any = self.trainer
+        except RuntimeError:  # it has none
+            return None
+        return getattr(getattr(trainer, "strategy", None), "optimizer_device", None)
 
 
 def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:

@@ -18,17 +18,26 @@ from lightning_3d.training.parameter_groups import NamedGroup
 from lightning_3d.training.schedules import make_scheduler
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import device, nn
     from torch.optim import Optimizer
 
+FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Classes of `torch.optim` that have fused CUDA kernels (torch 2.11 to 2.13)."""
 
-def make_optimizer(config: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], groups: Sequence[NamedGroup]) -> Optimizer:
+
+def make_optimizer(
+    config: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    groups: Sequence[NamedGroup],
+    steps_on: device | None = None,
+) -> Optimizer:
     """Build the optimizer.
 
     Args:
         config: see `conf/optimizer/`.
         parameters: trainable parameters of this rank by name.
         groups: result of `find_groups`. Every rank makes all of them, also those of which it has no parameter.
+        steps_on: device on which the optimizer steps, which decides whether it is fused if `config` does not; None: torch decides.
 
     `cpu_adamw` compiles C++ when it is used for the first time on a machine, which takes minutes.
 
@@ -41,7 +50,7 @@ def make_optimizer(config: Mapping[str, Any], parameters: Mapping[str, nn.Parame
     _require_grouped(parameters, groups)
     made = [{"params": [value for name, value in parameters.items() if name in group.names], **group.options} for group in groups]
     if config.get("_target_") is not None:
-        return _make_of_class(config, made)
+        return _make_of_class(config, made, steps_on)
     options = _arguments(config, OPTIMIZERS[config["name"]])
     if config["name"] == "cpu_adamw":
         import_deepspeed(next((parameter.device for parameter in parameters.values()), torch.device("cpu")))
@@ -49,6 +58,9 @@ def make_optimizer(config: Mapping[str, Any], parameters: Mapping[str, nn.Parame
 
         return DeepSpeedCPUAdam(made, lr=float(config["lr"]), **options)
     optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config["name"]]
+    options = _fused_where_it_can_be(optimizer, options, made, steps_on)
+    if not options.get("fused"):  # False would also turn off foreach, torch's default on GPUs
+        options.pop("fused", None)
     return optimizer(made, lr=float(config["lr"]), **options)
 
 
@@ -101,7 +113,24 @@ def _require_grouped(parameters: Iterable[str], groups: Sequence[NamedGroup]) ->
         )
 
 
-def _make_of_class(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
+def _fused_where_it_can_be(
+    kind: Callable[..., Any], options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], steps_on: device | None
+) -> dict[str, Any]:
+    """Add `fused=True` to the arguments of a class where it steps on a GPU and has a kernel for its parameters.
+
+    Arguments that already choose an implementation stay. On a CPU, a fused step would round differently from torch's default.
+    """
+    import torch
+
+    chosen = any(key in options for key in ("fused", "foreach", "differentiable"))
+    if steps_on is None or steps_on.type != "cuda" or chosen or kind not in [getattr(torch.optim, name) for name in FUSED]:
+        return dict(options)
+    known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    fits = all(parameter.dtype in known for group in groups for parameter in group["params"])
+    return {**options, "fused": True} if fits else dict(options)
+
+
+def _make_of_class(config: Mapping[str, Any], groups: list[dict[str, Any]], steps_on: device | None) -> Optimizer:
     """Build an optimizer whose class the configuration names."""
     from torch.optim import Optimizer
 
@@ -114,6 +143,7 @@ def _make_of_class(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> O
         raise ConfigError(f"{target} has no argument '{unknown[0]}'. It has {listed(known)}.{did_you_mean(unknown[0], known)}")
     if "weight_decay" not in accepted and not _takes_any(accepted):
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+    options = _fused_where_it_can_be(kind, options, groups, steps_on)
     try:
         optimizer = kind(groups, lr=float(config["lr"]), **options)
     except Exception as error:

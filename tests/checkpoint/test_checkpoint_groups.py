@@ -83,3 +83,12 @@ def test_a_stage_that_had_fewer_groups() -> None:
 def test_a_new_group_of_parameters_that_were_not_trained() -> None:
     with pytest.raises(CheckpointError, match="has 2 parameter groups, but configure_optimizers returned 3"):
         Stage([*TWO, (["new"], SLOW)]).resume(Stage(TWO).train(2).save())
+
+
+def test_a_checkpoint_does_not_choose_kernels() -> None:
+    """It may come from a GPU, where an optimizer is fused by default."""
+    saved, resumed = Stage(TWO), Stage(TWO)
+    for group in saved.optimizer.param_groups:
+        group.update(fused=True, capturable=True, lr=0.5)
+    resumed.resume(saved.save())
+    assert [(group["fused"], group["capturable"], group["lr"]) for group in resumed.optimizer.param_groups] == [(None, False, 0.5)] * 2

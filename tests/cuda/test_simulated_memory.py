@@ -15,12 +15,16 @@ import pytest
 import simulated_fits
 import simulated_ranks
 import torch
+from alphabet_fits import MODEL, OPTIMIZER
 from parity import Cell
 from reference import Recipe
-from simulated_parity import LATE
+from simulated_parity import LATE, check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.strategy.built_model import BuiltModel
+from lightning_3d.training.module import CausalLM
+from lightning_3d.training.optimizers import make_optimizer
+from lightning_3d.training.parameter_groups import NamedGroup
 
 COMMUNICATORS = {
     Cell(tp=2, pp=2, dp=2): 7,  # world, tp, dp, tp+pp, pp+dp, and one for the messages of each direction
@@ -106,8 +110,18 @@ def test_the_host_waits_for_the_device_only_to_log(cell: Cell) -> None:
         assert own <= allowed, own - allowed
 
 
+def as_a_configuration_builds_it(module: Any) -> torch.optim.Optimizer:
+    """What `CausalLM` makes of the group `optimizer` by default."""
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    config = {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1, "fused": None}
+    groups = [NamedGroup(frozenset(parameters), {"weight_decay": 0.1})]
+    made = make_optimizer(config, parameters, groups, module.trainer.strategy.optimizer_device)
+    assert made.param_groups[0]["fused"]
+    return made
+
+
 def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
-    """How often the host waits for the device in the last step until it has launched a fused optimizer, but for Transformers' looks at
+    """How often the host waits for the device in the last step until it has launched the optimizer, but for Transformers' looks at
     positions."""
     import simulated_cuda
     from transformers import masking_utils
@@ -144,16 +158,62 @@ def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
         patch.setattr(masking_utils, "find_packed_sequence_indices", begin_apart(masking_utils.find_packed_sequence_indices))
         patch.setattr(Lightning3DStrategy, "training_step", training_step)
         patch.setattr(BuiltModel, "step_optimizer", step_optimizer)
-        patch.setattr(parity.Module, "configure_optimizers", lambda module: torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True))
+        patch.setattr(parity.Module, "configure_optimizers", as_a_configuration_builds_it)
         parity.train_on_rank(recipe, **strategy)
     return counted[-1]
 
 
 @pytest.mark.parametrize("cell", WAITING[:-1], ids=lambda cell: cell.name)
-def test_the_host_launches_a_fused_optimizer_before_it_waits(cell: Cell) -> None:
+def test_the_host_launches_a_default_optimizer_before_it_waits(cell: Cell) -> None:
     recipe = dataclasses.replace(cell.recipe, steps=STEPS)
     for found in simulated_ranks.run(waits_before_the_launch, cell.world_size, recipe, environment=LATE, **parity.strategy_arguments(cell)):
         assert found == 0
+
+
+def fused_in_a_run(optimizer: dict[str, Any], **strategy: Any) -> set[Any]:
+    """`fused` of a `CausalLM`'s optimizer after a run of some steps."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    rows = [{key: torch.arange(16) % 7 for key in ("input_ids", "labels")}] * 8
+    plan = Lightning3DStrategy("dp2", micro_batch_size=2, **strategy)
+    trainer = parity.quiet_trainer(strategy=plan, devices=2, max_steps=2)
+    trainer.fit(CausalLM(MODEL, optimizer), datamodule=parity.Data(rows, 2))  # type: ignore[arg-type]
+    return {group.get("fused") for group in trainer.optimizers[0].param_groups}
+
+
+DEFAULTS: list[tuple[dict[str, Any], dict[str, Any], Any]] = [
+    (OPTIMIZER, {"zero_stage": 1}, True),
+    ({**OPTIMIZER, "fused": False}, {}, None),
+    (OPTIMIZER, {"zero_stage": 1, "zero_offload": "optimizer"}, None),
+    ({"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}, {}, True),
+    ({"_target_": "torch.optim.Adagrad", "lr": 0.1, "weight_decay": 0.0}, {"zero_stage": 3}, True),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "strategy", "fused"), DEFAULTS, ids=str)
+def test_which_optimizers_are_fused(optimizer: dict[str, Any], strategy: dict[str, Any], fused: Any) -> None:
+    assert simulated_ranks.run(fused_in_a_run, 2, optimizer, environment=LATE, **strategy) == [{fused}] * 2
+
+
+def train_with_noise(recipe: Recipe, **strategy: Any) -> parity.Part:
+    """Kernels of the simulation always round alike, so each tensor-parallel rank adds another number to what all of them compute."""
+    start = parity.Module.on_train_start
+
+    def add_noise(module: Any) -> None:
+        plan = module.trainer.strategy
+        for name, parameter in module.named_parameters():
+            if plan.specs[name].is_replicated(plan.mesh.size("tp")):
+                parameter.register_hook(lambda gradient: gradient + 1e-8 * plan.mesh.index("tp"))
+        start(module)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity.Module, "on_train_start", add_noise)
+        return parity.train_on_rank(recipe, **strategy, reliability={"check_replicas_every_n_steps": 1})
+
+
+@pytest.mark.parametrize("cell", [Cell("qwen2", tp=2, dp=2, zero=2), Cell(tp=2, zero=1)], ids=lambda cell: cell.name)
+def test_copies_stay_equal_whatever_kernels_do(cell: Cell) -> None:
+    check(cell, fit=train_with_noise, sequence_parallel=False)
 
 
 def registered(output: str) -> list[int]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning_3d.config.options.optimizer import ELEMENTWISE, check_optimizer, 
 from lightning_3d.config.options.parameter_groups import matches, matching, nearest, read_groups
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
+from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.training.module import CausalLM
 from lightning_3d.training.optimizers import decay_of, make_optimizer
 from lightning_3d.training.parameter_groups import NamedGroup
@@ -275,3 +277,87 @@ def test_a_schedule_scales_the_learning_rate_of_each_group() -> None:
     groups = [(group["initial_lr"], group["lr"], group["weight_decay"], len(group["params"])) for group in found["optimizer"].param_groups]
     expected = [(0.01, 0.1, 13), (0.01, 0.0, 1), (0.5, 0.1, 2), (0.03, 0.0, 5)]
     assert groups == [(lr, pytest.approx(lr / 4), decay, count) for lr, decay, count in expected]
+
+
+# Fused kernels
+
+GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
+BY_CLASS = ["Adam", "AdamW", "SGD", "Adagrad"]
+
+
+def made_for(config: dict[str, Any], steps_on: torch.device | None, dtype: torch.dtype = torch.float32) -> Any:
+    """`fused` and `foreach` of an optimizer that steps on a device."""
+    group = NamedGroup(frozenset("a"), {} if config.get("_target_", "").endswith("Rprop") else {"weight_decay": 0.0})
+    made = make_optimizer({"lr": 0.1, **config}, {"a": nn.Parameter(torch.ones(2, 2, dtype=dtype))}, [group], steps_on)
+    return made.param_groups[0].get("fused"), made.param_groups[0].get("foreach")
+
+
+@pytest.mark.parametrize(
+    "config", [{"name": "adamw"}, {"name": "sgd", "momentum": 0.9}, *({"_target_": f"torch.optim.{name}"} for name in BY_CLASS)], ids=str
+)
+def test_an_optimizer_is_fused_on_a_gpu_unless_it_is_told(config: dict[str, Any]) -> None:
+    assert made_for({**config, "fused": None}, GPU) == made_for(config, GPU, torch.bfloat16) == (True, None)
+    assert made_for(config, CPU) == made_for(config, None) == (None, None), "on a CPU, numbers stay as they were"
+    assert made_for({**config, "fused": True}, CPU) == (True, None)
+    told = made_for({**config, "fused": False}, GPU)
+    assert told == ((None, None) if "name" in config else (False, None)), "false is torch's default; a class gets its arguments as they are"
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*BY_CLASS, "Adafactor"}))
+def test_a_class_without_fused_kernels_is_not_fused(name: str) -> None:
+    assert made_for({"_target_": f"torch.optim.{name}"}, GPU)[0] is None
+
+
+def test_what_a_fused_kernel_cannot_do_is_left_to_torch() -> None:
+    adam = {"_target_": "torch.optim.Adam"}
+    assert made_for({**adam, "foreach": True}, GPU) == (None, True)
+    assert made_for({**adam, "differentiable": True}, GPU) == (None, None)
+    assert made_for(adam, GPU, torch.complex64) == (None, None)
+
+
+def test_a_module_asks_the_strategy_where_its_optimizer_steps() -> None:
+    causal_lm = CausalLM(MODEL, {**OPTIMIZER, "scheduler": None})
+    causal_lm.configure_model()
+    found = []
+    for device in (GPU, CPU, None):
+        strategy = SimpleNamespace() if device is None else SimpleNamespace(optimizer_device=device)  # None: another strategy than ours
+        causal_lm.trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
+        found.append(causal_lm.configure_optimizers().param_groups[0]["fused"])
+    assert found == [True, None, None]
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 1, "zero_offload": "optimizer"}], ids=str)
+def test_an_offloaded_optimizer_steps_on_the_cpu(options: dict[str, Any]) -> None:
+    with patch.object(Lightning3DStrategy, "root_device", GPU):
+        assert Lightning3DStrategy("dp2", **options).optimizer_device == (CPU if options else GPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adam", {"weight_decay": 0.1}),
+        ("AdamW", {"weight_decay": 0.1, "betas": (0.9, 0.95)}),
+        ("AdamW", {"amsgrad": True}),
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("SGD", {}),
+        ("Adagrad", {"lr_decay": 0.01, "weight_decay": 0.1}),
+    ],
+    ids=str,
+)
+def test_fused_and_foreach_steps_are_equal(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Torch's own kernels on a CPU: 30 steps with a learning rate that changes, of tensors that fill vectors and of others."""
+    sizes = (1, 3, 16, 257, 4096)
+    ends = []
+    for kernels in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+        numbers = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(size, generator=numbers, dtype=dtype)) for size in sizes]
+        optimizer = getattr(torch.optim, name)(parameters, lr=3e-4, **options, **kernels)
+        for step in range(30):
+            optimizer.param_groups[0]["lr"] = 3e-4 / (1 + step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=numbers, dtype=dtype)
+            optimizer.step()
+        ends.append(torch.cat([parameter.detach() for parameter in parameters]))
+    for other in ends[1:]:
+        torch.testing.assert_close(ends[0], other, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)

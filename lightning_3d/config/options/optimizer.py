@@ -15,7 +15,7 @@ from lightning_3d.layout.layout import Layout
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps", "fused"),
     "cpu_adamw": ("betas", "eps", "fused"),
-    "sgd": ("momentum", "nesterov"),
+    "sgd": ("momentum", "nesterov", "fused"),
 }
 _KINDS = ("norm", "bias", "embedding")
 COMMON = ("name", "lr", "weight_decay", "no_decay", "groups", "scheduler")
@@ -52,7 +52,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     if target is None:
         _check_betas(config.get("betas", (0.9, 0.95)))
     if name == "cpu_adamw" and config.get("fused") is not None:
-        raise ConfigError("optimizer.fused is an option of adamw only, because cpu_adamw is always fused. Omit it, or set it to null.")
+        raise ConfigError("optimizer.fused is an option of adamw and sgd, because cpu_adamw is always fused. Omit it, or set it to null.")
     _check_kinds(config.get("no_decay") or ())
     read_groups(config.get("groups"))
     if config.get("scheduler") is not None:

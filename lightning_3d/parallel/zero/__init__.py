@@ -42,6 +42,7 @@ def make_backend(
     precision: str = "fp32",
     bucket_bytes: int = BUCKET_BYTES,
     shape_only: bool = False,
+    equal_copies: bool = False,
 ) -> DataParallelBackend:
     """Make the backend of a ZeRO stage.
 
@@ -56,6 +57,8 @@ def make_backend(
         bucket_bytes: upper bound of the bytes of one reduction of gradients, except for a single larger parameter; with
             `zero.overlap_gather` also of one message of new parameters.
         shape_only: tensors have no values (dry runs): without DeepSpeed.
+        equal_copies: kernels of two tensor-parallel ranks may round differently, as on GPUs, so copies of a parameter take the gradient of
+            the first one.
 
     Raises:
         ConfigError: a stage above 0 in double precision.
@@ -70,5 +73,5 @@ def make_backend(
         store = ShardedParameters(mesh, specs, zero)
     elif zero.overlap_gather:
         store = GatheredParameters(bucket_bytes)
-    composition = Composition(zero, bucket_bytes, ShapeOnly if shape_only else deepspeed_compat)
+    composition = Composition(zero, bucket_bytes, ShapeOnly if shape_only else deepspeed_compat, equal_copies)
     return DataParallelBackend(mesh, specs, store, composition, stages=stages, precision=precision)

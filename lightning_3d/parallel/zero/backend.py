@@ -19,6 +19,7 @@ from lightning_3d.parallel.host_copy import HostCopy
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 from lightning_3d.parallel.zero.compose import Composition
+from lightning_3d.parallel.zero.first_copies import take_first_copies
 from lightning_3d.parallel.zero.gradient_buffers import scale_
 from lightning_3d.parallel.zero.gradient_norm import EPSILON, clip_coefficient
 from lightning_3d.parallel.zero.offload import check_place
@@ -46,12 +47,14 @@ class _Training:
         stepper: runs the optimizer.
         others: parameters that are not trained.
         frozen: ids of those among them that did not require gradients when the fit began.
+        copies: whether copies on tensor-parallel ranks take the reduced gradient of the first one.
     """
 
     reducer: Reducer
     stepper: Stepper
     others: Sequence[nn.Parameter]
     frozen: frozenset[int]
+    copies: bool
 
 
 class DataParallelBackend:
@@ -169,13 +172,15 @@ class DataParallelBackend:
         found = find_trained(module, optimizer, self._specs)
         self._require_same_order(found, stages, optimizer)
         trained = TrainedParameters(self._mesh, found, stages, device)
+        trained.first_copies = self._composition.copies_before_reduction(trained)
         trained.plan_waves(self._composition.early_bytes(trained))
         self._check(trained.entries, optimizer, device)
         stepper, reducer = self._composition.build(trained, self._store, optimizer)
         chosen = {id(parameter) for parameter in trained.parameters}
         others = [parameter for parameter in module.parameters() if id(parameter) not in chosen]
         frozen = frozenset(id(parameter) for parameter in others if not parameter.requires_grad)
-        self._prepared = _Training(reducer, stepper, others, frozen)
+        copies = self._composition.equal_copies and self._mesh.size("tp") > 1 and not trained.first_copies
+        self._prepared = _Training(reducer, stepper, others, frozen, copies)
         return optimizer
 
     def _require_same_order(self, found: Sequence[Trained], stages: Sequence[Sequence[nn.Parameter]], optimizer: Optimizer) -> None:
@@ -256,8 +261,9 @@ class DataParallelBackend:
         """Turn the local gradients into those of the whole batch. Called once, inside the scope, by all ranks.
 
         Partial tensor-parallel gradients and those of tied copies are summed, then all are summed over the
-        data-parallel ranks and multiplied by `scale`. A rank that has no gradient for a parameter counts as zero; a
-        parameter that no rank has a gradient for is left unchanged by `step`.
+        data-parallel ranks and multiplied by `scale`. With `equal_copies`, tensor-parallel copies then take the gradient of the
+        first one. A rank that has no gradient for a parameter counts as zero; a parameter that no rank has a gradient for is left
+        unchanged by `step`.
 
         Args:
             scale: a number or a tensor of shape () on the parameters' device; the same on all ranks.
@@ -266,6 +272,8 @@ class DataParallelBackend:
             raise RuntimeError("The gradients of this step are already reduced.")
         training = self._training
         self._absent = training.reducer.reduce(scale)
+        if training.copies:
+            take_first_copies(self._mesh, training.stepper.gradients_by_parameter(), self._composition.bucket_bytes)
         training.stepper.take_gradients()
         self._reduced = True
 

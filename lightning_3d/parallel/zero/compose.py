@@ -57,11 +57,18 @@ class Composition:
         zero: resolved options.
         bucket_bytes: upper bound of the bytes of one reduction of gradients, except for a single larger parameter.
         library: `compat.deepspeed`, or what takes its place in a dry run.
+        equal_copies: kernels of two tensor-parallel ranks may round differently, so copies of a parameter take the gradient of the first.
     """
 
     zero: ZeroOptions
     bucket_bytes: int
     library: Any = deepspeed_compat
+    equal_copies: bool = False
+
+    def copies_before_reduction(self, trained: TrainedParameters) -> bool:
+        """Whether copies take the first one's gradient before the data-parallel ranks add it up: if they do not step the same elements of
+        a parameter, because ZeRO shards buffers whose size differs between tensor-parallel ranks."""
+        return self.equal_copies and self.zero.stage > 0 and trained.any_uneven
 
     def early_bytes(self, trained: TrainedParameters) -> int | None:
         """Bytes of gradients that are sent together while a backward still runs.
@@ -228,7 +235,7 @@ class Composition:
     ) -> EagerReduction | None:
         """The reduction of parameters that one stage uses and whose gradients are whole on this rank; None if there are none."""
         places = {id(slot.parameter): slot for slot in slots}
-        whole = {id(e.parameter) for e in trained.entries if len(e.spec.tp_grad_sum) <= 1 and len(e.spec.pp_replicas) <= 1}
+        whole = {id(e.parameter) for e in trained.entries if not trained.summed_over_tp(e) and len(e.spec.pp_replicas) <= 1}
         uses = Counter(id(parameter) for stage in stages for parameter in stage)
         chosen = {key for key in whole & places.keys() if uses[key] == 1}
         of_stages = [[places[id(p)] for p in stage if id(p) in chosen] for stage in stages]

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_3d.compat import deepspeed as deepspeed_compat
 from lightning_3d.compat.deepspeed import EXPERTS
 from lightning_3d.config.options.zero import NONE, PARAMETERS, ZeroOptions
-from lightning_3d.parallel.sharding import OptimizerShard
+from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 from lightning_3d.parallel.zero.deepspeed_inputs import Groups, Holder, deepspeed_config
 from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 from lightning_3d.parallel.zero.gradient_buffers import Slot
@@ -166,6 +166,9 @@ class DeepSpeedStepper(Stepper):
         for partition in self.partitions:
             assert partition.gradient is not None
             yield partition.gradient
+
+    def gradients_by_parameter(self) -> Iterator[tuple[ShardSpec, Tensor | None]]:
+        return ((piece.entry.spec, piece.gradient) for piece in self.owned)
 
     def gradient_norm(self) -> Tensor:
         mesh = self._trained.mesh

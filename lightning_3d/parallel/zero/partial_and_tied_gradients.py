@@ -42,11 +42,12 @@ class PartialSums:
         waves = waves or {}
         partial = [pair for pair in parameters if len(pair[1].tp_grad_sum) > 1]
         tied = [pair for pair in parameters if len(pair[1].pp_replicas) > 1]
-        self._partial = {
-            wave: _sums(mesh, [(_ranks(mesh, "tp", pair[1].tp_grad_sum), pair) for pair in partial if waves.get(id(pair[0]), 0) == wave])
-            for wave in sorted({waves.get(id(parameter), 0) for parameter, _ in partial})
-        }
-        self._tied = _sums(mesh, [(_ranks(mesh, "pp", pair[1].pp_replicas), pair) for pair in tied])
+        by_wave: dict[int, list[tuple[tuple[int, ...], Named]]] = {}
+        for parameter, spec in partial:
+            ranks = ranks_along(mesh, "tp", spec.tp_grad_sum)
+            by_wave.setdefault(waves.get(id(parameter), 0), []).append((ranks, (parameter, spec)))
+        self._partial = {wave: _sums(mesh, by_wave[wave]) for wave in sorted(by_wave)}
+        self._tied = _sums(mesh, [(ranks_along(mesh, "pp", pair[1].pp_replicas), pair) for pair in tied])
 
     def reduce(self, sums: GradientSums, wave: int) -> None:
         """Sum over tensor-parallel ranks what is complete in `wave`: one all-reduce for each set of ranks and each type of gradients."""
@@ -76,6 +77,6 @@ def _sums(mesh: Mesh, members: list[tuple[tuple[int, ...], Named]]) -> list[_Sum
     return sums
 
 
-def _ranks(mesh: Mesh, axis: str, indices: Sequence[int]) -> tuple[int, ...]:
+def ranks_along(mesh: Mesh, axis: str, indices: Sequence[int]) -> tuple[int, ...]:
     """Global ranks at these indices of one axis and at this rank's place on all others, rising."""
     return tuple(sorted(mesh.layout.rank(**{**mesh.coordinates, axis: index}) for index in indices))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.parallel.sharding import OptimizerShard
+from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, GradientSums
 from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.outside_writes import follow_writes, with_writes
@@ -47,6 +47,9 @@ class PlainStepper(Stepper):
 
     def gradients(self) -> Iterator[Tensor]:
         return self._sums.present()
+
+    def gradients_by_parameter(self) -> Iterator[tuple[ShardSpec, Tensor | None]]:
+        return ((entry.spec, self._sums[entry.parameter]) for entry in self._trained.entries)
 
     def gradient_norm(self) -> Tensor:
         counted = (entry.parameter for entry in self._trained.entries if self._trained.counts(entry))

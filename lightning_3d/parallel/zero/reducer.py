@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -257,7 +258,11 @@ class Reducer:
     ) -> None:
         self._trained, self._sums, self._reductions = trained, sums, reductions
         self._accumulated, self._frees = accumulated, frees
-        self._partial = PartialSums(trained.mesh, [(entry.parameter, entry.spec) for entry in trained.entries], trained.wave_of)
+        summed = [(entry.parameter, replace(entry.spec, tp_grad_sum=trained.summed_over_tp(entry))) for entry in trained.entries]
+        self._partial = PartialSums(trained.mesh, summed, trained.wave_of)
+        own = trained.mesh.index("tp")
+        copies = [entry for entry in trained.entries if trained.takes_first_copy(entry) and own != min(entry.spec.tp_replicas)]
+        self._copies = [entry.parameter for entry in copies]
         self._arrivals = Arrivals(trained.waves, trained.mesh.data_control, self._arrived)
         self._finished: set[int] = set()
         self._wave = 0
@@ -330,10 +335,18 @@ class Reducer:
     def _complete_wave(self) -> None:
         """All gradients of the next wave have arrived. All ranks complete the waves in the same order."""
         # Partial gradients first: what is summed over the data-parallel ranks must be whole.
-        self._partial.reduce(self._sums, self._wave)
+        self._sum_over_tp(self._wave)
         for reduction in self._reductions:
             reduction.start(self._wave)
         self._wave += 1
+
+    def _sum_over_tp(self, wave: int) -> None:
+        """Sum what is complete in a wave over the tensor-parallel ranks. Of copies, only the first rank's gradient counts."""
+        for parameter in self._copies:
+            gradient = self._sums[parameter] if self._trained.wave_of[id(parameter)] == wave else None
+            if gradient is not None:
+                gradient.zero_()
+        self._partial.reduce(self._sums, wave)
 
     def reduce(self, scale: float | Tensor) -> list[nn.Parameter]:
         """See `DataParallelBackend.reduce`. Returns the parameters that no rank has a gradient for."""
@@ -341,7 +354,7 @@ class Reducer:
         self._arrivals.finish_step()
         while self._wave < self._trained.last_wave:
             self._complete_wave()
-        self._partial.reduce(self._sums, self._trained.last_wave)
+        self._sum_over_tp(self._trained.last_wave)
         self._partial.reduce_tied(self._sums)  # after the partial sums: a tied copy is sent when it is whole
         for partition in self._accumulated:
             partition.sum_of_gradients()

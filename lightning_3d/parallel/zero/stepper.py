@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.parallel.sharding import OptimizerShard
+from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 
 
 class Stepper(ABC):
@@ -29,6 +29,10 @@ class Stepper(ABC):
     @abstractmethod
     def gradients(self) -> Iterator[Tensor]:
         """The reduced gradients that this rank's optimizer steps with."""
+
+    @abstractmethod
+    def gradients_by_parameter(self) -> Iterator[tuple[ShardSpec, Tensor | None]]:
+        """The same gradients, each with the place of its parameter: whole, or the pieces that this rank steps. None where none arrived."""
 
     @abstractmethod
     def gradient_norm(self) -> Tensor:
@@ -84,7 +88,9 @@ def new_state(template: Tensor | float, like: Tensor, full_shape: Sequence[int],
     if not isinstance(template, Tensor):
         return template
     if not template.is_meta:
-        return template.to(like.device if group.get("capturable") or group.get("fused") else "cpu")
+        if group.get("fused"):  # its kernels want a step count of this type, whatever torch's default type is
+            return template.to(like.device, torch.float32)
+        return template.to(like.device if group.get("capturable") else "cpu")
     shape = like.shape if tuple(template.shape) == tuple(full_shape) else template.shape
     dtype = like.dtype if template.is_floating_point() else template.dtype
     return torch.zeros(shape, dtype=dtype, device=like.device)

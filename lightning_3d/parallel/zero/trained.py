@@ -17,6 +17,7 @@ from lightning_3d.errors import ConfigError, listed
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure
+from lightning_3d.parallel.zero.first_copies import is_copied
 from lightning_3d.parallel.zero.waves import Wave, find_waves
 
 DATA_AXES = ("dp", "cp")
@@ -45,6 +46,7 @@ class TrainedParameters:
         device: device of the gradients.
 
     Attributes:
+        first_copies: of gradients that several tensor-parallel ranks compute alike, the data-parallel ranks add up the first rank's only.
         waves: the waves of a step, in which gradients are complete.
         wave_of: by id of a parameter, the number of its wave.
     """
@@ -55,6 +57,7 @@ class TrainedParameters:
     def __init__(self, mesh: Mesh, entries: Iterable[Trained], stages: Sequence[Sequence[nn.Parameter]], device: torch.device) -> None:
         self.mesh, self.stages, self.device = mesh, stages, device
         self.entries = sorted(entries, key=self.is_uneven)
+        self.first_copies = False
         self.plan_waves(None)
 
     def plan_waves(self, early_bytes: int | None) -> None:
@@ -135,7 +138,17 @@ class TrainedParameters:
         Those of experts that ranks share out are not: a rank whose experts got no tokens would send them at another time.
         """
         spec = entry.spec
-        return len(spec.tp_grad_sum) <= 1 and not spec.expert and not self.is_uneven(entry)
+        return not self.summed_over_tp(entry) and not spec.expert and not self.is_uneven(entry)
+
+    def takes_first_copy(self, entry: Trained) -> bool:
+        """True if the gradient of the first tensor-parallel rank takes the place of those of the others, before it is reduced further."""
+        return self.first_copies and is_copied(entry.spec) and len(entry.spec.tp_grad_sum) <= 1
+
+    def summed_over_tp(self, entry: Trained) -> tuple[int, ...]:
+        """Tensor-parallel coordinates over which a gradient is summed before the data-parallel ranks add it up; empty for none."""
+        if self.takes_first_copy(entry):
+            return entry.spec.tp_replicas
+        return entry.spec.tp_grad_sum if len(entry.spec.tp_grad_sum) > 1 else ()
 
     def is_uneven(self, entry: Trained) -> bool:
         """True if the size of a parameter differs between tensor-parallel ranks."""
