@@ -56,7 +56,7 @@ class EarlyReplicaSums:
                 message.wait()
             self.start(parts)
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Start what has not been started, and wait for everything."""
         while self._queue:
             self._start_next()

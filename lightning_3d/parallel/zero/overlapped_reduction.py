@@ -291,13 +291,13 @@ class EagerReduction:
     def _receive_all(self) -> None:
         """Wait for the buckets in flight, and for the sums of all buckets over the replicas."""
         if self._once and self._replicas is not None:
-            self._replicas.wait()  # before the parts are added to the sums
+            self._replicas.finish()  # before the parts are added to the sums
         while self._pending:
             self._receive()
         if self._replicas is not None:
             for bucket in (bucket for buckets in self._buckets for bucket in buckets):
                 self._cross(bucket)  # of stages whose last backward nobody announced
-            self._replicas.wait()
+            self._replicas.finish()
 
     def _add_late(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         bucket = self._alone(parameter)
@@ -307,7 +307,7 @@ class EagerReduction:
         late = _InFlight(bucket, buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)])
         if self._replicas is not None:
             self._replicas.start_after(late.works, late.own_parts())
-            self._replicas.wait()
+            self._replicas.finish()
         self._pending.append(late)
         self._receive()
 
@@ -325,7 +325,7 @@ class EagerReduction:
         while self._pending:
             self._receive()
         if self._replicas is not None:
-            self._replicas.wait()
+            self._replicas.finish()
         pieces = self._totals(self._alone(parameter))
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self._dtype, device=self._device)
 
