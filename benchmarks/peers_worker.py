@@ -197,8 +197,8 @@ def ours(
 
 
 def note_messages(file: str) -> None:
-    """Let rank 0 write into a file, for the latest step: when each bucket was sent and had arrived, its bytes and its ranks, and when the last
-    backward was over."""
+    """Let rank 0 write into a file, for the latest step: when each bucket was sent and had arrived, its bytes and its ranks, and when the
+    last backward was over."""
     import torch.distributed as dist
 
     from lightning_3d.parallel.zero import DataParallelBackend
