@@ -319,6 +319,8 @@ CELLS = [
     Cell(tp=2, dp=2, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True))),
     Cell(model="mixtral", dp=4, ep=2),
     Cell(model="gemma3", pp=2, dp=2),
+    # The replicas of a shard are the ranks that have the same experts.
+    Cell("qwen3_moe", tp=2, dp=4, ep=4, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True), ("zero_shard_size", 2))),
 ]
 
 
