@@ -4,7 +4,8 @@ optimizer's step.
     python benchmarks/overlap.py --rounds 5
 
 The first is measured with two runs that take turns, step by step: as the strategy works, and with all reductions after the last
-backward. A line for each bucket of one step shows when it was sent and had arrived. For the second, the gather of one step's
+backward. A line for each bucket of one step shows when it was sent and had arrived, and between which ranks. With dp4, shards have replicas
+(`zero_shard_size=2`). For the second, the gather of one step's
 parameters and the optimizer's step on a rank's part are timed by themselves: at best the shorter of the two would be hidden.
 """
 
@@ -41,7 +42,8 @@ def main() -> None:
     total = options.warmup + options.rounds * options.steps
     for layout in options.layouts:
         degrees = Layout.parse(layout)
-        kinds = ("ours", "ours_waiting") if degrees.pp > 1 else ("ours_small_buckets", "ours_small_buckets_waiting")
+        kind = "ours" if degrees.pp > 1 else "ours_replicas" if degrees.dp > 2 else "ours_small_buckets"
+        kinds = (kind, f"{kind}_waiting")
         with tempfile.TemporaryDirectory() as folder:
             os.environ[MESSAGES] = str(Path(folder) / "messages.json")
             contenders = [Contender(kind, layout, degrees.world_size, steps=total) for kind in kinds[:1]]
@@ -66,18 +68,18 @@ def print_messages(layout: str, step: dict[str, Any]) -> None:
     """Print when the buckets of a step were under way, and the share of that time in which the backward still ran."""
     over, messages = step["backward_over"], step["messages"]
     begin = min(sent for sent, *_ in messages)
-    end = max(step["reduced"], *(arrived for _, arrived, _ in messages))
-    hidden = sum(max(0.0, min(arrived, over) - sent) for sent, arrived, _ in messages)
-    whole = sum(arrived - sent for sent, arrived, _ in messages)
+    end = max(step["reduced"], *(arrived for _, arrived, *_ in messages))
+    hidden = sum(max(0.0, min(arrived, over) - sent) for sent, arrived, *_ in messages)
+    whole = sum(arrived - sent for sent, arrived, *_ in messages)
 
     def place(time: float) -> int:
         return round(60 * (time - begin) / (end - begin))
 
     print(f"{layout}: from the first bucket to the end of the reduction, {(end - begin) * 1e3:.0f} ms; | is the end of the last backward")
-    for sent, arrived, size in messages:
+    for sent, arrived, size, ranks in messages:
         line = "." * place(sent) + "=" * max(1, place(arrived) - place(sent))
         line = f"{line:<61}"
-        print(f"  {size / 2**20:5.1f} MiB  {line[: place(over)]}|{line[place(over) :]}")
+        print(f"  {size / 2**20:5.1f} MiB  {line[: place(over)]}|{line[place(over) :]} ranks {ranks}")
     print(f"  {hidden / whole:.0%} of the time in which buckets were under way lay inside the backward")
 
 

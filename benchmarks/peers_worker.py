@@ -128,6 +128,7 @@ def ours(
     trace: int | None = None,
     bucket_bytes: int | None = None,
     sequence_parallel: bool | None = None,
+    **more: Any,
 ) -> None:
     """An ordinary LightningModule under `Lightning3DStrategy` in a plain Trainer.
 
@@ -135,6 +136,7 @@ def ours(
         overlap: False: gradients are reduced after the last backward of a step, never before.
         trace: steps from one that is traced to the next.
         bucket_bytes: of the reduction of gradients; by default 32 MiB, in which this model's gradients fit.
+        more: further options of the strategy.
     """
     import lightning.pytorch as pl
     import torch
@@ -177,6 +179,7 @@ def ours(
         zero_stage=zero_stage,
         trace_every_n_steps=trace,
         sequence_parallel=sequence_parallel,
+        **more,
     )
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -194,22 +197,27 @@ def ours(
 
 
 def note_messages(file: str) -> None:
-    """Let rank 0 write into a file, for the latest step, when each bucket was sent and had arrived, and when the last backward was over."""
+    """Let rank 0 write into a file, for the latest step: when each bucket was sent and had arrived, its bytes and its ranks, and when the
+    last backward was over."""
     import torch.distributed as dist
 
     from lightning_3d.parallel.zero import DataParallelBackend
 
-    notes: list[list[float]] = []
+    notes: list[list[Any]] = []
     over: list[float] = []
-    send, reduce, after_backward = dist.all_reduce, DataParallelBackend.reduce, DataParallelBackend.after_backward
+    reduce, after_backward = DataParallelBackend.reduce, DataParallelBackend.after_backward
 
-    def all_reduce(tensor: Tensor, *args: Any, **given: Any) -> Any:
-        work = send(tensor, *args, **given)
-        if given.get("async_op") and tensor.numel() > 1000:
-            note = [time.perf_counter(), float("nan"), tensor.numel() * tensor.element_size()]
-            notes.append(note)
-            work.get_future().then(lambda _: note.__setitem__(1, time.perf_counter()))
-        return work
+    def noting(send: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any, **given: Any) -> Any:
+            work = send(tensor, *args, **given)
+            if given.get("async_op") and tensor.numel() > 1000:
+                ranks = dist.get_process_group_ranks(given["group"])
+                note = [time.perf_counter(), float("nan"), tensor.numel() * tensor.element_size(), ranks]
+                notes.append(note)
+                work.get_future().then(lambda _: note.__setitem__(1, time.perf_counter()))
+            return work
+
+        return call
 
     def backward_is_over(self: DataParallelBackend, *args: Any, **given: Any) -> None:
         over[:] = [time.perf_counter()]  # before what is sent now; that of the last backward stays
@@ -221,7 +229,7 @@ def note_messages(file: str) -> None:
             Path(file).write_text(json.dumps({"backward_over": over[0], "reduced": time.perf_counter(), "messages": notes}))
         notes.clear()
 
-    dist.all_reduce = all_reduce
+    dist.all_reduce, dist.reduce = noting(dist.all_reduce), noting(dist.reduce)
     DataParallelBackend.reduce = reduce_all  # type: ignore[method-assign]
     DataParallelBackend.after_backward = backward_is_over  # type: ignore[method-assign]
 
@@ -360,6 +368,8 @@ CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "ours_waiting": partial(ours, overlap=False),
     "ours_small_buckets": partial(ours, bucket_bytes=SMALL_BUCKET, zero_stage=0),
     "ours_small_buckets_waiting": partial(ours, bucket_bytes=SMALL_BUCKET, zero_stage=0, overlap=False),
+    "ours_replicas": partial(ours, bucket_bytes=SMALL_BUCKET, zero_reduce_scatter=True, zero_shard_size=2),
+    "ours_replicas_waiting": partial(ours, bucket_bytes=SMALL_BUCKET, zero_reduce_scatter=True, zero_shard_size=2, overlap=False),
     "ours_traced": partial(ours, trace=1),
     "deepspeed_pipeline": deepspeed_pipeline,
     "transformers_tp_fsdp": transformers_tp_fsdp,

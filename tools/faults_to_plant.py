@@ -217,7 +217,7 @@ ZERO = (
         "zero-last-buckets-lost",
         "Buckets of gradients that are still on their way when a step ends are not added.",
         "parallel/zero/overlapped_reduction.py",
-        "while self._pending: self._receive() rest",
+        "self._receive_all() rest",
         "rest",
         (_ZERO_SHARDED,),
     ),
@@ -252,6 +252,14 @@ ZERO = (
         "if training.copies:",
         "if not training:",
         ("strategy/test_noisy_replicas.py",),
+    ),
+    Fault(
+        "zero-replicas-of-the-first-micro-batch",
+        "Gradients that are reduced in every micro-batch are summed over the replicas of a shard after the first one only.",
+        "parallel/zero/overlapped_reduction.py",
+        "is_last=self._once or stage in self._last",
+        "is_last=True",
+        ("parallel/zero/test_early_waves.py::test_a_shard_is_summed_over_its_replicas_inside_the_last_backward",),
     ),
     Fault(
         "norm-of-one-stage",

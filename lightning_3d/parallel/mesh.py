@@ -279,7 +279,7 @@ class Mesh:
 
     def _in_schedule(self) -> list[dist.ProcessGroup]:
         """Groups of this rank whose collectives run inside a schedule, each once, in the same order on all ranks."""
-        ranks = [*(self.ranks(*axes) for axes in IN_SCHEDULE), self._shard_ranks]
+        ranks = [*(self.ranks(*axes) for axes in IN_SCHEDULE), self._shard_ranks, self._replica_ranks]
         if self.layout.ep > 1:
             ranks += [self._experts, self._expert_data, self._expert_shard_ranks]
             ranks += [_containing(self.rank, split) for split in (self._expert_nodes, [*zip(*self._expert_nodes, strict=True)]) if split]

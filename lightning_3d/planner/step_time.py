@@ -200,7 +200,7 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
 
     Stage 0 needs an all-reduce, other stages a reduce-scatter of gradients (or an all-reduce) and an all-gather of weights. Overlapping
     communication hides behind the backward pass of the last micro-batch of the rank's first stage. Where shards have replicas, an
-    all-reduce of the rank's shard follows, which nothing hides.
+    all-reduce of the rank's shard follows. It hides there too, unless gradients are reduced in one tensor after the backward pass.
 
     Args:
         held: (parameters, parameters of routed experts) of each stage of the rank.
@@ -225,6 +225,8 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
             across = all_reduce(machine, replicas, stack.reduced_bytes * size / ranks.size)
         reduce = 0.0 if job.reduces_often else whole * gather(machine, reducing, stack.reduced_bytes * size)
         spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
+    if not job.buffers_all_gradients:
+        reduce, across = reduce + across, 0.0
     if stack.overlap.data if job.zero else stack.overlap.all_reduce:
         reduce = max(reduce - _HIDDEN * last.backward, 0.1 * reduce)
     if stack.overlap.gather or (job.overlap_gather and job.zero in (1, 2)):

@@ -24,6 +24,7 @@ from reference import Recipe, cut, data
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d.checkpoint.store import CheckpointStore
+from lightning_3d.parallel.zero import make_backend
 
 SAVE = CheckpointStore.save
 
@@ -80,6 +81,12 @@ class ReadsBeside(Module):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def small_buckets(recipe: Recipe, **strategy: Any) -> parity.Part:
+    """A run whose gradients are sent in buckets of a few layers, some of them inside the backward."""
+    with patch.dict(make_backend.__kwdefaults__, bucket_bytes=4096):
+        return parity.train_on_rank(recipe, **strategy)
 
 
 def read_beside(recipe: Recipe, **strategy: Any) -> parity.Part:

@@ -12,6 +12,8 @@ FLAT = [
     Cell(tp=2, dp=2),
     Cell("qwen2", dp=2, zero=3, options=(("zero_gather", "micro_batch"), ("zero_reduce", "micro_batch"))),
     Cell("qwen2", tp=2, dp=2, zero=2),
+    Cell("qwen2", dp=4, zero=2, options=(("zero_shard_size", 2),)),
+    Cell("qwen2", dp=4, zero=3, options=(("zero_shard_size", 2),)),
     Cell(cp=2, dp=2),
     Cell(cp=2, options=(("cp_kind", "ulysses"),)),
     Cell("mixtral", ep=2, dp=2),

@@ -112,6 +112,17 @@ def test_time_in_shard_groups_is_that_of_two_tiers() -> None:
     assert step_of(replace(job, shard_size=64), cluster) == step_of(replace(job, shard_size=None), cluster)
 
 
+@pytest.mark.parametrize(("scatters", "shown"), [(True, 0.1), (False, 1.0)])
+def test_the_sum_over_replicas_hides_behind_the_last_backward(scatters: bool, shown: float) -> None:
+    """A tenth of it is never hidden; with an all-reduce in the shard group all of it comes after the backward."""
+    model, cluster = gpt(layers=8, hidden=4096, heads=32, vocab=1024), machine(64)
+    stack = replace(constants.OURS, host=replace(constants.OURS.host, step=0.0))
+    job = Job(model, Layout(dp=64), 4096, 1024, 16, zero=1, shard_size=8, reduce_scatter=scatters, stack=stack)
+    across = 2 * (7 * cluster.network_latency + 7 / 8 * 4 * model.parameters / 8 / (cluster.network * cluster.efficiency.network))
+    alone = replace(job, layout=Layout(dp=8), global_batch=128)  # one shard group
+    assert step_of(job, cluster).data - step_of(alone, cluster).data == pytest.approx(shown * across, rel=1e-3)
+
+
 def test_an_overlapped_gather_is_hidden_behind_the_next_forward() -> None:
     """A tenth of a gather is never hidden; the forward of this job is long enough for the rest."""
     stack = replace(constants.OURS, overlap=Overlap(all_reduce=False, data=False, gather=False))

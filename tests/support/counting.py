@@ -107,6 +107,26 @@ def _recorded(recorder: Recorder, name: str, function: Callable[..., Any]) -> Ca
     return call
 
 
+@contextlib.contextmanager
+def arriving_at_once() -> Iterator[None]:
+    """Let `all_reduce` and `reduce` return when they are complete, so that the order of events does not depend on how fast messages are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce"):
+            patch.setattr(dist, name, _complete(getattr(dist, name)))
+        yield
+
+
+def _complete(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    return call
+
+
 def _recorded_batch(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
     """``batch_isend_irecv``: each operation counts as if it were called by itself."""
 

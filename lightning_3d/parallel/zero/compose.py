@@ -7,7 +7,8 @@
 | 3 | sharded | DeepSpeed's, on this rank's pieces | overlapped |
 
 With a shard size, the parts are those of a group of neighbouring data-parallel ranks (`Mesh.shard_group`; for experts, those in it that
-have the same ones). Gradients are summed in it as the table says, and then each part over its replicas (`ReplicaSums`).
+have the same ones). Gradients are summed in it as the table says, and then each part over its replicas: `EarlyReplicaSums` for overlapped
+ones, else `ReplicaSums`.
 
 Gradients are reduced by `FlatGradients`, once in each step, or by `EagerReduction`, in every backward. DeepSpeed's own reduction
 (`coalesce_grad_reduction`) sends even when the rank raised inside it and keeps float32 sums of bf16 gradients only under another stage. Its
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_3d.compat import deepspeed as deepspeed_compat
 from lightning_3d.config.options.zero import MICRO_BATCH, STEP, ZeroOptions
 from lightning_3d.parallel.zero.deepspeed_stepper import DeepSpeedStepper
+from lightning_3d.parallel.zero.early_replica_sums import EarlyReplicaSums
 from lightning_3d.parallel.zero.flat_partition import slots_of
 from lightning_3d.parallel.zero.gradient_buffers import FlatGradients, GradientSums, Slot, end_to_end, sum_dtype
 from lightning_3d.parallel.zero.overlapped_gather import GatheredParameters
@@ -120,7 +122,7 @@ class Composition:
         if dense and (self.zero.reduce == MICRO_BATCH or (scatters and len(trained.waves) > 2)):
             shares = [share for partition in dense for share in partition.shares(range(dist.get_world_size(trained.shard_group)))]
             eager = self._eager(trained, trained.stages, slots, shares, at_once=self.zero.reduce == MICRO_BATCH)
-            overlapped = self._overlapped(eager, sums, lambda: [partition.sum_of_gradients() for partition in dense], trained, stepper)
+            overlapped = self._overlapped(eager, sums, lambda: [partition.sum_of_gradients() for partition in dense], trained)
         reductions: list[Reduction] = []
         if overlapped is not None:
             reductions.append(overlapped)
@@ -167,7 +169,7 @@ class Composition:
         eager = self._eager(trained, stages, slots, store.shares(slots, trained.shard_group), at_once=at_once) if slots else None
         pieces = {id(piece.entry.parameter): piece for piece in stepper.owned if not piece.entry.spec.expert}
         kept = [pieces[id(slot.parameter)] for slot in slots if id(slot.parameter) in pieces]
-        overlapped = self._overlapped(eager, sums, lambda: [piece.sum_of_gradients() for piece in kept], trained, stepper)
+        overlapped = self._overlapped(eager, sums, lambda: [piece.sum_of_gradients() for piece in kept], trained)
         reductions: list[Reduction] = []
         if overlapped is not None:
             reductions.append(overlapped)
@@ -203,17 +205,11 @@ class Composition:
         return [AddedToPieces(flat, trained.group, sums, stepper.owned)]
 
     def _overlapped(
-        self,
-        eager: EagerReduction | None,
-        sums: GradientSums,
-        targets: Any,
-        trained: TrainedParameters,
-        stepper: DeepSpeedStepper,
+        self, eager: EagerReduction | None, sums: GradientSums, targets: Any, trained: TrainedParameters
     ) -> Overlapped | None:
         if eager is None:
             return None
-        replicas = self._replica_sums(trained, stepper, {id(entry.parameter) for entry in trained.entries if entry.parameter in eager})
-        return Overlapped(eager, sums, targets, trained, each_micro_batch=self.zero.reduce == MICRO_BATCH, replicas=replicas)
+        return Overlapped(eager, sums, targets, trained, each_micro_batch=self.zero.reduce == MICRO_BATCH)
 
     def _replica_sums(
         self, trained: TrainedParameters, stepper: DeepSpeedStepper, chosen: set[int]
@@ -241,6 +237,7 @@ class Composition:
         of_stages = [[places[id(p)] for p in stage if id(p) in chosen] for stage in stages]
         if not any(of_stages):
             return None
+        replicas = trained.mesh.replica_group if trained.in_two_levels else None
         return EagerReduction(
             of_stages,
             shares,
@@ -251,6 +248,7 @@ class Composition:
             alone=trained.reduced_alone(),
             to_owners=self._scatters(trained),
             at_once=at_once,
+            replicas=None if replicas is None else EarlyReplicaSums(replicas, trained.device),
         )
 
     def _scatters(self, trained: TrainedParameters) -> bool:

@@ -217,7 +217,9 @@ class FlatGradients:
         return messages
 
     def _counts(self) -> _Message:
-        return _Message(self.numel, self._total, [], max(self._waves), everywhere=True)
+        # In two levels after all waves: the replicas of a shard may be those that have the same experts, and sum over one group meanwhile.
+        wave = max(self._waves) + (self._everyone is not None)
+        return _Message(self.numel, self._total, [], wave, everywhere=True)
 
     def _find_gaps(self) -> list[tuple[int, int]]:
         """(start, stop) of the gaps between slots and after the last one."""
@@ -320,7 +322,7 @@ class FlatGradients:
     def _finish(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor) -> list[int]:
         """Send the rest, wait, and scale what was sent before. Returns the slots this rank had no gradients for."""
         apart = len(self._apart)
-        self.start(max(self._waves), sums, group, scale)
+        self.start(self._messages[-1].wave, sums, group, scale)
         for work in self._pending:
             work.wait()
         scale_([*self._unscaled, *(copy for _, copy in self._apart[:apart])], scale)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.parallel.zero.early_replica_sums import EarlyReplicaSums
 from lightning_3d.parallel.zero.gradient_buffers import Slot, sum_dtype
 
 
@@ -48,6 +49,25 @@ class _Bucket:
         self.missing = {id(slot.parameter) for slot in self.slots}
 
 
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """A bucket that is under way.
+
+    Attributes:
+        works: its messages in the shard group.
+        is_last: no other micro-batch adds to these gradients.
+    """
+
+    bucket: _Bucket
+    buffer: Tensor
+    works: list[Any]
+    is_last: bool = False
+
+    def own_parts(self) -> list[Tensor]:
+        """This rank's parts of the buffer."""
+        return [self.buffer[start - self.bucket.start : stop - self.bucket.start] for _, start, stop in self.bucket.own]
+
+
 class EagerReduction:
     """Sums of gradients over micro-batches and data-parallel ranks, of which this rank keeps its shares.
 
@@ -55,6 +75,9 @@ class EagerReduction:
     must send in one order: that in which a backward finishes the buckets, from the end of the model. What a micro-batch has no
     gradient for is sent as zeros when its action ends (`flush`), which is also where gradients are taken that came without autograd
     hooks, as in the split backward of zero-bubble schedules. So all ranks of the group must run the same actions.
+
+    With `replicas`, `group` is a part of the ranks whose gradients belong together. This rank's part of each bucket is then summed over its
+    replicas too, once in each step, bucket by bucket: as soon as its sum over `group` is complete in the last backward of its stage.
 
     Args:
         stages: for each pipeline stage on this rank the slots of its parameters in the flat buffer, in the order in which the forward
@@ -68,6 +91,7 @@ class EagerReduction:
         alone: parameters that each need a bucket of their own (see `FlatGradients`).
         to_owners: send each element only to the rank that keeps it (`reduce`) instead of to all (`all_reduce`); `owners` is `group` then.
         at_once: listen to autograd; otherwise buckets are sent by `finished` and `flush`.
+        replicas: further sums of this rank's parts.
     """
 
     _IN_FLIGHT = 2
@@ -85,8 +109,9 @@ class EagerReduction:
         alone: Iterable[nn.Parameter] = (),
         to_owners: bool = False,
         at_once: bool = True,
+        replicas: EarlyReplicaSums | None = None,
     ) -> None:
-        self._group, self._control = group, control
+        self._group, self._control, self._replicas = group, control, replicas
         self._own = [share for share in shares if share.rank == dist.get_rank(owners)]
         self._to_owners = to_owners
         self._parameters = [slot.parameter for slots in stages for slot in slots]
@@ -105,10 +130,12 @@ class EagerReduction:
             for slot in bucket.slots
         }
         self._queues: list[deque[_Bucket]] = []
-        self._pending: deque[tuple[_Bucket, Tensor, list[Any]]] = deque()
+        self._pending: deque[_InFlight] = deque()
+        self._last: set[int] = set()  # stages whose last backward has begun
+        self._crossed: set[_Bucket] = set()  # buckets whose sums over the replicas have been started
         self._make_sums: Callable[[], Sequence[Tensor]] = list
         self._made: list[Tensor] | None = None
-        self._active = False
+        self._active = self._once = False
         self._most = self._IN_FLIGHT
         self._seen: set[int] = set()
         self._take: Callable[[nn.Parameter], Tensor | None] = _take_grad
@@ -136,10 +163,15 @@ class EagerReduction:
         self._active = True
         # Gradients of the whole step are only moved, so that any number in flight takes no extra memory; waiting for other ranks would
         # stall the stages that still compute.
-        self._most = self._IN_FLIGHT if take is None else len(self._parameters)
+        self._once = take is not None
+        self._most = len(self._parameters) if self._once else self._IN_FLIGHT
         self._make_sums, self._made, self._take = make_sums, None, take or _take_grad
         self._pending.clear()
         self._seen.clear()
+        self._last.clear()
+        self._crossed.clear()
+        if self._replicas is not None:
+            self._replicas.begin()
         self._queues = [self._expect(stage) for stage in range(len(self._buckets))]
         for parameter in self._parameters:
             parameter.grad = None
@@ -148,6 +180,10 @@ class EagerReduction:
         for bucket in self._buckets[stage]:
             bucket.expect_all()
         return deque(self._buckets[stage])
+
+    def before_last_backward(self, stage: int) -> None:
+        """Called when the last backward of a stage begins: no other micro-batch adds to the gradients that are sent from now on."""
+        self._last.add(stage)
 
     def _arrived(self, parameter: Tensor) -> None:
         """Autograd has finished the gradient of a parameter for this micro-batch."""
@@ -184,7 +220,12 @@ class EagerReduction:
             else:
                 target.copy_(gradient.detach().reshape(-1))
                 self._seen.add(id(slot.parameter))
-        self._pending.append((bucket, buffer, self._reduce(bucket, buffer)))
+        stage = self._place[id(bucket.slots[0].parameter)][0]
+        sent = _InFlight(bucket, buffer, self._reduce(bucket, buffer), is_last=self._once or stage in self._last)
+        self._pending.append(sent)
+        if self._once and self._replicas is not None:
+            self._crossed.add(bucket)
+            self._replicas.start_after(sent.works, sent.own_parts())
         while len(self._pending) > self._most:
             self._receive()
 
@@ -199,12 +240,23 @@ class EagerReduction:
 
     def _receive(self) -> None:
         """Wait for the oldest bucket and add this rank's part of it."""
-        bucket, buffer, works = self._pending.popleft()
-        for work in works:
+        received = self._pending.popleft()
+        for work in received.works:
             work.wait()
-        for index, start, stop in bucket.own:
-            first = self._own[index].start
-            self._sums[index][start - first : stop - first] += buffer[start - bucket.start : stop - bucket.start]
+        for total, part in zip(self._totals(received.bucket), received.own_parts(), strict=True):
+            total += part
+        if received.is_last:
+            self._cross(received.bucket)
+
+    def _totals(self, bucket: _Bucket) -> list[Tensor]:
+        """This rank's parts of a bucket in its sums."""
+        return [self._sums[index][start - self._own[index].start : stop - self._own[index].start] for index, start, stop in bucket.own]
+
+    def _cross(self, bucket: _Bucket) -> None:
+        """Start to sum this rank's part of a bucket over its replicas, unless that has been done."""
+        if self._replicas is not None and bucket not in self._crossed:
+            self._crossed.add(bucket)
+            self._replicas.start(self._totals(bucket))
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(index of a share of this rank, start, stop) of what it keeps of [start, stop)."""
@@ -212,7 +264,7 @@ class EagerReduction:
         return [(index, first, last) for index, first, last in found if first < last]
 
     def finish(self, scale: float | Tensor, rest_of: Callable[[nn.Parameter], Tensor | None]) -> list[nn.Parameter]:
-        """Wait for the buckets in flight and multiply the sums by `scale`. One small all-reduce.
+        """Wait for the buckets in flight and for the replicas, and multiply the sums by `scale`. One small all-reduce.
 
         Args:
             rest_of: a parameter -> gradient that came after its bucket was sent, which is removed: a parameter that is used in several
@@ -221,8 +273,7 @@ class EagerReduction:
         Returns:
             The parameters that no rank had a gradient for.
         """
-        while self._pending:
-            self._receive()
+        self._receive_all()
         rest = {id(p): gradient for p in self._parameters if (gradient := rest_of(p)) is not None}
         known = [float(id(p) in self._seen) for p in self._parameters] + [float(id(p) in rest) for p in self._parameters]
         counts = torch.tensor(known)
@@ -237,28 +288,45 @@ class EagerReduction:
         self._active, self._make_sums, self._made, self._take = False, list, None, _take_grad
         return absent
 
+    def _receive_all(self) -> None:
+        """Wait for the buckets in flight, and for the sums of all buckets over the replicas."""
+        if self._once and self._replicas is not None:
+            self._replicas.finish()  # before the parts are added to the sums
+        while self._pending:
+            self._receive()
+        if self._replicas is not None:
+            for bucket in (bucket for buckets in self._buckets for bucket in buckets):
+                self._cross(bucket)  # of stages whose last backward nobody announced
+            self._replicas.finish()
+
     def _add_late(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        slot = self._place[id(parameter)][2]
-        buffer = torch.zeros(slot.stop - slot.start, dtype=self._dtype, device=self._device)
+        bucket = self._alone(parameter)
+        buffer = torch.zeros(bucket.stop - bucket.start, dtype=self._dtype, device=self._device)
         if gradient is not None:
             buffer.copy_(gradient.detach().reshape(-1))
-        bucket = _Bucket([slot], own=self._overlaps(slot.start, slot.stop))
-        self._pending.append((bucket, buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)]))
+        late = _InFlight(bucket, buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)])
+        if self._replicas is not None:
+            self._replicas.start_after(late.works, late.own_parts())
+            self._replicas.finish()
+        self._pending.append(late)
         self._receive()
+
+    def _alone(self, parameter: nn.Parameter) -> _Bucket:
+        """A parameter as a bucket of its own."""
+        slot = self._place[id(parameter)][2]
+        return _Bucket([slot], own=self._overlaps(slot.start, slot.stop))
 
     def in_flight(self) -> list[Tensor]:
         """Buckets that are on their way."""
-        return [buffer for _, buffer, _ in self._pending]
+        return [bucket.buffer for bucket in self._pending]
 
     def local(self, parameter: nn.Parameter) -> Tensor:
         """This rank's part of a parameter's gradient so far, flattened; the same pieces on ranks with the same buffer."""
         while self._pending:
             self._receive()
-        slot = self._place[id(parameter)][2]
-        pieces = [
-            self._sums[index][start - self._own[index].start : stop - self._own[index].start]
-            for index, start, stop in self._overlaps(slot.start, slot.stop)
-        ]
+        if self._replicas is not None:
+            self._replicas.finish()
+        pieces = self._totals(self._alone(parameter))
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=self._dtype, device=self._device)
 
     def close(self) -> None:

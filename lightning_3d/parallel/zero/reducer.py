@@ -29,6 +29,9 @@ class Reduction(ABC):
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 - most wait for the last micro-batch
         """Take note of a backward action of a stage with these parameters."""
 
+    def before_last_backward(self, stage: int) -> None:  # noqa: B027 - most send nothing before it
+        """Take note that the last backward of a stage begins, which may overlap with the reduction."""
+
     def start(self, wave: int) -> None:  # noqa: B027 - what is not started is reduced by `finish`
         """Start to sum the gradients of a wave, which must be complete."""
 
@@ -169,7 +172,6 @@ class Overlapped(Reduction):
         targets: function that makes zeros, which the sums of this rank's shares are added to.
         trained: parameters of this rank.
         each_micro_batch: gradients are reduced in every micro-batch; otherwise once, wave by wave.
-        replicas: further sums of this rank's shares, once in each step, where the reduction is over a part of the data-parallel ranks.
     """
 
     def __init__(
@@ -180,10 +182,8 @@ class Overlapped(Reduction):
         trained: TrainedParameters,
         *,
         each_micro_batch: bool,
-        replicas: ReplicaSums | None = None,
     ) -> None:
         self._eager, self._sums, self._targets, self._trained = eager, sums, targets, trained
-        self._replicas = replicas
         self._each_micro_batch = each_micro_batch
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -195,6 +195,9 @@ class Overlapped(Reduction):
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._each_micro_batch:
             self._eager.flush(parameters)
+
+    def before_last_backward(self, stage: int) -> None:
+        self._eager.before_last_backward(stage)
 
     def block_finished(self, parameters: list[nn.Parameter]) -> None:
         """Send the gradients of a block when a micro-batch's backward through it has ended. All ranks call this at the same point."""
@@ -210,10 +213,7 @@ class Overlapped(Reduction):
             self._eager.flush(self._trained.stages[sent.stage])
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
-        absent = self._eager.finish(scale, self._take)
-        if self._replicas is not None:
-            self._replicas.add_up()
-        return absent
+        return self._eager.finish(scale, self._take)
 
     def takes_at_once(self, parameter: nn.Parameter) -> bool:
         return self._each_micro_batch and parameter in self._eager
@@ -305,6 +305,8 @@ class Reducer:
         """See `DataParallelBackend.before_last_backward`."""
         if self.overlaps or (self.ends and self._arrivals.in_first_step):
             self._arrivals.watch(stage)
+        for reduction in self._reductions if self.overlaps else ():
+            reduction.before_last_backward(stage)
 
     def after_backward(self, parameters: Iterable[nn.Parameter], *, stage: int, last: bool) -> None:
         """See `DataParallelBackend.after_backward`."""

@@ -11,7 +11,7 @@ from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 
 
 class ReplicaSums:
-    """One all-reduce of this rank's part of each partition over the ranks that have the same part.
+    """One all-reduce of this rank's part of each partition over the ranks that have the same part, after the last backward.
 
     Parameters that are left out have been summed over all data-parallel ranks. Where they lie between others, the part is sent in several
     messages.

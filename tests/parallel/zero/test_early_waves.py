@@ -9,7 +9,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from counting import recording
+from counting import Call, arriving_at_once, recording
 from handmade_gradients import MODES
 from parity import Cell
 from ranks import run_ranks
@@ -23,6 +23,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.zero import make_backend, trained
+from lightning_3d.parallel.zero.early_replica_sums import EarlyReplicaSums
 from lightning_3d.parallel.zero.waves import Wave, find_waves
 
 COMMON = ("0", "1", "1 scattered", "2", "2 scattered")
@@ -101,27 +102,45 @@ IN_ONE_TENSOR = ("1", "2")
 
 
 def train_layers(
-    mode: str, *, overlap: bool = True, first_overlaps: bool = True, shared_from: int | None = None, steps: int = 3
+    mode: str,
+    *,
+    overlap: bool = True,
+    first_overlaps: bool = True,
+    shared_from: int | None = None,
+    steps: int = 3,
+    shard: int | None = None,
+    bucket: int = BUCKET,
 ) -> dict[str, Any]:
-    """Train over all ranks; returns the weights and how many reductions were under way when the first layer's backward ended.
+    """Train over all ranks; returns the weights, and how many reductions (and how many of them over replicas) were under way when the first
+    layer's backward ended.
 
     Args:
         first_overlaps: False as with tp, where the gradients of the first step are compared.
         shared_from: step from which on a parameter is used in several segments of a checkpoint.
+        shard: ranks of a shard group.
+        bucket: bytes of a bucket.
     """
     ranks = dist.get_world_size()
     mesh = Mesh(Layout(dp=ranks))
+    mesh.shard_data(shard)
+    replicas = tuple(dist.get_process_group_ranks(mesh.replica_group)) if mesh.replica_group else ()
     module = model()
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
-    backend = make_backend(MODES[mode], mesh, specs, bucket_bytes=BUCKET)
+    backend = make_backend(MODES[mode], mesh, specs, bucket_bytes=bucket)
     optimizer = backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
     assert isinstance(optimizer, torch.optim.Optimizer)
     sent: list[int] = []
+    across: list[int] = []
+
+    def note(calls: list[Call]) -> None:
+        sent.append(_reductions(calls))
+        across.append(sum(call.ranks == replicas for call in calls))
+
     for step in range(steps):
         shared = shared_from is not None and step >= shared_from
         with recording() as recorder:
             first = module.layers[0].weight
-            hook = first.register_post_accumulate_grad_hook(lambda _, calls=recorder.calls: sent.append(_reductions(calls)))
+            hook = first.register_post_accumulate_grad_hook(lambda _, calls=recorder.calls: note(calls))
             with backend.gradient_scope(overlap=overlap and (first_overlaps or step > 0)):
                 for micro_batch in range(2):
                     loss = module(batch(step, dist.get_rank(), micro_batch).requires_grad_(), shared=shared).square().mean()
@@ -136,7 +155,7 @@ def train_layers(
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     backend.teardown()
     mesh.destroy()
-    return {"weights": weights, "sent": sent}
+    return {"weights": weights, "sent": sent, "across": across}
 
 
 def _reductions(calls: Any) -> int:
@@ -178,6 +197,72 @@ def test_ranks_train_as_one_process_and_send_inside_the_backward(mode: str, rank
         else:
             assert result["sent"][3] >= 2, "of three buckets two were sent before the backward was over"
         assert all(count == 0 for count in other["sent"])
+
+
+def train_in_groups(mode: str, **options: Any) -> dict[str, Any]:
+    with arriving_at_once():
+        return train_layers(mode, shard=2, bucket=BUCKET // 2, **options)
+
+
+@pytest.mark.parametrize(("mode", "ranks"), by_default([(mode, n) for n in (4, 6) for mode in ("1 scattered", "2 eager")], 0, 1))
+def test_a_shard_is_summed_over_its_replicas_inside_the_last_backward(mode: str, ranks: int) -> None:
+    """With three replicas, a bit of a sum depends on the place of its element in the message."""
+    expected = one_process(ranks)
+    early, late = (run_ranks(train_in_groups, ranks, mode, overlap=overlap) for overlap in (True, False))
+    for result, other in zip(early, late, strict=True):
+        assert worst(result, expected) < 2e-6
+        assert worst(result, other["weights"]) == 0.0, "the time of sending changes no bit"
+        assert result["across"][0::2] == [0, 0, 0], "of each step, only the last backward"
+        assert all(count >= 1 for count in result["across"][3::2])
+        assert not any(other["across"])
+
+
+@pytest.mark.parametrize("mode", ["1 scattered", "2 eager"])
+def test_late_gradients_are_summed_over_the_replicas_too(mode: str) -> None:
+    """A second gradient in a backward comes after the bucket was sent."""
+    expected = one_process(4, shared_from=0)
+    for result in run_ranks(train_in_groups, 4, mode, shared_from=0):
+        assert worst(result, expected) < 2e-6
+
+
+class Message:
+    """A message of the shard group that arrives when it is told to."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+
+    def is_completed(self) -> bool:
+        return self.arrived
+
+    def wait(self) -> None:
+        self.arrived = True
+
+
+def sums_in_order() -> list[list[float]]:
+    """Three sums whose messages arrive in another order: after each call, the tensors so far."""
+    own = dist.get_rank() + 1.0
+    sums = EarlyReplicaSums(dist.group.WORLD, torch.device("cpu"))
+    messages, parts, seen = [Message(), Message(), Message()], [torch.tensor([own * 10**place]) for place in range(3)], []
+    with arriving_at_once():
+        messages[1].arrived = True
+        for message, part in zip(messages[:2], parts[:2], strict=True):
+            sums.start_after([message], [part])
+        seen.append([part.item() / own for part in parts])
+        messages[0].arrived = True
+        sums.start_after([messages[2]], [parts[2]])
+        seen.append([part.item() / own for part in parts])
+        sums.finish()
+        seen.append([part.item() for part in parts])
+    assert all(message.arrived for message in messages)
+    return seen
+
+
+def test_sums_over_replicas_start_in_the_order_of_their_messages() -> None:
+    """None starts before the one given before it, or before its message has arrived; none keeps the host waiting."""
+    for rank, (first, second, last) in enumerate(run_ranks(sums_in_order, 2)):
+        assert first == [1, 10, 100]
+        assert second == pytest.approx([3 / (rank + 1), 30 / (rank + 1), 100])
+        assert last == [3, 30, 300]
 
 
 @pytest.mark.parametrize("first_overlaps", [True, False])
@@ -234,6 +319,8 @@ CELLS = [
     Cell(tp=2, dp=2, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True))),
     Cell(model="mixtral", dp=4, ep=2),
     Cell(model="gemma3", pp=2, dp=2),
+    # The replicas of a shard are the ranks that have the same experts.
+    Cell("qwen3_moe", tp=2, dp=4, ep=4, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True), ("zero_shard_size", 2))),
 ]
 
 

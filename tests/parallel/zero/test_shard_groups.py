@@ -8,7 +8,7 @@ from typing import Any
 import parity
 import pytest
 import torch.distributed as dist
-from counting import Call, recording
+from counting import Call, arriving_at_once, recording
 from handmade_gradients import LAYERS, MODES, Run, check, full_shapes, train
 from ranks import run_ranks
 from reference import Recipe
@@ -237,7 +237,7 @@ def test_gradients_of_experts_stay_in_their_part_of_the_shard_group(stage: int) 
 
 def messages_of_a_traced_step(folder: str, **strategy: Any) -> tuple[list[Event], list[Call]]:
     """What this rank did in the last of four steps (rank 0 only), and its messages in it."""
-    with recording() as recorder, pytest.MonkeyPatch.context() as patch:
+    with arriving_at_once(), recording() as recorder, pytest.MonkeyPatch.context() as patch:
         patch.setitem(make_backend.__kwdefaults__, "bucket_bytes", 4096)
         traces, _, _ = fit(folder, "dp4", 1, **strategy)
     last = traces[-1]
@@ -253,7 +253,8 @@ def messages_of_a_traced_step(folder: str, **strategy: Any) -> tuple[list[Event]
     ids=str,
 )
 def test_messages_of_a_shard_group_start_while_the_step_computes(options: dict[str, Any], tmp_path: Path) -> None:
-    """Gradients leave inside of the last backward, and the next block is gathered while one runs; only the shard waits for the end."""
+    """Gradients leave inside of the last backward, first to the shard group and then to the replicas; the next block is gathered while
+    one runs."""
     events, calls = run_ranks(messages_of_a_traced_step, 4, str(tmp_path), zero_shard_size=2, **options)[0]
     backwards = [event for event in events if event.kind == BACKWARD]
     forwards = [event for event in events if event.kind == FORWARD]
@@ -262,7 +263,9 @@ def test_messages_of_a_shard_group_start_while_the_step_computes(options: dict[s
     early = [call for call in reduced if backwards[-1].start < call.at < over]
     assert len(early) >= 2 and sum(call.bytes for call in early) > sum(call.bytes for call in reduced if call.at > over)
     across = [call for call in calls if call.ranks == (0, 2) and call.bytes > 8]
-    assert across and all(call.at > over for call in across)
+    inside = [call for call in across if backwards[-1].start < call.at < over]
+    assert len(inside) >= 2, [(call.bytes, call.at - over) for call in across]
+    assert all(call.at > early[0].at for call in across), "the shard group comes first"
     gathers = [call.at for call in calls if call.ranks == (0, 1) and call.name == "all_gather_into_tensor"]
     for passes in (forwards, backwards) if options["zero_stage"] == 3 else ():
         assert all(any(event.start < at < event.end for at in gathers) for event in passes)
