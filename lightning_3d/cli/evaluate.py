@@ -1,0 +1,65 @@
+"""`lightning-3d evaluate`: loss and perplexity of validation sets, in any layout. torch is imported after all checks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.cli.find_checkpoint import find_checkpoint
+from lightning_3d.cli.options import Command
+from lightning_3d.cli.output_file import output_file
+from lightning_3d.evaluation.job import check, run as run_ranks
+from lightning_3d.evaluation.subject import find_subject
+from lightning_3d.evaluation.table import losses_table, write_json
+from lightning_3d.ranks.environment import OutsideRank, print_once
+from lightning_3d.training.job import prepare_rank
+
+MODEL = "a checkpoint, a run folder (its newest checkpoint is used), or a model folder of Transformers"
+
+COMMAND = Command(
+    "evaluate",
+    "Compute loss and perplexity of a trained model on whole validation sets: by default those of its run, in the layout of its run."
+    " Any other layout gives the same numbers. A model folder of Transformers is evaluated on one rank by default, and needs data=...",
+    examples=[
+        "outputs/run",
+        "outputs/run/checkpoints/step_100.ckpt parallelism=tp4 --json losses.json",
+        "my-model data=blend 'data.sources={web:{val_path:/data/web},code:{val_path:/data/code}}' data.sequence_length=4096",
+    ],
+)
+COMMAND.argument("MODEL", MODEL)
+COMMAND.option("--json", "FILE", "file to write, with the results in full precision", type=output_file("--json"))
+
+
+def run(arguments: list[str], outside: OutsideRank | None) -> int:
+    """Run the command and return the exit code.
+
+    Args:
+        outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
+    """
+    return COMMAND.run(arguments, lambda options, overrides: _run(options, overrides, outside), outside=outside)
+
+
+def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | None) -> int:
+    subject = find_subject(find_checkpoint(options.model), options.model)
+    evaluation = check(subject, overrides, outside, reads_data=True)
+    print_once(evaluation.describe(), outside)
+    request = {"about": evaluation.about(), "json": None if options.json is None else str(options.json.absolute())}
+    return run_ranks(evaluation, evaluate_rank, request, outside)
+
+
+def evaluate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[str, Any]) -> None:
+    """Evaluate in one rank. Rank 0 prints the results, and writes the file."""
+    prepare_rank(config)
+    from lightning_3d.evaluation.session import Session
+
+    session = Session(config, checkpoint)
+    sets = {
+        entry.name: {"loss": entry.loss, "perplexity": entry.perplexity, "tokens": entry.tokens, "samples": entry.samples}
+        for entry in session.losses()
+    }
+    if session.trainer.is_global_zero:
+        print(losses_table(sets), flush=True)
+        if request["json"] is not None:
+            write_json(Path(request["json"]), {**request["about"], "sets": sets})
