@@ -16,6 +16,8 @@ from lightning_3d.evaluation.subject import Subject
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.pretrained_config import TAKEN
 
+AUTO = "auto"
+
 _CHOOSABLE = ("data", "parallelism", "cluster", "precision")
 _OF_THE_MODEL = ("_target_", "plan", "pipeline_module", "self_check", "cp_kind", "micro_batch_size")
 """Keys of `parallelism` that belong to the model more than to the layout: another layout keeps them."""
@@ -33,11 +35,14 @@ _NO_OPTIMIZER = {
 }
 
 
-def compose_evaluation(subject: Subject, overrides: Sequence[str]) -> DictConfig:
+def compose_evaluation(subject: Subject, overrides: Sequence[str], *, reads_data: bool) -> DictConfig:
     """Compose the configuration of an evaluation.
 
     A group that an override names (`data=tokens`) replaces that of the run; other overrides change keys of it. A folder of Transformers
     has no run: the defaults of `lightning-3d train` take its place, on one rank.
+
+    Args:
+        reads_data: whether validation sets are read.
 
     Raises:
         ConfigError: an override cannot be used here. HydraException, OmegaConfBaseException: `explain` says what is wrong.
@@ -49,7 +54,10 @@ def compose_evaluation(subject: Subject, overrides: Sequence[str]) -> DictConfig
     with open_dict(config):
         _leave_out_training(config)
         _take_weights(config, subject)
-        _complete_data(config, keys)
+        if reads_data:
+            _complete_data(config, keys)
+        else:
+            _leave_out_data(config)
     return config
 
 
@@ -131,8 +139,15 @@ def _complete_data(config: DictConfig, keys: set[str]) -> None:
         for source in data.sources.values():
             if isinstance(source, DictConfig):
                 _complete_source(source)
-    if "data.global_batch_size" not in keys and parallelism.layout != "auto":
+    if "data.global_batch_size" not in keys and parallelism.layout != AUTO:
         data.global_batch_size = _batch(config)
+
+
+def _leave_out_data(config: DictConfig) -> None:
+    """Put the sizes of a batch in place of the data. A row is the shortest that the layout can split: longer ones are padded to that."""
+    layout = Layout() if config.parallelism.layout == AUTO else Layout.parse(str(config.parallelism.layout))
+    config.data = {"name": None, "sequence_length": max(2, 2 * layout.cp * layout.tp), "global_batch_size": 1}
+    config.data.global_batch_size = _batch(config)
 
 
 def _complete_source(source: DictConfig) -> None:
@@ -144,7 +159,7 @@ def _complete_source(source: DictConfig) -> None:
 
 def _batch(config: DictConfig) -> int:
     """Round the global batch of the run up to one that the layout can split into enough micro-batches."""
-    layout = Layout.parse(str(config.parallelism.layout))
+    layout = Layout() if config.parallelism.layout == AUTO else Layout.parse(str(config.parallelism.layout))
     rows = int(config.parallelism.get("micro_batch_size") or 1)
     unit = layout.dp * rows * (2 * layout.pp * layout.vp if layout.pp > 1 else 1)
     return -(-int(config.data.global_batch_size) // unit) * unit

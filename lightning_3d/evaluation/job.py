@@ -58,11 +58,9 @@ def check(subject: Subject, overrides: Sequence[str], outside: OutsideRank | Non
     Raises:
         Lightning3DError: as `lightning-3d train` raises it for the layout, the model and the data.
     """
-    config = compose_evaluation(subject, overrides)
+    config = compose_evaluation(subject, overrides, reads_data=reads_data)
     with open_dict(config):
         config.run_folder = tempfile.gettempdir()  # of nothing; the ranks get a folder of their own
-        if not reads_data:
-            config.data = {"name": None, **{key: config.data[key] for key in ("sequence_length", "global_batch_size")}}
     plan = plan_run(config, outside, Advice())
     if reads_data and outside is None:
         check_files(config.data)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_3d.errors import ConfigError, plural
 from lightning_3d.evaluation.losses import SetLoss, SetLosses
 from lightning_3d.evaluation.scored_model import ScoredLM
 from lightning_3d.training.run import make_data, make_trainer, prepare
@@ -45,6 +46,29 @@ class Session:
         self._work.function = function
         self.trainer.predict(self.module, dataloaders=_NoBatches(), ckpt_path=self._take_checkpoint(), return_predictions=False)
         return self._work.result
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that the model takes; None if its configuration does not say it."""
+        return getattr(self.module.config, "max_position_embeddings", None)
+
+    def require_fits(self, prompt: Sequence[int], more: int) -> None:
+        """Refuse a prompt that the model cannot continue by so many tokens.
+
+        Raises:
+            ConfigError: with the numbers.
+        """
+        vocabulary = int(self.config["model"]["config"].get("vocab_size") or self.module.config.vocab_size)
+        if not prompt or max(prompt) >= vocabulary:
+            raise ConfigError(
+                f"The tokenizer gives the prompt {plural(len(prompt), 'token')}, with ids up to {max(prompt, default=0)}, but the model has"
+                f" ids from 0 to {vocabulary - 1}. Use the tokenizer of the model, with --tokenizer FOLDER."
+            )
+        if self.max_length is not None and len(prompt) + more > self.max_length:
+            raise ConfigError(
+                f"The prompt has {plural(len(prompt), 'token')}, so {more} new ones are more than the {self.max_length} that the model takes."
+                f" Use --max-new-tokens {max(1, self.max_length - len(prompt))} or fewer, or a shorter prompt."
+            )
 
     def _take_checkpoint(self) -> str | None:
         """Return the checkpoint for the first use of the module; afterwards it has the weights."""
