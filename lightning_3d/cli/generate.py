@@ -6,9 +6,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_3d.cli.evaluate import MODEL
+from lightning_3d.cli.evaluate import MODEL, TOKENIZER
 from lightning_3d.cli.find_checkpoint import find_checkpoint
-from lightning_3d.cli.options import Command
+from lightning_3d.cli.options import Command, whole_number
 from lightning_3d.errors import ConfigError
 from lightning_3d.evaluation.job import check
 from lightning_3d.evaluation.job import run as run_ranks
@@ -48,21 +48,16 @@ COMMAND.argument("MODEL", MODEL)
 COMMAND.argument("PROMPT", "text to continue, in quotes")
 COMMAND.count("--max-new-tokens", "largest number of tokens to generate; default: 64", default=64)
 COMMAND.option(
-    "--temperature", "T", "divides the logits; 0 always takes the most probable token; default: 0", type=_number("--temperature", 0), default=0.0
+    "--temperature", "T", "divides the logits; 0 always takes the most probable token; default: 0",
+    type=_number("--temperature", 0), default=0.0,
 )
 COMMAND.count("--top-k", "choose among the N most probable tokens; default: all")
 COMMAND.option(
     "--top-p", "P", "choose among the most probable tokens that have this probability together; default: 1",
     type=_number("--top-p", 0, 1, open_end=True), default=1.0,
 )
-COMMAND.option("--seed", "N", "seed of the choice; default: 0", type=lambda text: _whole("--seed", text), default=0)
-COMMAND.option("--tokenizer", "FOLDER", "tokenizer, a folder or a name on the hub; default: the one that the run or the folder has")
-
-
-def _whole(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name} must be a whole number of at least 0; got {text or 'an empty string'}.")
-    return int(text)
+COMMAND.option("--seed", "N", "seed of the choice; default: 0", type=whole_number("--seed"), default=0)
+COMMAND.option("--tokenizer", "FOLDER", TOKENIZER)
 
 
 def run(arguments: list[str], outside: OutsideRank | None) -> int:

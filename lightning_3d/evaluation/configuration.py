@@ -10,7 +10,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_3d.config.compose import compose, plain
-from lightning_3d.config.run_config import GROUPS
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.evaluation.subject import Subject
 from lightning_3d.layout.layout import Layout
@@ -48,9 +47,8 @@ def compose_evaluation(subject: Subject, overrides: Sequence[str], *, reads_data
         ConfigError: an override cannot be used here. HydraException, OmegaConfBaseException: `explain` says what is wrong.
     """
     given = _parse(overrides)
-    config = _of_folder(subject, given) if subject.run is None else _of_run(subject.run, given)
-    keys = {override.key_or_group for override in given}
-    config = OmegaConf.create(config)
+    keys = {str(override.key_or_group) for override in given}
+    config = OmegaConf.create(_of_folder(subject, given) if subject.run is None else _of_run(subject.run, given))
     with open_dict(config):
         _leave_out_training(config)
         _take_weights(config, subject)

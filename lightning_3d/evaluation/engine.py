@@ -42,8 +42,8 @@ class Engine:
         """Score the ends of rows.
 
         Args:
-            rows: (tokens, number of tokens at the end that are scored) of each row; at most `max_length + 1` tokens, because the last one is
-                only predicted.
+            rows: (tokens, number of tokens at the end that are scored) of each row; at most `max_length + 1` tokens, because the
+                last one is only predicted.
 
         Returns:
             The log-probability of these tokens, given those before them, and whether each of them is the most probable one.

@@ -66,8 +66,8 @@ class Session:
             )
         if self.max_length is not None and len(prompt) + more > self.max_length:
             raise ConfigError(
-                f"The prompt has {plural(len(prompt), 'token')}, so {more} new ones are more than the {self.max_length} that the model takes."
-                f" Use --max-new-tokens {max(1, self.max_length - len(prompt))} or fewer, or a shorter prompt."
+                f"The prompt has {plural(len(prompt), 'token')}, so {more} new ones are more than the {self.max_length} that the model"
+                f" takes. Use --max-new-tokens {max(1, self.max_length - len(prompt))} or fewer, or a shorter prompt."
             )
 
     def _take_checkpoint(self) -> str | None:

@@ -65,8 +65,8 @@ def find_subject(path: Place, name: str) -> Subject:
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error.strerror or error}.") from error
     raise CheckpointError(
-        f"{name} is not a complete checkpoint (it has no {MANIFEST}), not the folder of a run, and not a model folder of Transformers (it has"
-        f" no {HUGGING_FACE_CONFIG}).{how_to_convert(path)}"
+        f"{name} is not a complete checkpoint (it has no {MANIFEST}), not the folder of a run, and not a model folder of Transformers (it"
+        f" has no {HUGGING_FACE_CONFIG}).{how_to_convert(path)}"
     )
 
 

@@ -14,7 +14,8 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        words = [word.ljust(width) if column == 0 else word.rjust(width) for column, (word, width) in enumerate(zip(row, widths, strict=True))]
+        first, *others = zip(row, widths, strict=True)
+        words = [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others)]
         lines.append("  ".join(words).rstrip())
     return "\n".join(lines)
 
@@ -25,6 +26,18 @@ def losses_table(sets: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [(name, f"{entry['loss']:.6f}", f"{entry['perplexity']:.6g}", f"{entry['tokens']:,}", f"{entry['samples']:,}")
             for name, entry in sets.items()]
     return format_table([titles, *rows])
+
+
+def tasks_table(tasks: Mapping[str, Mapping[str, float]]) -> str:
+    """Format the metrics of tasks of lm-eval: task -> metric -> value; a standard error is next to its metric."""
+    rows = []
+    for name, metrics in tasks.items():
+        for key, value in metrics.items():
+            metric, _, kind = key.partition(",")
+            if not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr,{kind}")
+                rows.append((name, metric if kind == "none" else key, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
+    return format_table([("task", "metric", "value", "standard error"), *rows])
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -23,8 +23,17 @@ class Text(Protocol):
     stop: frozenset[int]
     """Tokens that end a text."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return token ids, with the special tokens that the tokenizer puts in front."""
+    end: int
+    """Token that ends a document."""
+
+    prefix: int
+    """Token before the first one of a document."""
+
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
+        """Return token ids, with or without special tokens; None: as the tokenizer does by default."""
+
+    def written(self, token: int) -> str:
+        """Return how a special token is written."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -33,10 +42,13 @@ class Text(Protocol):
 class Bytes:
     """Bytes as token ids."""
 
-    stop = frozenset({_END_OF_FILE})
+    stop, end, prefix = frozenset({_END_OF_FILE}), _END_OF_FILE, _END_OF_FILE
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
+
+    def written(self, token: int) -> str:
+        return "\0<end of file>"  # no text begins with it
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < _END_OF_FILE).decode("utf-8", "replace")
@@ -54,11 +66,16 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         self.inner: Any = AutoTokenizer.from_pretrained(folder)
-        own = self.inner.eos_token_id
+        own, first = self.inner.eos_token_id, self.inner.bos_token_id
         self.stop = frozenset([*stop, *([] if own is None else [own])])
+        self.end = own if own is not None else min(self.stop, default=0)
+        self.prefix = first if first is not None else self.end
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.inner(text)["input_ids"])
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
+        return list(self.inner.encode(text, **({} if special is None else {"add_special_tokens": special})))
+
+    def written(self, token: int) -> str:
+        return str(self.inner.decode(token))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.inner.decode(tokens, skip_special_tokens=True))
