@@ -63,9 +63,13 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
     reads_data = options.tasks is None or any(word.lstrip("+").startswith(("data=", "data.")) for word in overrides)
     if reads_data and subject.run is None and not any(word.startswith("data=") for word in overrides):
         raise ConfigError(f"{options.model} is a model folder, and no run says its validation data. Name them, for example data=tokens.")
-    tokenizer = find_tokenizer(subject, options.tokenizer) if options.tasks is not None else None
-    evaluation = check(subject, overrides, outside, reads_data=reads_data)
     tasks = _tasks(options)
+    tokenizer = find_tokenizer(subject, options.tokenizer) if tasks is not None else None
+    evaluation = check(subject, overrides, outside, reads_data=reads_data)
+    if tasks is not None:
+        with task("importing lm-eval"):
+            from lightning_3d.evaluation.harness import Tasks, require_tasks
+        require_tasks(Tasks(**tasks))
     print_once(evaluation.describe(), outside)
     file = None if options.json is None else str(options.json.absolute())
     request = {"about": evaluation.about(), "json": file, "reads_data": reads_data, "tasks": tasks}
@@ -77,7 +81,7 @@ def _tasks(options: Namespace) -> dict[str, Any] | None:
     """Check the options of tasks, and return the fields of `Tasks`; None without tasks.
 
     Raises:
-        ConfigError: lm-eval is not installed or too old, a task does not exist, or an option has no meaning.
+        ConfigError: lm-eval is not installed, or an option cannot be used.
     """
     if options.tasks is None:
         for name in ("limit", "num_fewshot", "include_path"):
@@ -91,11 +95,7 @@ def _tasks(options: Namespace) -> dict[str, Any] | None:
         raise ConfigError(f"--include-path must be a folder with tasks; there is no folder {options.include_path}.")
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"--tasks needs the package lm-eval. {install('eval')}.")
-    given = {"names": names, **{name: getattr(options, name) for name in ("limit", "num_fewshot", "include_path")}}
-    with task("importing lm-eval"):
-        from lightning_3d.evaluation.harness import Tasks, require_tasks
-    require_tasks(Tasks(**given))
-    return given
+    return {"names": names, **{name: getattr(options, name) for name in ("limit", "num_fewshot", "include_path")}}
 
 
 def evaluate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[str, Any]) -> None:

@@ -19,11 +19,11 @@ from lightning_3d.evaluation.subject import find_subject
 from lightning_3d.evaluation.text import stop_tokens
 
 ROWS = [
-    {"question": "Two and two make", "choices": [" four", " five and more", " a fish"], "answer": 0, "text": "It rains. It pours."},
-    {"question": "A bird can", "choices": [" swim", " fly", " sing a song"], "answer": 1, "text": "The dog barks at night."},
+    {"question": "Two and two make", "choices": [" four", " five and more"], "answer": 0, "text": "It rains. It pours."},
+    {"question": "A bird can", "choices": [" swim", " fly"], "answer": 1, "text": "The dog barks at night."},
     {"question": "Snow is", "choices": [" white", " black"], "answer": 0, "text": "x" * 150},
     {"question": "", "choices": [" nothing", " something"], "answer": 1, "text": "End."},
-    {"question": "The sea has", "choices": [" waves", " wheels", " walls"], "answer": 0, "text": "To be, or not."},
+    {"question": "The sea has", "choices": [" waves", " wheels"], "answer": 0, "text": "To be, or not."},
 ]
 CHOICE = """\
 task: local_choice
