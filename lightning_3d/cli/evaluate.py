@@ -40,8 +40,6 @@ COMMAND = Command(
 )
 COMMAND.argument("MODEL", MODEL)
 COMMAND.option("--json", "FILE", "file to write, with the results in full precision", type=output_file("--json"))
-
-
 COMMAND.option("--tasks", "NAMES", "tasks of lm-eval, with commas between them, such as hellaswag,arc_easy; needs the extra eval")
 COMMAND.count("--limit", "examples of each task; default: all")
 COMMAND.option("--num-fewshot", "N", "examples in front of each question; default: as the task says", type=whole_number("--num-fewshot"))
@@ -72,7 +70,7 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
         require_tasks(Tasks(**tasks))
     print_once(evaluation.describe(), outside)
     file = None if options.json is None else str(options.json.absolute())
-    request = {"about": evaluation.about(), "json": file, "reads_data": reads_data, "tasks": tasks}
+    request: dict[str, Any] = {"about": evaluation.about(), "json": file, "reads_data": reads_data, "tasks": tasks}
     request |= {"tokenizer": tokenizer, "stop": stop_tokens(subject)}
     return run_ranks(evaluation, evaluate_rank, request, outside)
 

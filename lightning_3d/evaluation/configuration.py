@@ -75,7 +75,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 def _of_folder(subject: Subject, given: Sequence[Override]) -> dict[str, Any]:
     lines = [str(override.input_line) for override in given]
     chosen = {override.key_or_group for override in given}
-    first = ["model=pretrained", f"model.pretrained='{subject.path}'"]
+    path = str(subject.path).replace("\\", "\\\\").replace("'", "\\'")
+    first = ["model=pretrained", f"model.pretrained='{path}'"]
     first += [] if "parallelism" in chosen else ["parallelism=dp1"]
     first += [] if "parallelism.micro_batch_size" in chosen else ["parallelism.micro_batch_size=1"]
     return _composed([*first, *lines])

@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.evaluation.engine import Engine
 from lightning_3d.evaluation.generation import Sampling, generate
 from lightning_3d.evaluation.text import Text
@@ -128,8 +128,6 @@ def require_tasks(tasks: Tasks) -> None:
     Raises:
         ConfigError: with the nearest names.
     """
-    from lightning_3d.errors import did_you_mean
-
     known = tasks.manager().all_tasks
     for name in tasks.names:
         if name not in known:
