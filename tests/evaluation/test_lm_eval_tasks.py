@@ -95,7 +95,9 @@ def run_evaluation(config: dict[str, Any], request: dict[str, Any]) -> None:
     evaluate_rank(config, None, request)
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("tp2", 2), pytest.param("pp2_dp2", 4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("layout", "ranks"), [("tp2", 2), ("pp2_dp2", 4)])
 def test_tasks_equal_those_of_hflm(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, ranks: int
 ) -> None:
@@ -115,7 +117,7 @@ def test_tasks_equal_those_of_hflm(
     config = evaluation.plan.freeze(plain(evaluation.config))
     tasks = {"names": NAMES, "include_path": str(folder / "tasks"), "num_fewshot": 1}
     request = {"about": {}, "reads_data": False, "tasks": tasks, "tokenizer": str(folder), "stop": stop_tokens(subject)}
-    run_ranks(run_evaluation, ranks, config, {**request, "json": str(tmp_path / "tasks.json")}, timeout=280)
+    run_ranks(run_evaluation, ranks, config, {**request, "json": str(tmp_path / "tasks.json")}, timeout=800)
     found = json.loads((tmp_path / "tasks.json").read_text())["tasks"]
     compared = 0
     for name in NAMES:
