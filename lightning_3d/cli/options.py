@@ -67,13 +67,7 @@ class Command:
 
     def count(self, name: str, meaning: str, default: int | None = None) -> None:
         """Add `--name N`, a whole number of at least 1."""
-
-        def read(text: str) -> int:
-            if not (text.isascii() and text.isdigit()) or int(text) < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1; got {text or 'an empty string'}.")
-            return int(text)
-
-        self.option(name, "N", meaning, type=read, default=default)
+        self.option(name, "N", meaning, type=whole_number(name, least=1), default=default)
 
     def choice(self, name: str, value: str, choices: Sequence[str], meaning: str, default: str | None = None, unset: str = "") -> None:
         """Add `--name VALUE` for one of several words. `unset` explains what happens without it."""
@@ -169,6 +163,17 @@ class Command:
         sections += self._sections
         blocks += [f"{title}:\n{table(rows)}" for title, rows in sections if rows]
         return "\n\n".join(blocks) + "\n"
+
+
+def whole_number(name: str, least: int = 0) -> Callable[[str], int]:
+    """Make the argparse type of an option whose value is a whole number of at least `least`."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            raise ConfigError(f"{name} must be a whole number of at least {least}; got {text or 'an empty string'}.")
+        return int(text)
+
+    return read
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:

@@ -26,7 +26,7 @@ from lightning_3d.ranks.memory_kills import MEMORY_RAN_OUT
 from lightning_3d.ranks.progress import shown, task
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.ranks.spare import release_spare, wait_for_end
-from lightning_3d.ranks.supervisor import can_fork, cores, launch
+from lightning_3d.ranks.supervisor import Outcome, can_fork, cores, launch
 from lightning_3d.runs.ending import CommandLine, last_lines
 from lightning_3d.runs.folder import LOGS, RunFolder, restart_from
 from lightning_3d.runs.frozen_config import frozen_text
@@ -120,7 +120,7 @@ def run_job(
         frozen["trainer"] = {**frozen["trainer"], "resume": place.resume}
     if folder is None:
         assert outside is not None
-        return _be_rank(outside, frozen, place.reporter, plan.layout.world_size)[0]
+        return be_rank(outside, lambda: run_rank(frozen), place.reporter, plan.layout.world_size)[0]
     print_once(f"{plan.describe()}\nrun folder: {folder.path}", outside)
     if place.resume is not None:
         restarts = read_restarts(folder.path)
@@ -134,7 +134,7 @@ def run_job(
             code, reason = _start_until_done(plan, frozen, folder, status)
         else:
             FailureReporter.record = lambda code, reason: status.after(code, reason).write(folder.path)
-            code, reason = _be_rank(outside, frozen, place.reporter, plan.layout.world_size)
+            code, reason = be_rank(outside, lambda: run_rank(frozen), place.reporter, plan.layout.world_size)
     except KeyboardInterrupt:
         code = 130
         raise
@@ -200,6 +200,22 @@ def _start_until_done(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder, 
 
 def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tuple[int, str]:
     """Start the ranks on this machine and wait for them. Returns the exit code and the message of a failure."""
+    outcome = start_ranks(run_rank, (frozen,), plan, frozen, folder.path / LOGS)
+    if outcome.message is not None:
+        print(outcome.message, file=sys.stderr, flush=True)
+        if outcome.exit_code != Lightning3DError.exit_code:
+            print(f"lightning_3d: the output of the ranks is in {folder.path / LOGS}", file=sys.stderr)
+    return outcome.exit_code, outcome.message or ""
+
+
+def start_ranks(job: Callable[..., None], arguments: tuple[Any, ...], plan: RunPlan, frozen: dict[str, Any], logs: Path) -> Outcome:
+    """Run `job(*arguments)` in the ranks of a checked configuration on this machine, and wait for them.
+
+    Args:
+        job: function of a module, which calls `prepare_rank` first.
+        frozen: the complete configuration.
+        logs: folder for the output of ranks other than 0.
+    """
     count = plan.layout.world_size
     threads = None
     if plan.accelerator == "cpu":
@@ -213,22 +229,17 @@ def _start_ranks(plan: RunPlan, frozen: dict[str, Any], folder: RunFolder) -> tu
         with shown(), task("importing torch and Transformers"):
             _import_all(frozen)
         fork = can_fork()
-    outcome = launch(run_rank, (frozen,), count, logs=folder.path / LOGS, fork=fork, threads=threads)
-    if outcome.message is not None:
-        print(outcome.message, file=sys.stderr, flush=True)
-        if outcome.exit_code != Lightning3DError.exit_code:
-            print(f"lightning_3d: the output of the ranks is in {folder.path / LOGS}", file=sys.stderr)
-    return outcome.exit_code, outcome.message or ""
+    return launch(job, arguments, count, logs=logs, fork=fork, threads=threads)
 
 
-def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureReporter | None, used: int) -> tuple[int, str]:
+def be_rank(outside: OutsideRank, job: Callable[[], None], reporter: FailureReporter | None, used: int) -> tuple[int, str]:
     """Run as a rank that torchrun or SLURM started; those from `used` on have no work. Returns the exit code and a failure's message."""
     reporter = reporter or FailureReporter(LocalBoard(), outside.rank, outside.world_size)
     reporter.watch()
     spare = outside.world_size - used
     if spare:
         leave_out_spare(outside, used)
-    code = reporter.run(lambda: run_rank(frozen)) if outside.rank < used else wait_for_end(reporter.board, outside.rank)
+    code = reporter.run(job) if outside.rank < used else wait_for_end(reporter.board, outside.rank)
     if spare and outside.rank == 0:
         release_spare(reporter.board, code, spare)
     reporter.close()
@@ -238,12 +249,17 @@ def _be_rank(outside: OutsideRank, frozen: dict[str, Any], reporter: FailureRepo
 def run_rank(frozen: dict[str, Any]) -> None:
     """Train, as one of the ranks."""
     check_frozen_paths(frozen)  # once more: when `lightning-3d train` checked them, the run folder had no name yet
-    if frozen["cluster"]["accelerator"] == "cpu":
-        hide_gpus()
-    _import_all(frozen)  # a forked rank has everything already; a rank of torchrun or SLURM has nothing
+    prepare_rank(frozen)
     from lightning_3d.training.run import train
 
     train(frozen)
+
+
+def prepare_rank(frozen: dict[str, Any]) -> None:
+    """Hide GPUs that are not used, and import everything."""
+    if frozen["cluster"]["accelerator"] == "cpu":
+        hide_gpus()
+    _import_all(frozen)  # a forked rank has everything already; a rank of torchrun or SLURM has nothing
 
 
 def _import_all(frozen: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.models.safetensors_folder import find_folder
+from lightning_3d.training.data.packing import IGNORE_INDEX
 from lightning_3d.training.optimizers import decay_of, make_optimizer, try_optimizer
 from lightning_3d.training.parameter_groups import NamedGroup, find_groups
 from lightning_3d.training.schedules import make_scheduler
@@ -109,10 +110,15 @@ class CausalLM(LightningModule):
         return loss
 
     @override
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Log the loss of a batch. Returns it with the number of its target tokens and of its samples."""
         names = getattr(getattr(self.trainer, "datamodule", None), "val_names", ())
         name = f"val_loss/{names[dataloader_idx]}" if names else "val_loss"
-        self.log(name, self._loss(batch), sync_dist=True, add_dataloader_idx=False)
+        loss = self._loss(batch)
+        self.log(name, loss, sync_dist=True, add_dataloader_idx=False)
+        labels = batch["labels"]
+        # Whole numbers, so that the strategy adds them up over micro-batches.
+        return {"loss": loss, "tokens": (labels[:, 1:] != IGNORE_INDEX).sum(), "samples": torch.tensor(len(labels))}
 
     @override
     def on_validation_epoch_end(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -40,13 +40,7 @@ def train(config: dict[str, Any]) -> None:
     Raises:
         Lightning3DError: data or model are wrong; before the first step.
     """
-    quiet()
-    if config["cluster"]["accelerator"] == "gpu" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"This machine has GPUs, but torch {torch.__version__} cannot use them. Install a build with CUDA, or run"
-            " on the CPU with cluster=local_cpu."
-        )
-    seed_everything(config["seed"], verbose=False)
+    prepare(config)
     module = CausalLM(config["model"], config["optimizer"])
     data = make_data(config)
     trainer = make_trainer(config)
@@ -58,6 +52,17 @@ def train(config: dict[str, Any]) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.close(exit_code)
+
+
+def prepare(config: Mapping[str, Any]) -> None:
+    """Silence announcements, check that torch can use the GPUs, and seed the generators of this rank."""
+    quiet()
+    if config["cluster"]["accelerator"] == "gpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"This machine has GPUs, but torch {torch.__version__} cannot use them. Install a build with CUDA, or run"
+            " on the CPU with cluster=local_cpu."
+        )
+    seed_everything(config["seed"], verbose=False)
 
 
 def make_data(config: Mapping[str, Any]) -> LightningDataModule:
@@ -81,10 +86,10 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     return strategy
 
 
-def make_trainer(config: Mapping[str, Any]) -> Trainer:
-    """Build Lightning's Trainer for ranks that are already running."""
+def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Trainer:
+    """Build Lightning's Trainer for ranks that are already running. `more` are callbacks in addition to those of the configuration."""
     options = config["trainer"]
-    callbacks: list[Callback] = make_objects("callbacks", with_full_speed(config))
+    callbacks: list[Callback] = [*make_objects("callbacks", with_full_speed(config)), *more]
     loggers: list[Logger] = make_objects("logger", same_run(config))
     place = outside_rank()  # ranks that this package started have torchrun's variables too
     local_size = place.local_world_size if place is not None else 1

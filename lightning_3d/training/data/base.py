@@ -142,15 +142,15 @@ class PackedDataModule(LightningDataModule):
         """Read the tokens and check them.
 
         Raises:
-            DataError: a token id is outside the vocabulary, or there are fewer samples than one global batch.
+            DataError: a token id is outside the vocabulary, or there are fewer samples to train on than one global batch.
         """
-        if self.train_set is not None:
-            return
-        train, val = self.load_tokens()
-        self._check_vocabulary(train, val)
-        self.train_set = self._pack(train, None)
-        self._require_global_batch(train)
-        self.val_set = None if val is None else self._validation_set(val)
+        if self.train_set is None:
+            train, val = self.load_tokens()
+            self._check_vocabulary(train, val)
+            self.train_set = self._pack(train, None)
+            self.val_set = None if val is None else self._validation_set(val)
+        if stage != "validate":
+            self._require_global_batch()
 
     def _check_vocabulary(self, *parts: Tokens | None) -> None:
         """Check the token ids of tokens that say their largest one, or that are few enough to be read."""
@@ -180,8 +180,9 @@ class PackedDataModule(LightningDataModule):
             samples=spread(len(tokens) // self.sequence_length, wanted),
         )
 
-    def _require_global_batch(self, tokens: Tokens) -> None:
-        samples = len(tokens) // self.sequence_length
+    def _require_global_batch(self) -> None:
+        assert isinstance(self.train_set, PackedDataset), "setup() comes first"
+        tokens, samples = self.train_set.tokens, len(self.train_set)
         if samples >= self.global_batch_size:
             return
         works = f"Use a global batch of at most {samples}" if samples else "Use more data"

@@ -53,15 +53,19 @@ class Blend(PackedDataModule):
         """Map the files and check them.
 
         Raises:
-            DataError: a file cannot be used, or the blend is shorter than the run.
+            DataError: a file cannot be used, or the blend is shorter than the run that is to train on it.
         """
-        if self.train_set is not None:
-            return
+        if self.plan is None:
+            self._map_sources()
+        assert self.plan is not None
+        if stage != "validate":
+            self.plan.require_steps(max(1, self.trainer.max_steps if self.trainer is not None else 1), self.global_batch_size)
+
+    def _map_sources(self) -> None:
         corpora = zip(self.sources, find_sources(self.sources), strict=True)
         found = {source.name: self._load(source, *files) for source, files in corpora}
         parts = tuple(self._pack(train, None) for train, _ in found.values())
         plan = BlendPlan.of(self.sources, [len(part) for part in parts], self.sequence_length)
-        plan.require_steps(max(1, self.trainer.max_steps if self.trainer is not None else 1), self.global_batch_size)
         self.plan, self.train_set = plan, BlendDataset(plan, parts, self.seed)
         self.val_sets = {name: self._validation_set(val) for name, (_, val) in found.items() if val is not None}
         self.val_names = tuple(self.val_sets)

@@ -1,0 +1,96 @@
+"""One rank of an evaluation: builds the module in the layout, loads its weights, and works with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_3d.errors import ConfigError, plural
+from lightning_3d.evaluation.losses import SetLoss, SetLosses
+from lightning_3d.evaluation.scored_model import ScoredLM
+from lightning_3d.training.run import make_data, make_trainer, prepare
+
+T = TypeVar("T")
+
+
+class Session:
+    """The model of a configuration on this rank. Its methods are collective.
+
+    Args:
+        config: complete configuration, from `RunPlan.freeze`.
+        checkpoint: checkpoint with the weights; None where the model reads them from `model.pretrained`.
+    """
+
+    def __init__(self, config: dict[str, Any], checkpoint: str | None) -> None:
+        prepare(config)
+        self.config = config
+        self.module = ScoredLM(config["model"])
+        self._losses, self._work = SetLosses(), _Work()
+        self.trainer: pl.Trainer = make_trainer(config, [self._losses, self._work])
+        self._checkpoint = checkpoint
+
+    def losses(self) -> Sequence[SetLoss]:
+        """Compute the loss of every validation set of the configuration's data.
+
+        Raises:
+            DataError: there is none.
+        """
+        self.trainer.validate(self.module, datamodule=make_data(self.config), ckpt_path=self._take_checkpoint(), verbose=False)
+        return self._losses.require_results()
+
+    def work(self, function: Callable[[pl.Trainer], T]) -> T:
+        """Call a function while the model is in place on all ranks, in evaluation mode and without gradients."""
+        self._work.function = function
+        self.trainer.predict(self.module, dataloaders=_NoBatches(), ckpt_path=self._take_checkpoint(), return_predictions=False)
+        return self._work.result
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that the model takes; None if its configuration does not say it."""
+        return getattr(self.module.config, "max_position_embeddings", None)
+
+    def require_fits(self, prompt: Sequence[int], more: int) -> None:
+        """Refuse a prompt that the model cannot continue by so many tokens.
+
+        Raises:
+            ConfigError: with the numbers.
+        """
+        vocabulary = int(self.config["model"]["config"].get("vocab_size") or self.module.config.vocab_size)
+        if not prompt or max(prompt) >= vocabulary:
+            raise ConfigError(
+                f"The tokenizer gives the prompt {plural(len(prompt), 'token')}, with ids up to {max(prompt, default=0)}, but the model has"
+                f" ids from 0 to {vocabulary - 1}. Use the tokenizer of the model, with --tokenizer FOLDER."
+            )
+        if self.max_length is not None and len(prompt) + more > self.max_length:
+            raise ConfigError(
+                f"The prompt has {plural(len(prompt), 'token')}, so {more} new ones are more than the {self.max_length} that the model"
+                f" takes. Use --max-new-tokens {max(1, self.max_length - len(prompt))} or fewer, or a shorter prompt."
+            )
+
+    def _take_checkpoint(self) -> str | None:
+        """Return the checkpoint for the first use of the module; afterwards it has the weights."""
+        path, self._checkpoint = self._checkpoint, None
+        return path
+
+
+class _NoBatches:
+    """A loader without batches whose length is not known: Lightning skips loops over loaders of length 0, with all their hooks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class _Work(pl.Callback):
+    """Calls a function when Lightning begins to predict: then strategy, device, mode and precision are set up."""
+
+    def __init__(self) -> None:
+        self.function: Callable[[pl.Trainer], Any] | None = None
+        self.result: Any = None
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self.function is not None
+        self.result = self.function(trainer)
