@@ -24,18 +24,18 @@ def check_documents(name: str, read: Callable[[str], Any], attention: str | None
     Raises:
         ConfigError: the model has layers or positions, or the implementation of its attention has a mask, that do not keep documents apart.
     """
-    without = sorted(set(read("layer_types") or ()) & WITHOUT_ATTENTION)
-    rope = rope_type(read)
-    if without or rope:
+    why = ""
+    if without := sorted(set(read("layer_types") or ()) & WITHOUT_ATTENTION):
         why = f"its {without[0]} layers carry a state from one document to the next"
-        if not without:
-            why = f"its rotary positions (rope_type {rope}) depend on the longest document of a sample"
+    elif rope := rope_type(read):
+        why = f"its rotary positions (rope_type {rope}) depend on the longest document of a sample"
+    if why:
         raise ConfigError(
             f"data.document_mask=true cannot be used with {name}: {why}. Use data.document_mask=false, or a model with full or sliding"
             " attention and default rotary positions."
         )
     if attention is not None and attention not in MASKED and cp == 1:
         raise ConfigError(
-            f"data.document_mask=true does not work with model.attn_implementation={attention}, which sees documents only in micro-batches of"
-            f" one row. Use {listed(MASKED, last='or')}. On GPUs, flex_attention skips what is masked."
+            f"data.document_mask=true does not work with model.attn_implementation={attention}, which sees documents only in micro-batches"
+            f" of one row. Use {listed(MASKED, last='or')}. On GPUs, flex_attention skips what is masked."
         )

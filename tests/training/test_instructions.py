@@ -100,9 +100,9 @@ def test_a_data_set(tokenizer: Path, tmp_path: Path) -> None:
             assert said(labels[labels != -100]) == f"w{first + 1} w{first + 2} [end]"
             assert torch.equal(labels[labels != -100], ids[labels != -100])
             seen.append(first)
-    assert sorted(seen) == list(range(18)) and seen != sorted(seen), "all, shuffled"
+    assert seen != sorted(seen), "shuffled"
     held_out = [int(sample["input_ids"][3]) - WORDS.index("w0") for sample in data.val_set]
-    assert held_out == list(range(18, 24))
+    assert sorted(seen + held_out) == list(range(24)), "all, once"
 
 
 def test_it_is_tokenized_once(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +125,6 @@ def test_what_is_too_long(tokenizer: Path, tmp_path: Path) -> None:
     data.setup()
     assert data.train_set is not None
     samples = [said(sample["labels"][sample["labels"] != -100]) for sample in data.train_set]
-    assert samples == [" ".join(["w2"] * 9), "w2 [end]", "w4 [end]"]
+    assert sorted(samples) == ["w2 [end]", " ".join(["w2"] * 9), "w4 [end]"]
     with pytest.raises(DataError, match="has 1 conversation, but none with an answer"), pytest.warns(UserWarning):
         module(tmp_path, rows[:1], tokenizer).prepare_data()

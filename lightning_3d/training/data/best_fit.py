@@ -14,7 +14,7 @@ _OPEN = 64
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Put each document, the longest first, into the fullest sample that has room, or into a new one (best-fit decreasing).
 
-    It needs at most 11/9 of the least possible number of samples, plus one (Johnson, Demers, Ullman, Garey and Graham, "Worst-case
+    It needs at most 11/9 of the least possible number of samples, plus 4 (Johnson, Demers, Ullman, Garey and Graham, "Worst-case
     performance bounds for simple one-dimensional packing algorithms", 1974). Memory is proportional to the number of documents.
 
     Args:

@@ -129,7 +129,8 @@ class Instructions(PackedDataModule):
     @rank_zero_only
     def _report_padding(self) -> None:
         """Print the share of padding, which every rank could compute, on one."""
-        print(f"lightning_3d: {100 * self.padding_share():.2f} % of the tokens of samples are padding (data.packing={self.packing})", file=sys.stderr)
+        share = 100 * self.padding_share()
+        print(f"lightning_3d: {share:.2f} % of the tokens of samples are padding (data.packing={self.packing})", file=sys.stderr)
 
     def padding_share(self) -> float:
         """Share of the tokens of all samples to train on that are padding. Reads the mark of every token."""
