@@ -53,6 +53,7 @@ from lightning_3d.layout.model_rules import ModelSizes, check_cp_kind, check_mod
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.sizes import check_number, check_sizes
 from lightning_3d.models.context_limits import check_fields
+from lightning_3d.models.document_limits import check_documents
 from lightning_3d.models.families import FAMILIES
 from lightning_3d.ranks.environment import OutsideRank
 from lightning_3d.storage.checkpoint_names import MANIFEST, how_to_convert, recover
@@ -437,6 +438,8 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
             "parallelism.moe_bias_update needs routers that choose experts with a bias, as in DeepSeek-V3. The routers of"
             f" {spec.model_type} have none. Use parallelism.moe_aux_loss."
         )
+    if run.data.get("document_mask"):
+        check_documents(spec.model_type, run.model["config"].get, run.model.get("attn_implementation"), layout.cp)
     if layout.cp > 1:
         check_fields(spec.model_type, run.model["config"].get)
     sizes = ModelSizes(

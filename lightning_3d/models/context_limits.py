@@ -43,7 +43,7 @@ def why_not_by_attention(read: Callable[[str], Any]) -> str:
         return f"it has {sorted(kinds)[0]} layers"
     if read("attention_chunk_size"):
         return "it has chunked attention"
-    if rope := _rope_type(read):
+    if rope := rope_type(read):
         return f"its rotary positions (rope_type {rope}) depend on the length of the sequence"
     return ""
 
@@ -53,7 +53,7 @@ def attends_plainly(read: Callable[[str], Any]) -> bool:
     return set(read("layer_types") or ()) <= LAYER_TYPES | WITHOUT_ATTENTION and not read("attention_chunk_size")
 
 
-def _rope_type(read: Callable[[str], Any]) -> str | None:
+def rope_type(read: Callable[[str], Any]) -> str | None:
     """Return the first of `ROPE_TYPES` that a model has."""
     for found in (read("rope_parameters"), read("rope_scaling")):
         if isinstance(found, dict):

@@ -24,6 +24,7 @@ from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.packing import IGNORE_INDEX
+from lightning_3d.training.document_trial import require_separate_documents
 from lightning_3d.training.optimizers import decay_of, make_optimizer, try_optimizer
 from lightning_3d.training.parameter_groups import NamedGroup, find_groups
 from lightning_3d.training.schedules import make_scheduler
@@ -34,7 +35,8 @@ OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dt
 
 
 class CausalLM(LightningModule):
-    """LightningModule that trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence).
+    """LightningModule that trains a Transformers causal LM on batches of `input_ids` and `labels`, both (batch, sequence), and of
+    `position_ids` of that shape where the data module has a document mask.
 
     The model is built from its configuration, with new or pretrained weights. Pretrained weights may be frozen and trained through LoRA
     adapters. Logs `loss` every step and `val_loss` per validation, both in nats per target token. If the data module names its validation
@@ -48,7 +50,7 @@ class CausalLM(LightningModule):
 
     Raises:
         ConfigError: Transformers does not know the model type, the optimizer's options are invalid, or the pretrained weights have
-            another architecture.
+            another architecture. `configure_model`: the model does not keep documents apart, and the data module asks for it.
     """
 
     def __init__(self, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None = None) -> None:
@@ -83,6 +85,8 @@ class CausalLM(LightningModule):
                 f"model.attn_implementation={attention} cannot be used here: {error} Use model.attn_implementation=sdpa, which needs no"
                 " package."
             ) from error
+        if self._separates_documents():
+            require_separate_documents(self.model)
         if self.model_config.get("pretrained") is not None:
             load_pretrained(self.model, self.model_config["pretrained"])
         if self.lora.r is not None:
@@ -90,6 +94,14 @@ class CausalLM(LightningModule):
         # Counted here, on the whole model: a strategy may leave only a shard of it on this rank.
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.group_parameters()
+
+    def _separates_documents(self) -> bool:
+        """Return whether the data module of the trainer, if there is one, gives positions that keep documents apart."""
+        try:
+            data: Any = getattr(self.trainer, "datamodule", None)
+        except RuntimeError:  # there is no trainer
+            return False
+        return bool(getattr(data, "document_mask", False))
 
     def group_parameters(self) -> None:
         """Divide the trained parameters of the whole model into the optimizer's groups, at the end of `configure_model`.
@@ -130,7 +142,8 @@ class CausalLM(LightningModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None, "configure_model comes first"
-        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"], **positions).loss
 
     @override
     def configure_optimizers(self) -> Any:

@@ -147,7 +147,7 @@ def _follows(before: list[Tensor], after: list[Tensor]) -> bool:
 
 def _clone(module: nn.Module) -> Any:
     """Copy a module with random weights, in evaluation mode. Its own weights are neither copied nor read."""
-    memo: dict[int, Any] = {id(value): nn.Parameter(_random(value), value.requires_grad) for value in module.parameters()}
+    memo: dict[int, Any] = {id(value): nn.Parameter(random_values(value), value.requires_grad) for value in module.parameters()}
     clone = copy.deepcopy(module, memo).eval()
     for child in clone.modules():
         for name, buffer in child._buffers.items():
@@ -159,7 +159,8 @@ def _clone(module: nn.Module) -> Any:
     return clone
 
 
-def _random(parameter: Tensor) -> Tensor:
+def random_values(parameter: Tensor) -> Tensor:
+    """Draw float64 values of the shape of a parameter; zeros for one of whole numbers. All rows of a large matrix are one."""
     if not parameter.is_floating_point():
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     generator = torch.Generator().manual_seed(parameter.ndim)

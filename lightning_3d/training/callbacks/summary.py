@@ -100,6 +100,9 @@ class Summary(Callback):
         rows.append(("tokens", f"{self._tokens:,.0f}"))
         rows.append(("time in steps", f"{format_seconds(self._seconds)} ({self._seconds / self._steps:.3f} s/step)"))
         rows.append(("speed", f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s"))
+        padding = getattr(trainer.datamodule, "padding_share", lambda: None)()  # type: ignore[attr-defined]
+        if padding is not None:
+            rows.append(("padding", f"{100 * padding:.2f} % of the tokens of training samples"))
         if self._skipped:
             rows.append(("skipped steps", f"{self._skipped:,} (loss or gradient norm was not finite)"))
         if self._losses:

@@ -87,7 +87,7 @@ class PackedDataModule(LightningDataModule):
         val_sequences: number of held-out samples per validation, spread evenly over the split; None for all.
         seed: seed of the order of documents and samples.
         vocab_size: vocabulary size of the model; token ids are checked against it. None: no check.
-        predict_across_documents: see `PackedDataset`.
+        predict_across_documents, document_mask: see `PackedDataset`. `CausalLM` gives the positions of a document mask to the model.
         num_workers: processes per rank that read ahead; 0 reads in the rank itself, which is fast enough for
             memory-mapped tokens.
     """
@@ -107,6 +107,7 @@ class PackedDataModule(LightningDataModule):
         seed: int = 0,
         vocab_size: int | None = None,
         predict_across_documents: bool = True,
+        document_mask: bool = False,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
@@ -126,6 +127,7 @@ class PackedDataModule(LightningDataModule):
         self.seed = seed
         self.vocab_size = vocab_size
         self.predict_across_documents = predict_across_documents
+        self.document_mask = document_mask
         self.num_workers = num_workers
         self.train_set: Samples | None = None
         self.val_set: PackedDataset | None = None
@@ -177,6 +179,7 @@ class PackedDataModule(LightningDataModule):
             self.sequence_length,
             vocab_size=self.vocab_size,
             predict_across_documents=self.predict_across_documents,
+            document_mask=self.document_mask,
             samples=spread(len(tokens) // self.sequence_length, wanted),
         )
 

@@ -13,7 +13,7 @@ from lightning_3d.config.options.sources import Source, read_sources
 from lightning_3d.errors import DataError, plural
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.blend_sources import BlendPlan, find_sources
-from lightning_3d.training.data.corpus import Corpus
+from lightning_3d.training.data.corpus import Corpus, require_separator
 from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens
 from lightning_3d.training.data.permutation import Permutation
 from lightning_3d.training.data.tokens import map_corpora
@@ -71,8 +71,8 @@ class Blend(PackedDataModule):
         self.val_names = tuple(self.val_sets)
 
     def _load(self, source: Source, files: Corpus, held_out: Corpus | None) -> tuple[Tokens, Tokens | None]:
-        across = self.predict_across_documents
-        train, val = map_corpora(files, held_out, source.val_fraction, self.sequence_length, predict_across_documents=across)
+        require_separator(files, vars(self))
+        train, val = map_corpora(files, held_out, source.val_fraction, self.sequence_length)
         self._check_vocabulary(train, val)
         return train, val
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_3d.config.options.sources import Source, read_sources
 from lightning_3d.errors import DataError, listed, plural
 from lightning_3d.training.data.concatenation import first_held_out
-from lightning_3d.training.data.corpus import Corpus, find_corpora, require_same_tokenizer
+from lightning_3d.training.data.corpus import Corpus, find_corpora, require_same_tokenizer, require_separator
 from lightning_3d.training.data.interleaving import Interleaving
 
 ENDLESS = 1 << 48
@@ -162,6 +162,8 @@ def check_blend(config: Mapping[str, Any], steps: int | None) -> None:
     length, batch = config["sequence_length"], config.get("global_batch_size")
     sources = read_sources(config["sources"], length)
     found = find_sources(sources, config.get("tokenizer"), config.get("check_hashes"))
+    for train, _ in found:
+        require_separator(train, config)
     samples = [training_samples(source, *corpora, length) for source, corpora in zip(sources, found, strict=True)]
     plan = BlendPlan.of(sources, samples, length)
     if steps is not None and batch is not None:

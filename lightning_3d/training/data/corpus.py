@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import DataError
+from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.training.data.concatenation import TokenPart
 from lightning_3d.training.data.indexed_file import index_of, read_header
 from lightning_3d.training.data.shard_manifest import NAME, Manifest, TokenizerIdentity, check_shards, read_manifest
@@ -174,3 +174,19 @@ def _separated(corpus: Corpus, separator: int | None) -> Corpus:
             " out."
         )
     return Corpus(corpus.parts, corpus.name, separator, corpus.tokenizer, corpus.largest)
+
+
+def require_separator(corpus: Corpus, options: Mapping[str, Any]) -> None:
+    """Refuse files that do not say which token ends a document, where one of these options of a data module needs it.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    needs = "data.document_mask=true" if options.get("document_mask") else ""
+    if options.get("predict_across_documents") is False and not needs:
+        needs = "data.predict_across_documents=false"
+    if needs and corpus.separator is None:
+        raise ConfigError(
+            f"{needs} needs the token that ends a document, and {corpus.name} does not say it. Set data.document_separator to its id"
+            " (of a source of a blend: data.sources.NAME.document_separator)."
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,18 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError, DataError, listed, plural
+from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed, plural
 from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.best_fit import PACKINGS
+from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.data.entropy import Entropy
 from lightning_3d.training.data.huggingface import default_cache, is_local, load_split, state_of
-from lightning_3d.training.data.packing import IGNORE_INDEX, PackedDataset, Tokens, smallest_dtype, spread
+from lightning_3d.training.data.packing import PackedDataset, Tokens, smallest_dtype, spread
+from lightning_3d.training.data.permutation import Permutation
 from lightning_3d.training.data.token_file import index_path, open_tokens, write_tokens
 
-_OPEN = 64
-"""Number of samples with room that packing considers."""
+TARGET, BEGINS, PADDING = 1, 2, 4
+"""Marks of a token, which add up: it is a target, it begins a conversation or the padding, it is padding."""
 
 _TOKENIZER = (".json", ".jinja", ".model", ".txt")
 """Suffixes of a tokenizer's files."""
@@ -33,14 +38,16 @@ Example = tuple[list[int], list[bool]]
 
 
 class Instructions(PackedDataModule):
-    """Conversations, packed whole into padded samples of `sequence_length`; attention crosses their borders.
+    """Conversations, packed whole into padded samples of `sequence_length`; attention crosses their borders without a document mask.
 
-    The sample that holds a conversation depends only on the data; the order of samples on the seed and the global batch.
+    The sample that holds a conversation depends only on the data; the order of samples on the seed and the global batch. Tokenization keeps
+    all conversations of a split in memory, on one process per node. Later, ranks map the samples into memory.
 
     Args:
         path, dataset, split, val_split, val_fraction, cache_dir: see `HuggingFaceText`.
         tokenizer: folder of a tokenizer, or name on the hub; needs a chat template for rows with `messages`.
         max_examples: number of examples to use, the first ones of each split; None for all.
+        packing: which conversations share a sample: `best_fit`, or `first_fit` as earlier versions did.
         **kwargs: see `PackedDataModule`.
     """
 
@@ -54,6 +61,7 @@ class Instructions(PackedDataModule):
         val_split: str | None = None,
         val_fraction: float = 0.01,
         max_examples: int | None = None,
+        packing: str = "best_fit",
         cache_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -66,6 +74,9 @@ class Instructions(PackedDataModule):
         self.path, self.tokenizer, self.dataset = path, tokenizer, dataset
         self.split, self.val_split, self.val_fraction = split, val_split, val_fraction
         self.max_examples = max_examples
+        if packing not in PACKINGS:
+            raise ConfigError(f"data.packing must be {listed(PACKINGS, last='or')}; got {packing!r}.{did_you_mean(packing, PACKINGS)}")
+        self.packing = packing
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
         self._targets: dict[str, np.ndarray] = {}
 
@@ -76,7 +87,7 @@ class Instructions(PackedDataModule):
             tokens, targets = self.paths(split)
             if not (index_path(tokens).is_file() and index_path(targets).is_file()):
                 ids, which, vocab_size = self._tokenize(split)
-                write_tokens(targets, which, vocab_size=2)
+                write_tokens(targets, which, vocab_size=2 * PADDING)
                 write_tokens(tokens, ids, vocab_size=vocab_size)
 
     @override
@@ -90,6 +101,7 @@ class Instructions(PackedDataModule):
         """Files with the tokens of a split and with their target marks, named by a hash of everything they depend on."""
         sources = [self.path, self.dataset, split, self.max_examples, self.sequence_length, state_of(self.path)]
         # The tokenizer may be in the folder of the weights, among many other files.
+        sources += [self.packing, "marks"]  # files of earlier versions mark targets only
         sources += [self.tokenizer, [state_of(str(file)) for file in sorted(Path(self.tokenizer).glob("*.*")) if file.suffix in _TOKENIZER]]
         name = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
         return self.cache_dir / f"{name}.bin", self.cache_dir / f"{name}_targets.bin"
@@ -104,7 +116,34 @@ class Instructions(PackedDataModule):
     def _pack(self, tokens: Tokens, wanted: int | None) -> PackedDataset:
         targets = self._targets[tokens.name][tokens.first : tokens.first + len(tokens)]
         samples = spread(len(tokens) // self.sequence_length, wanted)
-        return AnswerDataset(tokens, targets, self.sequence_length, vocab_size=self.vocab_size, samples=samples)
+        mask = self.document_mask
+        return AnswerDataset(tokens, targets, self.sequence_length, vocab_size=self.vocab_size, document_mask=mask, samples=samples)
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        first = self.train_set is None
+        super().setup(stage)
+        if first:
+            self._report_padding()
+
+    @rank_zero_only
+    def _report_padding(self) -> None:
+        """Print the share of padding, which every rank could compute, on one."""
+        share = 100 * self.padding_share()
+        print(f"lightning_3d: {share:.2f} % of the tokens of samples are padding (data.packing={self.packing})", file=sys.stderr)
+
+    def padding_share(self) -> float:
+        """Share of the tokens of all samples to train on that are padding. Reads the mark of every token."""
+        assert isinstance(self.train_set, AnswerDataset), "setup() comes first"
+        return self.train_set.padding_share()
+
+    @override
+    def _order_depends_on(self) -> dict[str, Any]:
+        return {**super()._order_depends_on(), "packing": self.packing}
+
+    @override
+    def resume_from(self, state: dict[str, Any]) -> None:
+        super().resume_from({"packing": "first_fit", **state})  # earlier versions had no other
 
     @override
     def entropy(self) -> Entropy | None:
@@ -138,7 +177,10 @@ class Instructions(PackedDataModule):
                 " data.sequence_length."
             )
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        packed = pack(kept, length, padding)
+        samples = PACKINGS[self.packing]([len(ids) for ids, _ in kept], length)
+        if self.packing == "best_fit":  # the last samples, which may be held out, would be those of the shortest conversations
+            samples = [samples[place] for place in Permutation(len(samples), 0, 0).follow(range(len(samples)))]
+        packed = pack(kept, samples, length, padding)
         vocab_size = max(len(tokenizer), int(packed[0].max()) + 1)
         return packed[0].astype(smallest_dtype(vocab_size - 1)), packed[1], vocab_size
 
@@ -152,19 +194,31 @@ class AnswerDataset(PackedDataset):
     """Samples in which only some tokens are targets; the labels of the others are -100.
 
     Args:
-        targets: (tokens,); 1 marks a target.
+        marks: (tokens,); sums of `TARGET`, `BEGINS` and `PADDING`.
     """
 
-    def __init__(self, tokens: Tokens, targets: np.ndarray, sequence_length: int, **kwargs: Any) -> None:
+    def __init__(self, tokens: Tokens, marks: np.ndarray, sequence_length: int, **kwargs: Any) -> None:
         super().__init__(tokens, sequence_length, **kwargs)
-        self._targets = targets
+        self._marks = marks
+
+    def padding_share(self) -> float:
+        """Share of all tokens that are padding."""
+        return float(np.count_nonzero(self._marks & PADDING)) / max(1, len(self._marks))
 
     @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
         start = int(self._samples[index]) * self.sequence_length
-        sample["labels"][torch.from_numpy(self._targets[start : start + self.sequence_length] == 0)] = IGNORE_INDEX
+        sample["labels"][~self._marked(TARGET, start)] = IGNORE_INDEX
         return sample
+
+    @override
+    def _begins(self, input_ids: Tensor, start: int) -> Tensor | None:
+        return self._marked(BEGINS, start)
+
+    def _marked(self, mark: int, start: int) -> Tensor:
+        """Tokens of a sample that have a mark, (sequence,) of bool."""
+        return torch.from_numpy(self._marks[start : start + self.sequence_length] & mark != 0)
 
 
 def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
@@ -206,30 +260,24 @@ def _apply_template(turns: Any, tokenizer: Any, *, answer: bool = False) -> list
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=answer, tokenize=True, return_dict=True)["input_ids"])
 
 
-def pack(examples: list[Example], length: int, padding: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put each example whole into the first of the last few samples that has room, or into a new one.
+def pack(examples: list[Example], samples: list[list[int]], length: int, padding: int) -> tuple[np.ndarray, np.ndarray]:
+    """Write the examples of each sample one after the other, and padding behind them.
+
+    Args:
+        samples: examples of each sample.
 
     Returns:
-        (tokens, targets), both (samples * length,).
+        (tokens, marks), both (samples * length,).
     """
-    samples: list[list[Example]] = []
-    room: list[int] = []
-    for example in examples:
-        size = len(example[0])
-        place = next((index for index in range(max(0, len(room) - _OPEN), len(room)) if room[index] >= size), None)
-        if place is None:
-            place = len(samples)
-            samples.append([])
-            room.append(length)
-        samples[place].append(example)
-        room[place] -= size
     tokens = np.full((len(samples), length), padding, dtype=np.uint32)
-    targets = np.zeros((len(samples), length), dtype=np.uint16)
+    marks = np.full((len(samples), length), PADDING, dtype=np.uint16)
     for row, sample in enumerate(samples):
         start = 0
-        for ids, which in sample:
+        for ids, which in (examples[place] for place in sample):
             tokens[row, start : start + len(ids)] = ids
-            targets[row, start : start + len(ids)] = which
-            targets[row, start] = 0  # its context would be the previous conversation
+            marks[row, start : start + len(ids)] = np.where(which, TARGET, 0)
+            marks[row, start] = BEGINS  # and not a target: its context would be the previous conversation
             start += len(ids)
-    return tokens.reshape(-1), targets.reshape(-1)
+        if start < length:
+            marks[row, start] |= BEGINS
+    return tokens.reshape(-1), marks.reshape(-1)

@@ -12,9 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_3d.errors import DataError
 from lightning_3d.training.data.concatenation import Concatenation, first_held_out
-
-IGNORE_INDEX = -100
-"""Label of a token that does not count in the loss, as in torch's cross-entropy and Transformers."""
+from lightning_3d.training.data.documents import begins_after, ignore_first_tokens, restarting_positions
 
 _CHUNK = 1 << 24
 
@@ -120,9 +118,12 @@ class PackedDataset(Samples):
 
     A sample is `{"input_ids": (sequence,), "labels": (sequence,)}` of int64, in the convention of Transformers: labels
     equal the inputs, and the model shifts them. A sample may contain the end of one document and the start of the
-    next; attention crosses that border. The separator is a target like any other, so the model learns where documents
-    end. By default the first token after it is a target too, because the separator also marks the start of a document.
+    next; attention crosses that border, unless there is a document mask. The separator is a target like any other, so the model learns
+    where documents end. By default the first token after it is a target too, because the separator also marks the start of a document.
     An incomplete last sample is left out.
+
+    With a document mask, a sample also has `"position_ids": (sequence,)`, which restart at 0 with each document. A document that a sample
+    cuts is one document in each of the samples.
 
     Args:
         tokens: the tokens.
@@ -130,6 +131,7 @@ class PackedDataset(Samples):
         vocab_size: vocabulary size of the model; each sample is checked when it is read. None: no check.
         predict_across_documents: False gives the first token after a separator the label -100, because its context
             belongs to another document.
+        document_mask: add `position_ids` that keep documents apart. Implies that `predict_across_documents` is False.
         samples: indices of samples to use, in this order; None for all.
     """
 
@@ -140,12 +142,14 @@ class PackedDataset(Samples):
         *,
         vocab_size: int | None = None,
         predict_across_documents: bool = True,
+        document_mask: bool = False,
         samples: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         self.tokens = tokens
         self.sequence_length = sequence_length
         self._vocab_size = vocab_size
-        self._mask_separator = None if predict_across_documents else tokens.separator
+        self._predicts_across = predict_across_documents and not document_mask
+        self._document_mask = document_mask
         self._samples = range(len(tokens) // sequence_length) if samples is None else samples
 
     def __len__(self) -> int:
@@ -153,14 +157,35 @@ class PackedDataset(Samples):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = int(self._samples[index]) * self.sequence_length
-        stop = start + self.sequence_length
+        input_ids = self._read(start, start + self.sequence_length)
+        sample = {"input_ids": input_ids, "labels": input_ids.clone()}
+        begins = self._begins(input_ids, start)
+        if begins is not None:
+            self._separate(sample, begins)
+        elif self._document_mask:
+            raise DataError(f"data.document_mask=true needs the token that ends a document, and {self.tokens.name} has none.")
+        return sample
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        """Read tokens as int64, and check their ids."""
         if self._vocab_size is not None:
             self.tokens.check_vocabulary(self._vocab_size, start, stop)
-        input_ids = torch.from_numpy(np.asarray(self.tokens.values[start:stop]).astype(np.int64))
-        labels = input_ids.clone()
-        if self._mask_separator is not None:
-            labels[1:][input_ids[:-1] == self._mask_separator] = IGNORE_INDEX
-        return {"input_ids": input_ids, "labels": labels}
+        return torch.from_numpy(np.asarray(self.tokens.values[start:stop]).astype(np.int64))
+
+    def _begins(self, input_ids: Tensor, start: int) -> Tensor | None:
+        """Mark the first token of each document of a sample, (sequence,) of bool. None: documents are not marked.
+
+        Args:
+            start: place of the sample in the tokens.
+        """
+        return None if self.tokens.separator is None else begins_after(input_ids, self.tokens.separator)
+
+    def _separate(self, sample: dict[str, Tensor], begins: Tensor) -> None:
+        """Add to a sample what its documents change."""
+        if not self._predicts_across:
+            ignore_first_tokens(sample["labels"], begins)
+        if self._document_mask:
+            sample["position_ids"] = restarting_positions(begins)
 
 
 def spread(available: int, wanted: int | None) -> Sequence[int] | np.ndarray:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.concatenation import Concatenation
-from lightning_3d.training.data.corpus import Corpus, find_corpora
+from lightning_3d.training.data.corpus import Corpus, find_corpora, require_separator
 from lightning_3d.training.data.packing import Tokens
 from lightning_3d.training.data.token_file import index_path, open_tokens
 
@@ -55,22 +55,12 @@ class TokenFiles(PackedDataModule):
     @override
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
         train, val = find_corpora(self.train_path, self.val_path, document_separator=self.document_separator)
-        return map_corpora(train, val, self.val_fraction, self.sequence_length, predict_across_documents=self.predict_across_documents)
+        require_separator(train, vars(self))
+        return map_corpora(train, val, self.val_fraction, self.sequence_length)
 
 
-def map_corpora(
-    train: Corpus, val: Corpus | None, val_fraction: float, sequence_length: int, *, predict_across_documents: bool
-) -> tuple[Tokens, Tokens | None]:
-    """Map files to train on and held-out files into memory. Without the latter, the end of the former is held out.
-
-    Raises:
-        ConfigError: the files do not say which token ends a document, and `predict_across_documents` is false.
-    """
-    if train.separator is None and not predict_across_documents:
-        raise ConfigError(
-            f"data.predict_across_documents=false needs the token that ends a document, and {train.name} does not say it. Set"
-            " data.document_separator to its id."
-        )
+def map_corpora(train: Corpus, val: Corpus | None, val_fraction: float, sequence_length: int) -> tuple[Tokens, Tokens | None]:
+    """Map files to train on and held-out files into memory. Without the latter, the end of the former is held out."""
     if val is not None:
         return _map(train), _map(val)
     return _map(train).hold_out(val_fraction, sequence_length)
