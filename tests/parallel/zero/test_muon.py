@@ -8,9 +8,9 @@ import models
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from parity import TOLERANCES, Data, Part, Rows, StepValues, differences, micro_batch_rows, quiet_trainer
+from parity import QUIET, Data, Part, Rows, StepValues, differences, limits, micro_batch_rows, quiet_trainer
 from ranks import run_ranks
-from reference import Noise, Recipe, Run, data, train
+from reference import Recipe, Run, compare, data, train
 from torch import nn
 
 from lightning_3d.layout import Layout
@@ -38,7 +38,7 @@ OPTIMIZER: dict[str, Any] = {
 class ByTorch(torch.optim.Optimizer):
     """torch's Muon for the matrices of the blocks and its AdamW for the rest. Each expert is a matrix of its own."""
 
-    def __init__(self, model: nn.Module, rule: str = "match_rms_adamw") -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(list(model.parameters()), {})
         matrices, decayed, others = [], [], []
         self.slices: list[tuple[nn.Parameter, nn.Parameter, int]] = []
@@ -51,7 +51,7 @@ class ByTorch(torch.optim.Optimizer):
                 (decayed if name == "lm_head.weight" else others).append(parameter)
         muon = [*matrices, *(own for own, _, _ in self.slices)]
         groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-        self.muon = torch.optim.Muon(muon, lr=LR, weight_decay=DECAY, momentum=0.9, adjust_lr_fn=rule)
+        self.muon = torch.optim.Muon(muon, lr=LR, weight_decay=DECAY, momentum=0.9, adjust_lr_fn="match_rms_adamw")
         self.adamw = torch.optim.AdamW(groups, lr=ADAMW_LR, betas=(0.9, 0.999), eps=1e-8)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -63,8 +63,8 @@ class ByTorch(torch.optim.Optimizer):
 
 
 @functools.cache
-def expected(recipe: Recipe, rule: str = "match_rms_adamw") -> Run:
-    return train(recipe, optimizers=lambda model: (ByTorch(model, rule), None))  # type: ignore[return-value]
+def expected(recipe: Recipe, micro_batch: int = 4) -> Run:
+    return train(recipe, micro_batch, optimizers=lambda model: (ByTorch(model), None))  # type: ignore[return-value,arg-type]
 
 
 class Configured(CausalLM):
@@ -117,21 +117,23 @@ def fit(recipe: Recipe, optimizer: dict[str, Any], checkpoint: str, resume: str 
     return Part(values.losses, values.grad_norms, weights, dict(plan.specs)), momenta
 
 
-def run(recipe: Recipe, layout: str, *, checkpoint: str = "", resume: str | None = None, rule: str = "match_rms_adamw", **more: Any) -> Any:
+def run(recipe: Recipe, layout: str, *, checkpoint: str = "", resume: str | None = None, **more: Any) -> list[tuple[Part, int]]:
     size = Layout.parse(layout)
     strategy = {"layout": layout, "micro_batch_size": micro_batch_rows(size.dp, size.pp, recipe.global_batch), **more}
-    optimizer = {**OPTIMIZER, "adjust_lr_fn": rule}
-    return run_ranks(fit, size.world_size, recipe, optimizer, checkpoint, resume, **strategy, timeout=180)
+    return run_ranks(fit, size.world_size, recipe, OPTIMIZER, checkpoint, resume, **strategy, timeout=180)
 
 
-def assert_same(results: list[tuple[Part, int]], recipe: Recipe, first: int = 0, rule: str = "match_rms_adamw") -> None:
-    """Compare the steps from `first` on with torch's optimizers."""
-    whole = expected(recipe, rule)
+def assert_same(results: list[tuple[Part, int]], recipe: Recipe, first: int = 0) -> None:
+    """Compare the steps from `first` on with torch's optimizers.
+
+    In float32, gradients that are rounded differently now and then round a momentum to another bfloat16, which changes the whole update, on
+    one process too. `test_muon_bits.py` compares without such noise.
+    """
+    whole = expected(recipe)
+    noise = compare(expected(recipe, recipe.global_batch), whole) if recipe.dtype == "float32" else QUIET
     error, drift = differences([part for part, _ in results], Run(whole.losses[first:], whole.grad_norms[first:], whole.weights))
-    relative, absolute = TOLERANCES[recipe.dtype]
     assert drift == 0.0
-    print(recipe.model, recipe.dtype, error)
-    assert error.within(Noise(relative, relative, absolute)), f"{error}"
+    assert error.within(limits(recipe.dtype, noise)), f"{error} (noise of one process: {noise})"
 
 
 FULL = pytest.mark.full
@@ -159,3 +161,31 @@ CASES = [
 def test_equals_the_optimizers_of_torch(model: str, layout: str, zero: int, dtype: str) -> None:
     recipe = Recipe(model, 2, dtype, steps=STEPS)
     assert_same(run(recipe, layout, zero_stage=zero), recipe)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [
+        (("tp2", 0), ("dp2_ep2", 0), "float64"),
+        pytest.param(("pp2", 0), ("tp2", 0), "float64", marks=FULL),
+        pytest.param(("dp2_ep2", 1), ("tp2", 2), "float32", marks=FULL),
+        pytest.param(("tp2_dp2", 2), ("pp2", 0), "float32", marks=FULL),
+        pytest.param(("pp2", 0), ("dp3", 1), "float32", marks=FULL),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_in_another_layout(before: tuple[str, int], after: tuple[str, int], dtype: str, tmp_path: Path) -> None:
+    """Its momenta are those of whole parameters."""
+    recipe = Recipe("mixtral", 2, dtype, steps=STEPS, global_batch=24 if after[0] == "dp3" else 16)
+    run(recipe, before[0], checkpoint=f"{tmp_path}/step_2", zero_stage=before[1])
+    assert_same(run(recipe, after[0], resume=f"{tmp_path}/step_2", zero_stage=after[1]), recipe, first=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_each_rank_keeps_its_share_of_the_momenta(zero: int) -> None:
+    recipe = Recipe("llama", 2, steps=STEPS)
+    held = [momenta for _, momenta in run(recipe, "dp2", zero_stage=zero)]
+    matrices = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)  # q, o; k, v; gate, up, down of two layers
+    assert sum(held) == (2 if zero == 0 else 1) * matrices
+    assert max(held) == pytest.approx(matrices if zero == 0 else matrices / 2, rel=0.01)
