@@ -128,6 +128,7 @@ def ours(
     trace: int | None = None,
     bucket_bytes: int | None = None,
     sequence_parallel: bool | None = None,
+    muon: bool = False,
     **more: Any,
 ) -> None:
     """An ordinary LightningModule under `Lightning3DStrategy` in a plain Trainer.
@@ -136,6 +137,7 @@ def ours(
         overlap: False: gradients are reduced after the last backward of a step, never before.
         trace: steps from one that is traced to the next.
         bucket_bytes: of the reduction of gradients; by default 32 MiB, in which this model's gradients fit.
+        muon: Muon trains the matrices of the blocks, and AdamW the rest.
         more: further options of the strategy.
     """
     import lightning.pytorch as pl
@@ -144,6 +146,7 @@ def ours(
 
     from lightning_3d.layout import Layout
     from lightning_3d.parallel.zero import DataParallelBackend, make_backend
+    from lightning_3d.parallel.zero.muon import MuonWithAdamW
     from lightning_3d.strategy import Lightning3DStrategy
 
     if not overlap:
@@ -165,7 +168,12 @@ def ours(
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+            if not muon:
+                return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+            matrices = [parameter for name, parameter in self.named_parameters() if ".layers." in name and parameter.ndim == 2]
+            chosen = {id(parameter) for parameter in matrices}
+            others = [parameter for parameter in self.parameters() if id(parameter) not in chosen]
+            return MuonWithAdamW([{"params": matrices, "algorithm": "muon"}, {"params": others}], lr=LEARNING_RATE)
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

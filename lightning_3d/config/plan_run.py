@@ -22,9 +22,9 @@ from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
-from lightning_3d.config.options.optimizer import check_optimizer, check_sharding
+from lightning_3d.config.options.optimizer import MUON, adamw_patterns, check_optimizer, check_sharding, offload_refusal
 from lightning_3d.config.options.parallel_plan import check_plan
-from lightning_3d.config.options.parameter_groups import read_groups, require_matches
+from lightning_3d.config.options.parameter_groups import read_groups, require_matches, require_pattern_matches
 from lightning_3d.config.options.save_interval import check_save_interval
 from lightning_3d.config.options.scheduler import check_length
 from lightning_3d.config.options.self_check import check_mode
@@ -369,8 +369,11 @@ def _check_optimizer(run: CompleteRun, layout: Layout, zero: ZeroOptions) -> Non
             "optimizer.name=cpu_adamw updates weights in host memory, which needs parallelism.zero_offload=optimizer. Set that, or use"
             " optimizer.name=adamw."
         )
+    if run.optimizer.get("name") == MUON and zero.offload != NONE:
+        raise ConfigError(offload_refusal())
     names = run.spec.parameter_names if run.lora.r is None else None
     if names is not None:
+        require_pattern_matches("optimizer.adamw", adamw_patterns(run.optimizer), names)
         require_matches(read_groups(run.optimizer.get("groups")), names)
 
 

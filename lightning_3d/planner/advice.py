@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.blocks import RECOMPUTE
+from lightning_3d.config.options.optimizer import MUON
 from lightning_3d.config.run_config import CompleteRun, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, plural
 from lightning_3d.layout.given_stages import AUTO, listed_stages
@@ -43,6 +44,8 @@ _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, preci
     "fp32": (4.0, 8.0, "fp32"),
     "fp64": (8.0, 16.0, "fp32"),
 }
+_MOMENT = dict.fromkeys(_BYTES, 4.0) | {"fp64": 8.0}
+"""By precision, the bytes of one momentum of a parameter."""
 _LESS = 0.9
 """Share of the predicted memory that a run needs at most that is proposed after one that ran out of memory."""
 
@@ -136,6 +139,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         precision=kind,
         weight_bytes=weight,
         state_bytes=0.0 if offload else state,
+        saved_block_bytes=_MOMENT[precision] if run.optimizer.get("name") == MUON else 0.0,
         trained=0.02 if run.lora.r else 1.0,
         reduce=parallelism.zero_reduce,
         gather=parallelism.zero_gather,

@@ -117,15 +117,18 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     model, footprint = job.model, job.stack.footprint
     stages = [stage for stage, _ in own]
     counts = [parameters_of(job, stage) for stage in stages]
+    inner = [parameters_of(job, Stage(stage.blocks, False, False)) for stage in stages]
     sharers = shard_ranks(job)
     weights = gradients = kept_gradients = optimizer = 0.0
-    for parameters, ranks in zip(map(sum, zip(*counts, strict=True)), sharers, strict=True):
+    sums = (map(sum, zip(*numbers, strict=True)) for numbers in (counts, inner))
+    for parameters, of_blocks, ranks in zip(*sums, sharers, strict=True):
         weights += parameters * job.weight_bytes / (ranks if job.zero == 3 else 1)
         often, at_end = footprint.gradient / ranks, footprint.gradient + footprint.spare_gradient
         gradients += parameters * job.trained * (often if job.reduces_often else at_end)
         if job.zero > 0 and not job.reduces_often:
             kept_gradients += parameters * job.trained * footprint.kept_gradient / (1 if job.buffers_all_gradients else ranks)
-        optimizer += parameters * job.trained * job.state_bytes / (ranks if job.zero >= 1 else 1)
+        state = parameters * job.state_bytes - of_blocks * job.saved_block_bytes
+        optimizer += job.trained * state / (ranks if job.zero >= 1 else 1)
     if job.zero == 3 and not job.gathers_often:
         weights += sum(map(sum, counts)) * job.weight_bytes
     elif job.zero == 3:  # two blocks, and the parts outside of blocks, are gathered at the same time

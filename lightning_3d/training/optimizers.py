@@ -8,11 +8,12 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.deepspeed import import_deepspeed
-from lightning_3d.config.options.optimizer import COMMON, OPTIMIZERS, check_optimizer
+from lightning_3d.config.options.optimizer import COMMON, MUON, OPTIMIZERS, check_optimizer
 from lightning_3d.config.options.parameter_groups import KEY as GROUPS
 from lightning_3d.config.options.parameter_groups import read_groups
 from lightning_3d.config.options.scheduler import HYDRA_KEYS
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
+from lightning_3d.parallel.zero.muon import MuonWithAdamW
 from lightning_3d.training.objects import find_class
 from lightning_3d.training.parameter_groups import NamedGroup
 from lightning_3d.training.schedules import make_scheduler
@@ -57,6 +58,8 @@ def make_optimizer(
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(made, lr=float(config["lr"]), **options)
+    if config["name"] == MUON:
+        return MuonWithAdamW(made, lr=float(config["lr"]), **options)
     optimizer = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config["name"]]
     options = _fused_where_it_can_be(optimizer, options, made, steps_on)
     if not options.get("fused"):  # False would also turn off foreach, torch's default on GPUs

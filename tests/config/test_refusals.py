@@ -135,7 +135,15 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     ),
     "optimizer_of_whole_tensors": (
         ["optimizer=torch", "optimizer._target_=torch.optim.Muon"],
-        ["Muon", "which tp2 and zero_stage=1 would shard", "AdamW"],
+        ["Muon", "which tp2 and zero_stage=1 would shard", "AdamW", "Or use optimizer=muon"],
+    ),
+    "muon_offloaded": (
+        ["optimizer=muon", "parallelism.zero_offload=optimizer"],
+        ["zero_offload moves the optimizer's step to host memory", "Use zero_offload=none"],
+    ),
+    "muon_pattern": (
+        ["optimizer=muon", "optimizer.adamw=['*.q_prj.weight']"],
+        ["optimizer.adamw", "matches no trained parameter", "model.layers.0.self_attn.q_proj.weight"],
     ),
     "optimizer_with_closure": (["optimizer=torch", "optimizer._target_=torch.optim.LBFGS"], ["LBFGS", "by a closure", "SGD"]),
     "optimizer_twice": (["+optimizer._target_=torch.optim.NAdam"], ["name=adamw and _target_=torch.optim.NAdam", "optimizer=torch"]),

@@ -176,7 +176,7 @@ def test_f26_a_checkpoint_without_the_position_is_refused(trained: dict[str, Any
 ALL = [NamedGroup(frozenset({"weight"}), {"weight_decay": 0.1})]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_large", "adamw_wsd", "sgd", "torch"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_large", "adamw_wsd", "sgd", "torch", "muon"])
 def test_the_optimizer_files_work(name: str) -> None:
     config = yaml.safe_load((conf_folder() / "optimizer" / f"{name}.yaml").read_text())
     check_optimizer(config)

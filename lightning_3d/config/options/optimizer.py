@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_3d.config.options.numbers import check_keys, require_number
-from lightning_3d.config.options.parameter_groups import read_groups
+from lightning_3d.config.options.parameter_groups import read_groups, read_patterns
 from lightning_3d.config.options.scheduler import HYDRA_KEYS, check_scheduler
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
 from lightning_3d.layout.layout import Layout
@@ -16,7 +16,13 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("betas", "eps", "fused"),
     "cpu_adamw": ("betas", "eps", "fused"),
     "sgd": ("momentum", "nesterov", "fused"),
+    "muon": ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
 }
+MUON = "muon"
+_OF_MUON = ("adamw", "adamw_lr")
+"""Keys of Muon that are not arguments: they divide the parameters between it and AdamW."""
+_ADJUST_LR = ("match_rms_adamw", "original")
+_MOST_NS_STEPS = 99  # torch's
 _KINDS = ("norm", "bias", "embedding")
 COMMON = ("name", "lr", "weight_decay", "no_decay", "groups", "scheduler")
 """Keys of every optimizer. With a `_target_`, all other keys are arguments of the class."""
@@ -44,7 +50,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
             " optimizer._target_=torch.optim.NAME."
         )
     else:
-        check_keys("optimizer", config, (*COMMON, *OPTIMIZERS[name]))
+        check_keys("optimizer", config, (*COMMON, *OPTIMIZERS[name], *(_OF_MUON if name == MUON else ())))
     require_number("optimizer.lr", config.get("lr"), lambda x: x > 0, "above 0, for example 3e-4")
     for key in ("weight_decay", "eps", "momentum"):
         if config.get(key) is not None and not (target is not None and key == "eps"):
@@ -53,6 +59,8 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         _check_betas(config.get("betas", (0.9, 0.95)))
     if name == "cpu_adamw" and config.get("fused") is not None:
         raise ConfigError("optimizer.fused is an option of adamw and sgd, because cpu_adamw is always fused. Omit it, or set it to null.")
+    if name == MUON:
+        _check_muon(config)
     _check_kinds(config.get("no_decay") or ())
     read_groups(config.get("groups"))
     if config.get("scheduler") is not None:
@@ -91,9 +99,24 @@ def closure_refusal(name: str) -> str:
 
 def sharding_refusal(name: str, by: str) -> str:
     """Message for an optimizer that needs whole tensors. `by`: what shards them."""
+    whole = " Or use optimizer=muon, which any layout trains." if name == "Muon" else ""
     return (
         f"{name} computes the update of an element from other elements of its tensor. It needs whole weight matrices, which {by} would"
         f" shard. Use an elementwise optimizer ({listed(ELEMENTWISE, last='or')}), or a layout without tp and ep and with zero_stage=0."
+        + whole
+    )
+
+
+def adamw_patterns(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of the matrices that AdamW trains although the optimizer is Muon."""
+    return read_patterns("optimizer.adamw", config.get("adamw") or ())
+
+
+def offload_refusal() -> str:
+    """Message for Muon with an optimizer step in host memory."""
+    return (
+        "Muon orthogonalizes matrices on the device, but zero_offload moves the optimizer's step to host memory. Use zero_offload=none, or"
+        " another optimizer (optimizer=adamw)."
     )
 
 
@@ -107,6 +130,22 @@ def _check_class(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if key not in (*COMMON, *HYDRA_KEYS) and isinstance(value, Mapping) and "_target_" in value:
             raise ConfigError(f"optimizer.{key} must be a plain value; got an object with a _target_. Write the value itself.")
+
+
+def _check_muon(config: Mapping[str, Any]) -> None:
+    if config.get("adamw_lr") is not None:
+        require_number("optimizer.adamw_lr", config["adamw_lr"], lambda x: x > 0, "above 0, for example 3e-4")
+    if config.get("momentum") is not None:
+        require_number("optimizer.momentum", config["momentum"], lambda x: x < 1, "less than 1")
+    steps = config.get("ns_steps", 5)
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= _MOST_NS_STEPS:
+        raise ConfigError(f"optimizer.ns_steps must be a whole number from 1 to {_MOST_NS_STEPS}, usually 5; got {steps!r}.")
+    rule = config.get("adjust_lr_fn", _ADJUST_LR[0])
+    if rule not in _ADJUST_LR:
+        near = did_you_mean(str(rule), _ADJUST_LR)
+        raise ConfigError(f"optimizer.adjust_lr_fn must be {listed(_ADJUST_LR, last='or')}; got {rule!r}.{near}")
+    if config.get("adamw") is not None:
+        read_patterns("optimizer.adamw", config["adamw"])
 
 
 def _check_betas(betas: Any) -> None:

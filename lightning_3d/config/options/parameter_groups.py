@@ -79,18 +79,32 @@ def require_matches(groups: Sequence[ParameterGroup], parameters: Sequence[Names
         ConfigError: a pattern matches no parameter, with the nearest names; or earlier groups have all parameters of a group.
     """
     for index, group in enumerate(groups):
-        for pattern in group.patterns:
-            if not any(matches(pattern, name) for names in parameters for name in names):
-                raise ConfigError(
-                    f'{KEY}[{index}]: the pattern "{pattern}" matches no trained parameter of the model. A pattern matches a whole name.'
-                    f" The nearest names are {listed(nearest(pattern, [name for names in parameters for name in names]))}."
-                )
+        require_pattern_matches(f"{KEY}[{index}]", group.patterns, parameters)
     used = set(assign(groups, parameters))
     for index, group in enumerate(groups):
         if index not in used:
             raise ConfigError(
                 f"{KEY}[{index}] has no parameters: earlier groups match everything that {listed(group.patterns)} matches. A parameter"
                 " belongs to the first group that matches it. Put this group first, or remove it."
+            )
+
+
+def require_pattern_matches(key: str, patterns: Sequence[str], parameters: Sequence[Names]) -> None:
+    """Refuse patterns that match no parameter.
+
+    Args:
+        key: the key that has them.
+        patterns: the patterns.
+        parameters: see `require_matches`.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    for pattern in patterns:
+        if not any(matches(pattern, name) for names in parameters for name in names):
+            raise ConfigError(
+                f'{key}: the pattern "{pattern}" matches no trained parameter of the model. A pattern matches a whole name.'
+                f" The nearest names are {listed(nearest(pattern, [name for names in parameters for name in names]))}."
             )
 
 
@@ -126,12 +140,7 @@ def _read_group(key: str, entry: Any) -> ParameterGroup:
     if not isinstance(entry, Mapping):
         raise ConfigError(f'{key} must be a mapping, for example {{pattern: "*.embed_tokens.*", lr_scale: 0.1}}; got {entry!r}.')
     check_keys(key, entry, _KEYS)
-    given = entry.get("pattern")
-    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
-    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise ConfigError(f'{key}.pattern must be a pattern of parameter names or a list of patterns, for example "*.bias"; got {given!r}.')
-    for pattern in patterns:
-        _check_pattern(key, pattern)
+    patterns = read_patterns(f"{key}.pattern", entry.get("pattern") or None)
     for name in ("lr", "lr_scale", "weight_decay"):
         if entry.get(name) is not None:
             require_number(f"{key}.{name}", entry[name], lambda x: x >= 0, "of at least 0")
@@ -141,6 +150,20 @@ def _read_group(key: str, entry: Any) -> ParameterGroup:
     if {"lr", "lr_scale"} <= numbers.keys():
         raise ConfigError(f"{key} has both lr and lr_scale. Give it lr, or lr_scale, which is a factor on optimizer.lr.")
     return ParameterGroup(patterns, **numbers)
+
+
+def read_patterns(key: str, given: Any) -> tuple[str, ...]:
+    """Read a pattern of parameter names or a list of patterns.
+
+    Raises:
+        ConfigError: something else, or a regular expression that cannot be read.
+    """
+    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else (None,)
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ConfigError(f'{key} must be a pattern of parameter names or a list of patterns, for example "*.bias"; got {given!r}.')
+    for pattern in patterns:
+        _check_pattern(key, pattern)
+    return patterns
 
 
 def _check_pattern(key: str, pattern: str) -> None:

@@ -36,6 +36,7 @@ from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.offload import CPU_ADAM, VECTOR, rounds_by_place
 from lightning_3d.parallel.zero.overlapped_gather import OverlappedGather
 from lightning_3d.parallel.zero.parameter_store import TrainedTensor
+from lightning_3d.parallel.zero.shared_matrices import TrainedRange, share_matrices, step_matrices
 from lightning_3d.parallel.zero.stepper import Stepper, new_state, skipping, skips_on_device, start_state, state_tensors
 from lightning_3d.parallel.zero.trained import TrainedParameters
 
@@ -85,6 +86,8 @@ class DeepSpeedStepper(Stepper):
         self.owned = [self._owned(partition, slot) for partition in self.partitions for slot in partition.owned_slots]
         if gather is not None:
             gather.connect(self.partitions, trained)
+        with self._groups_for_deepspeed():
+            share_matrices(optimizer, trained, map(_range_of, self.owned), sharded=True)
 
     def _owned(self, partition: Partition, slot: Slot) -> OwnedPiece:
         tensor = self._entries[id(slot.parameter)]
@@ -188,16 +191,21 @@ class DeepSpeedStepper(Stepper):
     @torch.no_grad()
     def step(self, without_gradient: Sequence[nn.Parameter], skip: Tensor | None = None) -> None:
         if self._engine is None:
+            step_matrices(self._optimizer, self._gradient_of)  # other ranks of the stage may have parts of some
             return
         if type(self._optimizer).__name__ == CPU_ADAM:
             self._library.revive_cpu_adam(self._optimizer)
         if self._gather is not None:
             self._gather.settle()  # before the step writes into what may still be sent
         with self._groups_for_deepspeed(), self._unchanged(without_gradient), skipping(self._optimizer, skip):
+            step_matrices(self._optimizer, self._gradient_of)
             self._library.set_deepspeed_gradients(self._engine, list(self.gradients()))
             self._engine.step() if self._gather is None else self._library.step_without_gathering(self._engine)
         if self._gather is not None:
             self._gather.start()  # after `_unchanged`, which undoes a part of the step
+
+    def _gradient_of(self, master: Tensor) -> Tensor | None:
+        return next((partition.gradient for partition in self.partitions if partition.group.master is master), None)
 
     def discard(self) -> None:
         for partition in self.partitions:
@@ -253,3 +261,7 @@ class DeepSpeedStepper(Stepper):
         self._engine = None
         self.partitions, self.owned, self._expert_groups = [], [], []
         self._entries, self._tensors = {}, {}
+
+
+def _range_of(piece: OwnedPiece) -> TrainedRange:
+    return TrainedRange(piece.partition.group.master, piece.slot.start, piece.entry, piece.first, piece.slot.stop - piece.slot.start)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
+from lightning_3d.config.options.optimizer import offload_refusal
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.zero.muon import MuonWithAdamW
 
 CPU_ADAM = "DeepSpeedCPUAdam"
 """Can step only weights in host memory."""
@@ -31,6 +33,8 @@ def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
                 " or use torch.optim.AdamW."
             )
         return
+    if isinstance(optimizer, MuonWithAdamW):
+        raise ConfigError(offload_refusal())
     package = type(optimizer).__module__.partition(".")[0]
     if package in GPU_ONLY or (package == "deepspeed" and name.startswith("Fused")):
         raise ConfigError(

@@ -13,6 +13,7 @@ from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, GradientSums
 from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.outside_writes import follow_writes, with_writes
+from lightning_3d.parallel.zero.shared_matrices import TrainedRange, share_matrices, step_matrices
 from lightning_3d.parallel.zero.stepper import Stepper, new_state, skipping, skips_on_device, state_tensors
 from lightning_3d.parallel.zero.trained import TrainedParameters
 
@@ -35,6 +36,11 @@ class PlainStepper(Stepper):
         }
         if self._masters:
             swap_parameters(optimizer, self._masters)
+        ranges = (
+            TrainedRange(self._masters.get(entry.parameter, entry.parameter), 0, entry, 0, entry.parameter.numel())
+            for entry in trained.entries
+        )
+        share_matrices(optimizer, trained, ranges, sharded=False)
 
     @torch.no_grad()
     def follow_writes(self) -> None:
@@ -65,6 +71,7 @@ class PlainStepper(Stepper):
 
     @torch.no_grad()
     def step(self, without_gradient: Sequence[nn.Parameter], skip: Tensor | None = None) -> None:
+        step_matrices(self._optimizer, lambda tensor: tensor.grad)
         with skipping(self._optimizer, skip):
             self._optimizer.step()  # leaves parameters whose gradient is None as they are
         for parameter, master in self._masters.items():

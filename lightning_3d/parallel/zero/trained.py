@@ -18,6 +18,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure
 from lightning_3d.parallel.zero.first_copies import is_copied
+from lightning_3d.parallel.zero.muon import MuonWithAdamW
 from lightning_3d.parallel.zero.waves import Wave, find_waves
 
 DATA_AXES = ("dp", "cp")
@@ -247,6 +248,8 @@ def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int
     name = type(optimizer).__name__
     if needs_closure(optimizer):
         raise ConfigError(closure_refusal(name))
+    if isinstance(optimizer, MuonWithAdamW):
+        return  # its matrices are stepped as wholes, whatever parts ranks have
     by = [*(["this layout"] if any(entry.spec.is_cut for entry in trained) else []), *([f"zero_stage={stage}"] if stage > 0 else [])]
     if not by:
         return
