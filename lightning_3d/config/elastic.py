@@ -8,7 +8,7 @@ from lightning_3d.config.machine import visible_gpus
 from lightning_3d.config.run_config import RunConfig
 from lightning_3d.errors import ConfigError, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
-from lightning_3d.layout.batch_rules import largest_micro_batch
+from lightning_3d.layout.batch_rules import check_batch, check_ramp, largest_micro_batch
 from lightning_3d.layout.elastic import fitting_layout, whole_layout
 from lightning_3d.layout.layout import Layout
 from lightning_3d.ranks.environment import OutsideRank
@@ -57,6 +57,8 @@ def adapt(run: RunConfig, layout: Layout, schedule: str, outside: OutsideRank | 
     length = run.data.get("sequence_length") or 1  # without one, the run is refused later
     ramp = BatchRamp.read(run.data.get("batch_ramp"), batch, length)
     size = size or largest_micro_batch(whole, schedule, batch, ramp.sizes)
+    check_batch(whole, batch, size, schedule)
+    check_ramp(whole, ramp, size, schedule)
     shards = run.parallelism.zero_shard_size
     found = fitting_layout(
         whole,

@@ -56,6 +56,7 @@ class BatchRamp:
         """
         if given is None:
             return cls.none(full)
+        check_sizes(**{"data.global_batch_size": full})
         if not isinstance(given, Mapping) or set(given) != set(_KEYS):
             raise ConfigError(f"data.batch_ramp must have the keys {listed(_KEYS)}, {_EXAMPLE}; got {_written(given)}.")
         first, step, tokens = (given[key] for key in _KEYS)
