@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from lightning_3d.config.machine import visible_gpus
 from lightning_3d.config.run_config import RunConfig
 from lightning_3d.errors import ConfigError, plural
-from lightning_3d.layout.batch_rules import largest_micro_batch
+from lightning_3d.layout.batch_ramp import BatchRamp
+from lightning_3d.layout.batch_rules import check_batch, check_ramp, largest_micro_batch
 from lightning_3d.layout.elastic import fitting_layout, whole_layout
 from lightning_3d.layout.layout import Layout
 from lightning_3d.ranks.environment import OutsideRank
@@ -53,10 +54,20 @@ def adapt(run: RunConfig, layout: Layout, schedule: str, outside: OutsideRank | 
     batch, size = run.data.get("global_batch_size"), run.parallelism.micro_batch_size
     if batch is None:
         raise ConfigError("data.global_batch_size must be given for an elastic run, which keeps it on any number of ranks.")
-    size = size or largest_micro_batch(whole, schedule, batch)
+    length = run.data.get("sequence_length") or 1  # without one, the run is refused later
+    ramp = BatchRamp.read(run.data.get("batch_ramp"), batch, length)
+    size = size or largest_micro_batch(whole, schedule, batch, ramp.sizes)
+    check_batch(whole, batch, size, schedule)
+    check_ramp(whole, ramp, size, schedule)
     shards = run.parallelism.zero_shard_size
     found = fitting_layout(
-        whole, ranks=ranks, global_batch_size=batch, micro_batch_size=size, schedule=schedule, zero_shard_size=shards
+        whole,
+        ranks=ranks,
+        global_batch_size=batch,
+        micro_batch_size=size,
+        schedule=schedule,
+        zero_shard_size=shards,
+        smaller_batches=ramp.sizes[:-1],
     )
     run = replace(run, parallelism=replace(run.parallelism, elastic=whole.name, micro_batch_size=size))
     if found.world_size == whole.world_size:

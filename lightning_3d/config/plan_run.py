@@ -45,7 +45,8 @@ from lightning_3d.config.targets import check_targets
 from lightning_3d.config.typed import Typed
 from lightning_3d.config.written_paths import check_paths, folder_of
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
-from lightning_3d.layout.batch_rules import check_batch, few_micro_batches, largest_micro_batch
+from lightning_3d.layout.batch_ramp import BatchRamp
+from lightning_3d.layout.batch_rules import check_batch, check_ramp, few_micro_batches, largest_micro_batch
 from lightning_3d.layout.given_stages import AUTO, listed_stages
 from lightning_3d.layout.layout import AXES, Layout, divisors
 from lightning_3d.layout.loss_chunks import check_loss_chunks
@@ -142,7 +143,8 @@ class RunPlan:
             self.zero.describe(),
         ]
         words += [self.blocks.describe()] if self.blocks.changes_blocks else []
-        return ", ".join([*words, self.precision, micro])
+        ramp = ramp_of(self.run.data)
+        return ", ".join([*words, self.precision, micro, *([f"batch ramp {ramp}"] if ramp.rows else [])])
 
 
 def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Advice | None = None) -> RunPlan:
@@ -264,7 +266,7 @@ def check_keys(config: DictConfig) -> RunConfig:
     check_secrets(content)
     check_group_keys("model", run.model, MODEL_KEYS)
     options = data_options(run.data.get("name"))
-    check_group_keys("data", run.data, (*options, "global_batch_size", "seed", "vocab_size") if options else ())
+    check_group_keys("data", run.data, (*options, "global_batch_size", "batch_ramp", "seed", "vocab_size") if options else ())
     for key, value in run.data.items():
         check_type(f"data.{key}", value, options.get(key))
     return run
@@ -417,6 +419,15 @@ def _check_url(key: str, url: str) -> None:
         raise ConfigError(f"{key}={error}") from error
 
 
+def ramp_of(data: Mapping[str, Any]) -> BatchRamp:
+    """Return the sizes of the global batches of the group `data`, whose batch and sequence length are given.
+
+    Raises:
+        ConfigError: `data.batch_ramp` is wrong.
+    """
+    return BatchRamp.read(data.get("batch_ramp"), data["global_batch_size"], data["sequence_length"])
+
+
 def _splits_sequences(run: RunConfig) -> bool:
     """Whether tensor-parallel ranks split sequences. Where it is left open they do on GPUs, but not over gloo."""
     wanted = run.parallelism.sequence_parallel
@@ -471,7 +482,11 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
             "data.global_batch_size must be given: the number of sequences in an optimizer step, over all ranks, for example"
             " data.global_batch_size=64."
         )
+    check_sizes(global_batch=global_batch)
+    ramp = ramp_of(run.data)
     micro_batch_size = run.parallelism.micro_batch_size
     if micro_batch_size is None:
-        micro_batch_size = largest_micro_batch(layout, schedule, global_batch)
-    return micro_batch_size, check_batch(layout, global_batch, micro_batch_size, schedule)
+        micro_batch_size = largest_micro_batch(layout, schedule, global_batch, ramp.sizes)
+    micro_batches = check_batch(layout, global_batch, micro_batch_size, schedule)
+    check_ramp(layout, ramp, micro_batch_size, schedule)
+    return micro_batch_size, micro_batches

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
 from lightning_3d.errors import LayoutError, listed
+from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.resolve import check_schedule
 from lightning_3d.layout.schedules import SCHEDULES, ScheduleInfo, default_schedule, find_schedule, predicted_bubble
@@ -92,12 +96,64 @@ def _micro_batch_repairs(layout: Layout, info: ScheduleInfo, micro_batches: int,
     return listed(repairs, last="or")
 
 
-def largest_micro_batch(layout: Layout, schedule: str, global_batch: int) -> int:
-    """Return the largest micro-batch that the schedule accepts; 1 when none works, so that `check_batch` explains why."""
+def check_ramp(layout: Layout, ramp: BatchRamp, micro_batch: int, schedule: str) -> None:
+    """Refuse a batch ramp of which one batch cannot be split as `check_batch` requires. The full batch must have been checked.
+
+    Args:
+        layout: resolved (`resolve_layout`).
+        micro_batch: rows that pass through the model at once.
+        schedule: name.
+
+    Raises:
+        LayoutError: with the nearest first batch and step that work.
+    """
+    info, unit = find_schedule(schedule), micro_batch * layout.dp
+    wrong = next((size for size in ramp.sizes if not _suits(layout, info, unit, size)), None)
+    if wrong is None:
+        return
+    if wrong % unit:
+        reason = f"is not divisible by micro-batch {micro_batch} * dp {layout.dp} = {unit}"
+    else:
+        reason = f"gives each rank {wrong // unit} micro-batch{'es' * (wrong != unit)}, which {info.name} cannot run with pp {layout.pp}"
+    near = _nearest_ramp(layout, ramp, unit, info)
+    works = f"Use data.batch_ramp.from={near[0]} and data.batch_ramp.step={near[1]}" if near is not None else "Leave data.batch_ramp out"
+    smaller = ", or a smaller micro-batch" if micro_batch > 1 and wrong % unit else ""
+    raise LayoutError(f"The batch ramp {ramp} has a global batch of {wrong}, which {reason}. {works}{smaller}.")
+
+
+def _suits(layout: Layout, info: ScheduleInfo, unit: int, size: int) -> bool:
+    return size % unit == 0 and info.accepts(layout.pp, layout.vp, size // unit)
+
+
+def _nearest_ramp(layout: Layout, ramp: BatchRamp, unit: int, info: ScheduleInfo) -> tuple[int, int] | None:
+    """Return the first batch and the step of a ramp to the full batch that works, near the given ones; None if none is found."""
+
+    def working(first: int) -> Iterator[tuple[int, int]]:
+        for step in sorted((size * unit for size in divisors((ramp.full - first) // unit)), key=lambda step: abs(step - ramp.step)):
+            if all(_suits(layout, info, unit, size) for size in range(first, ramp.full, step)):
+                yield first, step
+                return
+
+    firsts = sorted(range(unit, ramp.full, unit), key=lambda first: abs(first - ramp.first))
+    found = [pair for first in islice(firsts, _FIRSTS_TRIED) for pair in working(first)]
+    return min(found, key=lambda pair: abs(pair[0] - ramp.first) + abs(pair[1] - ramp.step), default=None)
+
+
+_FIRSTS_TRIED = 64
+"""First batches that are tried for the message about a ramp."""
+
+
+def largest_micro_batch(layout: Layout, schedule: str, global_batch: int, others: Sequence[int] = ()) -> int:
+    """Return the largest micro-batch that the schedule accepts; 1 when none works, so that `check_batch` explains why.
+
+    Args:
+        others: smaller global batches that it must suit too.
+    """
     check_sizes(global_batch=global_batch)
     rows, info = global_batch // layout.dp, find_schedule(schedule)
     sizes = [size for size in divisors(max(rows, 1)) if info.accepts(layout.pp, layout.vp, rows // size)]
-    return max(sizes, default=1)
+    suiting = [size for size in sizes if all(_suits(layout, info, size * layout.dp, batch) for batch in others)]
+    return max(suiting, default=1)
 
 
 def few_micro_batches(layout: Layout, schedule: str, micro_batches: int) -> str | None:

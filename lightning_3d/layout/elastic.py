@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from lightning_3d.errors import ConfigError, LayoutError
@@ -20,6 +20,7 @@ def fitting_layout(
     micro_batch_size: int | None = None,
     schedule: str | None = None,
     zero_shard_size: int | None = None,
+    smaller_batches: Sequence[int] = (),
 ) -> Layout:
     """Return the largest layout up to `layout` that fits on a number of ranks. It differs in data parallelism only.
 
@@ -33,6 +34,7 @@ def fitting_layout(
         micro_batch_size: rows of a micro-batch; None if it may be any.
         schedule: name of the pipeline schedule; None for the default.
         zero_shard_size: data-parallel ranks that shard; None for all.
+        smaller_batches: global batches of a batch ramp, which must suit the layout too.
 
     Raises:
         LayoutError: `layout` does not suit the batch, or one replica of the model needs more ranks than are there.
@@ -40,7 +42,7 @@ def fitting_layout(
     whole, name = resolve_layout(layout, schedule)
 
     def check(one: Layout) -> None:
-        _check(one, name, global_batch_size, micro_batch_size)
+        _check(one, name, global_batch_size, micro_batch_size, smaller_batches)
         if zero_shard_size not in (None, whole.dp):  # so many ranks as there are shard, too
             check_shard_size(zero_shard_size, one)
 
@@ -107,9 +109,10 @@ def _first(whole: Layout, degrees: Iterable[int], check: Callable[[Layout], None
     return None
 
 
-def _check(layout: Layout, schedule: str, global_batch: int, micro_batch: int | None) -> None:
-    """Raise LayoutError if a layout suits neither its experts nor the batch."""
+def _check(layout: Layout, schedule: str, global_batch: int, micro_batch: int | None, smaller: Sequence[int]) -> None:
+    """Raise LayoutError if a layout does not suit its experts or one of the global batches."""
     check_expert_groups(layout)
     if micro_batch is None:
-        micro_batch = largest_micro_batch(layout, schedule, global_batch)
-    check_batch(layout, global_batch, micro_batch, schedule)
+        micro_batch = largest_micro_batch(layout, schedule, global_batch, smaller)
+    for batch in (global_batch, *smaller):
+        check_batch(layout, batch, micro_batch, schedule)

@@ -6,9 +6,11 @@ from math import ceil, prod
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import run_commands
 from composed_configs import ON_GPUS, RECIPES, composed, dry, options, recipe
 from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM
 
 from lightning_3d.config.files import conf_folder, recipes_folder
 from lightning_3d.config.plan_run import RunPlan, check_keys, plan_run
@@ -17,6 +19,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble
 from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
+from lightning_3d.training.module import transformers_config
+from lightning_3d.training.parameter_groups import undecayed_names
 
 MODELS = [name for name in options("model") if name != "pretrained"]
 PUBLISHED = [name for name in MODELS if not name.endswith("tiny")]
@@ -262,3 +266,26 @@ def test_kinds_of_another_app_take_numbers_too(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "mine.yaml").write_text("accelerator: gpu\nnodes: 1\nspeed: 7\n")
     assert composed(folder=tmp_path).cluster == {"accelerator": "gpu", "nodes": 3, "speed": 7, "name": "mine_3x4", "gpus_per_node": 4}
+
+
+# Weight decay
+
+
+@pytest.mark.parametrize("name", options("optimizer"))
+def test_no_optimizer_decays_norms_and_biases(name: str) -> None:
+    assert {"norm", "bias"} <= set(OmegaConf.load(conf_folder() / "optimizer" / f"{name}.yaml").no_decay)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_decays_norms_and_biases(name: str) -> None:
+    assert {"norm", "bias"} <= set(recipe(name)[0].optimizer.no_decay)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("tiny")])
+def test_what_is_not_decayed_is_every_vector_of_a_model(name: str) -> None:
+    """By the shapes: norms and biases are vectors, and nothing else is."""
+    config = OmegaConf.to_container(OmegaConf.load(conf_folder() / "model" / f"{name}.yaml").config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers_config(config))
+    vectors = {parameter for parameter, value in model.named_parameters() if value.ndim < 2}
+    assert vectors and undecayed_names(model, ["norm", "bias"]) == vectors

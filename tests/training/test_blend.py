@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_3d.config.options.sources import LONGEST_CYCLE, read_sources, whole_shares
 from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.runs.metrics_file import read_rows
 from lightning_3d.training.callbacks import MetricsCSV
@@ -366,9 +367,9 @@ def test_a_large_number_of_epochs_is_rounded_up() -> None:
     source = {"train_path": "x", "weight": 1}
     for samples, steps in ((7, 8642100), (3, 10**9), (13, 12345678)):
         with pytest.raises(DataError, match=r"or data\.sources\.web\.epochs=\S+\.$") as refused:
-            BlendPlan.of(read_sources({"web": source}, LENGTH), [samples], LENGTH).require_steps(steps, 1)
+            BlendPlan.of(read_sources({"web": source}, LENGTH), [samples], LENGTH).require_steps(steps, BatchRamp.none(1))
         enough = source | {"epochs": proposed(str(refused.value))["web"]}
-        BlendPlan.of(read_sources({"web": enough}, LENGTH), [samples], LENGTH).require_steps(steps, 1)
+        BlendPlan.of(read_sources({"web": enough}, LENGTH), [samples], LENGTH).require_steps(steps, BatchRamp.none(1))
 
 
 def test_a_budget_above_what_a_source_has_is_refused(tmp_path: Path) -> None:

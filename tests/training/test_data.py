@@ -528,7 +528,7 @@ def test_every_data_file_of_the_configuration_fits_its_module() -> None:
         config = yaml.safe_load(path.read_text())
         module_name, class_name = DATA_MODULES[config.pop("name")].split(":")
         known = _parameters(getattr(__import__(module_name, fromlist=[class_name]), class_name))
-        given = {"global_batch_size", "seed", "vocab_size"}
+        given = {"global_batch_size", "batch_ramp", "seed", "vocab_size"}
         assert set(config) == set(known) - given
         for key, value in config.items():
             default = known[key].default

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
+from lightning_3d.layout.batch_ramp import BatchRamp
 
 LONGEST_CYCLE = 1 << 17
 """Rows of a cycle at most. Weights with a larger common denominator are rounded to multiples of 1 / LONGEST_CYCLE."""
@@ -90,13 +91,14 @@ def check_sources(data: Mapping[str, Any], steps: int) -> None:
         return
     length = data["sequence_length"]
     sources = read_sources(data["sources"], length)
-    a_step = data["global_batch_size"] * length
-    total = sum(source.share for source in sources)
-    if sources[0].tokens is not None and total < steps * a_step:
-        fewer = f", or use trainer.max_steps={total // a_step}" if total >= a_step else ""
+    ramp = BatchRamp.read(data.get("batch_ramp"), data["global_batch_size"], length)
+    total, taken = sum(source.share for source in sources), ramp.after(steps) * length
+    if sources[0].tokens is not None and total < taken:
+        possible = ramp.count(0, int(total // length))
+        fewer = f", or use trainer.max_steps={possible}" if possible else ""
         raise ConfigError(
-            f"The tokens of data.sources sum to {float(total):.0f}, but the run takes {steps * a_step}"
-            f" ({plural(steps, 'step')} of {a_step}). Give all sources more tokens{fewer}."
+            f"The tokens of data.sources sum to {float(total):.0f}, but the run takes {taken}"
+            f" ({plural(steps, 'step')} of {ramp.described(length)}). Give all sources more tokens{fewer}."
         )
 
 

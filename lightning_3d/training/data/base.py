@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.errors import ConfigError, DataError, plural
+from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.training.data.entropy import Entropy, entropy
 from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens, spread
@@ -61,16 +63,64 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return self._order(self.epoch, self._rows.of_rank(self.rank, range(self.total_size), skip))
 
 
+class GlobalBatchSampler(GlobalOrderSampler):
+    """The same order in batches of different sizes: yields the samples of one step of this rank as a list.
+
+    Args:
+        batches: function (epoch, samples already used) -> places of each following global batch in the order of that epoch, a multiple of
+            the ranks.
+        count: function epoch -> number of its batches.
+        **kwargs: see `GlobalOrderSampler`.
+    """
+
+    def __init__(self, batches: Callable[[int, int], Iterator[range]], count: Callable[[int], int], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._batches, self._count = batches, count
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        used = self._used(self.epoch)
+        of_rank = (self._rows.of_rank(self.rank, places) for places in self._batches(self.epoch, used))
+        order = self._order(self.epoch, chain.from_iterable(of_rank))
+        return (list(islice(order, len(places) // self.num_replicas)) for places in self._batches(self.epoch, used))
+
+    @override
+    def __len__(self) -> int:
+        return self._count(self.epoch)
+
+
+class Batches(Dataset[dict[str, Tensor]]):
+    """Batches of samples: an index is the list of the samples of a batch."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @override
+    def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
+        batch: dict[str, Tensor] = default_collate([self._samples[index] for index in indices])
+        return batch
+
+
 class TrainLoader(DataLoader[dict[str, Tensor]]):
     """A loader whose position Lightning saves and restores, by these two methods."""
 
     data_module: PackedDataModule
+
+    @override
+    def __iter__(self) -> Any:
+        """Start to read when the first batch is asked for. Lightning makes the iterator of a resumed epoch before it says which epoch it
+        is, and worker processes would read ahead in another one."""
+        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         return self.data_module.position_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.data_module.resume_from(state_dict)
+        self.sampler.set_epoch(state_dict["epoch"])  # type: ignore[attr-defined]
 
 
 class PackedDataModule(LightningDataModule):
@@ -84,6 +134,8 @@ class PackedDataModule(LightningDataModule):
     Args:
         sequence_length: tokens per sample.
         global_batch_size: samples per step, over all ranks.
+        batch_ramp: smaller batches at the start of the run: `from` and `step` in samples, and `tokens`, the tokens after which the batch
+            has its full size; see `BatchRamp`. None: all batches are equal.
         val_sequences: number of held-out samples per validation, spread evenly over the split; None for all.
         seed: seed of the order of documents and samples.
         vocab_size: vocabulary size of the model; token ids are checked against it. None: no check.
@@ -103,6 +155,7 @@ class PackedDataModule(LightningDataModule):
         *,
         sequence_length: int,
         global_batch_size: int,
+        batch_ramp: dict[str, Any] | None = None,
         val_sequences: int | None = None,
         seed: int = 0,
         vocab_size: int | None = None,
@@ -123,6 +176,7 @@ class PackedDataModule(LightningDataModule):
             )
         self.sequence_length = sequence_length
         self.global_batch_size = global_batch_size
+        self.batches = BatchRamp.read(batch_ramp, global_batch_size, sequence_length)
         self.val_sequences = val_sequences
         self.seed = seed
         self.vocab_size = vocab_size
@@ -216,15 +270,33 @@ class PackedDataModule(LightningDataModule):
             )
         return self.global_batch_size // replicas
 
+    def _require_ramp(self, replicas: int) -> None:
+        """Refuse a batch of the ramp that the ranks cannot share in whole micro-batches."""
+        micro_batch = getattr(self.trainer.strategy, "micro_batch_size", None) if self.trainer is not None else None
+        unit = replicas * (micro_batch or 1)
+        wrong = next((size for size in self.batches.sizes if size % unit), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"The batch ramp {self.batches} has a global batch of {wrong}, which cannot be split evenly over"
+                f" {plural(replicas, 'data-parallel rank')} with micro-batches of {micro_batch or 1}. Use multiples of {unit}."
+            )
+
     @override
     def train_dataloader(self) -> TrainLoader:
         assert self.train_set is not None, "setup() comes first"
         replicas, index = self._replicas()
         rows = getattr(self.trainer.strategy, "micro_batch_rows", None) if self.trainer is not None else None
         dealt = rows or MicroBatchRows(replicas, replicas)
-        sampler = GlobalOrderSampler(self.train_set, self._used, self._order, dealt, rank=index)
-        options = self._loader_options(self._batch_size(replicas))
-        loader = TrainLoader(self.train_set, sampler=sampler, drop_last=True, **options)
+        size = self._batch_size(replicas)
+        order: dict[str, Any] = {"dataset": self.train_set, "used": self._used, "order": self._order, "rows": dealt, "rank": index}
+        # With a generator of its own, the loader does not advance the global one when its iterator is made, in a resumed epoch too.
+        options = {**self._loader_options(size), "generator": torch.Generator().manual_seed(self.seed)}
+        if self.batches.rows:
+            self._require_ramp(replicas)
+            ramped = GlobalBatchSampler(self._batches_of, self._batches_in, **order)
+            loader = TrainLoader(Batches(self.train_set), sampler=ramped, **{**options, "batch_size": None})
+        else:
+            loader = TrainLoader(self.train_set, sampler=GlobalOrderSampler(**order), drop_last=True, **options)
         loader.data_module = self
         return loader
 
@@ -283,20 +355,40 @@ class PackedDataModule(LightningDataModule):
         assert self.trainer is not None
         return {
             "epoch": self.trainer.current_epoch,
-            "samples": self._batches_read() * self.global_batch_size,
+            "samples": self._rows_read(),
             **self._same_order(),
             "order": self._order_kind,
         }
 
-    def _batches_read(self) -> int:
-        """Global batches that were read in the order of this epoch."""
+    def _rows_read(self) -> int:
+        """Rows that were read in the order of this epoch."""
         assert self.trainer is not None
-        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        start, end = self._span(self.trainer.current_epoch)
+        batches = int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        return min(self.batches.after(batches, start), end) - start
+
+    def _span(self, epoch: int) -> tuple[int, int]:
+        """Return the first row of the run in the order of an epoch, and the row after its last one."""
+        assert self.train_set is not None, "setup() comes first"
+        rows = len(self.train_set) // self.global_batch_size * self.global_batch_size
+        return epoch * rows, (epoch + 1) * rows
+
+    def _batches_of(self, epoch: int, used: int) -> Iterator[range]:
+        """Yield the places of each global batch in the order of an epoch, after those that were used. The last one may be shorter."""
+        start, end = self._span(epoch)
+        return (range(rows.start - start, rows.stop - start) for rows in self.batches.batches(start + used, end))
+
+    def _batches_in(self, epoch: int) -> int:
+        """Number of global batches of an epoch."""
+        start, end = self._span(epoch)
+        complete = self.batches.count(start, end)
+        return complete + (self.batches.after(complete, start) < end)
 
     def _same_order(self) -> dict[str, Any]:
         """Everything that the order of samples depends on, besides its kind."""
         return {
             "global_batch_size": self.global_batch_size,
+            "batch_ramp": str(self.batches) if self.batches.rows else None,
             "seed": self.seed,
             "sequence_length": self.sequence_length,
             **self._order_depends_on(),

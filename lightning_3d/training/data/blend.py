@@ -59,7 +59,7 @@ class Blend(PackedDataModule):
             self._map_sources()
         assert self.plan is not None
         if stage != "validate":
-            self.plan.require_steps(max(1, self.trainer.max_steps if self.trainer is not None else 1), self.global_batch_size)
+            self.plan.require_steps(max(1, self.trainer.max_steps if self.trainer is not None else 1), self.batches)
 
     def _map_sources(self) -> None:
         corpora = zip(self.sources, find_sources(self.sources), strict=True)
@@ -92,27 +92,32 @@ class Blend(PackedDataModule):
         if self.trainer is None:
             return 0
         assert self.train_set is not None, "setup() comes first"
-        rows = self._batches_read() * self.global_batch_size
+        rows, size = self._rows_read(), self.batches.at(self._rows_read())
         begins = self._restored is None or self._restored["epoch"] != epoch  # a finished run that resumes has nothing left to read
-        if begins and rows + self.global_batch_size > len(self.train_set):
+        if begins and rows + size > len(self.train_set):
             raise DataError(
                 f"The blend has been read to its end: {rows} of its {plural(len(self.train_set), 'row')} have been read, and a step takes"
-                f" {self.global_batch_size}. Let the sources repeat with data.sources.NAME.epochs, or set max_steps of the Trainer."
+                f" {size}. Let the sources repeat with data.sources.NAME.epochs, or set max_steps of the Trainer."
             )
         return rows
 
     @override
-    def _batches_read(self) -> int:
-        """Global batches that were read in all epochs. Its end ends an epoch of Lightning, but a longer blend continues there."""
+    def _rows_read(self) -> int:
+        """Rows that were read in all epochs. Its end ends an epoch of Lightning, but a longer blend continues there."""
         assert self.trainer is not None
-        return self._batches_before + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+        return self.batches.after(self._batches_before + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready))
+
+    @override
+    def _span(self, epoch: int) -> tuple[int, int]:
+        assert self.train_set is not None, "setup() comes first"
+        return 0, self.batches.after(self.batches.count(0, len(self.train_set)))
 
     @override
     def resume_from(self, state: dict[str, Any]) -> None:
         super().resume_from(state)
         assert self.trainer is not None
         counted = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        self._batches_before = state["samples"] // self.global_batch_size - counted
+        self._batches_before = self.batches.count(0, state["samples"]) - counted
 
     @override
     def _order_depends_on(self) -> dict[str, Any]:

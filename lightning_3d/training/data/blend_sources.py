@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_3d.config.options.sources import Source, read_sources
 from lightning_3d.errors import DataError, listed, plural
+from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.training.data.concatenation import first_held_out
 from lightning_3d.training.data.corpus import Corpus, find_corpora, require_same_tokenizer, require_separator
 from lightning_3d.training.data.interleaving import Interleaving
@@ -88,22 +89,27 @@ class BlendPlan:
         cycle = self.interleaving.cycle
         return "; ".join(f"{source.name}: {share} of {cycle} rows, {plural(count, 'sample')}" for source, share, count in parts)
 
-    def require_steps(self, steps: int, global_batch_size: int) -> None:
+    def require_steps(self, steps: int, batches: BatchRamp) -> None:
         """Refuse a run that is longer than the blend.
+
+        Args:
+            batches: sizes of its global batches.
 
         Raises:
             DataError: it names the source that ends first, and what would be enough for all sources that end too early.
         """
-        if steps * global_batch_size <= self.rows or not self.ends:
+        taken = batches.after(steps)
+        if taken <= self.rows or not self.ends:
             return
         name, end = min(self.ends.items(), key=lambda entry: entry[1])
         number = [source.name for source in self.sources].index(name)
         source = self.sources[number]
-        possible = f"trainer.max_steps={end // global_batch_size}" if end >= global_batch_size else "more data"
-        more = self._longer(number, steps * global_batch_size)
+        enough = batches.count(0, end)
+        possible = f"trainer.max_steps={enough}" if enough else "more data"
+        more = self._longer(number, taken)
         raise DataError(
-            f"The blend has {plural(end, 'row')} of {self.sequence_length} tokens, and the run takes {steps * global_batch_size}"
-            f" ({plural(steps, 'step')} of {global_batch_size}). Its source {name} ends first: {plural(self.samples[number], 'sample')},"
+            f"The blend has {plural(end, 'row')} of {self.sequence_length} tokens, and the run takes {taken}"
+            f" ({plural(steps, 'step')} of {batches.described()}). Its source {name} ends first: {plural(self.samples[number], 'sample')},"
             f" {_epochs(source.epochs) if source.tokens is None else f'{source.tokens:.0f} tokens'}. Use {possible}, or {more}."
         )
 
@@ -167,4 +173,4 @@ def check_blend(config: Mapping[str, Any], steps: int | None) -> None:
     samples = [training_samples(source, *corpora, length) for source, corpora in zip(sources, found, strict=True)]
     plan = BlendPlan.of(sources, samples, length)
     if steps is not None and batch is not None:
-        plan.require_steps(steps, batch)
+        plan.require_steps(steps, BatchRamp.read(config.get("batch_ramp"), batch, length))
