@@ -27,12 +27,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @lru_cache
-def expected(kind: str, dp: int) -> Run:
-    return objectives.one_process(kind, dp, micro_batch_size=2)
+def expected(kind: str, dtype: str, dp: int) -> Run:
+    return objectives.one_process(kind, dtype, dp, micro_batch_size=2)
 
 
 @pytest.mark.parametrize(("kind", "layout", "options"), by_default(CASES, 0), ids=str)
 def test_an_objective_trains_as_on_one_process(kind: str, layout: str, options: dict[str, Any]) -> None:
-    parsed = Layout.parse(layout)
-    parts = run_ranks(objectives.fit, parsed.world_size, kind, layout, 2, **options, timeout=180)
-    assert_same_run(parts, expected(kind, parsed.dp), "float64")
+    parsed, dtype = Layout.parse(layout), "float32" if options.get("zero_stage") else "float64"
+    parts = run_ranks(objectives.fit, parsed.world_size, kind, dtype, layout, 2, **options, timeout=180)
+    assert_same_run(parts, expected(kind, dtype, parsed.dp), dtype)

@@ -11,7 +11,7 @@ from parity import Module, Part, Rows, fit_on_rank
 from reference import Recipe, Run, dealt, default_dtype, initial_model, split, train_on
 from torch import Tensor, nn
 
-RECIPE = Recipe(dtype="float64", steps=3)
+RECIPE = Recipe(dtype="float64", steps=3)  # "float32" in the functions below: ZeRO trains no float64
 LENGTHS = (models.SEQUENCE, models.SEQUENCE - 5)
 Loss = Callable[[nn.Module, nn.Module, models.Batch], Tensor]
 
@@ -56,28 +56,29 @@ def contrastive(model: nn.Module, _: nn.Module, batch: models.Batch) -> Tensor:
 LOSSES: dict[str, Loss] = {"dpo": dpo, "distillation": distillation, "contrastive": contrastive}
 
 
-def other_model(kind: str) -> nn.Module:
+def other_model(kind: str, recipe: Recipe) -> nn.Module:
     """The frozen second model: the initial one, or a teacher of twice the width."""
     if kind != "distillation":
-        return initial_model(RECIPE).requires_grad_(False)
+        return initial_model(recipe).requires_grad_(False)
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    student = initial_model(RECIPE).config
-    with torch.random.fork_rng(devices=()), default_dtype(torch.float64):
+    student = initial_model(recipe).config
+    with torch.random.fork_rng(devices=()), default_dtype(recipe.torch_dtype):
         torch.manual_seed(1)
         config = {**student.to_dict(), "hidden_size": 2 * student.hidden_size, "head_dim": None, "initializer_range": 0.2}
         teacher = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in config.items() if key != "model_type"}))
-    models.keep_double(teacher)
+    if recipe.torch_dtype == torch.float64:
+        models.keep_double(teacher)
     return teacher.requires_grad_(False)
 
 
 class Objective(Module):
     """A LightningModule with a trained model and, except for the contrastive loss, a frozen one."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(RECIPE, initial_model(RECIPE))
+    def __init__(self, kind: str, recipe: Recipe) -> None:
+        super().__init__(recipe, initial_model(recipe))
         self.kind = kind
-        self.other = other_model(kind) if kind != "contrastive" else nn.Identity()
+        self.other = other_model(kind, recipe) if kind != "contrastive" else nn.Identity()
 
     def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
         loss = LOSSES[self.kind](self.model, self.other, batch)
@@ -100,18 +101,20 @@ def rows() -> models.Batch:
     return {"chosen": chosen, "rejected": rejected}
 
 
-def fit(kind: str, layout: str, micro_batch_size: int, **strategy: Any) -> Part:
+def fit(kind: str, dtype: str, layout: str, micro_batch_size: int, **strategy: Any) -> Part:
     """Train on this rank. Keeps what belongs to the trained model."""
-    part = fit_on_rank(RECIPE, Rows(rows()), Objective(kind), layout=layout, micro_batch_size=micro_batch_size, **strategy)
+    recipe = replace(RECIPE, dtype=dtype)
+    part = fit_on_rank(recipe, Rows(rows()), Objective(kind, recipe), layout=layout, micro_batch_size=micro_batch_size, **strategy)
     return replace(part, weights={name: value for name, value in part.weights.items() if name.startswith("model.")})
 
 
-def one_process(kind: str, dp: int, micro_batch_size: int) -> Run:
+def one_process(kind: str, dtype: str, dp: int, micro_batch_size: int) -> Run:
     """Train on one process with the micro-batches of `dp` data-parallel ranks."""
-    data, loss, other = rows(), LOSSES[kind], other_model(kind)
+    recipe = replace(RECIPE, dtype=dtype)
+    data, loss, other = rows(), LOSSES[kind], other_model(kind, recipe)
     batches = [{key: value[start : start + RECIPE.global_batch] for key, value in data.items()} for start in starts()]
     parts = [[micro for own in dealt(batch, dp) for micro in split(own, micro_batch_size)] for batch in batches]
-    return train_on(RECIPE, parts, step=lambda model, batch: loss(model, other, batch))
+    return train_on(recipe, parts, step=lambda model, batch: loss(model, other, batch))
 
 
 def starts() -> range:
