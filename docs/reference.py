@@ -27,6 +27,7 @@ from lightning_3d.cli.launch import KINDS  # noqa: E402
 from lightning_3d.config.cluster import ClusterConfig  # noqa: E402
 from lightning_3d.config.files import conf_folder, recipes_folder  # noqa: E402
 from lightning_3d.config.options.lora import LoraOptions  # noqa: E402
+from lightning_3d.config.options.objective import ObjectiveOptions  # noqa: E402
 from lightning_3d.config.options.plan import PlanOptions  # noqa: E402
 from lightning_3d.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig  # noqa: E402
 from lightning_3d.launchers.options import meanings  # noqa: E402
@@ -267,6 +268,9 @@ def run_keys() -> str:
     rows = [(key, type_name(hints[key]), written(values[key]), said[key]) for key in ("seed", "force", "profile", "run_folder")]
     limits, reserve = get_type_hints(PlanOptions), flat({"plan": values["plan"]})
     rows += [(key, type_name(limits[key.partition(".")[2]]), written(value), said[key]) for key, value in reserve]
+    aims = get_type_hints(ObjectiveOptions)
+    objective = flat({"objective": values["objective"]})
+    rows += [(key, type_name(aims[key.partition(".")[2]]), written(value), said[key]) for key, value in objective]
     size = "data.global_batch_size"
     return table([*rows, (size, "int", written(dict(flat(values))[size]), said.get(size) or said["data"])])
 

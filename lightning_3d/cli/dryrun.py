@@ -85,6 +85,7 @@ def _ranks(value: str) -> tuple[int, ...]:
 
 def _run(options: Options) -> int:
     config, plan = check_shapes(options.overrides)
+    plan.run.objective.require_language_model("dryrun")
     layout = plan.layout
     for rank in options.ranks or ():
         if not 0 <= rank < layout.world_size:

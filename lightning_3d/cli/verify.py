@@ -52,6 +52,7 @@ def run(arguments: list[str]) -> int:
 
 def _run(steps: int, overrides: list[str]) -> int:
     config, plan = check_shapes(overrides)
+    plan.run.objective.require_language_model("verify")
     small, left_out = fold(plan.layout, shard_groups=plan.zero.shard_size is not None)
     model = {**config["model"], "config": shrink_model(config["model"]["config"], plan.layout, small), "pretrained": None}
     arguments, dropped = strategy_arguments(config, plan, small)

@@ -12,8 +12,9 @@ _REPORT = "_lightning_3d_report"
 
 
 @contextmanager
-def reporting_uses(module: LightningModule, report: Callable[[str], None]) -> Iterator[None]:
-    """Call `report` with "print" or "logger" before `module` uses them, inside this context.
+def reporting_uses(module: LightningModule, report: Callable[[str], Any]) -> Iterator[None]:
+    """Call `report` with "print" or "logger" before `module` uses them, inside this context. If it returns something, that takes their
+    place: nothing is printed, and the logger is what was returned.
 
     Lightning offers no hook for it. Two of the names are properties, which an instance cannot replace, so the class is changed once
     (Lightning 2.6): without a report its attributes do what they did.
@@ -32,8 +33,8 @@ def _change_class() -> None:
     shown = LightningModule.print
 
     def show(self: LightningModule, *args: Any, **kwargs: Any) -> None:
-        _tell(self, "print")
-        shown(self, *args, **kwargs)
+        if _tell(self, "print") is None:
+            shown(self, *args, **kwargs)
 
     show.reports = True  # type: ignore[attr-defined]
     show.__doc__ = shown.__doc__
@@ -47,13 +48,12 @@ def _reported(known: property) -> property:
     assert read is not None
 
     def value(self: LightningModule) -> Any:
-        _tell(self, "logger")
-        return read(self)
+        instead = _tell(self, "logger")
+        return read(self) if instead is None else instead
 
     return property(value, known.fset, known.fdel, known.__doc__)
 
 
-def _tell(module: LightningModule, name: str) -> None:
+def _tell(module: LightningModule, name: str) -> Any:
     report = vars(module).get(_REPORT)
-    if report is not None:
-        report(name)
+    return report(name) if report is not None else None

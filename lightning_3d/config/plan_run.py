@@ -183,6 +183,8 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_token_exchange(run, layout, experts, accelerator, precision)
     _check_trainer(run.trainer)
     run.plan.check()
+    run.objective.check()
+    run.objective.check_run(run.model, run.data, dry=run.trainer.dry)
     _check_classes(run)
     complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
@@ -281,7 +283,7 @@ def _with_defaults(given: dict[str, Any], values: Any) -> dict[str, Any]:
 
 def _typed(config: DictConfig) -> RunConfig:
     """Return a composed configuration without interpolations, whose values have the types of `RunConfig`."""
-    for group in (*GROUPS, "logger", "callbacks", "plan"):
+    for group in (*GROUPS, "logger", "callbacks", "plan", "objective"):
         value = config.get(group)
         if value is None and group in GROUPS:
             raise ConfigError(

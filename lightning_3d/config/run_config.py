@@ -9,6 +9,7 @@ from omegaconf import MISSING
 
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.lora import LoraOptions
+from lightning_3d.config.options.objective import ObjectiveOptions
 from lightning_3d.config.options.plan import PlanOptions
 from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.config.options.save_interval import HOURS_BETWEEN_FAILURES
@@ -120,6 +121,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     plan: PlanOptions = field(default_factory=PlanOptions)
+    objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     seed: int = 0
     force: bool = False
     profile: str | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.strategy.strategy import Lightning3DStrategy
-from lightning_3d.training.data.packing import IGNORE_INDEX
+from lightning_3d.training.data.documents import IGNORE_INDEX
 
 PADDING = 0
 """Token after the end of a row. Causal attention never sees it."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.training.data.packing import IGNORE_INDEX
+from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.module import CausalLM
 
 

@@ -158,7 +158,8 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
 def find_pipeline_module(
     root: nn.Module, name: str | None = None, user_plan: Mapping[str, Any] | None = None
 ) -> tuple[str, nn.Module]:
-    """Find the one submodule of `root` that has a plan, the outermost when plans are nested.
+    """Find the one submodule of `root` that has a plan, the outermost when plans are nested. If several have one, find the one that is
+    trained: the others are frozen (a reference, a teacher).
 
     Args:
         root: module to search.
@@ -183,8 +184,10 @@ def find_pipeline_module(
         inside = any(outer == "" or candidate.startswith(f"{outer}.") for outer in found)
         if not inside and (_fits(module, user_plan) if user_plan else any((*_declared(module), _declared_ep(module)))):
             found.append(candidate)
-    if len(found) == 1:
-        return found[0], modules[found[0]]
+    trained = [each for each in found if any(parameter.requires_grad for parameter in modules[each].parameters())]
+    if len(found) == 1 or len(trained) == 1:
+        chosen = (found if len(found) == 1 else trained)[0]
+        return chosen, modules[chosen]
     if found:
         raise PlanError(
             f"Several modules have a parallel plan: {', '.join(found)}. Name one with pipeline_module='{found[0]}'."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,21 @@ class SequenceShards:
     def real(self, rank: int) -> int:
         """Number of tokens on a rank that are not padding."""
         return min(self.part, max(self.length - rank * self.part, 0))
+
+    def moment(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that makes a context with the length of now: a block that is recomputed may belong to an earlier call of the
+        model, with sequences of another length."""
+        length = self.length
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before, self.length = self.length, length
+            try:
+                yield
+            finally:
+                self.length = before
+
+        return again
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShards:
         """A copied model (weight averaging) runs in the same forwards."""

@@ -278,7 +278,7 @@ def _wrap_blocks(
     routers = make_routers(module, plan.experts, options.experts, mesh, device, sequence)
     # Recomputation around the gathers inside a block and within the split of the sequence around it: what is kept for the backward is
     # then this rank's part of a block's input, and a recomputed block gathers again.
-    process_blocks(blocks, options.blocks)
+    process_blocks(blocks, options.blocks, tensor.sequence.moment if regions is not None else None)
     if regions is not None:
         shard_sequence(module, regions, tensor)
     if split is not None:

@@ -23,7 +23,7 @@ from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.models.safetensors_folder import find_folder
-from lightning_3d.training.data.packing import IGNORE_INDEX
+from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.document_trial import require_separate_documents
 from lightning_3d.training.optimizers import decay_of, make_optimizer, try_optimizer
 from lightning_3d.training.parameter_groups import NamedGroup, find_groups
@@ -142,8 +142,7 @@ class CausalLM(LightningModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None, "configure_model comes first"
-        positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
-        return self.model(input_ids=batch["input_ids"], labels=batch["labels"], **positions).loss
+        return self.model(**inputs_of(batch), labels=batch["labels"]).loss
 
     @override
     def configure_optimizers(self) -> Any:
@@ -165,6 +164,11 @@ class CausalLM(LightningModule):
         except RuntimeError:  # it has none
             return None
         return getattr(getattr(trainer, "strategy", None), "optimizer_device", None)
+
+
+def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a batch that a causal LM reads: tokens and, with a document mask, positions."""
+    return {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
 
 
 def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:

@@ -25,7 +25,7 @@ from lightning_3d.planner.utilization import full_speed
 from lightning_3d.ranks.environment import outside_rank
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.training.data import make_data_module
-from lightning_3d.training.module import CausalLM
+from lightning_3d.training.objective import make_module
 from lightning_3d.training.objects import make_object, make_objects
 from lightning_3d.training.run_record import RunRecord, same_run
 from lightning_3d.training.wandb_logger import WandbLogger
@@ -41,7 +41,7 @@ def train(config: dict[str, Any]) -> None:
         Lightning3DError: data or model are wrong; before the first step.
     """
     prepare(config)
-    module = CausalLM(config["model"], config["optimizer"])
+    module = make_module(config)
     data = make_data(config)
     trainer = make_trainer(config)
     exit_code = 1

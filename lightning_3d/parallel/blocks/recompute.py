@@ -7,6 +7,7 @@ all-reduce at the end of a tensor-parallel block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,15 +23,20 @@ ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
 recompute, but their results can be large, such as attention scores."""
 
 
+Moment = Callable[[], Callable[[], AbstractContextManager[None]]]
+
+
 class Recompute:
     """Runner of a forward that the backward will run again.
 
     Args:
         keep: overloads of operators whose results are kept instead of recomputed; None keeps no results.
+        moment: function that is called before each forward, and returns a function that makes the context in which it runs again.
     """
 
-    def __init__(self, keep: frozenset[Any] | None) -> None:
+    def __init__(self, keep: frozenset[Any] | None, moment: Moment | None = None) -> None:
         self._keep = keep | kept_collectives() if keep is not None else None
+        self._moment = moment
 
     @property
     def keeps(self) -> bool:
@@ -38,11 +44,18 @@ class Recompute:
         return self._keep is not None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._moment is not None and not torch.compiler.is_compiling():
+            forward = partial(_within, self._moment(), forward)
         if self._keep is None:
             return checkpoint(partial(_again, forward), *args, use_reentrant=False, **kwargs)
         context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
         run = partial(_with_functional_collectives, forward)
         return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with context():
+        return forward(*args, **kwargs)
 
 
 def _with_functional_collectives(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

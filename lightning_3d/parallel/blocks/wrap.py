@@ -12,7 +12,7 @@ from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks.offload import SavedOnHost
-from lightning_3d.parallel.blocks.recompute import ATTENTION_KEEPS, Recompute, attention_of, operators
+from lightning_3d.parallel.blocks.recompute import ATTENTION_KEEPS, Moment, Recompute, attention_of, operators
 from lightning_3d.parallel.specialize import specialize
 
 
@@ -36,11 +36,12 @@ def _called(modules: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
+def process_blocks(blocks: list[nn.Module], options: BlockOptions, moment: Moment | None = None) -> None:
     """Apply the options to the forward of each block, in place. Names, hooks and parameters stay.
 
     Args:
         blocks: of the whole model.
+        moment: see `Recompute`.
 
     Raises:
         ConfigError: there is nothing to which an option could apply, or an operator that does not exist.
@@ -59,12 +60,12 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions) -> None:
         chosen = options.recomputes(index)
         if chosen and of_attention:
             for attention in attention_of(block):
-                process = _Process(Recompute(operators(ATTENTION_KEEPS)), inside=options.compile)
+                process = _Process(Recompute(operators(ATTENTION_KEEPS), moment), inside=options.compile)
                 specialize(attention, ProcessedBlock, block_process=process)
                 found = True
         if chosen:
             _require_no_statistics(block)
-        recompute = Recompute(keeps if options.recompute == "selective" else None) if chosen and not of_attention else None
+        recompute = Recompute(keeps if options.recompute == "selective" else None, moment) if chosen and not of_attention else None
         if recompute or options.offload_activations or options.compile:
             process = _Process(recompute, offload=options.offload_activations, compile=options.compile)
             specialize(block, ProcessedBlock, block_process=process)

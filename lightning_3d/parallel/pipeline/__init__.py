@@ -8,6 +8,7 @@ from lightning_3d.parallel.pipeline.engine import PipelineEngine
 from lightning_3d.parallel.pipeline.gates import runs_now
 from lightning_3d.parallel.pipeline.stages import StageAssignment, assign_stages, keep_owned
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, StageBoundary
+from lightning_3d.parallel.pipeline.unknown import Unknown
 
 __all__ = [
     "Chunk",
@@ -15,6 +16,7 @@ __all__ = [
     "PipelineState",
     "StageAssignment",
     "StageBoundary",
+    "Unknown",
     "assign_stages",
     "keep_owned",
     "runs_now",

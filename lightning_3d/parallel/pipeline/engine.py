@@ -16,7 +16,8 @@ from lightning_3d.compat.host_memory import locking_no_memory
 from lightning_3d.compat.torch import backward_input, backward_weight
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.pipeline.boundary import Boundary, Spec, spec_of
+from lightning_3d.parallel.pipeline.boundary import Spec, spec_of
+from lightning_3d.parallel.pipeline.calls import Calls
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, forward_order, training_order
 from lightning_3d.parallel.pipeline.sent_output import graph_only
 from lightning_3d.parallel.pipeline.stages import StageAssignment
@@ -103,7 +104,7 @@ class PipelineEngine:
         self._after_backward, self._before_last_backward = after_backward, before_last_backward
         self.recorder = recorder or Recorder()
         self._chunks = {chunk.stage: chunk for chunk in assignment.chunks_of(mesh.index("pp"))}
-        self._boundaries: dict[Hashable, tuple[Boundary, Spec]] = {}
+        self._boundaries: dict[Hashable, tuple[Calls, Spec]] = {}
         self._has_run: set[Hashable] = set()
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._local: dict[Message, Tensor] = {}
@@ -124,6 +125,22 @@ class PipelineEngine:
     def model_called(self) -> bool:
         """True once the user's step, on the micro-batch and stage that run now, has called the model."""
         return self._state.called
+
+    @property
+    def knows_outputs(self) -> bool:
+        """False once the user's step has called the model on a stage before the last, and goes on to its next call."""
+        return self._state.knows_outputs
+
+    @property
+    def passes_calls(self) -> bool:
+        """True if code after a call of the model may run on this stage without its output: it is not the last one, and the step calls the
+        model several times, or that is not known."""
+        several = self._state.calls is not None and len(self._state.calls) > 1
+        return (several or self._state.counts_calls) and self._state.chunk is not None and not self._state.chunk.is_last
+
+    def end_step(self) -> None:
+        """End the user's step on this stage, once it has returned. Raises StageBoundary before the last stage."""
+        self._state.end_step()
 
     def train(self, micro_batches: int, signature: Hashable, step: Step) -> None:
         """Forward and backward of all micro-batches; gradients are added to `.grad`, unreduced.
@@ -175,26 +192,30 @@ class PipelineEngine:
         """Agree on the shape of the hidden states and prepare the messages of this run."""
         if self._assignment.stages == 1:
             return None
-        boundary, (shape, dtype) = self._boundary(key, step)
-        self._state.boundary, self._state.sequence.length = boundary, boundary.length
+        calls, (shape, dtype) = self._calls(key, step)
+        self._state.calls, self._state.boundaries = calls, list(calls.boundaries)
+        self._state.sequence.length = calls.boundaries[0].length
         owners = list(self._assignment.rank_of_stage)
         new = self._device.type == "cuda" and key not in self._has_run
         return Transport(self._mesh, order, owners, shape, dtype, self._device, through_host=new)
 
-    def _boundary(self, key: Hashable, step: Step) -> tuple[Boundary, Spec]:
-        """Look up the boundary, and the shape of a message; for a new shape of micro-batch the first stage runs its first micro-batch early
-        and broadcasts them.
+    def _calls(self, key: Hashable, step: Step) -> tuple[Calls, Spec]:
+        """Look up the calls of the model in a step, and the shape of a message; for a new shape of micro-batch the first stage runs its
+        first micro-batch early, to the end of the user's step, and broadcasts them.
 
         What it computed is kept for its turn in the schedule, so the user's step is called exactly once per micro-batch and stage.
         """
         if key not in self._boundaries:
-            shared: list[tuple[Boundary, Spec] | None] = [None]
+            shared: list[tuple[Calls, Spec] | None] = [None]
             first = self._assignment.rank_of_stage[0]
             if self._mesh.index("pp") == first:
-                self._state.boundary = None
-                self._early = self._compute(self._chunks[0], None, step, micro_batch=0)
-                assert self._early.output is not None and self._state.boundary is not None
-                shared = [(self._state.boundary, spec_of(self._early.output))]
+                self._state.calls, self._state.boundaries, self._state.counts_calls = None, [], True
+                try:
+                    self._early = self._compute(self._chunks[0], None, step, micro_batch=0)
+                finally:
+                    self._state.counts_calls = False
+                assert self._early.output is not None and self._state.calls is not None
+                shared = [(self._state.calls, spec_of(self._early.output))]
             dist.broadcast_object_list(shared, self._mesh.ranks("pp")[first], group=self._mesh.control)
             assert shared[0] is not None
             self._boundaries[key] = shared[0]
@@ -222,15 +243,25 @@ class PipelineEngine:
         with self._state.running(chunk, received, forward=True), self.recorder.span(FORWARD, chunk.stage, micro_batch):
             step.enter(micro_batch)
             try:
-                output = step(micro_batch)
+                output = self._run_step(step, micro_batch)
             except StageBoundary as boundary:
                 return _InFlight(received, self._checked(boundary.hidden, received, chunk))
         if not chunk.is_last:
             raise PlanError(
                 f"The step returned on pipeline stage {chunk.stage} of {chunk.stages} without calling the pipelined model."
-                " With pp > 1 every step must call it exactly once."
+                " With pp > 1 every step must call it."
             )
         return _InFlight(received, output)
+
+    def _run_step(self, step: Step, micro_batch: int) -> Tensor | None:
+        """Run the user's step on the active chunk. Raises StageBoundary before the last stage, if it has called the model."""
+        try:
+            output = step(micro_batch)
+        except Exception as error:
+            self._state.end_step(error)
+            raise
+        self._state.end_step()
+        return output
 
     def _checked(self, hidden: Tensor, expected: Tensor | None, chunk: Chunk) -> Tensor:
         if expected is not None and (hidden.shape != expected.shape or hidden.dtype != expected.dtype):

@@ -15,6 +15,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.parallel.pipeline.boundary import Spec
 from lightning_3d.parallel.pipeline.state import PipelineState, StageBoundary
 from lightning_3d.parallel.pipeline.towers import tower_inputs
+from lightning_3d.parallel.pipeline.unknown import Unknown, first_unknown
 from lightning_3d.parallel.specialize import specialize
 
 
@@ -45,6 +46,13 @@ def plain_values(module: nn.Module) -> dict[str, Any]:
     of_class = {key: getattr(module, key, None) for kind in type(module).__mro__ if kind not in nn.Module.__mro__ for key in vars(kind)}
     plain = (str, int, float, bool)
     return {key: value for key, value in (of_class | vars(module)).items() if isinstance(value, plain) and key[0] != "_"}
+
+
+class AbsentOutside(Absent):
+    """Replaces a module outside the pipelined one, which is on the last stage. What it returns is known there only."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Unknown:
+        return Unknown(f"'{self.absent_name}'")
 
 
 class AbsentParameters:
@@ -198,19 +206,29 @@ def runs_now(block: nn.Module) -> bool:
 
 
 class CountedModel:
-    """Mixin for the pipelined module: refuses a second call in one step, and a call that skips blocks. Only the first stage gets the inputs
-    of towers, such as images."""
+    """Mixin for the pipelined module: counts its calls in a step, and refuses a call that skips blocks. Before the last stage, a call whose
+    output is not known returns an unknown value if the step calls the model again. Only the first stage gets the inputs of towers, such as
+    images."""
 
     pipeline_state: PipelineState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        chunk = self.pipeline_state.require_chunk()
-        self.pipeline_state.count_call()
+        chunk, kind = self.pipeline_state.require_chunk(), type(self).__name__
+        self.pipeline_state.begin_call(kind)
+        if unknown := first_unknown([args, kwargs]):
+            raise PlanError(
+                f"The step computes an input of {kind} from the value of {unknown[0].unknown_origin}, which only the last pipeline stage"
+                " knows. Compute the inputs of the model from the batch alone, or use a layout with pp = 1."
+            )
         if self.pipeline_state.has_towers and (encoded := tower_inputs(kwargs)):
             self.pipeline_state.require_tower_check(encoded)
             if not chunk.is_first:
                 kwargs = {name: value for name, value in kwargs.items() if name not in encoded}
-        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        try:
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        except StageBoundary as end:
+            return self.pipeline_state.send_from_call(end.hidden, kind)
+        self.pipeline_state.return_from_call()
         order = self.pipeline_state.order
         if order is not None:
             order.finish()

@@ -15,10 +15,10 @@ from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.pipeline.boundary import Travels
 from lightning_3d.parallel.pipeline.call_order import PlanOrder
 from lightning_3d.parallel.pipeline.gates import (
-    Absent,
     AbsentInput,
     AbsentLayer,
     AbsentOutput,
+    AbsentOutside,
     CountedModel,
     GatedInput,
     GatedLayer,
@@ -184,7 +184,7 @@ def _remove_outside(root: nn.Module, module_name: str) -> None:
             setattr(parent, name, None)
         for name, child in list(parent.named_children()):
             if name != step and _has_parameters(child):
-                setattr(parent, name, Absent(f"{prefix}.{name}".lstrip("."), child))
+                setattr(parent, name, AbsentOutside(f"{prefix}.{name}".lstrip("."), child))
         parent = getattr(parent, step)
 
 

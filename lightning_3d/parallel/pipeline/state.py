@@ -14,6 +14,8 @@ from torch import Tensor
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.pipeline.boundary import Arrived, Boundary, Sides, Travels, spec_of
 from lightning_3d.parallel.pipeline.call_order import CallOrder, PlanOrder
+from lightning_3d.parallel.pipeline.calls import Calls
+from lightning_3d.parallel.pipeline.unknown import Unknown
 from lightning_3d.parallel.sequence_shards import SequenceShards
 
 if TYPE_CHECKING:
@@ -59,8 +61,10 @@ class PipelineState:
 
     Attributes:
         chunk: the chunk that is running, None outside a step.
-        arrived: what the previous stage sent; None on the first stage.
-        boundary: shapes and types of what stages send; None until the first stage has seen them.
+        arrived: what the previous stage sent in the call of the model that runs; None on the first stage.
+        boundaries: shapes and types of what stages send in each call of a step; those that the first stage has seen.
+        calls: the calls of a step; None until the first stage has seen them, and where a single one is expected.
+        counts_calls: whether the first stage runs a step to find out how often it calls the model.
         travels: what the plan sends with the hidden states.
         plan: the order of execution that the plan gives; None as long as nothing is partitioned.
         order: of the calls in the forward that is running; None in a backward, where blocks may be computed again.
@@ -75,7 +79,9 @@ class PipelineState:
         self.sequence = sequence or SequenceShards()
         self.chunk: Chunk | None = None
         self.arrived: Arrived | None = None
-        self.boundary: Boundary | None = None
+        self.boundaries: list[Boundary] = []
+        self.calls: Calls | None = None
+        self.counts_calls = False
         self.travels = Travels()
         self.has_towers = False
         self.towers_unchecked = False
@@ -83,6 +89,9 @@ class PipelineState:
         self.plan: PlanOrder | None = None
         self.order: CallOrder | None = None
         self._calls = 0
+        self._in_call = False
+        self._received: list[Tensor] = []
+        self._sent: list[Tensor] = []
         self._inputs: dict[str, list[Tensor]] = {}
         self._read: Counter[str] = Counter()
         self._returned: Any = None
@@ -92,15 +101,40 @@ class PipelineState:
     def running(self, chunk: Chunk, received: Tensor | None, *, forward: bool = False) -> Iterator[None]:
         """Make `chunk` the active one for a forward or a backward (where recomputation runs blocks again)."""
         before = (self.chunk, self.arrived, self._calls, self.order)
-        self.chunk, self._calls = chunk, 0
-        self.arrived = self._unpacked(received)
-        self.order = self._follow(chunk) if forward else None
-        self._inputs, self._read, self._returned = {}, Counter(), None
+        self.chunk, self._calls, self._in_call = chunk, 0, False
+        self._received, self._sent = self._of_calls(received), []
+        self._expect_call(forward=forward)
         try:
             yield
         finally:
             self.chunk, self.arrived, self._calls, self.order = before
+            self._received, self._sent = [], []
             self._inputs, self._returned = {}, None
+
+    def _of_calls(self, received: Tensor | None) -> list[Tensor]:
+        """What the previous stage sent in each call."""
+        if received is None:
+            return []
+        return [received] if self.calls is None else self.calls.unpack(received)
+
+    def _expect_call(self, *, forward: bool) -> None:
+        """Prepare for the next call of the model."""
+        received = self._received[self._calls] if self._received else None
+        boundary = self.boundaries[self._calls] if self._calls < len(self.boundaries) else None
+        if received is None:
+            self.arrived = None
+        else:
+            self.arrived = Arrived(received) if boundary is None else boundary.unpack(received)
+            if boundary is not None:
+                self.sequence.length = boundary.length
+        self.order = self._follow(self.require_chunk()) if forward else None
+        self._inputs, self._read, self._returned = {}, Counter(), None
+
+    @property
+    def boundary(self) -> Boundary | None:
+        """Boundary of the call of the model that runs, or that comes first; None until the first stage has seen it."""
+        place = max(self._calls - 1, 0)
+        return self.boundaries[place] if place < len(self.boundaries) else None
 
     def _follow(self, chunk: Chunk) -> CallOrder | None:
         """Observer of the calls of a forward; it also looks for NaN in the first training and the first evaluation of a chunk."""
@@ -116,11 +150,6 @@ class PipelineState:
     def received(self) -> Tensor | None:
         """Hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first stage."""
         return None if self.arrived is None else self.arrived.hidden
-
-    def _unpacked(self, received: Tensor | None) -> Arrived | None:
-        if received is None or self.boundary is None:
-            return None if received is None else Arrived(received)
-        return self.boundary.unpack(received)
 
     # What travels
 
@@ -154,12 +183,14 @@ class PipelineState:
 
     def pack(self, hidden: Tensor) -> Tensor:
         """Join the hidden states and what travels with them. The first stage describes them at the first micro-batch of a shape."""
-        if self.boundary is None:
+        boundary = self.boundary
+        if boundary is None:
             known = {name: [spec_of(tensor) for tensor in made] for name, made in self._inputs.items()}
-            self.boundary = Boundary(spec_of(hidden), known, _sides(self._returned), self.sequence.length, self.travels)
+            boundary = Boundary(spec_of(hidden), known, _sides(self._returned), self.sequence.length, self.travels)
+            self.boundaries.append(boundary)
         inputs: Mapping[str, Sequence[Tensor]] = self._inputs if self.arrived is None else self.arrived.inputs
         sides = {place: value for place in self.travels.sides if _is_float(value := self._side(place))}
-        return self.boundary.pack(Arrived(hidden, inputs, sides))
+        return boundary.pack(Arrived(hidden, inputs, sides))
 
     def _side(self, place: int) -> Any:
         if isinstance(self._returned, (tuple, list)) and place + 1 < len(self._returned):
@@ -182,19 +213,82 @@ class PipelineState:
             )
         return self.chunk
 
+    # Calls of the model
+
     @property
     def called(self) -> bool:
         """True once the running step has called the model."""
         return self._calls > 0
 
-    def count_call(self) -> None:
-        """Refuse a second call of the model in one step: its first call already ended the step on every earlier stage."""
-        self._calls += 1
-        if self._calls > 1:
+    @property
+    def knows_outputs(self) -> bool:
+        """False where the step goes on after a call whose output only the last stage knows."""
+        return self.chunk is None or self.chunk.is_last or not self.called
+
+    def begin_call(self, model: str) -> None:
+        """Begin a call of the model in the step that runs.
+
+        Args:
+            model: class of the model.
+
+        Raises:
+            PlanError: the earlier stages have sent nothing for this call.
+        """
+        expected = 1 if self.calls is None else len(self.calls)
+        if self._calls >= expected and not self.counts_calls:
             raise PlanError(
-                "The step called the pipelined model twice. With pp > 1 a step may call it once: join the two inputs into one"
-                " batch, or use a layout with pp = 1."
+                f"The step calls {model} more often than the {expected} time{'s' * (expected > 1)} that the first stage has seen in a"
+                f" micro-batch of these shapes.{self._why_not_seen()} With pp > 1, how often a step calls the model may depend only on"
+                " the shapes of its batch. Or join the inputs into one batch, or use a layout with pp = 1."
             )
+        if self._calls > 0:
+            self._expect_call(forward=True)
+        self._calls, self._in_call = self._calls + 1, True
+
+    def _why_not_seen(self) -> str:
+        end = self.calls.end if self.calls is not None else ""
+        return f" There it ended after that with {end}" if end else ""
+
+    def return_from_call(self) -> None:
+        """Note that the model has returned, on the last stage."""
+        self._in_call = False
+
+    def send_from_call(self, hidden: Tensor, model: str) -> Unknown:
+        """Keep what a call sends to the next stage.
+
+        Returns:
+            The model's output, for the code between this call and the next.
+
+        Raises:
+            StageBoundary: this was the last call of the step.
+        """
+        self._in_call = False
+        self._sent.append(hidden)
+        if not self.counts_calls and len(self._sent) == (1 if self.calls is None else len(self.calls)):
+            raise StageBoundary(hidden if self.calls is None else self.calls.pack(self._sent))
+        return Unknown(f"the output of {model}", hidden.device)
+
+    def end_step(self, error: Exception | None = None) -> None:
+        """End a step that has returned, or failed, after a call of the model, before the last stage. Does nothing if it has called none.
+
+        Args:
+            error: failure of code that is given an unknown output of the model. It ends the step only while the first stage counts the
+                calls: if the step does call the model again, the last stage says so.
+
+        Raises:
+            StageBoundary: the first stage now knows the calls.
+            PlanError: the step has returned after fewer calls than the first stage has seen.
+        """
+        if self.knows_outputs or self._in_call or not (error is None or self.counts_calls):
+            return
+        if not self.counts_calls:
+            raise PlanError(
+                f"The step calls the model {len(self._sent)} times, but called it {len(self.calls or ())} times in the first micro-batch of"
+                " these shapes. With pp > 1, how often a step calls the model may depend only on the shapes of its batch."
+            )
+        end = "" if error is None else f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        self.calls, self.counts_calls = Calls(tuple(self.boundaries), tuple(map(spec_of, self._sent)), end), False
+        raise StageBoundary(self.calls.pack(self._sent))
 
 
 def _is_float(value: Any) -> bool:

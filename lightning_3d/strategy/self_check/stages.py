@@ -106,16 +106,16 @@ class RewrittenModel:
         the code. So before a stage runs, the one before it runs again with the rows in another order: what it leaves is then wrong.
         """
         received: Tensor | None = None
-        self._stages[0].state.boundary = None
+        self._stages[0].state.boundaries = []
         before: _Stage | None = None
         entered: Tensor | None = None
         for stage in self._stages:
             sent = received
             if before is not None:
-                boundary, length = before.state.boundary, before.state.sequence.length
+                boundaries, length = before.state.boundaries, before.state.sequence.length
                 with torch.no_grad(), suppress(StageBoundary):
                     before.run(entered, *_turned((args, kwargs)), turned=True)
-                stage.state.boundary, stage.state.sequence.length = boundary, length
+                stage.state.boundaries, stage.state.sequence.length = boundaries, length
             try:
                 return stage.run(sent, args, kwargs)
             except StageBoundary as end:

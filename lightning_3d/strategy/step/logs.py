@@ -19,6 +19,7 @@ from lightning_3d.compat.torchmetrics import forward_value, mark_updated, set_fo
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.pipeline import Unknown
 
 _NOT_REPLAYED = {"sync_dist", "sync_dist_group", "enable_graph", "batch_size", "reduce_fx"}
 """Arguments of `LightningModule.log` that have no meaning once the value is the same on every rank, or that `LogKey` has."""
@@ -81,10 +82,12 @@ class StepLog:
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+        if isinstance(value, Unknown):
+            return  # the last stage logs it
         kwargs.update(zip(names, args, strict=False))
         metric = self._metric_name(name, value) if isinstance(value, Metric) else None
         number = forward_value(value) if isinstance(value, Metric) else value
-        number = 0.0 if number is None else number
+        number = 0.0 if number is None or isinstance(number, Unknown) else number
         if isinstance(number, int | float):  # filled on the device: as_tensor would copy from the host and wait
             tensor = torch.full((), float(number), dtype=torch.float64, device=self._device)
         else:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_3d.compat.lightning_uses import reporting_uses
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.pipeline import PipelineEngine
+from lightning_3d.parallel.pipeline import PipelineEngine, Unknown
 
 _INSTEAD = (
     "Use self.log for numbers, which works in every layout. Or return the values from the step, and use"
@@ -42,12 +42,16 @@ class RankZeroUses:
         """Context of the user's step on one micro-batch and stage."""
         return reporting_uses(self._module, self._report) if self._mesh.size("pp") > 1 else nullcontext()
 
-    def _report(self, use: str) -> None:
+    def _report(self, use: str) -> Unknown | None:
+        """Warn about a use. Returns what takes its place where the step runs on without the output of the model."""
+        if not self._engine.knows_outputs:
+            return Unknown(f"self.{use}")
         message = self._message()
         if message is not None and use not in self._warned:
             self._warned.add(use)
             # Three calls above this one is the user's line.
             warnings.warn(message.format(name=f"self.{use}"), stacklevel=4)
+        return None
 
     def _message(self) -> str | None:
         """What is wrong with a use at this point of the step; None on ranks that do not know, and where nothing is wrong."""

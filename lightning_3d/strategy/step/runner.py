@@ -257,9 +257,11 @@ class StepRunner:
             self._routers.expect(micro_batches.rows, filler=filler)
         self.inside = self._mesh.size("pp") > 1 or (self._mesh.size("dp") > 1 and len(micro_batches) > 1)
         try:
-            unchanged = unchanged_metrics(self._module) if filler else nullcontext()
+            # Before the last stage, code after a call of the model would update metrics with values that are not known there.
+            unchanged = unchanged_metrics(self._module) if filler or self._engine.passes_calls else nullcontext()
             with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept():
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
+            self._engine.end_step()
         except RuntimeError as error:
             self._explain_shape(error)
             raise

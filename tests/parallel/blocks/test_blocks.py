@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.parallel.sequence_shards import SequenceShards
 
 COMMON: list[dict[str, Any]] = [
     {"layout": "tp2_dp2", "recompute": "selective"},
@@ -561,3 +562,24 @@ def test_host_memory_of_offload_is_used_again_and_bounded(monkeypatch: pytest.Mo
         copies.give(copies.take(size), _Ended())
         assert copies._held <= 2 * copies._most and copies._used == 0
     assert all(nbytes <= offload._rounded(nbytes) <= 1.125 * nbytes for nbytes in range(1, 5000))
+
+
+def test_a_block_of_an_earlier_call_is_recomputed_with_the_length_of_that_call() -> None:
+    """The step calls the model with two lengths before the backward of either."""
+    from lightning_3d.parallel.blocks import process_blocks
+
+    shards, seen = SequenceShards(2), []
+
+    class ReadsLength(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            seen.append((hidden.shape[1], shards.length))
+            return torch.tanh(super().forward(hidden))
+
+    block = ReadsLength(2, 2)
+    process_blocks([block], BlockOptions("full"), shards.moment)
+    outputs = []
+    for shards.length in (4, 6):
+        outputs.append(block(torch.randn(1, shards.length, 2)).sum())
+    sum(outputs).backward()
+    assert sorted(seen) == [(4, 4), (4, 4), (6, 6), (6, 6)]
+    assert shards.length == 6

@@ -272,7 +272,7 @@ def refusals(how: str, names: tuple[str, ...], vp: int) -> list[str]:
             received = None if chunk.is_first else torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
             if how == "value residual" and not chunk.is_first:
                 whole = (ROWS, LENGTH, WIDTH), torch.float64
-                state.boundary = Boundary(whole, {}, (whole,), 0, Travels())
+                state.boundaries = [Boundary(whole, {}, (whole,), 0, Travels())]
             try:
                 with state.running(chunk, received, forward=True):
                     owner.model(torch.zeros(ROWS, LENGTH, dtype=torch.long))

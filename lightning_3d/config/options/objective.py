@@ -1,0 +1,88 @@
+"""What a run trains its model for: keys `objective`. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.layout.sizes import check_number
+
+LANGUAGE_MODEL, DPO, DISTILLATION = "language_model", "dpo", "distillation"
+OBJECTIVES = (LANGUAGE_MODEL, DPO, DISTILLATION)
+REQUIRED = "required"
+"""Stands for a folder that a recipe leaves to the user."""
+PAIRS = ("python_pairs",)
+"""Data options whose samples are pairs of a chosen and a rejected answer."""
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """Keys `objective`.
+
+    Attributes:
+        name: `language_model` (predict the next token), `dpo` (prefer one answer to another, arXiv:2305.18290) or `distillation` (predict
+            the next token as a teacher does, arXiv:1503.02531).
+        beta: of DPO, above 0: how strongly the model is kept near the reference.
+        teacher: folder of a pretrained causal LM in Transformers' format with the same vocabulary, for distillation.
+        temperature: of distillation, above 0; both distributions are softened by it.
+        teacher_weight: weight of the teacher's part of the loss, 0 to 1; the rest is the cross-entropy with the data.
+    """
+
+    name: str = LANGUAGE_MODEL
+    beta: float = 0.1
+    teacher: str | None = None
+    temperature: float = 2.0
+    teacher_weight: float = 0.5
+
+    def check(self) -> None:
+        """Raise ConfigError for an unknown name, a number out of range, or distillation without a teacher."""
+        if self.name not in OBJECTIVES:
+            near = did_you_mean(str(self.name), OBJECTIVES)
+            raise ConfigError(f"objective.name must be {listed(OBJECTIVES, last='or')}; got {self.name!r}.{near}")
+        check_number("objective.beta", self.beta, least=1e-6)
+        check_number("objective.temperature", self.temperature, least=1e-6)
+        check_number("objective.teacher_weight", self.teacher_weight, most=1.0)
+        if self.name == DISTILLATION and self.teacher is None:
+            raise ConfigError(
+                "objective.name=distillation needs objective.teacher, a folder of pretrained weights, such as one that lightning-3d export"
+                " wrote."
+            )
+
+    def check_run(self, model: Mapping[str, Any], data: Mapping[str, Any], *, dry: bool) -> None:
+        """Refuse a model or data that do not fit the objective.
+
+        Args:
+            dry: whether no run is started, so that the teacher may be named later.
+
+        Raises:
+            ConfigError: DPO without pretrained weights, with adapters or with other data than pairs; pairs without DPO.
+        """
+        if self.name == DISTILLATION and self.teacher == REQUIRED and not dry:
+            raise ConfigError("This run needs the weights of a teacher. Set objective.teacher=FOLDER.")
+        pairs = data.get("name") in PAIRS
+        if pairs != (self.name == DPO):
+            raise ConfigError(
+                f"data={data.get('name')} does not fit objective.name={self.name}. DPO reads pairs of answers (data={PAIRS[0]}), and"
+                " nothing else does."
+            )
+        if self.name == DPO and data.get("document_mask"):
+            raise ConfigError("data.document_mask has no meaning for pairs of answers: each answer is a sample of its own. Remove it.")
+        if self.name == DPO and model.get("pretrained") is None:
+            raise ConfigError(
+                "objective.name=dpo needs model.pretrained, a folder of pretrained weights: they are the reference from which training"
+                " starts."
+            )
+        if self.name != LANGUAGE_MODEL and (model.get("lora") or {}).get("r") is not None:
+            raise ConfigError(
+                f"objective.name={self.name} trains all weights. Remove model.lora.r, or use objective.name={LANGUAGE_MODEL}."
+            )
+
+    def require_language_model(self, command: str) -> None:
+        """Raise ConfigError for an objective that a command does not know."""
+        if self.name != LANGUAGE_MODEL:
+            raise ConfigError(
+                f"lightning-3d {command} knows objective.name={LANGUAGE_MODEL} only; got {self.name}. Add objective.name={LANGUAGE_MODEL},"
+                " with data that fit it, to examine the layout without the second model."
+            )

@@ -1,0 +1,92 @@
+"""What a call of the model returns before the last stage, where its output is not known."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lightning_3d.errors import PlanError
+
+
+class Unknown:
+    """A value that only the last stage knows. What is computed from it is unknown too, so that the user's step can go on to its next call.
+
+    Nothing is computed: attributes, items, calls, operators and functions of torch return another unknown value. Code that needs the value
+    itself, as a condition or a Python number, is refused.
+
+    Args:
+        origin: what returned it, for messages.
+        device: device of the tensors that it stands for.
+    """
+
+    def __init__(self, origin: str, device: torch.device | None = None) -> None:
+        self.__dict__.update(unknown_origin=origin, device=device)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Unknown:
+        (found,) = first_unknown([args, kwargs or {}])
+        return found.unknown_like()
+
+    def unknown_like(self) -> Unknown:
+        """Return what is computed from this value."""
+        return Unknown(self.unknown_origin, self.device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.unknown_like()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Ignore a change of a value that is not here."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore a change of a value that is not here."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.unknown_like()
+
+    def __iter__(self) -> Iterator[Unknown]:
+        """Unpack into as many values as the calling line names (`a, b = value`), as torch.fx does."""
+        frame = sys._getframe(1)
+        unpacking = next((step for step in dis.get_instructions(frame.f_code) if step.offset == frame.f_lasti), None)
+        if unpacking is None or unpacking.opname != "UNPACK_SEQUENCE" or not unpacking.argval:
+            self._refuse()
+        return iter([self.unknown_like() for _ in range(unpacking.argval)])  # type: ignore[union-attr]
+
+    def _refuse(self, *args: Any) -> Any:
+        raise PlanError(
+            f"The step needs the value of {self.unknown_origin} in Python (a condition, a loop, a number or a key) before its last call of"
+            " the model. With pp > 1 only the last stage has this value. Do that after the last call of the model, compute with tensors"
+            " (torch.where), or use a layout with pp = 1."
+        )
+
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __contains__ = __complex__ = _refuse
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"<value of {self.unknown_origin}, which only the last stage knows>"
+
+
+def _operator(self: Unknown, *others: Any) -> Unknown:
+    return self.unknown_like()
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    setattr(Unknown, f"__{_name}__", _operator)
+    setattr(Unknown, f"__r{_name}__", _operator)
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem"):
+    setattr(Unknown, f"__{_name}__", _operator)
+
+
+def first_unknown(value: Any) -> list[Unknown]:
+    """Find the first unknown value in nested tuples, lists and dicts, as a list of one; an empty list if there is none."""
+    if isinstance(value, Unknown):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for item in items if (found := first_unknown(item))), [])

@@ -1,0 +1,23 @@
+"""The LightningModule of a run, by its objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_3d.config.options.objective import DISTILLATION, DPO, ObjectiveOptions
+from lightning_3d.training.distillation import DistilledLM
+from lightning_3d.training.module import CausalLM
+from lightning_3d.training.preference import PreferenceLM
+
+
+def make_module(config: Mapping[str, Any]) -> CausalLM:
+    """Build the module that the groups `model` and `optimizer` and the keys `objective` describe."""
+    options = ObjectiveOptions(**config.get("objective", {}))  # a configuration of an earlier version has none
+    if options.name == DPO:
+        return PreferenceLM(config["model"], config["optimizer"], beta=options.beta)
+    if options.name == DISTILLATION:
+        assert options.teacher is not None
+        more = {"temperature": options.temperature, "teacher_weight": options.teacher_weight}
+        return DistilledLM(config["model"], config["optimizer"], teacher=options.teacher, **more)
+    return CausalLM(config["model"], config["optimizer"])

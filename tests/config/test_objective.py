@@ -1,0 +1,48 @@
+"""The keys `objective`: recipes that use them, and what is refused before a rank is started."""
+
+from pathlib import Path
+
+import pytest
+from composed_configs import composed
+
+from lightning_3d.config.options.objective import ObjectiveOptions
+from lightning_3d.config.plan_run import plan_run
+from lightning_3d.errors import ConfigError
+
+DRY = ("cluster=local_cpu", "trainer.dry=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("objective.name=dop",), 'objective.name must be language_model, dpo or distillation; got \'dop\'. Did you mean "dpo"'),
+        (("objective.name=dpo",), "data=python_stdlib does not fit objective.name=dpo. .* (data=python_pairs)"),
+        (("data=python_pairs",), "data=python_pairs does not fit objective.name=language_model"),
+        (("objective.name=dpo", "data=python_pairs"), "objective.name=dpo needs model.pretrained"),
+        (("objective.name=distillation",), "needs objective.teacher, a folder"),
+        (("recipe=llama_tiny_distill_2xcpu", "trainer.dry=false"), "Set objective.teacher=FOLDER"),
+        (("recipe=llama_tiny_dpo_2xcpu", "trainer.dry=false"), "Set model.pretrained=PATH"),
+        (("recipe=llama_tiny_distill_2xcpu", "model.lora.r=4"), "Remove model.lora.r"),
+        (("objective.beta=0",), "objective.beta must be"),
+        (("objective.teacher_weight=1.5",), "objective.teacher_weight must be"),
+        (("+objective.betta=1",), 'no configuration key "objective.betta". Did you mean "objective.beta"'),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("(", r"\(").replace(")", r"\)")):
+        plan_run(composed(*DRY, *overrides))
+
+
+@pytest.mark.parametrize(("name", "layout"), [("dpo", "pp2"), ("distill", "dp2")])
+def test_the_recipes_are_planned_without_their_folder(name: str, layout: str) -> None:
+    recipe = f"llama_tiny_{name}_2xcpu"
+    plan = plan_run(composed("trainer.dry=true", f"recipe={recipe}"))
+    assert (plan.layout.name, plan.accelerator) == (layout, "cpu")
+    assert f"train.py recipe={recipe} " in (Path("recipes") / f"{recipe}.yaml").read_text()
+
+
+def test_a_command_for_language_models_says_so() -> None:
+    ObjectiveOptions().require_language_model("verify")
+    with pytest.raises(ConfigError, match="lightning-3d verify knows objective.name=language_model only; got dpo"):
+        ObjectiveOptions("dpo").require_language_model("verify")
