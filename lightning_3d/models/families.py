@@ -67,10 +67,11 @@ class Family:
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
         width = spec.head_dim if self.attention_width is None else self.attention_width(reader)
-        groups, chosen = self.expert_groups(reader)
-        return replace(
-            spec, shapes=shapes, embedding=embedding, positions=positions, head_dim=width, groups=groups, top_groups=min(chosen, groups)
-        )
+        groups, top_groups = self.expert_groups(reader)
+        if spec.experts % groups or spec.experts // groups * top_groups < spec.top_k:
+            groups = top_groups = 1  # not a number of groups with which the model runs
+        spec = replace(spec, shapes=shapes, embedding=embedding, positions=positions)
+        return replace(spec, head_dim=width, groups=groups, top_groups=min(top_groups, groups))
 
 
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Shapes:

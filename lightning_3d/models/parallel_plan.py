@@ -315,7 +315,8 @@ def _as_cut(entry: Any) -> Cut:
         if wrong or "style" not in entry:
             what = f"has no field {wrong[0]!r}" if wrong else "has no style"
             raise PlanError(f"An entry of the plan {what}. Fields are {', '.join(known)}; for example {{style: colwise, units: 8}}.")
-        cut = Cut(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        cut = Cut(**{**values, "style": str(entry["style"])})
     else:
         cut = entry if isinstance(entry, Cut) else Cut(str(entry))
     return replace(cut, style=OLDER_NAMES.get(cut.style, cut.style))

@@ -124,7 +124,7 @@ def _is_extension(ours: Mapping[str, Any], theirs: Mapping[str, Any], stored: Ma
     length is one that the weights know. Then the weights are meant to be trained on with other frequencies."""
     known, original = stored.get("max_position_embeddings"), ours.get("original_max_position_embeddings")
     extends = ours.get("rope_type") == "yarn" and theirs.get("rope_type") != "yarn" and ours.get("rope_theta") == theirs.get("rope_theta")
-    return extends and known is not None and original is not None and original <= known
+    return extends and isinstance(known, int) and isinstance(original, int) and original <= known
 
 
 def refuse_other_architecture(config: Mapping[str, Any], stored: Mapping[str, Any], name: str, folder: Path) -> None:

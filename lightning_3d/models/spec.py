@@ -114,7 +114,8 @@ class ModelSpec:
                 f"The FLOPs of model_type '{self.model_type}' are unknown. Add this family to `lightning_3d.models.families`."
             )
         looked_up = (self.embedding, self.positions)
-        matrices = sum(self._active(name, shape) for name, shape in self.shapes.items() if _is_matrix(name, shape) and name not in looked_up)
+        multiplied = {name: shape for name, shape in self.shapes.items() if _is_matrix(name, shape) and name not in looked_up}
+        matrices = sum(self._active(name, shape) for name, shape in multiplied.items())
         if self.tied:
             matrices += self.vocab * self.hidden
         context = sum(min(seq, window or seq) for window in self.windows)

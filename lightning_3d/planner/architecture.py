@@ -217,7 +217,8 @@ class Architecture:
     @cached_property
     def parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
-        return self.layers * (self.dense_block + self.routed_block) + self.embedding * (1 if self.tied else 2) + self.positions + self.hidden
+        ends = self.embedding * (1 if self.tied else 2) + self.positions + self.hidden
+        return self.layers * (self.dense_block + self.routed_block) + ends
 
     def context(self, seq: int) -> float:
         """Count the tokens that a token attends to, averaged over tokens and blocks: with a causal mask half of the sequence or window."""
