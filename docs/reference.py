@@ -25,12 +25,19 @@ sys.path.insert(0, str(REPOSITORY))
 
 from lightning_3d.cli.launch import KINDS  # noqa: E402
 from lightning_3d.config.cluster import ClusterConfig  # noqa: E402
+from lightning_3d.config.compose import compose  # noqa: E402
 from lightning_3d.config.files import conf_folder, recipes_folder  # noqa: E402
 from lightning_3d.config.options.lora import LoraOptions  # noqa: E402
 from lightning_3d.config.options.objective import ObjectiveOptions  # noqa: E402
 from lightning_3d.config.options.plan import PlanOptions  # noqa: E402
-from lightning_3d.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig  # noqa: E402
+from lightning_3d.config.plan_run import check_keys  # noqa: E402
+from lightning_3d.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig, complete_run  # noqa: E402
 from lightning_3d.launchers.options import meanings  # noqa: E402
+from lightning_3d.layout.layout import AXES  # noqa: E402
+from lightning_3d.layout.resolve import resolve_layout  # noqa: E402
+from lightning_3d.planner.advice import job_of, machine_of  # noqa: E402
+from lightning_3d.planner.memory import memory_of  # noqa: E402
+from lightning_3d.planner.step_time import step_of  # noqa: E402
 from lightning_3d.runs.sweep.slurm_engine import SlurmResources  # noqa: E402
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
@@ -325,6 +332,35 @@ def recipes() -> str:
     return "\n".join(lines)
 
 
+PUBLISHED = {
+    "llama3_1_405b_1024xh100": "43 % MFU on 8192 H100, tp8_pp16_dp64 (arXiv:2407.21783, table 4)",
+    "deepseek_v3_1024xh100": "1297 tokens/s in FP8, tp2_pp8_dp64_ep64_vp4 (Megatron-Bridge 25.09)",
+    "qwen3_235b_a22b_256xh100": "1633 tokens/s in FP8, tp2_pp8_dp16_ep32_vp4 (Megatron-Bridge 26.02)",
+    "gpt_oss_120b_64xh100": "5993 tokens/s, pp4_dp16_ep8 (Megatron-Bridge 26.02)",
+    "gpt3_175b_384xa100": "76.8 s: 153 TFLOP/s with recomputation (arXiv:2104.04473, table 2)",
+    "gpt_1t_3072xa100": "102.6 s: 163 TFLOP/s with recomputation (arXiv:2104.04473, table 1)",
+    "qwen3_8b_yarn_finetune_128k_16xh100": "",
+    "llama3_1_8b_yarn_finetune_1024k_64xh100": "",
+}
+"""Published measurements of the models of recipes."""
+
+
+def predictions() -> str:
+    """What the planner predicts of large recipes, next to what was published."""
+    lines = ["| recipe | memory | seconds of a step | tokens/s of a GPU | MFU | published |", "| --- | --: | --: | --: | --: | --- |"]
+    for name, published in PUBLISHED.items():
+        run = complete_run(check_keys(compose([f"recipe={name}", "trainer.dry=true"])))
+        options, machine = run.parallelism, machine_of(run.cluster, None)
+        layout, schedule = resolve_layout(options.layout, options.schedule, options.vp, tuple(options.order or AXES))
+        assert machine is not None and options.micro_batch_size is not None
+        job = job_of(run, run.precision.name, layout, schedule, options.micro_batch_size)
+        seconds, share = step_of(job, machine).seconds, memory_of(job).total / machine.memory
+        rate = job.seq * job.global_batch / seconds / machine.gpus
+        used = rate * run.spec.flops_per_token(job.seq) / machine.peak
+        lines.append(f"| `{name}` | {share:.0%} | {seconds:.3g} | {rate:,.0f} | {used:.0%} | {published} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "run": run_keys,
     "model": model,
@@ -345,6 +381,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hydra/launcher": lambda: hydra_launcher("lightning_3d"),
     "hydra/launcher/slurm": lambda: hydra_launcher("slurm"),
     "recipes": recipes,
+    "predictions": predictions,
 }
 
 

@@ -18,25 +18,31 @@ class Family:
         block: function from (spec, reader) to the shapes of one block, by names relative to the block.
         defaults: Transformers' values of fields that a configuration omits, where they matter here.
         base: name of the module with the blocks.
+        blocks: name of the list of blocks in `base`.
         embedding: name of the token embedding in `base`.
+        positions: name of the embedding of positions in `base`; None for a family without one.
         final_norm: name of the norm after the blocks in `base`.
         bias_of_norms: norms are LayerNorms with a bias.
         experts: function from (spec, reader) to the shapes that replace a block's `mlp` in a mixture; None for a dense family.
         dense_layers: function from (spec, reader) to the layers of a mixture that keep their `mlp`.
         attention_width: function from the reader to the mean width of queries and values; None: that of a head.
         biased_routers: routers add a bias to their scores that only affects the choice of experts.
+        expert_groups: function from the reader to (groups of experts, groups from which a token chooses its experts).
     """
 
     block: Callable[[ModelSpec, Reader], Shapes]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     base: str = "model"
+    blocks: str = "layers"
     embedding: str = "embed_tokens"
+    positions: str | None = None
     final_norm: str = "norm"
     bias_of_norms: bool = False
     experts: Callable[[ModelSpec, Reader], Shapes] | None = None
     dense_layers: Callable[[ModelSpec, Reader], Container[int]] = lambda spec, reader: ()
     attention_width: Callable[[Reader], int] | None = None
     biased_routers: bool = False
+    expert_groups: Callable[[Reader], tuple[int, int]] = lambda reader: (1, 1)
 
     @property
     def sparse(self) -> bool:
@@ -47,18 +53,25 @@ class Family:
         """Return `spec` with the shapes of the whole model."""
         embedding = f"{self.base}.{self.embedding}.weight"
         shapes: Shapes = {embedding: (spec.vocab, spec.hidden)}
+        positions = None if self.positions is None else f"{self.base}.{self.positions}.weight"
+        if positions is not None:
+            shapes[positions] = (reader.size("max_position_embeddings"), spec.hidden)
         block = sparse = self.block(spec, reader)
         if self.experts is not None:
             sparse = {name: shape for name, shape in block.items() if not name.startswith("mlp.")} | self.experts(spec, reader)
         dense = self.dense_layers(spec, reader)
         for layer in range(spec.layers):
             chosen = block if layer in dense else sparse
-            shapes.update({f"{self.base}.layers.{layer}.{name}": shape for name, shape in chosen.items()})
+            shapes.update({f"{self.base}.{self.blocks}.{layer}.{name}": shape for name, shape in chosen.items()})
         shapes.update(_norm(f"{self.base}.{self.final_norm}", spec.hidden, bias=self.bias_of_norms))
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
         width = spec.head_dim if self.attention_width is None else self.attention_width(reader)
-        return replace(spec, shapes=shapes, embedding=embedding, head_dim=width)
+        groups, top_groups = self.expert_groups(reader)
+        if spec.experts % groups or spec.experts // groups * top_groups < spec.top_k:
+            groups = top_groups = 1  # not a number of groups with which the model runs
+        spec = replace(spec, shapes=shapes, embedding=embedding, positions=positions)
+        return replace(spec, head_dim=width, groups=groups, top_groups=min(top_groups, groups))
 
 
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Shapes:
@@ -119,6 +132,20 @@ def _gpt_neox(spec: ModelSpec, reader: Reader) -> Shapes:
     }
 
 
+def _gpt2(spec: ModelSpec, reader: Reader) -> Shapes:
+    """Describe a block of GPT-2, whose layers store their matrices transposed: (inputs, outputs)."""
+    sizes = {
+        "attn.c_attn": (spec.hidden, 3 * spec.hidden),
+        "attn.c_proj": (spec.hidden, spec.hidden),
+        "mlp.c_fc": (spec.hidden, spec.intermediate),
+        "mlp.c_proj": (spec.intermediate, spec.hidden),
+    }
+    shapes = {**_norm("ln_1", spec.hidden, bias=True), **_norm("ln_2", spec.hidden, bias=True)}
+    for name, (inputs, outputs) in sizes.items():
+        shapes |= {f"{name}.weight": (inputs, outputs), f"{name}.bias": (outputs,)}
+    return shapes
+
+
 def _phi3(spec: ModelSpec, reader: Reader) -> Shapes:
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     return {
@@ -166,6 +193,24 @@ def _deepseek_experts(spec: ModelSpec, reader: Reader) -> Shapes:
     return _qwen3_experts(spec, reader) | _mlp("mlp.shared_experts", spec, shared)
 
 
+def _gpt_oss_block(spec: ModelSpec, reader: Reader) -> Shapes:
+    """Describe attention with biases and a sink for each head. All blocks are mixtures."""
+    bias = bool(reader.get("attention_bias", True))
+    block = _llama_like(qkv_bias=bias, out_bias=bias)(spec, reader)
+    return block | {"self_attn.sinks": (spec.heads,)}
+
+
+def _gpt_oss_experts(spec: ModelSpec, reader: Reader) -> Shapes:
+    """Describe a router and experts with biases. The matrices of an expert are (inputs, outputs)."""
+    return {
+        **_linear("mlp.router", spec.hidden, spec.experts, bias=True),
+        "mlp.experts.gate_up_proj": (spec.experts, spec.hidden, 2 * spec.intermediate),
+        "mlp.experts.gate_up_proj_bias": (spec.experts, 2 * spec.intermediate),
+        "mlp.experts.down_proj": (spec.experts, spec.intermediate, spec.hidden),
+        "mlp.experts.down_proj_bias": (spec.experts, spec.hidden),
+    }
+
+
 def _qwen_dense_layers(spec: ModelSpec, reader: Reader) -> Container[int]:
     every = reader.size("decoder_sparse_step")
     return {layer for layer in range(spec.layers) if (layer + 1) % every} | set(reader.get("mlp_only_layers") or ())
@@ -173,6 +218,13 @@ def _qwen_dense_layers(spec: ModelSpec, reader: Reader) -> Container[int]:
 
 def _deepseek_dense_layers(spec: ModelSpec, reader: Reader) -> Container[int]:
     return range(int(reader.get("first_k_dense_replace", 0)))
+
+
+def _deepseek_groups(reader: Reader) -> tuple[int, int]:
+    """Read the groups of DeepSeek-V3's routers; those of DeepSeek-V2 have some only with one of their methods."""
+    if reader.get("topk_method", "group_limited_greedy") != "group_limited_greedy":
+        return 1, 1
+    return int(reader.get("n_group", 1)), int(reader.get("topk_group", 1))
 
 
 def _latent_attention(spec: ModelSpec, reader: Reader) -> Shapes:
@@ -263,17 +315,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v2": Family(
         _latent_attention,
-        {"max_position_embeddings": 2048, "first_k_dense_replace": 0},
+        {"max_position_embeddings": 2048, "first_k_dense_replace": 0, "topk_method": "greedy"},
         experts=_deepseek_experts,
         dense_layers=_deepseek_dense_layers,
         attention_width=_latent_width,
+        expert_groups=_deepseek_groups,
     ),
     "deepseek_v3": Family(
         _latent_attention,
-        {"max_position_embeddings": 4096, "first_k_dense_replace": 3},
+        {"max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
         experts=_deepseek_experts,
         dense_layers=_deepseek_dense_layers,
         attention_width=_latent_width,
+        expert_groups=_deepseek_groups,
         biased_routers=True,
     ),
     "gpt_neox": Family(
@@ -283,6 +337,28 @@ FAMILIES: dict[str, Family] = {
         embedding="embed_in",
         final_norm="final_layer_norm",
         bias_of_norms=True,
+    ),
+    "gpt2": Family(
+        _gpt2,
+        {"max_position_embeddings": 1024, "tie_word_embeddings": True},
+        base="transformer",
+        blocks="h",
+        embedding="wte",
+        positions="wpe",
+        final_norm="ln_f",
+        bias_of_norms=True,
+    ),
+    "gpt_oss": Family(
+        _gpt_oss_block,
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+        },
+        experts=_gpt_oss_experts,
     ),
 }
 

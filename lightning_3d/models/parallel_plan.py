@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from torch import nn
@@ -307,7 +307,21 @@ def _as_dict(plan: Any) -> dict[str, Any]:
 
 
 def _as_cut(entry: Any) -> Cut:
-    cut = entry if isinstance(entry, Cut) else Cut(str(entry))
+    """Read an entry of a plan: a style, a `Cut`, or the fields of one, as configuration files have them.
+
+    Raises:
+        PlanError: unknown fields, or no style.
+    """
+    if isinstance(entry, Mapping):
+        known = [one.name for one in fields(Cut)]
+        wrong = [str(key) for key in entry if key not in known]
+        if wrong or "style" not in entry:
+            what = f"has no field {wrong[0]!r}" if wrong else "has no style"
+            raise PlanError(f"An entry of the plan {what}. Fields are {', '.join(known)}; for example {{style: colwise, units: 8}}.")
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        cut = Cut(**{**values, "style": str(entry["style"])})
+    else:
+        cut = entry if isinstance(entry, Cut) else Cut(str(entry))
     return replace(cut, style=OLDER_NAMES.get(cut.style, cut.style))
 
 

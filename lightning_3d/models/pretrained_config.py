@@ -105,6 +105,8 @@ def differences(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[st
     """List fields in which two configurations of one model disagree, as `field is 4 (8 in the folder)`. Ignore fields that one lacks."""
     pairs = {key: (config[key], stored[key]) for key in _COMPUTED_WITH if config.get(key) is not None and stored.get(key) is not None}
     ropes = _rope(config), _rope(stored)
+    if _is_extension(ropes[0], ropes[1], stored):
+        ropes = {}, {}
     pairs |= {f"rope {key}": (ropes[0][key], ropes[1].get(key)) for key in ropes[0] if all(ropes)}
     return [f"{key} is {ours} ({theirs} in the folder)" for key, (ours, theirs) in pairs.items() if ours != theirs]
 
@@ -115,6 +117,14 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     known = {key: value for key, value in rope.items() if value is not None and not isinstance(value, Mapping)}
     return known if "rope_theta" in known else {}
+
+
+def _is_extension(ours: Mapping[str, Any], theirs: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    """Check whether our positions extend those of the stored weights by YaRN (arXiv:2309.00071): they have the same base, and the original
+    length is one that the weights know. Then the weights are meant to be trained on with other frequencies."""
+    known, original = stored.get("max_position_embeddings"), ours.get("original_max_position_embeddings")
+    extends = ours.get("rope_type") == "yarn" and theirs.get("rope_type") != "yarn" and ours.get("rope_theta") == theirs.get("rope_theta")
+    return extends and isinstance(known, int) and isinstance(original, int) and original <= known
 
 
 def refuse_other_architecture(config: Mapping[str, Any], stored: Mapping[str, Any], name: str, folder: Path) -> None:

@@ -50,6 +50,9 @@ class ModelSpec:
         shapes: shape of every parameter by its name in Transformers, tied ones once; None for families not in
             `families.FAMILIES`.
         embedding: name of the parameter of the token embedding.
+        positions: name of the parameter of the position embedding; None for a model without one.
+        groups: groups of experts, of which each token chooses `top_groups` and its experts in them (DeepSeek-V3); 1 without groups.
+        top_groups: groups from which a token chooses its experts.
     """
 
     model_type: str
@@ -67,6 +70,9 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     shapes: Shapes | None = field(repr=False)
     embedding: str = "model.embed_tokens.weight"
+    positions: str | None = None
+    groups: int = 1
+    top_groups: int = 1
 
     @property
     def parameters(self) -> int | None:
@@ -83,11 +89,11 @@ class ModelSpec:
     @property
     def active_parameters(self) -> int | None:
         """Number of parameters that a token passes: all but the experts that it is not routed to; None for an unknown family."""
-        return None if self.shapes is None else round(sum(self._active(shape) for shape in self.shapes.values()))
+        return None if self.shapes is None else round(sum(self._active(name, shape) for name, shape in self.shapes.items()))
 
-    def _active(self, shape: tuple[int, ...]) -> float:
-        """Count the elements of a parameter that a token passes. Parameters of three dimensions hold one matrix for each expert."""
-        return prod(shape) * (self.top_k / self.experts if len(shape) == 3 else 1)
+    def _active(self, name: str, shape: tuple[int, ...]) -> float:
+        """Count the elements of a parameter that a token passes. Those of routed experts hold one matrix or bias for each expert."""
+        return prod(shape) * (self.top_k / self.experts if ".experts." in name else 1)
 
     def flops_per_token(self, seq: int) -> float:
         """Count the floating-point operations of one training token: forward and backward, without recomputation.
@@ -107,11 +113,18 @@ class ModelSpec:
             raise ConfigError(
                 f"The FLOPs of model_type '{self.model_type}' are unknown. Add this family to `lightning_3d.models.families`."
             )
-        matrices = sum(self._active(shape) for name, shape in self.shapes.items() if len(shape) > 1 and name != self.embedding)
+        looked_up = (self.embedding, self.positions)
+        multiplied = {name: shape for name, shape in self.shapes.items() if _is_matrix(name, shape) and name not in looked_up}
+        matrices = sum(self._active(name, shape) for name, shape in multiplied.items())
         if self.tied:
             matrices += self.vocab * self.hidden
         context = sum(min(seq, window or seq) for window in self.windows)
         return 6.0 * matrices + 12.0 * self.heads * self.head_dim * context
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter takes part in matrix products; biases of experts have two dimensions, too."""
+    return len(shape) > 1 and not name.endswith("bias")
 
 
 class Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from lightning_3d.models.families import FAMILIES, read_spec
 from lightning_3d.models.spec import ModelSpec
 
 _ROUTED = ("mlp.experts.", "mlp.gate.weight")
+_BLOCK = re.compile(r"(?:.+\.)?(?:layers|h)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Architecture:
         shared_ffn: inner width of the experts that see every token, together.
         windows: attention window of each block in tokens; None for the whole sequence, an empty tuple for it in all blocks.
         norms: parameters of norms and biases of a block.
+        expert_biases: parameters of the biases of one expert.
+        positions: parameters of an embedding of positions, which every tensor-parallel rank holds.
+        groups: groups of experts of a mixture (node-limited routing, arXiv:2412.19437, section 2.1.2); 1 without.
+        top_groups: groups from which a token chooses its experts.
     """
 
     layers: int
@@ -78,6 +84,10 @@ class Architecture:
     shared_ffn: int = 0
     windows: tuple[int | None, ...] = ()
     norms: int = 0
+    expert_biases: int = 0
+    positions: int = 0
+    groups: int = 1
+    top_groups: int = 1
 
     @classmethod
     def plain(
@@ -143,7 +153,7 @@ class Architecture:
             kv_heads=spec.kv_heads,
             vocab=spec.vocab,
             ffn=spec.intermediate if dense else 0,
-            gated=spec.model_type != "gpt_neox",
+            gated=any("gate" in name for name in any_block),
             tied=spec.tied,
             attention=tuple(_matrix(name, shape) for name, shape in of_attention.items() if len(shape) == 2),
             query_width=spec.heads * spec.head_dim,
@@ -151,10 +161,14 @@ class Architecture:
             dense_layers=len(dense),
             experts=spec.experts,
             top_k=spec.top_k,
-            expert_ffn=routed["mlp.experts.down_proj"][2] if routed else 0,
+            expert_ffn=prod(routed["mlp.experts.down_proj"]) // (spec.experts * spec.hidden) if routed else 0,
             shared_ffn=shared,
             windows=spec.windows if any(spec.windows) else (),
             norms=sum(prod(shape) for shape in any_block.values() if len(shape) == 1),
+            expert_biases=sum(shape[1] for name, shape in routed.items() if name.startswith("mlp.experts.") and name.endswith("bias")),
+            positions=prod(spec.shapes[spec.positions]) if spec.positions is not None else 0,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
         )
 
     @classmethod
@@ -193,7 +207,7 @@ class Architecture:
     @cached_property
     def routed_block(self) -> int:
         """Parameters of the routed experts of a block, averaged over blocks."""
-        return (self.layers - self.dense_layers) * self.experts * self.expert_size // self.layers
+        return (self.layers - self.dense_layers) * self.experts * (self.expert_size + self.expert_biases) // self.layers
 
     @property
     def embedding(self) -> int:
@@ -203,7 +217,8 @@ class Architecture:
     @cached_property
     def parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
-        return self.layers * (self.dense_block + self.routed_block) + self.embedding * (1 if self.tied else 2) + self.hidden
+        ends = self.embedding * (1 if self.tied else 2) + self.positions + self.hidden
+        return self.layers * (self.dense_block + self.routed_block) + ends
 
     def context(self, seq: int) -> float:
         """Count the tokens that a token attends to, averaged over tokens and blocks: with a causal mask half of the sequence or window."""
@@ -224,18 +239,17 @@ def _blocks(spec: ModelSpec) -> list[dict[str, tuple[int, ...]]]:
     assert spec.shapes is not None
     blocks: list[dict[str, tuple[int, ...]]] = [{} for _ in range(spec.layers)]
     for name, shape in spec.shapes.items():
-        _, found, rest = name.partition(".layers.")
-        if found:
-            layer, _, local = rest.partition(".")
-            blocks[int(layer)][local] = shape
+        found = _BLOCK.fullmatch(name)
+        if found is not None:
+            blocks[int(found[1])][found[2]] = shape
     return blocks
 
 
 def _matrix(name: str, shape: tuple[int, ...]) -> Matrix:
     """Return a projection of attention as tensor parallelism shards it; down-projections of latent attention are replicated."""
-    outputs, inputs = shape
+    outputs, inputs = reversed(shape) if "attn.c_" in name else shape  # GPT-2 stores (inputs, outputs)
     if any(part in name for part in ("q_a_proj", "kv_a_proj")):
         return Matrix(outputs, inputs, "none")
-    if any(part in name for part in ("o_proj", "attention.dense")):
+    if any(part in name for part in ("o_proj", "attention.dense", "attn.c_proj")):
         return Matrix(outputs, inputs, "row")
     return Matrix(outputs, inputs)

@@ -205,9 +205,17 @@ def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> 
 
 
 def nodes_of_a_token(model: Architecture, nodes: int) -> float:
-    """Return the expected number of nodes on which a token has experts, if all choices of experts are equally likely."""
-    elsewhere = comb(model.experts - model.experts // nodes, model.top_k) / comb(model.experts, model.top_k)
-    return nodes * (1 - elsewhere)
+    """Return the expected number of nodes on which a token has experts, if all choices are equally likely: of `top_groups` groups, and of
+    experts in them (node-limited routing, arXiv:2412.19437, section 2.1.2). Neighbouring groups are on one node."""
+    size = model.experts // model.groups
+    pool = size * model.top_groups
+    here = max(1, model.groups // nodes)  # groups that a node has, or has a part of
+    part = min(size, model.experts // nodes)  # experts of a group on a node
+    missed = 0.0
+    for chosen in range(max(0, model.top_groups - (model.groups - here)), min(here, model.top_groups) + 1):
+        likely = comb(here, chosen) * comb(model.groups - here, model.top_groups - chosen) / comb(model.groups, model.top_groups)
+        missed += likely * comb(pool - chosen * part, model.top_k) / comb(pool, model.top_k)
+    return nodes * (1 - missed)
 
 
 def expert_group(job: Job, machine: Machine) -> Group:

@@ -45,7 +45,7 @@ def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
     whole = sum(matrix.size for matrix in model.attention if matrix.sharded_by == "none") + model.norms
     dense = stage.blocks * ((model.dense_block - whole) / layout.tp + whole)
     ends = stage.embedding + stage.head - (stage.embedding and stage.head and model.tied)
-    dense += ends * model.embedding / layout.tp
+    dense += ends * model.embedding / layout.tp + stage.embedding * model.positions
     return dense, stage.blocks * model.routed_block / (layout.ep if layout.ep > 1 else layout.tp)
 
 

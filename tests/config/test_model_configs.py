@@ -9,6 +9,7 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from lightning_3d.config.files import conf_folder
 from lightning_3d.errors import ConfigError
@@ -36,16 +37,27 @@ REQUIRED = {
     "qwen3_30b_a3b",
     "qwen2_57b_a14b",
     "deepseek_v2_lite",
+    "llama3_1_405b",
+    "deepseek_v3",
+    "qwen3_235b_a22b",
+    "gpt_oss_120b",
+    "gpt3_175b",
+    "gpt_1t",
 }
 # Billions of parameters in all, and those that see a token, as published: arXiv:2401.04088 (table 1), mistral.ai/news/mixtral-8x22b,
-# arXiv:2505.09388 (section 2), arXiv:2407.10671 (table 1), arXiv:2405.04434 (appendix B.1, which leaves out the embedding).
+# arXiv:2505.09388 (section 2), arXiv:2407.10671 (table 1); arXiv:2405.04434 (appendix B.1), arXiv:2412.19437 (section 4.2) and
+# arXiv:2508.10925 (table 1), which leave out the embedding.
 PUBLISHED = {
     "mixtral_8x7b": (47, 13),
     "mixtral_8x22b": (141, 39),
     "qwen3_30b_a3b": (30.5, 3.3),
     "qwen2_57b_a14b": (57.4, 14),
     "deepseek_v2_lite": (15.7, 2.4),
+    "qwen3_235b_a22b": (235, 22),
+    "deepseek_v3": (671, 37),
+    "gpt_oss_120b": (116.83, 5.13),
 }
+WITHOUT_EMBEDDING = {"deepseek_v2_lite", "deepseek_v3", "gpt_oss_120b"}
 TINY_LLAMA = {
     "model_type": "llama",
     "vocab_size": 32,
@@ -104,7 +116,7 @@ def test_sizes_equal_those_of_transformers(path: Any) -> None:
     assert spec.kv_heads == getattr(config, "num_key_value_heads", config.num_attention_heads)
     assert (spec.vocab, spec.max_positions) == (config.vocab_size, config.max_position_embeddings)
     assert spec.tied == config.tie_word_embeddings
-    assert spec.intermediate == config.intermediate_size
+    assert spec.intermediate == (config.n_inner if config.model_type == "gpt2" else config.intermediate_size)
     experts = next((value for name in EXPERTS if (value := getattr(config, name, None))), 0)
     assert (spec.experts, spec.top_k) == (experts, config.num_experts_per_tok if experts else 0)
 
@@ -120,8 +132,29 @@ def test_mixtures_have_the_published_number_of_parameters(name: str) -> None:
     total, active = PUBLISHED[name]
     assert entry["active_parameters"] == sum(counts.values()) - unused
     assert sum(counts.values()) == pytest.approx(total * 1e9, rel=0.01)
-    embedding = counts["model.embed_tokens.weight"] if name == "deepseek_v2_lite" else 0
+    embedding = counts["model.embed_tokens.weight"] if name in WITHOUT_EMBEDDING else 0
     assert entry["active_parameters"] - embedding == pytest.approx(active * 1e9, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt3_175b", 174.6), ("gpt_1t", 1008.0)])
+def test_gpts_have_the_number_of_parameters_of_the_paper(name: str, billions: float) -> None:
+    """Narayanan et al. (arXiv:2104.04473), equation 2 and table 1; the equation leaves out the last LayerNorm."""
+    sizes = read(conf_folder() / "model" / f"{name}.yaml")["config"]
+    layers, hidden, vocab, seq = (sizes[key] for key in ("n_layer", "n_embd", "vocab_size", "n_positions"))
+    counted = 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + seq) * hidden
+    assert read_spec(sizes).parameters == counted + 2 * hidden
+    assert round(counted / 1e9, 1) == billions
+
+
+def test_deepseek_v3_has_685_billion_parameters_with_its_module_for_multi_token_prediction() -> None:
+    """Its README counts 671 billion and 14 billion, which include copies of the embedding and of the head. Transformers builds the module
+    next to the model, and only for generation."""
+    model = on_meta(read(conf_folder() / "model" / "deepseek_v3.yaml")["config"])
+    with torch.device("meta"):
+        module = MtpModel(model, 1)
+    assert "MtpLayer" not in {type(part).__name__ for part in model.modules()}
+    main, further = (sum(parameter.numel() for parameter in part.parameters()) for part in (model, module))
+    assert (main, main + further) == (pytest.approx(671e9, rel=1e-3), pytest.approx(685e9, rel=1e-3))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -153,11 +186,13 @@ def test_fields_that_are_left_out_take_the_defaults_of_transformers(model_type: 
         {"num_key_value_heads": 2, "head_dim": 8},
         {"model_type": "gpt_neox", "attention_bias": False},
         {"model_type": "gpt_neox", "tie_word_embeddings": True},
+        {"model_type": "gpt2", "tie_word_embeddings": False, "intermediate_size": None},
+        {"model_type": "gpt2", "n_inner": 40, "intermediate_size": None},
     ],
     ids=str,
 )
 def test_options_change_shapes_as_in_transformers(changes: dict[str, Any]) -> None:
-    fields = {**TINY_LLAMA, **changes}
+    fields = {key: value for key, value in {**TINY_LLAMA, **changes}.items() if value is not None}
     assert read_spec(fields).shapes == shapes_of(on_meta(fields))
 
 
@@ -195,12 +230,12 @@ def test_qwen_windows_begin_at_a_layer() -> None:
 
 def test_an_unknown_family_still_gives_its_sizes() -> None:
     spec = read_spec(
-        {"model_type": "gpt2", "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 100}
+        {"model_type": "gptj", "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 100}
     )
     assert (spec.hidden, spec.layers, spec.heads, spec.kv_heads) == (48, 3, 4, 4)
     assert (spec.head_dim, spec.max_positions) == (12, 64)
     assert spec.parameters is None
-    with pytest.raises(ConfigError, match="gpt2"):
+    with pytest.raises(ConfigError, match="gptj"):
         spec.flops_per_token(8)
 
 
@@ -210,7 +245,7 @@ def test_experts_are_seen() -> None:
     assert (spec.experts, spec.top_k, spec.parameters) == (8, 2, None)
 
 
-@pytest.mark.parametrize("name", ["mixtral_tiny", "qwen3_moe_tiny", "deepseek_v3_tiny"])
+@pytest.mark.parametrize("name", ["mixtral_tiny", "qwen3_moe_tiny", "deepseek_v3_tiny", "gpt_oss_tiny"])
 def test_flops_of_a_mixture_equal_those_that_torch_counts(name: str) -> None:
     """Of experts those of the tokens that they see."""
     fields = {**read(conf_folder() / "model" / f"{name}.yaml")["config"], "num_hidden_layers": 2}

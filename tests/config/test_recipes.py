@@ -27,7 +27,11 @@ PUBLISHED = [name for name in MODELS if not name.endswith("tiny")]
 KINDS = ["a100_80gb", "gb200", "h100_sxm", "h200"]
 LAYOUTS = ["dp8", "tp2_dp8", "tp2_dp16", "tp2_dp32", "tp4_dp16", "tp8_dp9", "tp4_pp4_dp8", "tp8_pp2_dp16"]
 LAYOUTS += ["tp8_pp4_dp2", "tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2", "tp4_dp2_cp8"]
-EXPERT_LAYOUTS = ["dp8_ep8", "dp64_ep8", "pp2_dp32_ep8", "pp4_dp32_ep8_vp2", "tp2_pp2_dp16_ep8"]
+LAYOUTS += ["tp8_pp16_dp8", "tp8_pp12_dp4", "tp8_pp64_dp6", "tp4_cp4", "tp8_cp8"]
+EXPERT_LAYOUTS = ["dp8_ep8", "dp64_ep8", "pp2_dp32_ep8", "pp4_dp32_ep8_vp2", "tp2_pp2_dp16_ep8", "pp16_dp64_ep64_vp2", "pp8_dp32_ep8"]
+EXPERT_LAYOUTS += ["pp4_dp16_ep16"]
+AS_PUBLISHED = {"gpt_1t_3072xa100": 0.11}
+"""Recipes that repeat a published layout with a larger bubble than others may have, and its bubble."""
 
 ROOM = 0.8
 """How much of a GPU's memory a recipe may be predicted to need; the rest is for communication, workspaces and holes."""
@@ -59,7 +63,8 @@ def test_a_recipe_is_what_its_name_says_and_fills_its_cluster(name: str) -> None
     assert config.cluster.name == f"{found['kind']}_{config.cluster.nodes}x{config.cluster.gpus_per_node}"
     assert (plan.accelerator, plan.precision) == ("gpu", "bf16")
     assert plan.layout.tp <= config.cluster.nvlink_gpus
-    assert predicted_bubble(find_schedule(plan.schedule), plan.layout.pp, plan.layout.vp, plan.micro_batches) < 0.06
+    bubble = predicted_bubble(find_schedule(plan.schedule), plan.layout.pp, plan.layout.vp, plan.micro_batches)
+    assert bubble < 0.06 or bubble == pytest.approx(AS_PUBLISHED.get(name), abs=0.005)
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
@@ -92,10 +97,11 @@ def test_a_recipe_for_finetuning_starts_from_a_folder(name: str) -> None:
 def stage_parameters(spec: ModelSpec, layout: Layout) -> tuple[float, float]:
     """(others, those of dealt experts) of the largest rank: an even share of the blocks, and an embedding or a head beside them."""
     embedding = spec.vocab * spec.hidden
-    assert spec.parameters is not None and spec.shapes is not None and not spec.tied
+    assert spec.parameters is not None and spec.shapes is not None
     experts = sum(prod(shape) for shape in spec.shapes.values() if len(shape) == 3) if layout.ep > 1 else 0
-    outside = 2 * embedding if layout.pp == 1 else embedding
-    others = (spec.parameters - experts - 2 * embedding) / layout.pp + outside
+    matrices = 1 if spec.tied else 2
+    outside = matrices * embedding if layout.pp == 1 else embedding
+    others = (spec.parameters - experts - matrices * embedding) / layout.pp + outside
     return others / layout.tp, experts / layout.pp / layout.ep
 
 
@@ -115,7 +121,7 @@ def state_bytes(parameters: float, experts: float, trained: float, plan: RunPlan
     return 2 * parameters + 4 * trained / layout.dp + buckets + optimizer + of_experts
 
 
-def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int) -> float:
+def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int, parts: int) -> float:
     """Of one rank, with bf16 activations of a block in the style of Llama, roughly.
 
     In bytes of a token: the float32 and bf16 copies of two norms and the residuals, 20 h, four tensors as wide as the MLP and four as
@@ -134,7 +140,7 @@ def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int) -> float:
     count = ceil(spec.layers / (layout.pp * layout.vp)) * held
     recomputed = ceil(count / blocks.recompute_every)
     again = everything if blocks.recompute != "none" else 0
-    logits = tokens * spec.vocab / layout.tp * (2 + 4 + 4)  # bf16, float32, and their gradient
+    logits = tokens * spec.vocab / layout.tp * (2 + 4 + 4) / parts  # bf16, float32, and their gradient
     return recomputed * kept + (count - recomputed) * everything + again + logits
 
 
@@ -153,7 +159,8 @@ def predicted_bytes(config: DictConfig, plan: RunPlan) -> tuple[float, float]:
     tokens = plan.micro_batch_size * config.data.sequence_length // plan.layout.cp
     (parameters, experts), rank = stage_parameters(spec, plan.layout), config.model.lora.r
     trained = parameters if rank is None else rank * sum(sum(shape) for shape in (spec.shapes or {}).values() if len(shape) == 2)
-    return state_bytes(parameters, experts, trained, plan), activation_bytes(spec, plan, tokens)
+    parts = 8 if config.parallelism.loss_chunks == "auto" else config.parallelism.loss_chunks
+    return state_bytes(parameters, experts, trained, plan), activation_bytes(spec, plan, tokens, parts)
 
 
 @pytest.mark.parametrize("name", ON_GPUS)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.errors import LayoutError, PlanError
@@ -356,3 +356,14 @@ def test_a_plan_of_omegaconf_is_a_dictionary() -> None:
     given = OmegaConf.create({"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}})
     plan = check_plan(given, "auto")
     assert plan == {"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}} and type(plan["pp"]["h"][0]) is list
+
+
+def test_a_plan_of_a_file_may_have_the_fields_of_a_cut() -> None:
+    entry = {"style": "packed_colwise", "units": 4, "parts": [32, 32, 32]}
+    given = OmegaConf.create({"tp": {"transformer.h.*.attn.c_attn": entry, "transformer.h.*.attn.c_proj": "rowwise"}})
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
+    found = read_plan(model, check_plan(given, "auto")).tp
+    assert found["transformer.h.*.attn.c_attn"] == Cut("packed_colwise", units=4, parts=(32, 32, 32))
+    for change, message in (({"unit": 4}, "has no field 'unit'. Fields are style, units, parts, shared"), ({}, "has no style")):
+        with pytest.raises(PlanError, match=message):
+            read_plan(model, {"tp": {"transformer.h.*.attn.c_attn": {"style": "colwise"} | change if change else {"units": 4}}})

@@ -28,6 +28,20 @@ def test_nodes_of_a_token(nodes: int) -> None:
     assert nodes_of_a_token(MODEL, nodes) == pytest.approx(sum(chosen) / len(chosen))
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("groups", "chosen"), [(8, 2), (4, 2), (4, 3)])
+def test_nodes_of_a_token_that_chooses_groups(groups: int, chosen: int, nodes: int) -> None:
+    """Against all choices of groups, and of experts in them (DeepSeek-V3)."""
+    size = 16 // groups
+    found = [
+        len({expert // (16 // nodes) for expert in experts})
+        for picked in combinations(range(groups), chosen)
+        for experts in combinations([group * size + place for group in picked for place in range(size)], 4)
+    ]
+    model = replace(MODEL, groups=groups, top_groups=chosen)
+    assert nodes_of_a_token(model, nodes) == pytest.approx(sum(found) / len(found))
+
+
 def test_a_token_crosses_once_to_each_node() -> None:
     """Both ways, forward and backward, and within the node once to each expert."""
     found = block(MODEL, "ep16_dp16")

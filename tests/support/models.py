@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
+
+from lightning_3d.config.files import conf_folder
 
 SEQUENCE = 16
 IGNORE = -100
@@ -125,6 +128,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 PLAIN = "plain"
 MODELS = (*FAMILIES, PLAIN)
 # Whose blocks are made in other ways: norms behind layers, norms over all heads between gather pairs, parallel branches, multipliers.
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0, "original_max_position_embeddings": 8}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"vocab_size": 64, "num_key_value_heads": 2}),
     "glm4": ("Glm4", {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8}),
@@ -144,7 +148,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 8,
         },
     ),
+    # Positions beyond the original ones are scaled.
+    "llama_yarn": ("Llama", {"vocab_size": 67, "num_key_value_heads": 2, "rope_parameters": YARN}),
+    "qwen3_yarn": ("Qwen3", {"vocab_size": 72, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": YARN}),
 }
+# Read from `conf/model`: tiny models of the families of large ones.
+OF_CONF = ("llama_tiny", "gpt2_tiny", "gpt_oss_tiny", "deepseek_v3_tiny", "qwen3_moe_tiny")
 
 
 def build(name: str, layers: int = 4) -> nn.Module:
@@ -154,6 +163,8 @@ def build(name: str, layers: int = 4) -> nn.Module:
     """
     if name == PLAIN:
         return PlainModel(layers)
+    if name in OF_CONF:
+        return build_from_conf(name, layers)
     import transformers
 
     prefix, own = (FAMILIES | MIXTURES | OTHERS)[name]
@@ -166,6 +177,28 @@ def build(name: str, layers: int = 4) -> nn.Module:
     if name in MIXTURES and torch.get_default_dtype() == torch.float64:
         config._experts_implementation = "eager"  # grouped matrix products do not know float64
     model = getattr(transformers, prefix + "ForCausalLM")(config)
+    if torch.get_default_dtype() == torch.float64:
+        keep_double(model)
+    return model
+
+
+def conf(name: str) -> dict[str, Any]:
+    """An entry of `conf/model`."""
+    return yaml.safe_load((conf_folder() / "model" / f"{name}.yaml").read_text())
+
+
+def build_from_conf(name: str, layers: int) -> nn.Module:
+    """A model of `conf/model`, as `build`."""
+    from transformers import AutoModelForCausalLM
+
+    from lightning_3d.training.module import transformers_config
+
+    entry = conf(name)
+    config = transformers_config(entry["config"] | {"pad_token_id": None, "use_cache": False})
+    config.num_hidden_layers = layers
+    if torch.get_default_dtype() == torch.float64:
+        config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=entry["attn_implementation"])
     if torch.get_default_dtype() == torch.float64:
         keep_double(model)
     return model
@@ -209,6 +242,8 @@ def _double_router(kind: type) -> type:
 
 
 def vocabulary(name: str) -> int:
+    if name in OF_CONF:
+        return conf(name)["config"]["vocab_size"]
     return PlainModel.vocabulary if name == PLAIN else (FAMILIES | MIXTURES | OTHERS)[name][1]["vocab_size"]
 
 

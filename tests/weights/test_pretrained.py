@@ -442,6 +442,20 @@ def test_rope_in_the_words_of_older_versions(llama: Path) -> None:
         complete_model(mine)
 
 
+def test_yarn_extends_the_positions_of_pretrained_weights(llama: Path) -> None:
+    """With the base of the weights, and from a length that they know."""
+    config = json.loads((llama / "config.json").read_text())
+    known = config["max_position_embeddings"]
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": known}
+    mine = {"name": "mine", "pretrained": str(llama)}
+    changed = config | {"max_position_embeddings": 4 * known, "rope_parameters": rope}
+    assert complete_model(mine | {"config": changed})[0]["config"]["rope_parameters"] == rope
+    for change in ({"rope_theta": 20000.0}, {"original_max_position_embeddings": 2 * known}):
+        with pytest.raises(Lightning3DError, match=r"rope rope_type is yarn \(default in the folder\)|rope rope_theta is 20000"):
+            complete_model(mine | {"config": changed | {"rope_parameters": rope | change}})
+
+
+
 @pytest.mark.parametrize("name", ["pretrained", "mine"])
 def test_notes_in_a_config_json_are_no_mistakes_of_the_user(name: str, llama: Path) -> None:
     """Who fine-tunes and uploads models writes fields of his own there, which `from_pretrained` passes over."""
