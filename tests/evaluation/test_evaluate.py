@@ -68,7 +68,7 @@ def data(folder: Path) -> list[str]:
 
 
 def run_evaluation(config: dict[str, Any], path: Path) -> None:
-    evaluate_rank(config, None, {"about": {}, "reads_data": True, "tasks": None, "json": str(path)})
+    evaluate_rank(config, None, {"about": {}, "json": str(path)})
 
 
 def mean_loss(folder: Path, name: str) -> tuple[float, int, int]:
