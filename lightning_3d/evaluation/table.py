@@ -28,18 +28,6 @@ def losses_table(sets: Mapping[str, Mapping[str, Any]]) -> str:
     return format_table([titles, *rows])
 
 
-def tasks_table(tasks: Mapping[str, Mapping[str, float]]) -> str:
-    """Format the metrics of tasks of lm-eval: task -> metric -> value; a standard error is next to its metric."""
-    rows = []
-    for name, metrics in tasks.items():
-        for key, value in metrics.items():
-            metric, _, kind = key.partition(",")
-            if not metric.endswith("_stderr"):
-                error = metrics.get(f"{metric}_stderr,{kind}")
-                rows.append((name, metric if kind == "none" else key, f"{value:.4f}", "" if error is None else f"{error:.4f}"))
-    return format_table([("task", "metric", "value", "standard error"), *rows])
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write results as JSON; numbers that are not finite become null, because JSON does not have them."""
     draft = path.with_name(f".{path.name}.part")

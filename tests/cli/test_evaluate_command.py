@@ -33,7 +33,6 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "layout": (["evaluate", "{}", "data=python_stdlib", "data.sequence_length=32", "parallelism=tp3"], ["3"]),
     "group": (["evaluate", "{}", "data=python_stdlib", "optimizer=sgd"], ["optimizer=sgd has no meaning"]),
     "option": (["evaluate", "{}", "--jsn", "x"], ["no option --jsn", "--json"]),
-    "limit": (["evaluate", "{}", "data=python_stdlib", "--limit", "3"], ["--limit needs --tasks"]),
     "tokenizer": (["generate", "{}", "Hello"], ["has no tokenizer", "--tokenizer"]),
     "top_p": (["generate", "{}", "Hello", "--top-p", "0"], ["--top-p must be a number of more than 0 and at most 1; got 0"]),
     "tokens": (["generate", "{}", "Hello", "--max-new-tokens", "0"], ["--max-new-tokens", "at least 1"]),
