@@ -38,7 +38,7 @@ def import_deepspeed(device: torch.device) -> Any:
     - `DS_ACCELERATOR` must be set before the import on a machine without GPU, else it warns on standard output.
     - `deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]`: a shared-memory all-reduce that it would compile (37 s).
     - The first engine imports its Muon optimizer, whose `torch.compile` decorators import Inductor: 1 to
-      4 s. It is imported here while `torch.compile` does nothing; Muon is refused with ZeRO, because it needs whole matrices.
+      4 s. It is imported here while `torch.compile` does nothing; that Muon is never used.
     - The first engine imports `auto_ep_layer` and `mori` (0.19.8): here, so that ranks that are forked afterwards have it.
     - Its logger writes to standard output.
 
