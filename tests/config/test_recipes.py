@@ -28,8 +28,8 @@ KINDS = ["a100_80gb", "gb200", "h100_sxm", "h200"]
 LAYOUTS = ["dp8", "tp2_dp8", "tp2_dp16", "tp2_dp32", "tp4_dp16", "tp8_dp9", "tp4_pp4_dp8", "tp8_pp2_dp16"]
 LAYOUTS += ["tp8_pp4_dp2", "tp8_pp4_dp4", "tp8_pp4_dp8", "tp8_pp4_dp16", "tp8_pp8_dp16_vp2", "tp4_dp2_cp8"]
 LAYOUTS += ["tp8_pp16_dp8", "tp8_pp12_dp4", "tp8_pp64_dp6", "tp4_cp4", "tp8_cp8"]
-EXPERT_LAYOUTS = ["dp8_ep8", "dp64_ep8", "pp2_dp32_ep8", "pp4_dp32_ep8_vp2", "tp2_pp2_dp16_ep8", "pp16_dp64_ep64_vp2", "pp8_dp32_ep8"]
-EXPERT_LAYOUTS += ["pp4_dp16_ep16"]
+EXPERT_LAYOUTS = ["dp8_ep8", "dp64_ep8", "pp2_dp32_ep8", "pp4_dp32_ep8_vp2", "tp2_pp2_dp16_ep8", "pp16_dp64_ep64_vp2", "pp16_dp16_ep8"]
+EXPERT_LAYOUTS += ["pp8_dp8_ep8"]
 AS_PUBLISHED = {"gpt_1t_3072xa100": 0.11}
 """Recipes that repeat a published layout with a larger bubble than others may have, and its bubble."""
 

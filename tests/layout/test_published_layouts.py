@@ -82,6 +82,7 @@ def test_every_model_on_every_published_layout(model: str, keys_are_checked: Non
         with pytest.raises(LayoutError) as error:
             plan_run(config)
         check_refusal(str(error.value), spec, layout)
-    assert refused, "some of the layouts are for larger models"
+    most = max(layout.pp * layout.vp for layout in map(Layout.parse, LAYOUTS))
+    assert refused or spec.layers >= most, "some of the layouts are for larger models"
     if not model.endswith("tiny"):
         assert ("tp8_dp8" in refused) == (spec.heads % 8 != 0), "28 heads"
