@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from typing import Any
 from load import Load, LoadMeter
 
 from lightning_3d.config.machine import gpu_names
+from lightning_3d.ranks.process_ties import die_with
 
 WORKER = Path(__file__).with_name("peers_worker.py")
 LIBRARIES = ("torch", "lightning", "deepspeed", "transformers", "accelerate")
@@ -90,8 +92,9 @@ class Contender:
             heard, done = os.pipe()
             command = [*self._command, f"--go={go}", f"--done={done}"]
             with self._log(rank).open("wb") as log:
+                tie = partial(die_with, os.getpid())  # a stopped worker would not notice that this process is gone
                 process = subprocess.Popen(
-                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=(go, done)
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=(go, done), preexec_fn=tie
                 )
             os.close(go)
             os.close(done)
