@@ -318,8 +318,9 @@ def _as_cut(entry: Any) -> Cut:
         if wrong or "style" not in entry:
             what = f"has no field {wrong[0]!r}" if wrong else "has no style"
             raise PlanError(f"An entry of the plan {what}. Fields are {', '.join(known)}; for example {{style: colwise, units: 8}}.")
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-        cut = Cut(**{**values, "style": str(entry["style"])})
+        values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        values["style"] = str(entry["style"])
+        cut = Cut(**values)
     else:
         cut = entry if isinstance(entry, Cut) else Cut(str(entry))
     return replace(cut, style=OLDER_NAMES.get(cut.style, cut.style))
