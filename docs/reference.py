@@ -225,7 +225,7 @@ def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
 
 
 PLAIN = {
-    "name": "adamw, cpu_adamw or sgd",
+    "name": "adamw, cpu_adamw, sgd or muon",
     "lr": "learning rate after the warm-up",
     "betas": "decay rates of AdamW's two moments",
     "eps": "number that AdamW adds to its denominator",

@@ -256,7 +256,7 @@ def test_the_decay_may_end_before_the_run() -> None:
         ({"betas": [0.9]}, "optimizer.betas must be two numbers, .*; got 1 number"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay must be .*; got -0.1"),
         ({"no_decay": ["norms"]}, "no_decay may contain .*; got 'norms'.* Did you mean \"norm\""),
-        ({"name": "adam"}, "optimizer.name must be adamw, cpu_adamw or sgd; got 'adam'. .* optimizer=torch"),
+        ({"name": "adam"}, "optimizer.name must be adamw, cpu_adamw, sgd or muon; got 'adam'. .* optimizer=torch"),
         ({"name": "cpu_adamw", "fused": True}, "optimizer.fused is an option of adamw and sgd, because cpu_adamw is always fused"),
         ({"wieght_decay": 0.1}, "no option 'wieght_decay'.* Did you mean \"weight_decay\""),
         ({"momentum": 0.9}, "no option 'momentum'"),
