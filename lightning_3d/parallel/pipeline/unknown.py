@@ -29,6 +29,13 @@ class Unknown:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Unknown:
         (found,) = first_unknown([args, kwargs or {}])
+        name = getattr(function, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if (writes and args and isinstance(args[0], torch.Tensor)) or isinstance((kwargs or {}).get("out"), torch.Tensor):
+            raise PlanError(  # the tensor would keep its old values, which a later call of the model might get as its input
+                f"The step writes the value of {found.unknown_origin} into a tensor ({name}) before its last call of the model. With pp > 1"
+                " only the last stage has this value. Make a new tensor instead (torch.where, torch.cat), or use a layout with pp = 1."
+            )
         return found.unknown_like()
 
     def unknown_like(self) -> Unknown:

@@ -129,6 +129,18 @@ def feeds_back(owner: Any) -> Tensor:
     return owner.model(owner.model(IDS).argmax(-1)).mean()
 
 
+def writes_into_input(owner: Any) -> Tensor:
+    ids = IDS.clone()
+    ids[:, 1:] = owner.model(IDS)[:, :-1].argmax(-1)
+    return owner.model(ids).mean()
+
+
+def copies_into_input(owner: Any) -> Tensor:
+    ids = IDS.clone()
+    ids.copy_(owner.model(IDS).argmax(-1))
+    return owner.model(ids).mean()
+
+
 def uses_outside_before(owner: Any) -> Tensor:
     return owner.model(owner.other(IDS).argmax(-1)).mean()
 
@@ -138,6 +150,8 @@ def uses_outside_before(owner: Any) -> Tensor:
     [
         (reads_a_value, "calls Net more often than the 1 time .* There it ended after that with PlanError: The step needs the value"),
         (feeds_back, "computes an input of Net from the value of the output of Net"),
+        (writes_into_input, "There it ended after that with PlanError: The step writes the value of the output of Net into a tensor"),
+        (copies_into_input, "There it ended after that with PlanError: The step writes the value of the output of Net into a tensor"),
         (uses_outside_before, "computes an input of Net from the value of 'other'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -165,7 +179,7 @@ def test_another_number_of_calls_than_the_first_stage_has_seen_is_refused() -> N
 def test_what_is_computed_from_an_unknown_value_is_unknown() -> None:
     value, known = Unknown("the output"), torch.ones(2)
     made = [value.logits[:, -1], value["logits"], value(1), value + known, known * value, 2 / value, -value, value @ known, value > 0]
-    made += [known.add(value), known.clone().add_(value)]
+    made += [known.add(value), known.mul(value)]
     made += [torch.cat([value, known]), torch.where(value > 0, known, 0.0), F.linear(value, known)]
     first, (second, third) = value.chunk(2), value
     assert all(isinstance(each, Unknown) for each in (*made, first, second, third))
