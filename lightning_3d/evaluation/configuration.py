@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_3d.config.compose import compose, plain
+from lightning_3d.config.options.objective import LANGUAGE_MODEL
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.evaluation.subject import Subject
 from lightning_3d.layout.layout import Layout
@@ -47,6 +48,7 @@ def compose_evaluation(subject: Subject, overrides: Sequence[str], *, reads_data
         ConfigError: an override cannot be used here. HydraException, OmegaConfBaseException: `explain` says what is wrong.
     """
     given = _parse(overrides)
+    _require_one_model(subject)
     keys = {str(override.key_or_group) for override in given}
     config = OmegaConf.create(_of_folder(subject, given) if subject.run is None else _of_run(subject.run, given))
     with open_dict(config):
@@ -57,6 +59,16 @@ def compose_evaluation(subject: Subject, overrides: Sequence[str], *, reads_data
         else:
             _leave_out_data(config)
     return config
+
+
+def _require_one_model(subject: Subject) -> None:
+    """Refuse a run with another objective: its checkpoints also have the reference or the teacher, which an evaluation does not build."""
+    name = ((subject.run or {}).get("objective") or {}).get("name", LANGUAGE_MODEL)
+    if name != LANGUAGE_MODEL:
+        raise ConfigError(
+            f"{subject.path} is of a run with objective.name={name}, and has two models. Write the trained one with lightning-3d export"
+            f" {subject.path} --module model --output FOLDER, and use that folder."
+        )
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -128,6 +140,7 @@ def _take_weights(config: DictConfig, subject: Subject) -> None:
 def _complete_data(config: DictConfig, keys: set[str]) -> None:
     """Evaluate whole validation sets, in batches that the layout can split; sets to train on need not be given."""
     data, parallelism = config.data, config.parallelism
+    data.batch_ramp = None
     if "data.val_sequences" not in keys:
         data.val_sequences = None
     if "trainer.limit_val_batches" not in keys:

@@ -205,8 +205,8 @@ def transformers_config(fields: Mapping[str, Any], known: Iterable[str] = ()) ->
     """
     fields = dict(fields)
     model_type = fields.pop("model_type", None)
-    # Training needs no cache of keys and values.
-    fields.setdefault("use_cache", False)
+    # Training needs no cache of keys and values. With one, Transformers does not keep the documents of a sample apart.
+    fields["use_cache"] = False
     try:
         config = AutoConfig.for_model(model_type, **fields)
     except Exception as error:

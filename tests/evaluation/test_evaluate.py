@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from lightning_3d.cli.evaluate import evaluate_rank
-from lightning_3d.config.compose import plain
+from lightning_3d.config.compose import compose, plain
 from lightning_3d.errors import ConfigError, DataError, LayoutError
 from lightning_3d.evaluation.engine import Engine
 from lightning_3d.evaluation.generation import Sampling, choose, generate, probabilities
 from lightning_3d.evaluation.job import check
 from lightning_3d.evaluation.session import Session
-from lightning_3d.evaluation.subject import find_subject
+from lightning_3d.evaluation.subject import Subject, find_subject
 from lightning_3d.training.data.token_file import write_tokens
 
 LENGTH = 8
@@ -191,3 +191,25 @@ def test_what_cannot_work_is_refused_before_ranks_start(folder: Path, case: str)
     overrides, error, words = REFUSED[case]
     with pytest.raises(error, match=words):
         checked(folder, *(data(folder) if case != "missing" else []), *overrides)
+
+
+def of_run(folder: Path, **changes: dict[str, Any]) -> Subject:
+    """A checkpoint whose run had the default configuration, with changes."""
+    composed = compose(["cluster=local_cpu", "parallelism=dp1"])
+    composed.run_folder = str(folder)
+    run = plain(composed)
+    return Subject(folder, {**run, **{group: {**run[group], **values} for group, values in changes.items()}})
+
+
+@pytest.mark.parametrize("name", ["dpo", "distillation"])
+@pytest.mark.parametrize("reads_data", [True, False])
+def test_a_checkpoint_with_two_models_is_refused_before_ranks_start(tmp_path: Path, name: str, reads_data: bool) -> None:
+    subject = of_run(tmp_path, objective={"name": name, "teacher": str(tmp_path)})
+    with pytest.raises(ConfigError, match=f"objective.name={name}, and has two models. .*export .* --module model"):
+        check(subject, [], None, reads_data=reads_data)
+
+
+def test_a_run_with_a_batch_ramp_is_evaluated_in_another_layout(tmp_path: Path) -> None:
+    ramp = {"from": 1, "step": 1, "tokens": 256}
+    subject = of_run(tmp_path, data={"batch_ramp": ramp, "global_batch_size": 4}, parallelism={"micro_batch_size": 1})
+    assert check(subject, ["parallelism=pp2_dp2"], None, reads_data=True).config.data.batch_ramp is None

@@ -164,6 +164,16 @@ def test_a_causal_lm_gives_positions_to_its_model() -> None:
     assert module._loss(batch).item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_documents_stay_apart_where_the_configuration_asks_for_a_cache() -> None:
+    """Transformers makes no mask of positions while a cache is in use."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    module = CausalLM({"config": {"model_type": "llama", **sizes, "use_cache": True}})
+    module.configure_model()
+    batch = packed(3)
+    expected = sum(loss_of(module.model, document).item() for document in documents_of(batch)) / target_count("llama", batch)
+    assert module._loss(batch).item() == pytest.approx(expected, rel=1e-5)
+
+
 # Layouts
 
 
