@@ -206,7 +206,7 @@ def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
     seen: dict[str, dict[str, Any]] = {}
     for file in sorted((conf_folder() / group).glob("*.yaml")):
         values, said = dict(flat(read(file))), comments(file)
-        like = next((name for name, other in seen.items() if other.keys() == values.keys()), None)
+        like = None if group == "data" else next((name for name, other in seen.items() if other.keys() == values.keys()), None)
         parts.append(f"### {group}={file.stem}\n\n{header(file)}")
         if like:
             changed = {key: value for key, value in values.items() if value != seen[like][key]}
@@ -278,8 +278,9 @@ def run_keys() -> str:
     aims = get_type_hints(ObjectiveOptions)
     objective = flat({"objective": values["objective"]})
     rows += [(key, type_name(aims[key.partition(".")[2]]), written(value), said[key]) for key, value in objective]
-    size = "data.global_batch_size"
-    return table([*rows, (size, "int", written(dict(flat(values))[size]), said.get(size) or said["data"])])
+    size, ramp = "data.global_batch_size", "data.batch_ramp"
+    rows.append((size, "int", written(dict(flat(values))[size]), said.get(size) or said["data"]))
+    return table([*rows, (ramp, "mapping or null", "null", said[ramp])])
 
 
 def options_of(group: str) -> str:

@@ -126,7 +126,7 @@ def test_data_files_have_the_options_of_their_modules(name: str) -> None:
 
     module_name, class_name = data.DATA_MODULES[name].split(":")
     module: Any = getattr(data.import_module(module_name), class_name)
-    given = {"global_batch_size", "seed", "vocab_size"}  # by other files
+    given = {"global_batch_size", "batch_ramp", "seed", "vocab_size"}  # by other files
     assert {*data_options(name), *given} - {"name"} == set(_parameters(module))
 
 

@@ -146,7 +146,7 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
     elif name == "selftest":
         assert main([name, *arguments, "--list"]) == 0
     else:
-        others = ("run", "doctor", "draft-plan", "export", "import", "inspect", "report", "tokenize")
+        others = ("run", "doctor", "draft-plan", "evaluate", "export", "generate", "import", "inspect", "report", "tokenize")
         assert name in others, f"there is no lightning-3d {name}"
         text = help_of(name)
         for option in (word for word in arguments if word.startswith("--")):

@@ -551,7 +551,7 @@ def test_a_data_module_by_name(sources: Path) -> None:
     [
         (
             {"name": "token"},
-            "data.name must be python_stdlib, tokens, blend, huggingface or instructions; got 'token'. Did you mean \"tokens\"",
+            "data.name must be python_stdlib, .*, huggingface or instructions; got 'token'. Did you mean \"tokens\"",
         ),
         ({"name": "tokens", "train_path": "???", "sequence_length": 8}, "data=tokens needs data.train_path"),
         ({"name": "tokens", "sequence_lenght": 8}, "no option 'sequence_lenght'.* Did you mean \"sequence_length\""),

@@ -204,8 +204,10 @@ class PackedDataModule(LightningDataModule):
             train, val = self.load_tokens()
             self._check_vocabulary(train, val)
             self.train_set = self._pack(train, None)
+            if stage != "validate":
+                self._require_global_batch()
             self.val_set = None if val is None else self._validation_set(val)
-        if stage != "validate":
+        elif stage != "validate":
             self._require_global_batch()
 
     def _check_vocabulary(self, *parts: Tokens | None) -> None:
