@@ -69,6 +69,11 @@ class RandomState:
         if self.enabled:
             self._set(f"layer {index}", self._tp_rank + 1 if self.deals_sequence and index >= 0 else _ALL_RANKS)
 
+    def after_call(self, number: int) -> None:
+        """Start what the user's step computes after call `number` of the model: the same stream on all stages of a pipeline."""
+        if self.enabled:
+            self._set(f"after call {number}", _ALL_RANKS)
+
     def enter_region(self, name: str) -> None:
         """Start the region after the column-parallel layer `name`: another stream on each tensor-parallel rank."""
         if self.enabled:

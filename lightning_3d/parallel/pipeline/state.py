@@ -250,8 +250,10 @@ class PipelineState:
         return f" There it ended after that with {end}" if end else ""
 
     def return_from_call(self) -> None:
-        """Note that the model has returned, on the last stage."""
+        """Note that the model has returned, on the last stage. What is drawn before the next one is the same on all stages."""
         self._in_call = False
+        if self.calls is not None and self._calls < len(self.calls):
+            self.random.after_call(self._calls)
 
     def send_from_call(self, hidden: Tensor, model: str) -> Unknown:
         """Keep what a call sends to the next stage.
@@ -266,6 +268,7 @@ class PipelineState:
         self._sent.append(hidden)
         if not self.counts_calls and len(self._sent) == (1 if self.calls is None else len(self.calls)):
             raise StageBoundary(hidden if self.calls is None else self.calls.pack(self._sent))
+        self.random.after_call(self._calls)
         return Unknown(f"the output of {model}", hidden.device)
 
     def end_step(self, error: Exception | None = None) -> None:

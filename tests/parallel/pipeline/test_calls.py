@@ -14,6 +14,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.pipeline import PipelineState, StageBoundary, Unknown, assign_stages, keep_owned
+from lightning_3d.parallel.random_streams import RandomState
 
 WIDTH, VOCABULARY = 4, 11
 IDS = torch.arange(12).reshape(2, 6) % VOCABULARY
@@ -46,11 +47,12 @@ class Owner(nn.Module):
 class Stages:
     """All stages of a pipeline in one process, as the engine runs them; each is a copy with the parameters of its own stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, random: Any = None) -> None:
+        random = random or SimpleNamespace(enabled=False, layer=lambda index: None, after_call=lambda number: None)
         plan = read_plan(Net(), {"pp": dict.fromkeys(("embed", "blocks", "head"))})
         self.whole, self.owners, self.states, self.chunks = Owner(), [], [], []
         for rank in range(2):
-            owner, state = Owner(), PipelineState(SimpleNamespace(enabled=False, layer=lambda index: None))  # type: ignore[arg-type]
+            owner, state = Owner(), PipelineState(random)
             assignment = assign_stages(owner.model, plan, Layout(pp=2), "1F1B")
             self.chunks += keep_owned(owner, "model", plan, assignment, rank, state)
             self.owners.append(owner)
@@ -105,6 +107,24 @@ def test_loss_and_gradients_of_several_calls_are_those_of_one_process() -> None:
     for name, gradient in found.items():
         if wanted[name] is not None:
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_drawn_between_calls_is_the_same_on_all_stages() -> None:
+    random = RandomState(7)
+    drawn: list[Tensor] = []
+
+    def step(owner: Any) -> Tensor:
+        random.begin(0, 0)
+        owner.model(IDS)
+        drawn.append(torch.rand(2))
+        owner.model(IDS)
+        drawn.append(torch.rand(2))
+        return owner.model(IDS).sum()
+
+    with random.isolated():
+        Stages(random).run(step)
+    first, second, first_of_last, second_of_last = drawn
+    assert torch.equal(first, first_of_last) and torch.equal(second, second_of_last) and not torch.equal(first, second)
 
 
 def test_a_step_that_fails_after_its_last_call_has_one_call() -> None:
