@@ -54,9 +54,15 @@ def sync_metric_with(metric: Any, gather: Callable[[dict[str, Any]], list[dict[s
         metric._sync_dist = sync
 
 
+_SWITCHES = ("_to_sync", "_should_unsync", "_enable_grad", "_is_synced", "compute_on_cpu")
+"""Attributes that `Metric.forward` changes for a time, and leaves so if `update` fails. Without `_to_sync`, `compute` is not collective."""
+
+
 def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
-    """Copy what a torchmetrics object (1.x) has accumulated: `_copy_state_dict` and `_update_count` have no public form."""
-    return metric._copy_state_dict(), metric._update_count
+    """Copy what a torchmetrics object (1.x) has accumulated, and its switches: `_copy_state_dict`, `_update_count` and most of the switches
+    have no public form.
+    """
+    return metric._copy_state_dict() | {name: getattr(metric, name) for name in _SWITCHES}, metric._update_count
 
 
 def restore_metric_state(metric: Any, state: tuple[dict[str, Any], int]) -> None:
