@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -122,6 +123,22 @@ def test_groups_in_another_order_hang_and_are_named() -> None:
     assert "HANG" in said
     assert "ncclAllReduce 1 of group" in said
     assert "(ranks 0 1)" in said
+
+
+def watched(wait: bool) -> float:
+    """Read what a broadcast writes, long after it has ended and NCCL's watchdog has seen that."""
+    numbers = torch.full((4,), float(dist.get_rank() + 1), device="cuda")
+    work = dist.broadcast(numbers, 0, async_op=True)
+    if wait:
+        work.wait()
+    time.sleep(2)
+    return (numbers * 2).sum().item()
+
+
+def test_what_only_the_watchdog_has_seen_is_a_race() -> None:
+    assert simulated_ranks.run(in_a_group, 2, watched, True) == [8.0, 8.0]
+    ended = simulated_ranks.attempt(in_a_group, 2, watched, False)
+    assert "that ncclBroadcast" in "".join(rank.output for rank in ended)
 
 
 def mismatched() -> None:
