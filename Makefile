@@ -28,7 +28,7 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python tools/test_full.py --shard "$(SHARD)" --again="$(AGAIN)" -- $(ARGS)

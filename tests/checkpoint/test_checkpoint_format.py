@@ -215,7 +215,8 @@ def resume_and_count(path: str, layout: str, **strategy: Any) -> tuple[int, int,
 @pytest.mark.parametrize(
     ("source", "target", "zero_stage"),
     [
-        ("tp2_pp2_dp2", "dp8", 3),
+        ("tp2_pp2_dp2", "dp2", 3),
+        pytest.param("tp2_pp2_dp2", "dp8", 3, marks=pytest.mark.full),
         pytest.param("tp2_pp2_dp2", "dp4", 1, marks=pytest.mark.full),
         pytest.param("dp8", "pp4_dp2", 1, marks=pytest.mark.full),
     ],

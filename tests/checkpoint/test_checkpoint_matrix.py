@@ -42,7 +42,7 @@ TWO_LEVELS = dense("dp4", 3, zero_shard_size=2)
 EXPERTS_IN_TWO_LEVELS = dense("ep2_dp4", 3, zero_shard_size=2)
 
 DEFAULT = [
-    *pairs("llama", "float32", THREE_D, [dense("dp8", 3), dense("tp1")]),
+    *pairs("llama", "float32", THREE_D, [dense("dp2", 3), dense("tp1")]),
     *pairs("llama", "float32", TWO_LEVELS, [dense("dp2", 2)]),
     *pairs("mixtral", "float32", DEALT, [dense("ep2_tp2_dp2", 2)]),
     *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2")]),
@@ -53,7 +53,7 @@ FULL = [
     *pairs("llama", "bfloat16", dense("tp2_dp4", 1, zero_shard_size=2), [dense("dp8", 3, zero_shard_size=2), dense("dp2")]),
     *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2_dp2")]),
     *pairs("phi3", "float32", LOOPED, [dense("tp4")]),
-    *pairs("llama", "float32", THREE_D, [dense("pp4", schedule="GPipe"), dense("cp2_dp2", 2), dense("tp4_dp2", 1)]),
+    *pairs("llama", "float32", THREE_D, [dense("dp8", 3), dense("pp4", schedule="GPipe"), dense("cp2_dp2", 2), dense("tp4_dp2", 1)]),
     *pairs("llama", "float32", dense("dp8", 3), [THREE_D, dense("tp1"), dense("tp2_cp2", 3), dense("pp2_dp2", 2)]),
     *pairs("llama", "float32", dense("dp4", 2), [dense("tp2_dp4", 1), dense("dp2", 3), dense("pp2", schedule="ZBVZeroBubble")]),
     *pairs("phi3", "float32", LOOPED, [dense("tp2_dp2", 3), dense("tp2_pp2", schedule="InterleavedZeroBubble")]),

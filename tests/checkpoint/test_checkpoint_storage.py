@@ -21,6 +21,7 @@ from quick_runs import QUICK
 from ranks import run_ranks
 from saving import check_checkpoints, check_values, fit, read_values, undisturbed
 from starts import in_fresh_process, read_only, small_disk, start
+from sweeps import by_default
 
 from lightning_3d.checkpoint import folder
 from lightning_3d.checkpoint.hashes import HashedFile
@@ -81,9 +82,9 @@ class FillDisk(pl.Callback):
         self.filler.write_bytes(bytes(space.f_bavail * space.f_frsize - size // 2))
 
 
-def fit_on_a_full_disk(disk: Path, values: Path, asynchronous: bool) -> None:
+def fit_on_a_full_disk(cell: Cell, disk: Path, values: Path, asynchronous: bool) -> None:
     filler = FillDisk(disk)
-    trainer = fit(FOUR, 8, values, [filler, saver(disk)], checkpoint_asynchronous=asynchronous)
+    trainer = fit(cell, 8, values, [filler, saver(disk)], checkpoint_asynchronous=asynchronous)
     if trainer.is_global_zero:
         filler.fill()
     trainer.strategy.barrier()
@@ -97,20 +98,22 @@ def fit_on_a_full_disk(disk: Path, values: Path, asynchronous: bool) -> None:
     trainer.save_checkpoint(disk / "more" / "after.ckpt")
 
 
-def full_disk(tmp_path: Path, asynchronous: bool) -> tuple[list[str], str]:
-    expected = undisturbed(FOUR, 8, tmp_path / "undisturbed")
+def full_disk(tmp_path: Path, cell: Cell, asynchronous: bool) -> tuple[list[str], str]:
+    expected = undisturbed(cell, 8, tmp_path / "undisturbed")
     disk, values = tmp_path / "disk", tmp_path / "values.csv"
-    ended = start(fit_on_a_full_disk, (disk, values, asynchronous), 4, tmp_path / "logs")
-    assert ended.codes == [0] * 4, str(ended)
+    ended = start(fit_on_a_full_disk, (cell, disk, values, asynchronous), cell.world_size, tmp_path / "logs")
+    assert ended.codes == [0] * cell.world_size, str(ended)
     assert sorted(read_values(values)) == list(range(1, 9))
     check_values(read_values(values), expected, str(ended))
     assert check_checkpoints(disk) == 8
     return sorted(path.name for path in (disk / "checkpoints").iterdir()), ended.output[0]
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_f32_training_goes_on_when_the_disk_is_full(asynchronous: bool, tmp_path: Path) -> None:
-    names, output = with_disk(tmp_path, full_disk, asynchronous)
+@pytest.mark.parametrize(
+    ("cell", "asynchronous"), by_default([(TWO, True), (FOUR, True), (FOUR, False)], 0), ids=["two", "four", "four at once"]
+)
+def test_f32_training_goes_on_when_the_disk_is_full(cell: Cell, asynchronous: bool, tmp_path: Path) -> None:
+    names, output = with_disk(tmp_path, full_disk, cell, asynchronous)
     assert names == ["step_2.ckpt", "step_6.ckpt", "step_8.ckpt"], "nothing is left of the save that failed"
     said = re.findall(r"Checkpoint \S+/(\S+) could not be written; training continues without it: (.*)", output)
     assert [name for name, _ in said] == ["step_4.ckpt"], output

@@ -322,7 +322,9 @@ def accumulated(layout: str | None, **options: Any) -> tuple[int, Part]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "options"), [pytest.param("tp2_pp2", {"zero_stage": 1}, marks=full), ("pp2_dp2", {"zero_stage": 3})], ids=str
+    ("layout", "options"),
+    by_default([("tp2_pp2", {"zero_stage": 1}), ("pp2_dp2", {"zero_stage": 3}), ("dp2", {"zero_stage": 3})], 2),
+    ids=str,
 )
 def test_accumulation_changes_from_epoch_to_epoch(layout: str, options: dict) -> None:
     """All batches have as many tokens, and every step as many batches: so Lightning's mean of batches is the mean over tokens."""
@@ -559,7 +561,7 @@ def spikes(layout: str | None, **options: Any) -> list[int]:
     return callback.seen
 
 
-@pytest.mark.parametrize("layout", ["pp2_dp2", pytest.param("tp2_pp2", marks=full), pytest.param("dp2", marks=full)])
+@pytest.mark.parametrize("layout", by_default(["pp2", "pp2_dp2", "tp2_pp2", "dp2"], 0))
 def test_spikes_of_the_loss_are_seen_on_all_ranks(layout: str) -> None:
     expected = alone(spikes)
     assert 0 < len(expected) < 4 * STEPS_PER_EPOCH

@@ -46,7 +46,7 @@ ON_FOUR = [pytest.param(kind, "tp4", marks=pytest.mark.full) for kind in KINDS[:
 
 @pytest.mark.parametrize(
     ("attention", "layout"),
-    [*by_default([*itertools.product(KINDS, ["tp2", "tp2_pp2"])], 1, 2, 5), *ON_FOUR],
+    [*by_default([*itertools.product(KINDS, ["tp2", "tp2_pp2"])], 1, 2, 4), *ON_FOUR],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_heads_are_counted_whatever_their_attribute_is_called(attention: type[nn.Module], layout: str, tmp_path: Path) -> None:

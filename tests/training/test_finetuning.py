@@ -68,6 +68,7 @@ CHOSEN = [
     ("ends", "pp4_dp2", "1F1B", "zero3 by block, eager", "llama"),
     ("biases", "tp2_dp2", "1F1B", "zero1 scattered", "qwen2"),
     ("biases", "pp4_dp2", "1F1B", "zero3 by block, eager", "qwen2"),  # embedding and head are tied over stages, and frozen
+    ("biases", "pp2_dp2", "1F1B", "zero3 by block, eager", "qwen2"),
     ("one matrix", "dp4", "1F1B", "zero2 eager", "llama"),
     ("one matrix", "pp4_dp2", "1F1B", "zero3 eager", "llama"),
 ]
@@ -75,7 +76,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(
     ("trained", "layout", "schedule", "mode", "model"),
-    by_default(CHOSEN, 4, 9),
+    by_default(CHOSEN, 4, 10),
     ids=lambda word: str(word).replace(" ", "_"),
 )
 def test_parts(trained: str, layout: str, schedule: str, mode: str, model: str) -> None:

@@ -227,7 +227,7 @@ def renamed(spec: ShardSpec) -> ShardSpec:
     return spec.renamed(f"model.{spec.name}", tied_to=f"model.{spec.tied_to}" if spec.tied_to else None)
 
 
-@pytest.mark.parametrize("layout", by_default(["tp2", "pp2", "tp4_pp2", "pp4"], 1, 2))
+@pytest.mark.parametrize("layout", by_default(["tp2", "pp2", "tp4_pp2", "pp4", "tp2_pp2"], 4))
 @pytest.mark.parametrize("family", models.MODELS)
 def test_a_rank_holds_its_part_of_what_one_process_has(family: str, layout: str) -> None:
     whole = nn.ModuleDict({"model": on_meta(family, layers=4)})

@@ -190,7 +190,7 @@ def dropped_run(**strategy: Any) -> Part:
                 config._attn_implementation = "eager"
                 self.model = transformers.LlamaForCausalLM(config)
 
-    recipe = Recipe(steps=4)
+    recipe = Recipe(steps=2)
     return fit_on_rank(recipe, Rows(data(recipe)), Dropping(recipe), **strategy)
 
 

@@ -181,7 +181,7 @@ def fit_own_loss(**strategy: Any) -> parity.Part:
     return fit_on_rank(RECIPE, Rows(data(RECIPE)), OwnLoss(RECIPE), **strategy)
 
 
-@pytest.mark.parametrize("layout", by_default(["cp2_dp2", "tp2_cp2"], 1))
+@pytest.mark.parametrize("layout", by_default(["cp2_dp2", "tp2_cp2", "cp2"], 2))
 def test_a_loss_of_the_users_own_sees_all_tokens(layout: str) -> None:
     whole = data(RECIPE)
     expected = train_on(
@@ -189,7 +189,7 @@ def test_a_loss_of_the_users_own_sees_all_tokens(layout: str) -> None:
         [split(part, 4) for part in split(whole, RECIPE.global_batch)],
         step=lambda model, batch: squared(model(input_ids=batch["input_ids"]).logits, batch),
     )
-    assert_same_run(run_ranks(fit_own_loss, 4, layout=layout, micro_batch_size=4), expected, "float64")
+    assert_same_run(run_ranks(fit_own_loss, world_size(layout), layout=layout, micro_batch_size=4), expected, "float64")
 
 
 class OwnFunction(Module):

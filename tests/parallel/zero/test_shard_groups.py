@@ -25,7 +25,7 @@ from lightning_3d.tracing.trace import BACKWARD, FORWARD, Event
 SHARDED = [mode for mode in MODES if mode != "0"]
 RUNS = [(layout, shard) for layout in ("dp4", "pp2_dp4", "tp2_dp4") for shard in (2,)] + [("dp8", 2), ("dp8", 4)]
 BY_HAND = [(layout, shard, mode) for layout, shard in RUNS for mode in SHARDED]
-QUICK = (("pp2_dp4", 2, "1 scattered"), ("dp8", 2, "2 eager to owners"), ("tp2_dp4", 2, "3"), ("dp8", 4, "3 eager on host"))
+QUICK = (("pp2_dp4", 2, "1 scattered"), ("dp4", 2, "2 eager to owners"), ("tp2_dp4", 2, "3"), ("dp4", 2, "3 eager on host"))
 
 
 @pytest.mark.parametrize(("layout", "shard", "mode"), by_default(BY_HAND, *map(BY_HAND.index, QUICK)))
@@ -60,7 +60,7 @@ CELLS: list[tuple[str, int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "stage", "schedule", "options"), by_default(CELLS, 3, 4, 8), ids=str)
+@pytest.mark.parametrize(("layout", "stage", "schedule", "options"), by_default(CELLS, 3, 4), ids=str)
 def test_training_equals_one_process(layout: str, stage: int, schedule: str, options: dict[str, Any]) -> None:
     """Through a Trainer. Ranks that hold the same elements have the same bits at the end."""
     parity.assert_same_training("qwen2", layout, schedule, zero=stage, zero_shard_size=2, **options)
