@@ -49,6 +49,7 @@ PRELOAD = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.qwen3.modeling_qwen3",
     "lightning.pytorch",
+    "omegaconf",  # a first save imports it
     "deepspeed",
     "peft",
     "pytest",  # test files import it, and functions that ranks run lie in test files
