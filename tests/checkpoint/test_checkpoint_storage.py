@@ -110,7 +110,7 @@ def full_disk(tmp_path: Path, cell: Cell, asynchronous: bool) -> tuple[list[str]
 
 
 @pytest.mark.parametrize(
-    ("cell", "asynchronous"), by_default([(TWO, True), (FOUR, True), (FOUR, False)], 0), ids=["two", "four", "four at once"]
+    ("cell", "asynchronous"), by_default([(TWO, True), (FOUR, True), (FOUR, False)], 0), ids=["two", "four", "four, synchronous"]
 )
 def test_f32_training_goes_on_when_the_disk_is_full(cell: Cell, asynchronous: bool, tmp_path: Path) -> None:
     names, output = with_disk(tmp_path, full_disk, cell, asynchronous)
