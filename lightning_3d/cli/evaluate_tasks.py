@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ def run(options: Namespace, subject: Subject, overrides: Sequence[str], outside:
     tasks = Tasks(options.tasks, options.include_path)
     tokenizer = find_tokenizer(subject, options.tokenizer)
     evaluation = check(subject, overrides, outside, reads_data=False)
-    folder = _results_folder(subject, options.json)
+    folder = _results_folder(subject, options)
     found = None
     if outside is None:
         with task("reading the tasks"):
@@ -100,11 +101,21 @@ def run(options: Namespace, subject: Subject, overrides: Sequence[str], outside:
     return run_ranks(evaluation, evaluate_tasks_rank, request, outside)
 
 
-def _results_folder(subject: Subject, file: Path | None) -> str | None:
-    """Return the folder for results: that of the file, or one in the folder of the run; None where there is no run."""
-    if file is not None:
-        return str(file.absolute().parent)
-    return None if subject.folder is None else str(subject.folder / FOLDER / subject.path.name)
+def _results_folder(subject: Subject, options: Namespace) -> str | None:
+    """Return the folder for results: that of the file, or one in the folder of the run; None where there is no run.
+
+    Raises:
+        ConfigError: there is none for the samples, or the folder of the run cannot be written.
+    """
+    if options.json is not None:
+        return str(options.json.absolute().parent)
+    if subject.folder is None:
+        if options.log_samples:
+            raise ConfigError(f"--log-samples needs --json FILE here: {subject.path} is not in the folder of a run, so nothing is written.")
+        return None
+    if not os.access(subject.folder, os.W_OK):
+        raise ConfigError(f"The results cannot be written to the run folder {subject.folder}. Name a file for them with --json FILE.")
+    return str(subject.folder / FOLDER / subject.path.name)
 
 
 def evaluate_tasks_rank(config: dict[str, Any], checkpoint: str | None, request: dict[str, Any]) -> None:

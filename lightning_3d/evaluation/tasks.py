@@ -70,9 +70,13 @@ def find_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
         if not found:
             raise ConfigError(f"There is no task {name}.{_nearest(name, manager.all_tasks)}")
         names.update(dict.fromkeys(found))
+    owners: dict[str, str] = {}
     for name in names:
         for task in _load(manager, name):
             _require_computable(task)
+            owner = name if name in manager.all_groups else task.task_name  # lm-eval reports groups, and not tags
+            if owners.setdefault(task.task_name, owner) != owner:
+                raise ConfigError(f"The task {task.task_name} is asked for twice: by {owners[task.task_name]} and by {owner}. Leave one out.")
     return manager, list(names)
 
 

@@ -99,9 +99,8 @@ def flat(value: Any) -> list[Any]:
 
 
 LAYOUTS = [
-    pytest.param("tp2", []),
     pytest.param("pp2_dp2", []),
-    *(pytest.param(layout, [], marks=pytest.mark.full) for layout in ("dp1", "dp3", "pp2", "cp2", "tp2_cp2")),
+    *(pytest.param(layout, [], marks=pytest.mark.full) for layout in ("dp1", "dp3", "tp2", "pp2", "cp2", "tp2_cp2")),
     pytest.param("dp2", ["parallelism.zero_stage=3"], marks=pytest.mark.full),
 ]
 
@@ -168,6 +167,16 @@ def test_an_unknown_task_is_refused_with_the_nearest_names(folder: Path, monkeyp
         find_tasks(Tasks(("tiny_choise",)))
     with pytest.raises(ConfigError, match="There is no task long_. The nearest: tiny_long|lm-eval ls tasks"):
         find_tasks(Tasks(("long_",)))
+
+
+def test_a_task_that_is_asked_for_twice_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in folder.glob("*.yaml"):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "both.yaml").write_text("group: tiny_both\ntask: [tiny_long, tiny_choice]\n")
+    own_tasks_only(monkeypatch, tmp_path)
+    assert find_tasks(Tasks(("tiny_both",)))[1] == ["tiny_both"]
+    with pytest.raises(ConfigError, match="tiny_long is asked for twice: by tiny_both and by tiny_long"):
+        find_tasks(Tasks(("tiny_both", "tiny_long")))
 
 
 CHANGES = {
