@@ -76,7 +76,8 @@ def find_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
             _require_computable(task)
             owner = name if name in manager.all_groups else task.task_name  # lm-eval reports groups, and not tags
             if owners.setdefault(task.task_name, owner) != owner:
-                raise ConfigError(f"The task {task.task_name} is asked for twice: by {owners[task.task_name]} and by {owner}. Leave one out.")
+                other = owners[task.task_name]
+                raise ConfigError(f"The task {task.task_name} is asked for twice: by {other} and by {owner}. Leave one out.")
     return manager, list(names)
 
 
