@@ -1,4 +1,4 @@
-"""`lightning-3d evaluate`: loss and perplexity of validation sets, in any layout. torch is imported after all checks."""
+"""`lightning-3d evaluate`: loss and perplexity of validation sets, or tasks of lm-eval, in any layout. Imports torch after all checks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.cli import evaluate_tasks
 from lightning_3d.cli.find_checkpoint import find_checkpoint
 from lightning_3d.cli.options import Command
 from lightning_3d.cli.output_file import output_file
@@ -24,15 +25,18 @@ TOKENIZER = "tokenizer, a folder or a name on the hub; default: the one that the
 COMMAND = Command(
     "evaluate",
     "Compute loss and perplexity of a trained model on whole validation sets: by default those of its run, in the layout of its run."
-    " Any other layout gives the same numbers. A model folder of Transformers is evaluated on one rank by default, and needs data=...",
+    " Any other layout gives the same numbers. A model folder of Transformers is evaluated on one rank by default, and needs data=..."
+    " With --tasks, evaluate benchmarks of lm-eval instead.",
     examples=[
         "outputs/run",
         "outputs/run/checkpoints/step_100.ckpt parallelism=tp4 --json losses.json",
         "my-model data=blend 'data.sources={web:{val_path:/data/web},code:{val_path:/data/code}}' data.sequence_length=4096",
+        "outputs/run --tasks hellaswag,arc_easy parallelism=tp2_dp4 parallelism.micro_batch_size=8",
     ],
 )
 COMMAND.argument("MODEL", MODEL)
 COMMAND.option("--json", "FILE", "file to write, with the results in full precision", type=output_file("--json"))
+evaluate_tasks.add_options(COMMAND, TOKENIZER)
 
 
 def run(arguments: list[str], outside: OutsideRank | None) -> int:
@@ -46,6 +50,9 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 
 def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | None) -> int:
     subject = find_subject(find_checkpoint(options.model), options.model)
+    if options.tasks is not None:
+        return evaluate_tasks.run(options, subject, overrides, outside)
+    evaluate_tasks.refuse_without_tasks(options)
     if subject.run is None and not any(word.startswith("data=") for word in overrides):
         raise ConfigError(f"{options.model} is a model folder, and no run says its validation data. Name them, for example data=tokens.")
     evaluation = check(subject, overrides, outside, reads_data=True)

@@ -56,7 +56,7 @@ PURPOSES = {
         "tokenize": _Entry("tokenize", "tokenize text into shards for data=tokens"),
     },
     "Use checkpoints and results": {
-        "evaluate": _Entry("evaluate", "compute loss and perplexity of a model on validation sets, in any layout", in_ranks=True),
+        "evaluate": _Entry("evaluate", "compute losses of a model on validation sets, or run benchmarks, in any layout", in_ranks=True),
         "generate": _Entry("generate", "print the text that a model writes after a prompt", in_ranks=True),
         "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
         "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.layout.layout import Layout
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.training.data.documents import IGNORE_INDEX
 
@@ -21,12 +23,14 @@ PADDING = 0
 class Engine:
     """The evaluation forward of a strategy, for rows of token ids. Collective.
 
-    Rows are padded at their end, to a length that context- and tensor-parallel ranks can split. Data-parallel ranks share the rows that are
-    scored; each computes all next tokens, so that no rank waits for another one's text.
+    Rows are padded at their end, to a length that context- and tensor-parallel ranks can split. Data-parallel ranks share the rows.
 
     Args:
         trainer: the trainer, while it predicts (`Session.work`), with a `ScoredLM`.
         max_length: tokens that the model takes; None: any number.
+
+    Attributes:
+        batch: rows of one forward, over all data-parallel ranks.
     """
 
     def __init__(self, trainer: pl.Trainer, max_length: int | None) -> None:
@@ -35,8 +39,8 @@ class Engine:
         self._strategy, self.max_length = strategy, max_length
         layout = strategy.mesh.layout
         self._dp, self._place = layout.dp, strategy.mesh.index("dp")
-        self._unit = math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.tp)
-        self._rows = (strategy.micro_batch_size or 1) * layout.pp
+        self._unit = padding_unit(layout)
+        self.batch = (strategy.micro_batch_size or 1) * layout.pp * layout.dp
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[tuple[float, bool]]:
         """Score the ends of rows.
@@ -50,10 +54,9 @@ class Engine:
         """
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         longest_first = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
-        for chosen in _batches(longest_first, self._rows * self._dp):
-            mine = [rows[index] for index in chosen[self._place :: self._dp]] or [rows[chosen[0]]]
+        for chosen in _batches(longest_first, self.batch):
+            mine = [rows[index] for index in self._share(chosen)]
             length = self._padded(len(rows[chosen[0]][0]) - 1)
-            mine += [mine[-1]] * (-(-len(chosen) // self._dp) - len(mine))
             inputs, targets = torch.full((2, len(mine), length), PADDING)
             targets.fill_(IGNORE_INDEX)
             for row, (tokens, scored) in enumerate(mine):
@@ -74,12 +77,13 @@ class Engine:
         if self.max_length is not None and longest > self.max_length:
             raise ConfigError(f"The text has {longest} tokens, and the model takes at most {self.max_length}. Use fewer.")
         found = []
-        for chosen in _batches(range(len(rows)), self._rows):
-            inputs = torch.full((len(chosen), self._padded(longest)), PADDING)
-            for place, index in enumerate(chosen):
-                inputs[place, : len(rows[index])] = torch.tensor(rows[index])
-            last = torch.tensor([len(rows[index]) - 1 for index in chosen])
-            found.append(self._predict({"input_ids": inputs, "last": last}))
+        for chosen in _batches(range(len(rows)), self.batch):
+            mine = [rows[index] for index in self._share(chosen)]
+            inputs = torch.full((len(mine), self._padded(longest)), PADDING)
+            for place, tokens in enumerate(mine):
+                inputs[place, : len(tokens)] = torch.tensor(tokens)
+            last = torch.tensor([len(tokens) - 1 for tokens in mine])
+            found.append(self._gather(self._predict({"input_ids": inputs, "last": last}))[: len(chosen)])
         logits = torch.cat(found).cpu()
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -89,6 +93,18 @@ class Engine:
         if dist.is_initialized():
             dist.broadcast(shared, 0)
         return [int(token) for token in shared.tolist()]
+
+    def broadcast(self, what: Any) -> Any:
+        """Return the object of rank 0 on every rank, through host memory. Other ranks may pass anything."""
+        shared = [what]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared, 0, group=self._strategy.mesh.world_control)
+        return shared[0]
+
+    def _share(self, chosen: Sequence[int]) -> list[int]:
+        """Return the part of this data-parallel rank, of the same size on all of them: the last one is repeated."""
+        mine = list(chosen[self._place :: self._dp]) or [chosen[0]]
+        return mine + [mine[-1]] * (-(-len(chosen) // self._dp) - len(mine))
 
     def _padded(self, length: int) -> int:
         return -(-length // self._unit) * self._unit
@@ -106,6 +122,11 @@ class Engine:
         parts = [torch.empty_like(mine) for _ in range(self._dp)]
         dist.all_gather(parts, mine.contiguous(), group=self._strategy.mesh.group("dp"))
         return torch.stack(parts, 1).flatten(0, 1)
+
+
+def padding_unit(layout: Layout) -> int:
+    """Return the number that the length of a row must be a multiple of, so that context- and tensor-parallel ranks can split it."""
+    return math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.tp)
 
 
 def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:

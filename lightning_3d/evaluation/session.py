@@ -9,8 +9,10 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, plural
+from lightning_3d.evaluation.engine import padding_unit
 from lightning_3d.evaluation.losses import SetLoss, SetLosses
 from lightning_3d.evaluation.scored_model import ScoredLM
+from lightning_3d.layout.layout import Layout
 from lightning_3d.training.run import make_data, make_trainer, prepare
 
 T = TypeVar("T")
@@ -52,23 +54,52 @@ class Session:
         """Tokens that the model takes; None if its configuration does not say it."""
         return getattr(self.module.config, "max_position_embeddings", None)
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids of the model."""
+        return int(self.config["model"]["config"].get("vocab_size") or self.module.config.vocab_size)
+
     def require_fits(self, prompt: Sequence[int], more: int) -> None:
         """Refuse a prompt that the model cannot continue by so many tokens.
 
         Raises:
             ConfigError: with the numbers.
         """
-        vocabulary = int(self.config["model"]["config"].get("vocab_size") or self.module.config.vocab_size)
-        if not prompt or max(prompt) >= vocabulary:
+        if not prompt or max(prompt) >= self.vocabulary:
             raise ConfigError(
                 f"The tokenizer gives the prompt {plural(len(prompt), 'token')}, with ids up to {max(prompt, default=0)}, but the model has"
-                f" ids from 0 to {vocabulary - 1}. Use the tokenizer of the model, with --tokenizer FOLDER."
+                f" ids from 0 to {self.vocabulary - 1}. Use the tokenizer of the model, with --tokenizer FOLDER."
             )
-        if self.max_length is not None and len(prompt) + more > self.max_length:
+        longest, why = self._longest()
+        if longest is not None and len(prompt) + more > longest:
             raise ConfigError(
-                f"The prompt has {plural(len(prompt), 'token')}, so {more} new ones are more than the {self.max_length} that the model"
-                f" takes. Use --max-new-tokens {max(1, self.max_length - len(prompt))} or fewer, or a shorter prompt."
+                f"The prompt has {plural(len(prompt), 'token')}, so {more} new ones are more than the {longest} that the model"
+                f" takes{why}. Use --max-new-tokens {max(1, longest - len(prompt))} or fewer, or a shorter prompt."
             )
+
+    def require_length(self, length: int) -> None:
+        """Refuse rows that are longer than the model takes.
+
+        Args:
+            length: tokens of the longest row.
+
+        Raises:
+            ConfigError: with the numbers.
+        """
+        longest, why = self._longest()
+        if longest is not None and length > longest:
+            raise ConfigError(
+                f"Rows of {plural(length, 'token')} are longer than the {longest} that the model takes{why}. Use --max-length {longest}."
+            )
+
+    def _longest(self) -> tuple[int | None, str]:
+        """Return the longest row whose padded length has positions, which may be a table, and why it is shorter than `max_length`."""
+        if self.max_length is None:
+            return None, ""
+        unit = padding_unit(Layout.parse(self.config["parallelism"]["layout"]))
+        longest = self.max_length // unit * unit
+        why = f" (its {self.max_length} positions, in multiples of {unit}, because this layout splits rows)"
+        return longest, why if longest < self.max_length else ""
 
     def _take_checkpoint(self) -> str | None:
         """Return the checkpoint for the first use of the module; afterwards it has the weights."""

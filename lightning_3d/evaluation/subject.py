@@ -36,6 +36,12 @@ class Subject:
         return None if self.run is None else str(self.path)
 
     @property
+    def folder(self) -> Path | None:
+        """Folder of the run that wrote the checkpoint; None for a folder of Transformers, and for a checkpoint elsewhere."""
+        around = self.path.parents[:2] if isinstance(self.path, Path) and self.run is not None else ()
+        return next((folder for folder in around if (folder / CONFIG_FILE).is_file()), None)
+
+    @property
     def tokenizer(self) -> str | None:
         """Tokenizer of the run, or of the folder; None if neither names one."""
         if self.run is None:

@@ -32,8 +32,8 @@ class Text(Protocol):
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         """Return token ids, with or without special tokens; None: as the tokenizer does by default."""
 
-    def written(self, token: int) -> str:
-        """Return how a special token is written."""
+    def written(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, with special tokens."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -47,8 +47,9 @@ class Bytes:
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
 
-    def written(self, token: int) -> str:
-        return "\0<end of file>"  # no text begins with it
+    def written(self, tokens: Sequence[int]) -> str:
+        parts = b"".join(b"\0<end of file>" if token == _END_OF_FILE else bytes([token]) for token in tokens)  # no text has that
+        return parts.decode("utf-8", "replace")
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < _END_OF_FILE).decode("utf-8", "replace")
@@ -74,8 +75,8 @@ class Tokenizer:
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         return list(self.inner.encode(text, **({} if special is None else {"add_special_tokens": special})))
 
-    def written(self, token: int) -> str:
-        return str(self.inner.decode(token))
+    def written(self, tokens: Sequence[int]) -> str:
+        return str(self.inner.decode(list(tokens)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.inner.decode(tokens, skip_special_tokens=True))

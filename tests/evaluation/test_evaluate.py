@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from models import build
 from ranks import run_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from lightning_3d.cli.evaluate import evaluate_rank
@@ -122,6 +122,35 @@ def test_greedy_text_equals_generate_of_transformers(folder: Path, layout: str, 
     sampling = Sampling(max_new_tokens=12, stop=frozenset({model.config.eos_token_id}))
     for found in run_ranks(continued, ranks, config, PROMPTS, sampling):
         assert found == expected
+
+
+@pytest.fixture(scope="module")
+def table_of_positions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 with a table of 30 positions, which cp2, that pads to multiples of 4, cannot use all."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 30, "vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)).to(torch.float64)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def continued_if_it_fits(config: dict[str, Any], prompt: list[int], sampling: Sampling) -> list[int]:
+    session = Session(config, None)
+    session.require_fits(prompt, sampling.max_new_tokens)
+    return session.work(lambda trainer: generate(Engine(trainer, session.max_length), [prompt], sampling)[0])
+
+
+def test_text_is_never_padded_beyond_the_positions(table_of_positions: Path) -> None:
+    prompt, config = list(range(3, 23)), checked(table_of_positions, "parallelism=cp2", reads_data=False)
+    with pytest.raises(ConfigError, match=r"20 tokens, so 9 new ones are more than the 28 .*30 positions.* Use --max-new-tokens 8"):
+        run_ranks(continued_if_it_fits, 2, config, prompt, Sampling(max_new_tokens=9))
+    ids = torch.tensor([prompt])
+    new = reference(table_of_positions).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+    for found in run_ranks(continued_if_it_fits, 2, config, prompt, Sampling(max_new_tokens=8)):
+        assert found == new[0, len(prompt) :].tolist()[: len(found)] and len(found) == 8
 
 
 def test_sampled_text_is_the_same_on_all_ranks_and_in_all_layouts(folder: Path) -> None:
