@@ -25,7 +25,7 @@ class Engine:
     scored; each computes all next tokens, so that no rank waits for another one's text.
 
     Args:
-        trainer: the trainer, while it predicts (`Session.work`), with a `ScoredLM`.
+        trainer: the trainer, in the stage of prediction, with a `CausalLM` in evaluation mode.
         max_length: tokens that the model takes; None: any number.
     """
 

@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, plural
 from lightning_3d.evaluation.losses import SetLoss, SetLosses
-from lightning_3d.evaluation.scored_model import ScoredLM
+from lightning_3d.evaluation.prompt import max_length, require_known_ids
+from lightning_3d.training.module import CausalLM
 from lightning_3d.training.run import make_data, make_trainer, prepare
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class Session:
     def __init__(self, config: dict[str, Any], checkpoint: str | None) -> None:
         prepare(config)
         self.config = config
-        self.module = ScoredLM(config["model"])
+        self.module = CausalLM(config["model"])
         self._losses, self._work = SetLosses(), _Work()
         self.trainer: pl.Trainer = make_trainer(config, [self._losses, self._work])
         self._checkpoint = checkpoint
@@ -50,7 +51,7 @@ class Session:
     @property
     def max_length(self) -> int | None:
         """Tokens that the model takes; None if its configuration does not say it."""
-        return getattr(self.module.config, "max_position_embeddings", None)
+        return max_length(self.module.config)
 
     def require_fits(self, prompt: Sequence[int], more: int) -> None:
         """Refuse a prompt that the model cannot continue by so many tokens.
@@ -59,11 +60,7 @@ class Session:
             ConfigError: with the numbers.
         """
         vocabulary = int(self.config["model"]["config"].get("vocab_size") or self.module.config.vocab_size)
-        if not prompt or max(prompt) >= vocabulary:
-            raise ConfigError(
-                f"The tokenizer gives the prompt {plural(len(prompt), 'token')}, with ids up to {max(prompt, default=0)}, but the model has"
-                f" ids from 0 to {vocabulary - 1}. Use the tokenizer of the model, with --tokenizer FOLDER."
-            )
+        require_known_ids(prompt, vocabulary, "--tokenizer FOLDER")
         if self.max_length is not None and len(prompt) + more > self.max_length:
             raise ConfigError(
                 f"The prompt has {plural(len(prompt), 'token')}, so {more} new ones are more than the {self.max_length} that the model"

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a tokenizer of Transformers, or bytes for models of data=python_stdlib."""
+"""Text to token ids and back: a tokenizer of Transformers, or bytes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_3d.config.options.tokenizer import BYTES
 from lightning_3d.errors import ConfigError
 from lightning_3d.evaluation.subject import HUGGING_FACE_CONFIG, Subject
+from lightning_3d.training.data.byte_tokens import SEPARATOR
 
-BYTES = "bytes"
-"""Name of the tokenizer whose token ids are bytes, and whose id 256 ends a document: that of data=python_stdlib."""
-
-_END_OF_FILE = 256
 _GENERATION_CONFIG = "generation_config.json"
 
 
@@ -42,7 +40,7 @@ class Text(Protocol):
 class Bytes:
     """Bytes as token ids."""
 
-    stop, end, prefix = frozenset({_END_OF_FILE}), _END_OF_FILE, _END_OF_FILE
+    stop, end, prefix = frozenset({SEPARATOR}), SEPARATOR, SEPARATOR
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
@@ -51,7 +49,7 @@ class Bytes:
         return "\0<end of file>"  # no text begins with it
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < _END_OF_FILE).decode("utf-8", "replace")
+        return bytes(token for token in tokens if token < SEPARATOR).decode("utf-8", "replace")
 
 
 class Tokenizer:
@@ -95,8 +93,7 @@ def find_tokenizer(subject: Subject, given: str | None) -> str:
     Raises:
         ConfigError: there is none.
     """
-    data = (subject.run or {}).get("data") or {}
-    name = given or subject.tokenizer or (BYTES if data.get("name") == "python_stdlib" else None)
+    name = given or subject.tokenizer
     if name is None:
         raise ConfigError(f"The run of {subject.path} names no tokenizer. Give one with --tokenizer FOLDER.")
     if name == BYTES:
