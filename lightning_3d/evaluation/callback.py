@@ -23,6 +23,7 @@ from lightning_3d.evaluation.losses import SetLosses
 from lightning_3d.evaluation.prompt import max_length, require_known_ids
 from lightning_3d.evaluation.table import losses_table, write_json
 from lightning_3d.evaluation.text import Text, open_text
+from lightning_3d.runs.evaluation_file import printable
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.training.module import CausalLM
 from lightning_3d.training.preference import PreferenceLM
@@ -148,7 +149,8 @@ class Evaluation(SetLosses):
         if self._found["sets"]:
             print("\n" + losses_table(self._found["sets"]))
         if sample := self._found["sample"]:
-            print(f"\nsample (temperature {sample['temperature']:g}):\n{sample['prompt']}{sample['text']}")
+            words = printable(sample["prompt"] + sample["text"], sys.stdout.encoding or "utf-8")
+            print(f"\nsample of text (temperature {sample['temperature']:g}):\n{words}")
         sys.stdout.flush()
 
 
