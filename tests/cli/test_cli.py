@@ -57,7 +57,7 @@ def test_run_leaves_its_files(results: dict[str, Result], folder: Path) -> None:
     assert results["run"].code == 0, results["run"].output
     assert results["run"].left == [], "everything is in the run folder"
     names = {path.name for path in (folder / "run").iterdir()}
-    files = {"config.yaml", "metrics.csv", "timeline.json", "report.html", "checkpoints", "logs", "status.json", "train.log"}
+    files = {"config.yaml", "metrics.csv", "timeline.json", "evaluation.json", "report.html", "checkpoints", "logs", "status.json", "train.log"}
     assert names == {*files, ".hydra", ".lock"}
     assert list((folder / "run" / "checkpoints").iterdir())
     with (folder / "run" / "metrics.csv").open() as file:

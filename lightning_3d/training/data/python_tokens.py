@@ -67,10 +67,10 @@ class PythonTokens(PythonStdlib):
 
     @override
     def load_tokens(self) -> tuple[Tokens, Tokens]:
-        train, held_out = find_corpora(*self._folders(self.split_files()))
-        found = map_corpora(train, held_out, 0.0, self.sequence_length)
-        training, validation = (replace(tokens, name=f"the {what} of {self.root}") for tokens, what in zip(found, PARTS, strict=True))
-        return training, validation
+        folders = self._folders(self.split_files())
+        train, held_out = map_corpora(*find_corpora(folders[0], folders[1]), 0.0, self.sequence_length)
+        assert held_out is not None, "it has a folder of its own"
+        return replace(train, name=f"the {PARTS[0]} of {self.root}"), replace(held_out, name=f"the {PARTS[1]} of {self.root}")
 
     def _folders(self, parts: Sequence[Sequence[str]]) -> list[Path]:
         """Return the folders of the training files and of the held-out files."""
