@@ -25,6 +25,7 @@ from lightning_3d.evaluation.table import losses_table, write_json
 from lightning_3d.evaluation.text import Text, open_text
 from lightning_3d.runs.evaluation_file import printable
 from lightning_3d.strategy.strategy import Lightning3DStrategy
+from lightning_3d.training.distillation import DistilledLM
 from lightning_3d.training.module import CausalLM
 from lightning_3d.training.preference import PreferenceLM
 
@@ -36,8 +37,8 @@ class Evaluation(SetLosses):
     """Callback that writes loss and perplexity of each validation set, and a sample of text, to a file when a fit ends, and prints them.
 
     The losses are those of the last validation of the fit, summed as `lightning-3d evaluate` sums them, so they cost no further pass. The
-    sample is what `lightning-3d generate` writes: all ranks take part, in the layout that has trained. Modules other than `CausalLM` with
-    next-token prediction, and other strategies, have no evaluation: the callback does nothing.
+    sample is what `lightning-3d generate` writes: all ranks take part, in the layout that has trained. The callback does nothing for
+    modules other than `CausalLM`, for those that train against a second model (DPO, distillation), and with other strategies.
 
     Args:
         path: file to write, see `runs.evaluation_file`; None only prints.
@@ -60,11 +61,13 @@ class Evaluation(SetLosses):
     ) -> None:
         super().__init__()
         self._path = None if path is None else Path(path)
-        self._wanted, self._tokenizer = prompt, tokenizer
+        self._wanted = None if prompt is None else str(prompt)  # a configuration may have a number there
+        self._tokenizer = tokenizer
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         self._text: Text | None = None
         self._prompt: list[int] = []
         self._evaluates = False
+        self._step = 0
         self._found: dict[str, Any] | None = None
 
     @override
@@ -74,7 +77,7 @@ class Evaluation(SetLosses):
         Raises:
             ConfigError: there is no tokenizer, or the model cannot continue the prompt.
         """
-        known = isinstance(pl_module, CausalLM) and not isinstance(pl_module, PreferenceLM)
+        known = isinstance(pl_module, CausalLM) and not isinstance(pl_module, (PreferenceLM, DistilledLM))
         self._evaluates = known and isinstance(trainer.strategy, Lightning3DStrategy)
         self._text = self._found = None
         self.results = []
@@ -118,6 +121,7 @@ class Evaluation(SetLosses):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._evaluates:
             super().on_validation_epoch_end(trainer, pl_module)
+            self._step = trainer.global_step
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -126,7 +130,7 @@ class Evaluation(SetLosses):
             return
         sample = None if self._text is None else self._sample(trainer, pl_module, self._text)
         sets = {entry.name: entry.numbers() for entry in self.results}
-        self._found = {"step": trainer.global_step, "sets": sets, "sample": sample}
+        self._found = {"step": self._step if self.results else trainer.global_step, "sets": sets, "sample": sample}
         if trainer.is_global_zero and self._path is not None:
             try:
                 write_json(self._path, self._found)

@@ -34,9 +34,10 @@ def config_of(folder: Path, *overrides: str) -> dict[str, Any]:
     """The complete configuration of a run on the Python files in `folder`, in float64."""
     given = [f"model.config.{key}={value}" for key, value in SHAPE.items()]
     given += [f"data.root={folder}/lib", f"data.cache_dir={folder}/cache", f"data.sequence_length={LENGTH}", "data.global_batch_size=4"]
-    given += ["data.val_fraction=0.4", "precision=fp64", "cluster=local_cpu", "trainer.max_steps=4", "optimizer.lr=0.02"]
-    given += ["optimizer.scheduler=null", f"+run_folder={folder}", "sample.temperature=0", f"sample.max_new_tokens={NEW}"]
+    given += ["data.val_fraction=0.4", "precision=fp64", "parallelism.zero_stage=0", "cluster=local_cpu", "trainer.max_steps=4"]
+    given += ["optimizer.lr=0.02", "optimizer.scheduler=null", "sample.temperature=0", f"sample.max_new_tokens={NEW}"]
     config = composed(*given, *overrides)
+    config.run_folder = str(folder)
     plan = plan_run(config)
     return plan.freeze(plain(config))
 
@@ -82,7 +83,7 @@ LAYOUTS = [
     ("tp2", []),
     pytest.param("tp2_pp2", ["data.document_mask=true"], marks=pytest.mark.full),
     pytest.param("cp2_dp2", [], marks=pytest.mark.full),
-    pytest.param("pp2_dp2", ["parallelism.zero_stage=3"], marks=pytest.mark.full),
+    pytest.param("pp2_dp2", ["parallelism.zero_stage=3", "precision=fp32"], marks=pytest.mark.full),
 ]
 
 
@@ -96,10 +97,11 @@ def test_the_run_ends_with_the_loss_and_the_text_of_its_model(folder: Path, layo
         loss, tokens = mean_loss(model, folder)
         prompt = torch.tensor([list(b"def ")])
         new = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW)[0, 4:].tolist()
+    within = 1e-6 if "precision=fp32" in more else 1e-12
     assert found["step"] == 4
     assert found["sets"]["validation"]["tokens"] == tokens
-    assert found["sets"]["validation"]["loss"] == pytest.approx(loss, rel=1e-12)
-    assert found["sets"]["validation"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-11)
+    assert found["sets"]["validation"]["loss"] == pytest.approx(loss, rel=within)
+    assert found["sets"]["validation"]["perplexity"] == pytest.approx(math.exp(loss), rel=10 * within)
     assert found["sample"]["prompt"] == "def "
     assert found["sample"]["text"] == bytes(token for token in new if token != 256).decode("utf-8", "replace")
 
