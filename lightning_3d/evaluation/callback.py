@@ -99,7 +99,7 @@ class Evaluation(SetLosses):
         text = open_text(str(name), ())
         tokens = text.encode(prompt)
         require_known_ids(tokens, module.config.vocab_size, "data.tokenizer=FOLDER")
-        limit = max_length(module.config)
+        limit = Engine(trainer, max_length(module.config)).longest
         if limit is not None and len(tokens) >= limit:
             raise ConfigError(
                 f"sample.prompt has {plural(len(tokens), 'token')}, and the model takes at most {limit} with its continuation. Use a"
@@ -138,11 +138,11 @@ class Evaluation(SetLosses):
                 rank_zero_warn(f"Cannot write {self._path}: {error.strerror or error}. The run continues without it.")
 
     def _sample(self, trainer: pl.Trainer, module: pl.LightningModule, text: Text) -> dict[str, Any]:
-        limit = max_length(module.config)
-        room = self._options["max_new_tokens"] if limit is None else limit - len(self._prompt)
-        sampling = Sampling(**{**self._options, "max_new_tokens": min(self._options["max_new_tokens"], room)}, stop=text.stop)
+        engine = Engine(trainer, max_length(module.config))
+        wanted = self._options["max_new_tokens"]
+        room = wanted if engine.longest is None else min(wanted, engine.longest - len(self._prompt))
         with _predicting(trainer, module):
-            (new,) = generate(Engine(trainer, limit), [self._prompt], sampling)
+            (new,) = generate(engine, [self._prompt], Sampling(**{**self._options, "max_new_tokens": room}, stop=text.stop))
         return {"prompt": text.decode(self._prompt), "text": text.decode(new), **self._options}
 
     @override

@@ -93,6 +93,11 @@ class Engine:
     def _padded(self, length: int) -> int:
         return -(-length // self._unit) * self._unit
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row that the model takes after padding, which may need positions too; None: any number."""
+        return None if self.max_length is None else self.max_length // self._unit * self._unit
+
     def _predict(self, batch: dict[str, Tensor]) -> Tensor:
         moved = {name: tensor.to(self._strategy.root_device) for name, tensor in batch.items()}
         result = self._strategy.predict_step(moved, 0)

@@ -12,6 +12,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.evaluation.subject import HUGGING_FACE_CONFIG, Subject
 from lightning_3d.training.data.byte_tokens import SEPARATOR
 
+_END_OF_FILE = SEPARATOR
 _GENERATION_CONFIG = "generation_config.json"
 
 
@@ -40,7 +41,7 @@ class Text(Protocol):
 class Bytes:
     """Bytes as token ids."""
 
-    stop, end, prefix = frozenset({SEPARATOR}), SEPARATOR, SEPARATOR
+    stop, end, prefix = frozenset({_END_OF_FILE}), _END_OF_FILE, _END_OF_FILE
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
@@ -49,7 +50,7 @@ class Bytes:
         return "\0<end of file>"  # no text begins with it
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < SEPARATOR).decode("utf-8", "replace")
+        return bytes(token for token in tokens if token < _END_OF_FILE).decode("utf-8", "replace")
 
 
 class Tokenizer:
