@@ -83,7 +83,7 @@ LAYOUTS = [
     ("tp2", []),
     pytest.param("tp2_pp2", ["data.document_mask=true"], marks=pytest.mark.full),
     pytest.param("cp2_dp2", [], marks=pytest.mark.full),
-    pytest.param("pp2_dp2", ["parallelism.zero_stage=3", "precision=fp32"], marks=pytest.mark.full),
+    pytest.param("pp2_dp2", ["parallelism.zero_stage=3", "precision=fp32", "data.global_batch_size=8"], marks=pytest.mark.full),
 ]
 
 
