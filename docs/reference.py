@@ -30,6 +30,7 @@ from lightning_3d.config.files import conf_folder, recipes_folder  # noqa: E402
 from lightning_3d.config.options.lora import LoraOptions  # noqa: E402
 from lightning_3d.config.options.objective import ObjectiveOptions  # noqa: E402
 from lightning_3d.config.options.plan import PlanOptions  # noqa: E402
+from lightning_3d.config.options.sample import SampleOptions  # noqa: E402
 from lightning_3d.config.plan_run import check_keys  # noqa: E402
 from lightning_3d.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig, complete_run  # noqa: E402
 from lightning_3d.launchers.options import meanings  # noqa: E402
@@ -278,6 +279,8 @@ def run_keys() -> str:
     aims = get_type_hints(ObjectiveOptions)
     objective = flat({"objective": values["objective"]})
     rows += [(key, type_name(aims[key.partition(".")[2]]), written(value), said[key]) for key, value in objective]
+    texts = get_type_hints(SampleOptions)
+    rows += [(key, type_name(texts[key.partition(".")[2]]), written(value), said[key]) for key, value in flat({"sample": values["sample"]})]
     size, ramp = "data.global_batch_size", "data.batch_ramp"
     rows.append((size, "int", written(dict(flat(values))[size]), said.get(size) or said["data"]))
     return table([*rows, (ramp, "mapping or null", "null", said[ramp])])

@@ -67,10 +67,7 @@ def evaluate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[
     from lightning_3d.evaluation.session import Session
 
     session = Session(config, checkpoint)
-    sets = {
-        entry.name: {"loss": entry.loss, "perplexity": entry.perplexity, "tokens": entry.tokens, "samples": entry.samples}
-        for entry in session.losses()
-    }
+    sets = {entry.name: entry.numbers() for entry in session.losses()}
     if session.trainer.is_global_zero:
         print(losses_table(sets), flush=True)
         if request["json"] is not None:

@@ -38,7 +38,10 @@ COMMAND.section(
     ],
     first=True,
 )
-COMMAND.option("--tokenizer", "TOKENIZER", "folder of a tokenizer of Transformers, or a name on the hub; must be given", required=True)
+COMMAND.option(
+    "--tokenizer", "TOKENIZER", "folder of a tokenizer of Transformers, a name on the hub, or bytes (each byte is a token); must be given",
+    required=True,
+)
 COMMAND.option("--out", "FOLDER", "folder to write, on the local disk; must be given", required=True)
 COMMAND.option("--text-column", "COLUMN", "key or column of the text; default: text", default="text")
 COMMAND.option("--split", "SPLIT", "split of hf:// data sets; default: train", default="train")

@@ -185,6 +185,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     run.plan.check()
     run.objective.check()
     run.objective.check_run(run.model, run.data, dry=run.trainer.dry)
+    run.sample.check(run.objective.name, run.model, run.data)
     _check_classes(run)
     complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
@@ -283,7 +284,7 @@ def _with_defaults(given: dict[str, Any], values: Any) -> dict[str, Any]:
 
 def _typed(config: DictConfig) -> RunConfig:
     """Return a composed configuration without interpolations, whose values have the types of `RunConfig`."""
-    for group in (*GROUPS, "logger", "callbacks", "plan", "objective"):
+    for group in (*GROUPS, "logger", "callbacks", "plan", "objective", "sample"):
         value = config.get(group)
         if value is None and group in GROUPS:
             raise ConfigError(

@@ -12,6 +12,7 @@ from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.objective import ObjectiveOptions
 from lightning_3d.config.options.plan import PlanOptions
 from lightning_3d.config.options.reliability import Reliability
+from lightning_3d.config.options.sample import SampleOptions
 from lightning_3d.config.options.save_interval import HOURS_BETWEEN_FAILURES
 from lightning_3d.layout.layout import AXES
 from lightning_3d.models.pretrained_config import complete_model
@@ -122,6 +123,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     plan: PlanOptions = field(default_factory=PlanOptions)
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
+    sample: SampleOptions = field(default_factory=SampleOptions)
     seed: int = 0
     force: bool = False
     profile: str | None = None

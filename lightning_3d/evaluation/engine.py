@@ -26,7 +26,7 @@ class Engine:
     Rows are padded at their end, to a length that context- and tensor-parallel ranks can split. Data-parallel ranks share the rows.
 
     Args:
-        trainer: the trainer, while it predicts (`Session.work`), with a `ScoredLM`.
+        trainer: the trainer, in the stage of prediction, with a `CausalLM` in evaluation mode.
         max_length: tokens that the model takes; None: any number.
 
     Attributes:
@@ -109,6 +109,11 @@ class Engine:
     def _padded(self, length: int) -> int:
         return -(-length // self._unit) * self._unit
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row that the model takes after padding, which may need positions too; None: any number."""
+        return None if self.max_length is None else longest_row(self.max_length, self._unit)
+
     def _predict(self, batch: dict[str, Tensor]) -> Tensor:
         moved = {name: tensor.to(self._strategy.root_device) for name, tensor in batch.items()}
         result = self._strategy.predict_step(moved, 0)
@@ -127,6 +132,11 @@ class Engine:
 def padding_unit(layout: Layout) -> int:
     """Return the number that the length of a row must be a multiple of, so that context- and tensor-parallel ranks can split it."""
     return math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.tp)
+
+
+def longest_row(max_length: int, unit: int) -> int:
+    """Return the tokens of the longest row that is no longer than `max_length` when it is padded to a multiple of `unit`."""
+    return max_length // unit * unit
 
 
 def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -43,6 +43,10 @@ class SetLoss:
         except OverflowError:
             return math.inf
 
+    def numbers(self) -> dict[str, float]:
+        """Return loss, perplexity, tokens and samples by name, for a table or a file."""
+        return {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens, "samples": self.samples}
+
 
 class SetLosses(pl.Callback):
     """Callback that sums the losses of each validation set in float64, over all batches and data-parallel ranks.

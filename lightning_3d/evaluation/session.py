@@ -9,10 +9,11 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, plural
-from lightning_3d.evaluation.engine import padding_unit
+from lightning_3d.evaluation.engine import longest_row, padding_unit
 from lightning_3d.evaluation.losses import SetLoss, SetLosses
-from lightning_3d.evaluation.scored_model import ScoredLM
+from lightning_3d.evaluation.prompt import max_length, require_known_ids
 from lightning_3d.layout.layout import Layout
+from lightning_3d.training.module import CausalLM
 from lightning_3d.training.run import make_data, make_trainer, prepare
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class Session:
     def __init__(self, config: dict[str, Any], checkpoint: str | None) -> None:
         prepare(config)
         self.config = config
-        self.module = ScoredLM(config["model"])
+        self.module = CausalLM(config["model"])
         self._losses, self._work = SetLosses(), _Work()
         self.trainer: pl.Trainer = make_trainer(config, [self._losses, self._work])
         self._checkpoint = checkpoint
@@ -52,7 +53,7 @@ class Session:
     @property
     def max_length(self) -> int | None:
         """Tokens that the model takes; None if its configuration does not say it."""
-        return getattr(self.module.config, "max_position_embeddings", None)
+        return max_length(self.module.config)
 
     @property
     def vocabulary(self) -> int:
@@ -65,11 +66,7 @@ class Session:
         Raises:
             ConfigError: with the numbers.
         """
-        if not prompt or max(prompt) >= self.vocabulary:
-            raise ConfigError(
-                f"The tokenizer gives the prompt {plural(len(prompt), 'token')}, with ids up to {max(prompt, default=0)}, but the model has"
-                f" ids from 0 to {self.vocabulary - 1}. Use the tokenizer of the model, with --tokenizer FOLDER."
-            )
+        require_known_ids(prompt, self.vocabulary, "--tokenizer FOLDER")
         longest, why = self._longest()
         if longest is not None and len(prompt) + more > longest:
             raise ConfigError(
@@ -97,7 +94,7 @@ class Session:
         if self.max_length is None:
             return None, ""
         unit = padding_unit(Layout.parse(self.config["parallelism"]["layout"]))
-        longest = self.max_length // unit * unit
+        longest = longest_row(self.max_length, unit)
         why = f" (its {self.max_length} positions, in multiples of {unit}, because this layout splits rows)"
         return longest, why if longest < self.max_length else ""
 

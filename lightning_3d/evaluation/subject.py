@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.config.options.tokenizer import tokenizer_of
 from lightning_3d.errors import CheckpointError
 from lightning_3d.runs.folder import CONFIG_FILE
 from lightning_3d.runs.frozen_config import read_frozen
@@ -46,8 +47,7 @@ class Subject:
         """Tokenizer of the run, or of the folder; None if neither names one."""
         if self.run is None:
             return str(self.path)
-        named = [(self.run.get("data") or {}).get("tokenizer"), (self.run.get("model") or {}).get("pretrained")]
-        return next((str(name) for name in named if name), None)
+        return tokenizer_of(self.run.get("model") or {}, self.run.get("data") or {})
 
 
 def find_subject(path: Place, name: str) -> Subject:

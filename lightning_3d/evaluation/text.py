@@ -1,4 +1,4 @@
-"""Text to token ids and back: a tokenizer of Transformers, or bytes for models of data=python_stdlib."""
+"""Text to token ids and back: a tokenizer of Transformers, or bytes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_3d.config.options.tokenizer import BYTES
 from lightning_3d.errors import ConfigError
 from lightning_3d.evaluation.subject import HUGGING_FACE_CONFIG, Subject
+from lightning_3d.training.data.byte_tokens import SEPARATOR
 
-BYTES = "bytes"
-"""Name of the tokenizer whose token ids are bytes, and whose id 256 ends a document: that of data=python_stdlib."""
-
-_END_OF_FILE = 256
+_END_OF_FILE = SEPARATOR
 _GENERATION_CONFIG = "generation_config.json"
 
 
@@ -96,8 +95,7 @@ def find_tokenizer(subject: Subject, given: str | None) -> str:
     Raises:
         ConfigError: there is none.
     """
-    data = (subject.run or {}).get("data") or {}
-    name = given or subject.tokenizer or (BYTES if data.get("name") == "python_stdlib" else None)
+    name = given or subject.tokenizer
     if name is None:
         raise ConfigError(f"The run of {subject.path} names no tokenizer. Give one with --tokenizer FOLDER.")
     if name == BYTES:

@@ -28,6 +28,7 @@ from lightning_3d.training.document_trial import require_separate_documents
 from lightning_3d.training.optimizers import decay_of, make_optimizer, try_optimizer
 from lightning_3d.training.parameter_groups import NamedGroup, find_groups
 from lightning_3d.training.schedules import make_scheduler
+from lightning_3d.training.scores import score_rows
 from lightning_3d.weights.pretrained import load_pretrained
 
 OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "_name_or_path", "auto_map", "output_attentions")
@@ -131,6 +132,24 @@ class CausalLM(LightningModule):
         labels = batch["labels"]
         # Whole numbers, so that the strategy adds them up over micro-batches.
         return {"loss": loss, "tokens": (labels[:, 1:] != IGNORE_INDEX).sum(), "samples": torch.tensor(len(labels))}
+
+    @override
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int = 0) -> Tensor:
+        """Score the targets of each row, or compute the logits after its last token.
+
+        Args:
+            batch: `input_ids`, (rows, sequence), and either `targets`, (rows, sequence), the token that each position predicts (-100: not
+                counted), or `last`, (rows,), the place of the last token of each row. What follows these places is padding, which causal
+                attention never sees.
+
+        Returns:
+            (rows, 2) of float64 for targets, see `score_rows`; (rows, vocabulary) for `last`.
+        """
+        logits: Any = self.model(input_ids=batch["input_ids"]).logits
+        if "targets" in batch:
+            return score_rows(logits, batch["targets"])
+        last = batch["last"]
+        return logits[torch.arange(len(last), device=last.device), last]
 
     @override
     def on_validation_epoch_end(self) -> None:

@@ -80,7 +80,8 @@ def test_run_is_repeated_in_a_new_folder(results: dict[str, Result], folder: Pat
     assert results["repeated"].code == 0, results["repeated"].output
     assert losses(folder / "repeated") == losses(folder / "train")
     names = {path.name for path in (folder / "repeated").iterdir()}
-    assert names == {"config.yaml", "metrics.csv", "timeline.json", "report.html", "checkpoints", "logs", "status.json", ".lock"}
+    files = {"config.yaml", "metrics.csv", "timeline.json", "evaluation.json", "report.html", "checkpoints", "logs", "status.json"}
+    assert names == {*files, ".lock"}
     assert str(folder / "train") not in (folder / "repeated" / "config.yaml").read_text()
 
 

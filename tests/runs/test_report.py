@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -145,6 +146,22 @@ def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
     assert "NaN or infinite in 1 step, first in step 2" in page.words
     assert page.data["curve"]["loss"] == [5.5, None]
     assert "<script>x" not in page.source and "</script><script>x" in page.words
+
+
+def test_the_evaluation_and_the_sample_are_shown_as_text(tmp_path: Path) -> None:
+    folder = metrics(tmp_path, "1,5.5,1,1e-3,64,10,6.0,,,,,,")
+    assert "Evaluation" not in Page(write_report(folder, About("m", "dp2"))).words
+    sample = {"prompt": "def ", "text": "f(x):\n    return x < 3 & <b>bold</b>\x1b[31m", "temperature": 0.5, "seed": 0}
+    losses, counts = {"web": 2.5, "a<b": 1.25}, {"tokens": 65017, "samples": 512}
+    sets = {name: {"loss": loss, "perplexity": math.exp(loss), **counts} for name, loss in losses.items()}
+    (folder / "evaluation.json").write_text(json.dumps({"step": 1, "sets": sets, "sample": sample}))
+    page = Page(write_report(folder, About("m", "dp2")))
+    said = page.text["evaluation"]
+    assert "Evaluation after step 1" in said and "web 2.5000 12.18 65,017 512" in said and "a<b 1.2500 3.49 65,017 512" in said
+    assert page.text["sample"] == "def f(x): return x < 3 & <b>bold</b>\ufffd[31m"
+    assert "<b>bold" not in page.source and "\x1b" not in page.source
+    (folder / "evaluation.json").write_text('{"step": 1, "sets": {"web": {}}')
+    assert "Evaluation" not in Page(write_report(folder, About("m", "dp2"))).words, "a damaged file does not stop the report"
 
 
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
@@ -334,6 +351,9 @@ def test_f22_hostile_names_run_nothing_in_a_report(tmp_path: Path) -> None:
     run = metrics(tmp_path / "0", "1,5.5,1,1e-3,64,10,6.0,,,,,,")
     names = {group: {"name": HOSTILE, "layout": HOSTILE, "schedule": HOSTILE} for group in ("model", "parallelism", "cluster", HOSTILE)}
     (run / "config.yaml").write_text(yaml.safe_dump(names))
+    sample = {"prompt": HOSTILE, "text": f"\x1b[2J{HOSTILE}", "temperature": 0.8, "seed": 0}
+    sets = {HOSTILE: {"loss": 1.0, "perplexity": None, "tokens": 1, "samples": 1}}
+    (run / "evaluation.json").write_text(json.dumps({"step": 1, "sets": sets, "sample": sample}))
     begun = RunStatus.begun(HOSTILE)
     replace(begun, host=HOSTILE).after(1, HOSTILE).write(run)
     write_report(run)

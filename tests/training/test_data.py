@@ -15,11 +15,12 @@ from lightning_3d.config.files import conf_folder
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.training.data import DATA_MODULES, _parameters, make_data_module
 from lightning_3d.training.data.base import KEYED, LISTED, PackedDataModule
+from lightning_3d.training.data.byte_tokens import SEPARATOR, VOCAB_SIZE
 from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.data.entropy import entropy
 from lightning_3d.training.data.huggingface import HuggingFaceText
 from lightning_3d.training.data.packing import PackedDataset, Tokens, join_documents, spread
-from lightning_3d.training.data.python_stdlib import SEPARATOR, VOCAB_SIZE, PythonStdlib, is_held_out, source_files
+from lightning_3d.training.data.python_stdlib import PythonStdlib, is_held_out, source_files
 from lightning_3d.training.data.token_file import open_tokens, write_tokens
 from lightning_3d.training.data.tokens import TokenFiles
 

@@ -1,4 +1,4 @@
-"""`report.html` of a run, from the files in its folder: `metrics.csv`, `timeline.json`, `config.yaml`, `status.json`."""
+"""`report.html` of a run, from the files in its folder: `metrics.csv`, `timeline.json`, `evaluation.json`, `config.yaml`, `status.json`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import yaml
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
+from lightning_3d.runs.evaluation_file import read_evaluation
 from lightning_3d.runs.folder import read_wandb_file
 from lightning_3d.runs.metrics_file import column, read_rows
 from lightning_3d.runs.report.page import show_count, show_percent, show_seconds, write_page
@@ -191,6 +192,7 @@ class _RunPage:
             "stage_legend": [{"name": f"pp{stage}", "colour": _colour(stage, stages)} for stage in range(stages)][:12],
             "nodes": nodes,
             "nodes_left_out": left_out,
+            "evaluation": self._evaluation(),
             "config": self.config,
             "folder": str(self.folder.absolute()),
         }  # fmt: skip
@@ -242,6 +244,20 @@ class _RunPage:
         else:
             tiles += [("bubble", "Bubble", "–", "no step was traced"), ("memory", "Memory", "–", "no step was traced")]
         return [dict(zip(("id", "label", "value", "more"), tile, strict=True)) for tile in tiles]
+
+    def _evaluation(self) -> dict[str, Any] | None:
+        """Return the losses of the validation sets at the end of the run, and its sample of text; None without an evaluation."""
+        found = read_evaluation(self.folder)
+        if not found:
+            return None
+        sets = [
+            {
+                "name": name, "loss": f"{entry['loss']:.4f}", "perplexity": f"{entry['perplexity']:.4g}",
+                "tokens": f"{entry['tokens']:,}", "samples": f"{entry['samples']:,}",
+            }
+            for name, entry in found["sets"].items()
+        ]  # fmt: skip
+        return {**found, "sets": sets}
 
     def _not_finite(self) -> str:
         steps = [row["step"] for row in self.rows if row.get("loss") and not _finite(row["loss"])]

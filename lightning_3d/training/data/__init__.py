@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DATA_MODULES: dict[str, str] = {
     "python_stdlib": "lightning_3d.training.data.python_stdlib:PythonStdlib",
+    "python_tokens": "lightning_3d.training.data.python_tokens:PythonTokens",
     "python_pairs": "lightning_3d.training.data.python_pairs:PythonPairs",
     "tokens": "lightning_3d.training.data.tokens:TokenFiles",
     "blend": "lightning_3d.training.data.blend:Blend",

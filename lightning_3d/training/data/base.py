@@ -147,6 +147,12 @@ class PackedDataModule(LightningDataModule):
     unit = "token"
     """Name of one token, for figures per token."""
 
+    tokenizer: str | None = None
+    """Tokenizer of the tokens, a folder, a name on the hub or "bytes"; None: not known."""
+
+    sample_prompt: str | None = None
+    """Text that a model of these data can continue, for a sample at the end of a run; None: no sample, unless the user gives a prompt."""
+
     val_names: tuple[str, ...] = ()
     """Names of the validation sets, in the order of their loaders; empty for one set without a name."""
 

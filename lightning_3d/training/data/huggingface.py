@@ -42,6 +42,8 @@ class HuggingFaceText(PackedDataModule):
         **kwargs: see `PackedDataModule`.
     """
 
+    tokenizer: str
+
     def __init__(
         self,
         *,

@@ -51,6 +51,8 @@ class Instructions(PackedDataModule):
         **kwargs: see `PackedDataModule`.
     """
 
+    tokenizer: str
+
     def __init__(
         self,
         *,

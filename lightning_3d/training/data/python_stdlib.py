@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from lightning_3d.config.options.tokenizer import BYTES
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.byte_tokens import SEPARATOR
 from lightning_3d.training.data.packing import Tokens, join_documents
 
-SEPARATOR = 256
-"""Token after each file; tokens 0 to 255 are the bytes."""
-
-VOCAB_SIZE = 257
+PARTS = ("training files", "held-out files")
 
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -38,6 +37,8 @@ class PythonStdlib(PackedDataModule):
     """
 
     unit = "byte"
+    tokenizer = BYTES
+    sample_prompt = "def "
 
     def __init__(
         self, *, val_fraction: float = 0.05, root: str | os.PathLike[str] | None = None, **kwargs: Any
@@ -52,12 +53,20 @@ class PythonStdlib(PackedDataModule):
 
     @override
     def load_tokens(self) -> tuple[Tokens, Tokens]:
+        training, held_out = (self._read(paths, what) for paths, what in zip(self.split_files(), PARTS, strict=True))
+        return training, held_out
+
+    def split_files(self) -> tuple[list[str], list[str]]:
+        """List the relative paths of the training files and of the held-out files, in the order of their documents.
+
+        Raises:
+            DataError: there is no file.
+        """
         paths = sorted(source_files(self.root), key=lambda path: _digest(f"{self.seed}:{path}"))
         if not paths:
             raise DataError(f"There is no .py file under {self.root}. Set data.root to a folder of Python sources.")
         held_out = [path for path in paths if is_held_out(path, self.val_fraction)]
-        training = [path for path in paths if not is_held_out(path, self.val_fraction)]
-        return self._read(training, "training files"), self._read(held_out, "held-out files")
+        return [path for path in paths if not is_held_out(path, self.val_fraction)], held_out
 
     def _read(self, paths: list[str], what: str) -> Tokens:
         documents = (np.frombuffer((self.root / path).read_bytes(), dtype=np.uint8) for path in paths)

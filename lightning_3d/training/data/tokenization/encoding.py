@@ -10,12 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from lightning_3d.config.options.tokenizer import BYTES
 from lightning_3d.errors import DataError
+from lightning_3d.training.data.byte_tokens import SEPARATOR, VOCAB_SIZE
 from lightning_3d.training.data.indexed_file import dtype_for
 from lightning_3d.training.data.shard_manifest import TokenizerIdentity
 from lightning_3d.training.data.tokenization.sources import Batch
 
 _TRIAL = "Ein Text, two lines:\n\tdef f(x): return x**2  # 3.14 'ok' \u00e9\u00df\u4e16\u754c \U0001f600 "
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -96,12 +102,34 @@ class Encoder:
         return self.__dict__ | {"_direct": None}
 
 
-def load_tokenizer(name: str) -> Encoder:
-    """Load a tokenizer from a folder, or from the hub.
+class ByteEncoder:
+    """Turns batches into bytes, see `byte_tokens`. Files of text are taken as they are, whatever their encoding."""
+
+    identity = TokenizerIdentity(BYTES, VOCAB_SIZE, SEPARATOR, _hash(f"bytes, {SEPARATOR} ends a document"), _hash(BYTES))
+    dtype = dtype_for(VOCAB_SIZE)
+
+    def __call__(self, batch: Batch) -> Encoded:
+        """Tokenize a batch.
+
+        Raises:
+            DataError: a record has no text.
+        """
+        documents = [document for document in (_bytes(batch, index) for index in range(len(batch.records))) if document]
+        lengths = np.array([len(document) + 1 for document in documents], dtype=np.int64)
+        tokens = np.full(int(lengths.sum()), SEPARATOR, dtype=self.dtype)
+        for end, document in zip(np.cumsum(lengths).tolist(), documents, strict=True):
+            tokens[end - 1 - len(document) : end - 1] = np.frombuffer(document, dtype=np.uint8)
+        return Encoded(tokens, lengths)
+
+
+def load_tokenizer(name: str) -> Encoder | ByteEncoder:
+    """Load a tokenizer from a folder, or from the hub; "bytes" needs neither.
 
     Raises:
         DataError: there is none, or it has no end-of-sequence token.
     """
+    if name == BYTES:
+        return ByteEncoder()
     from transformers import AutoTokenizer
 
     folder = Path(name).expanduser()
@@ -120,8 +148,10 @@ def _rules_of(tokenizer: Any) -> str:
     return json.dumps(entries | {"truncation": None, "padding": None})
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def _bytes(batch: Batch, index: int) -> bytes:
+    """Return the bytes of a record. A text from JSON may have half of a surrogate pair, which is written as it is."""
+    record = batch.records[index]
+    return record if isinstance(record, bytes) and batch.json_key is None else _text(batch, index).encode("utf-8", "surrogatepass")
 
 
 def _text(batch: Batch, index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,12 +14,16 @@ from lightning_3d.errors import ConfigError, DataError, plural
 from lightning_3d.ranks.progress import task
 from lightning_3d.storage.lock import FileLock
 from lightning_3d.training.data.shard_manifest import NAME, Manifest, Place, check_shards, read_manifest
-from lightning_3d.training.data.tokenization.encoding import Encoder
+from lightning_3d.training.data.tokenization.encoding import ByteEncoder, Encoder
 from lightning_3d.training.data.tokenization.pool import encoded_in_order
 from lightning_3d.training.data.tokenization.shard_writer import ShardWriter
 from lightning_3d.training.data.tokenization.sources import Batch, Source
 
+SHARD_TOKENS = 1 << 28
+"""Largest number of tokens of a shard by default."""
+
 _LOCK = ".lightning_3d.lock"
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,14 @@ class Tokenization:
 
 
 def tokenize(
-    sources: Sequence[Source], encoder: Encoder, folder: Path, *, column: str, shard_tokens: int, processes: int
+    sources: Sequence[Source],
+    encoder: Encoder | ByteEncoder,
+    folder: Path,
+    *,
+    column: str = "text",
+    shard_tokens: int = SHARD_TOKENS,
+    processes: int = 1,
+    patience_seconds: float = 0.0,
 ) -> Tokenization:
     """Write all documents of the sources into shards of a folder.
 
@@ -51,15 +63,16 @@ def tokenize(
         column: key or column of the text, to compare with an earlier attempt.
         shard_tokens: largest number of tokens of a shard.
         processes: number of processes that tokenize.
+        patience_seconds: time to wait for another process that writes the folder.
 
     Raises:
-        ConfigError: another process writes the folder, or it has other files.
+        ConfigError: another process still writes the folder, or it has other files.
         DataError: the folder is of other sources or options; a record cannot be read; or there is no document.
     """
     settings: dict[str, Any] = {"column": column, "shard_tokens": shard_tokens}
     settings["sources"] = [state for source in sources for state in source.state()]
     wanted = Manifest(False, encoder.dtype.name, encoder.identity, settings, next=Place())
-    with _hold(folder):
+    with _hold(folder, patience_seconds):
         manifest = _earlier(folder, wanted) or wanted
         if manifest.next is None:
             return Tokenization(manifest, len(manifest.shards), 0)
@@ -73,7 +86,9 @@ def tokenize(
     return Tokenization(done, len(manifest.shards), done.tokens - manifest.tokens)
 
 
-def _write_all(writer: ShardWriter, sources: Sequence[Source], encoder: Encoder, start: Place, processes: int) -> None:
+def _write_all(
+    writer: ShardWriter, sources: Sequence[Source], encoder: Encoder | ByteEncoder, start: Place, processes: int
+) -> None:
     batches = _batches(sources, start)
     with task("tokenizing", None, "tokens") as advance:
         for number, (place, encoded) in enumerate(encoded_in_order(encoder, batches, processes)):
@@ -127,14 +142,18 @@ def _earlier(folder: Path, wanted: Manifest) -> Manifest | None:
 
 
 @contextmanager
-def _hold(folder: Path) -> Iterator[None]:
+def _hold(folder: Path, patience_seconds: float) -> Iterator[None]:
     """Make a folder and hold its lock; remove a folder that is still empty at the end."""
     new = not folder.exists()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {folder} is a file; give the name of a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / _LOCK)
-    if not lock.acquire():
+    deadline = time.monotonic() + patience_seconds
+    while not lock.acquire():
+        if time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            continue
         raise ConfigError(f"--out {folder}: another process is writing this folder. Wait for it, or use a new folder.")
     try:
         yield
