@@ -120,8 +120,8 @@ def _named(url: str, error: Exception, attempts: int) -> OSError:
     last = list(_chain(error))[-1]
     if isinstance(error, FileNotFoundError) and (last is error or getattr(last, "status", None) in (404, 410)):
         return FileNotFoundError(url)
-    text = without_secrets(str(error)) if str(error).startswith(url) else f"{url}: {type(last).__name__}: {without_secrets(str(last))}"
-    return OSError(text.rstrip(".") + (f" ({attempts} attempts)" if attempts > 1 else ""))
+    text = str(error) if str(error).startswith(f"{url}: ") else f"{url}: {type(last).__name__}: {' '.join(str(last).split())}"
+    return OSError(without_secrets(text).rstrip(".") + (f" ({attempts} attempts)" if attempts > 1 else ""))
 
 
 def without_secrets(text: str) -> str:

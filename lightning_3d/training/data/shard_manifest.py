@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 from lightning_3d.errors import DataError, plural
 from lightning_3d.storage.json_file import parse_json, read_text
@@ -224,8 +225,7 @@ _REPAIR = "Copy the folder again, or repeat lightning-3d tokenize into a new one
 
 def _compare_hashes(path: Where, shard: Shard) -> None:
     for file, expected in ((path, shard.bin_sha256), (index_of(path), shard.idx_sha256)):
-        opened: BinaryIO
-        with file.open("rb", buffering=_READ_BYTES) as opened:
+        with cast(BufferedReader, file.open("rb", buffering=_READ_BYTES)) as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
         if found != expected:
             raise DataError(
