@@ -95,9 +95,10 @@ class PieceCache:
         """Read a piece, which becomes the most recently used one. None: it is not there, or is damaged."""
         try:
             contents = path.read_bytes()
-            os.utime(path)
-        except FileNotFoundError:
+        except OSError:
             return None
+        with suppress(OSError):  # it was removed meanwhile
+            os.utime(path)
         data = memoryview(contents)[:-_CHECKSUM]
         if len(data) != size or zlib.crc32(data) != int.from_bytes(contents[-_CHECKSUM:], "little"):
             return None  # a power failure can leave such a piece
@@ -107,7 +108,7 @@ class PieceCache:
         """Add a piece, and remove the oldest ones first where there is no room.
 
         Raises:
-            UnreachableData: the disk is full.
+            UnreachableData: the disk is full, or cannot be written.
         """
         contents = data + zlib.crc32(data).to_bytes(_CHECKSUM, "little")
         if len(contents) > self.limit:
@@ -123,12 +124,11 @@ class PieceCache:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 partial.replace(path)
             except OSError as error:
-                partial.unlink(missing_ok=True)
-                if not is_full(error):
-                    raise
+                with suppress(OSError):
+                    partial.unlink()
+                remedy = "Set a smaller data.cache_bytes, or" if is_full(error) else "Set"
                 raise UnreachableData(
-                    f"The disk with the cache of remote data, {self.folder}, is full. Set a smaller data.cache_bytes, or data.cache_dir to"
-                    " another disk."
+                    f"The cache of remote data, {self.folder}, cannot be written: {error.strerror}. {remedy} data.cache_dir to another disk."
                 ) from None
 
     def room(self) -> int:
@@ -202,7 +202,7 @@ class CachedFile:
         """Return a piece. One process of the node fetches it if it is not in the cache; others wait.
 
         Raises:
-            UnreachableData: it cannot be fetched, or the disk is full.
+            UnreachableData: it cannot be fetched, or the cache cannot be written.
         """
         path, (start, end) = self._path(number), self._span(number)
         found = self.cache.load(path, end - start)

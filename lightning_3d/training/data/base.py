@@ -115,13 +115,10 @@ class Loader(DataLoader[dict[str, Tensor]]):
         try:
             yield from super().__iter__()
         except Lightning3DError as error:
-            raise type(error)(_own_message(error)) from None
-
-
-def _own_message(error: Lightning3DError) -> str:
-    """Return the message of an error without the traceback of a worker process that torch puts around it."""
-    text = str(error)
-    return text.rstrip().rpartition(f"{type(error).__name__}: ")[2] if text.startswith("Caught ") else text
+            if not str(error).startswith("Caught "):
+                raise
+            # torch has put the traceback of the worker into the message
+            raise type(error)(str(error).rstrip().rpartition(f"{type(error).__name__}: ")[2]) from None
 
 
 class TrainLoader(Loader):
