@@ -128,7 +128,8 @@ class PieceCache:
                     partial.unlink()
                 remedy = "Set a smaller data.cache_bytes, or" if is_full(error) else "Set"
                 raise UnreachableData(
-                    f"The cache of remote data, {self.folder}, cannot be written: {error.strerror}. {remedy} data.cache_dir to another disk."
+                    f"The cache of remote data, {self.folder}, cannot be written: {error.strerror}. {remedy} data.cache_dir to a folder"
+                    " on another disk."
                 ) from None
 
     def room(self) -> int:

@@ -241,8 +241,9 @@ def test_a_bad_url_is_refused_before_ranks_are_started(server: FileServer, tmp_p
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("https://me:secret@host/x", r"train_path has a password in its URL \(https://...@host/x\)"),
-        ("https://host/x.bin?sig=secret", r"has a query \(https://host/x.bin\?...\)"),
+        ("https://me:secret@host/x", "train_path has a password in its URL, or a token"),
+        ("https://host/x.bin?X-Amz-Signature=secret", "train_path has a password in its URL, or a token"),
+        ("https://host/x.bin?version=secret", r"has a query \(https://host/x.bin\?...\)"),
         ("s3://bucket/*.bin", "is a pattern. Patterns are for the local disk"),
         ("nothing://bucket/x", 'fsspec does not support "nothing://"'),
     ],
@@ -251,7 +252,7 @@ def test_urls_that_the_configuration_refuses(url: str, message: str) -> None:
     for data in ({"name": "tokens", "train_path": url}, {"name": "blend", "sources": {"web": {"train_path": url}}}):
         with pytest.raises(ConfigError, match=message) as caught:
             check_data_urls({**data, "sequence_length": LENGTH})
-        assert "secret" not in str(caught.value).partition(", which")[0]
+        assert "secret" not in str(caught.value)
 
 
 def test_secrets_are_left_out_of_messages() -> None:
@@ -343,7 +344,7 @@ def test_the_least_recently_used_piece_goes_first(server: FileServer, tmp_path: 
 
 
 def job(path: Path | str, run: Path, *more: str) -> list[str]:
-    small = [f"data.train_path={path}", "data.sequence_length=2048", "data.global_batch_size=4", "data.val_sequences=4"]
+    small = [f"data.train_path={path}", "data.sequence_length=512", "data.global_batch_size=4", "data.val_sequences=4"]
     small += ["data.num_workers=1", "parallelism=dp2", "parallelism.micro_batch_size=1"]
     model = [line for line in QUICK if line.startswith("model.")] + ["model.config.vocab_size=3000"]
     steps = ["trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.checkpoint_every_n_steps=2", f"hydra.run.dir={run}"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.config.secrets import check_secrets
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.piece_cache import PieceCache
@@ -79,17 +79,14 @@ def _paths(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check_url(key: str, url: str) -> None:
-    shown = re.sub(r"://[^/@]*@", "://...@", url.partition("?")[0])
-    if re.search(r"://[^/@]*:[^/@]*@", url):
-        raise ConfigError(
-            f"{key} has a password in its URL ({shown}), which would be in the files of the run. Remove it: backends find credentials in"
-            " their environment variables and in ~/.config/fsspec."
-        )
+    check_secrets({key: url})
     path = data_place(url)
     if not isinstance(path, SteadyPath):
         return
     if "?" in url and path.protocol in ("http", "https"):
-        raise ConfigError(f"{key} has a query ({shown}?...), which may be a secret and hides the names of files. Use a URL without it.")
+        raise ConfigError(
+            f"{key} has a query ({url.partition('?')[0]}?...), and the files next to it would have none. Use a URL without a query."
+        )
     if any(sign in url.partition("://")[2].partition("/")[2] for sign in "*?["):
         raise ConfigError(f"{key}={url} is a pattern. Patterns are for the local disk: name a folder of shards or a .bin file.")
     try:
