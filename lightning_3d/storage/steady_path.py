@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -83,10 +83,9 @@ class SteadyPath(RemotePath):
             try:
                 return read()
             except Exception as error:
-                if not _may_pass(error):
-                    raise _named(self.url, error, 1) from None
-                if attempt == self.attempts:
-                    raise _named(self.url, error, attempt) from None
+                origin = _origin(self.url, error)
+                if attempt == self.attempts or not _may_pass(origin):
+                    raise _named(self.url, origin, attempt) from None
             time.sleep(wait * random.uniform(0.75, 1.25))
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
         raise AssertionError("the last attempt returns or raises")
@@ -96,32 +95,33 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "Content-MD5", "LastModifi
 """Keys under which backends have a hash of a file, its version or the time of its last change."""
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
+def _origin(url: str, error: BaseException) -> BaseException:
+    """Return the error that a backend raised.
 
-
-def _may_pass(error: BaseException) -> bool:
-    """Check whether another attempt may succeed.
-
-    fsspec reports any failure of HTTP to show a file as `FileNotFoundError`, so the response decides where there is one.
+    `RemotePath` wraps it, and fsspec reports any failure of HTTP to look at a file, a broken connection too, as `FileNotFoundError`.
     """
-    chain = list(_chain(error))
-    status = next((found for found in (getattr(one, "status", None) for one in chain) if isinstance(found, int)), None)
-    if status is not None:
+    if error.__cause__ is not None and str(error).startswith(f"{url}: "):
+        error = error.__cause__
+    cause = error.__cause__
+    failed = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp")
+    return cause if isinstance(error, FileNotFoundError) and cause is not None and failed else error
+
+
+def _may_pass(origin: BaseException) -> bool:
+    """Check whether another attempt may succeed."""
+    status = getattr(origin, "status", None)
+    if isinstance(status, int):
         return status >= 500 or status in _PASSING
-    last = chain[-1]
-    return not isinstance(last, _PERMANENT)
+    return not isinstance(origin, _PERMANENT)
 
 
-def _named(url: str, error: Exception, attempts: int) -> OSError:
-    """Return an error that names the URL, of the same kind if it says that there is no such file."""
-    last = list(_chain(error))[-1]
-    if isinstance(error, FileNotFoundError) and (last is error or getattr(last, "status", None) in (404, 410)):
+def _named(url: str, origin: BaseException, attempts: int) -> OSError:
+    """Return an error that names the URL; `FileNotFoundError` if there is no such file."""
+    if isinstance(origin, FileNotFoundError) or getattr(origin, "status", None) in (404, 410):
         return FileNotFoundError(url)
-    text = str(error) if str(error).startswith(f"{url}: ") else f"{url}: {type(last).__name__}: {' '.join(str(last).split())}"
-    return OSError(without_secrets(text).rstrip(".") + (f" ({attempts} attempts)" if attempts > 1 else ""))
+    own = str(origin).startswith(f"{url}: ")
+    text = without_secrets(" ".join((str(origin) if own else f"{url}: {type(origin).__name__}: {origin}").split())).rstrip(".")
+    return OSError(f"{text} ({attempts} attempts)" if attempts > 1 else text)
 
 
 def without_secrets(text: str) -> str:

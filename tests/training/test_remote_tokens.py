@@ -189,6 +189,28 @@ def test_errors_that_pass(server: FileServer, tmp_path: Path) -> None:
     assert not server.failing
 
 
+def test_a_file_that_is_missing_is_looked_for_once() -> None:
+    """Backends of object stores chain the error of their client, as s3fs does, and that of HTTP hides broken connections."""
+    tries = []
+
+    def look(error: Exception, cause: Exception) -> None:
+        tries.append(error)
+        raise error from cause
+
+    path = SteadyPath("s3://bucket/x", attempts=3)
+    for cause, kind, expected in (
+        (KeyError("NoSuchKey"), FileNotFoundError, 1),
+        (KeyError("AccessDenied"), PermissionError, 1),
+        (ConnectionResetError("reset"), FileNotFoundError, 3),
+        (ConnectionResetError("reset"), OSError, 3),
+    ):
+        tries.clear()
+        with pytest.raises(OSError, match="s3://bucket/x") as caught:
+            path._steadily(lambda kind=kind, cause=cause: look(kind("x"), cause))
+        missing = isinstance(cause, KeyError) and kind is FileNotFoundError
+        assert (len(tries), isinstance(caught.value, FileNotFoundError)) == (expected, missing)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_server_that_fails_for_good_is_one_message(server: FileServer, tmp_path: Path, workers: int) -> None:
     write_shards(tmp_path / "files" / "out", 100, 10**9)
@@ -374,9 +396,10 @@ def test_a_run_reads_a_url_and_resumes_in_another_layout(server: FileServer, tmp
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_server_that_dies_ends_the_run_with_one_message(server: FileServer, tmp_path: Path) -> None:
-    write_shards(tmp_path / "files" / "out", 500, 10**9)
-    server.dies_after = 40
-    line = job(f"{server.url}/out", tmp_path / "a", "trainer.max_steps=50", f"data.cache_dir={tmp_path}/cache")
+    write_shards(tmp_path / "files" / "out", 2000, 10**9)
+    server.dies_after = 30
+    more = ["trainer.max_steps=50", "trainer.val_check_interval=50", f"data.cache_dir={tmp_path}/cache"]
+    line = job(f"{server.url}/out", tmp_path / "a", *more)
     (ended,) = run_commands([line], timeout=850, warm=True)
     assert ended.code == 1 and "Traceback" not in ended.output, ended.output
     messages = [line for line in ended.output.splitlines() if line.startswith("lightning_3d: rank ")]
