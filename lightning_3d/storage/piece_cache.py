@@ -215,7 +215,8 @@ class CachedFile:
                 try:
                     found = self.url.fetch(start, end)
                 except OSError as error:
-                    raise UnreachableData(f"Training data cannot be read: {unreachable(error)}.") from None
+                    reader = f"Rank {os.environ['RANK']}" if "RANK" in os.environ else "This process"
+                    raise UnreachableData(f"{reader} cannot read training data: {unreachable(error)}.") from None
                 self.cache.store(path, found)
         return found
 

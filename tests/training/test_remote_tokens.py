@@ -212,13 +212,16 @@ def test_a_file_that_is_missing_is_looked_for_once() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_server_that_fails_for_good_is_one_message(server: FileServer, tmp_path: Path, workers: int) -> None:
+def test_a_server_that_fails_for_good_is_one_message(
+    server: FileServer, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
     write_shards(tmp_path / "files" / "out", 100, 10**9)
     data = tokens_of(f"{server.url}/out", num_workers=workers)
     server.always = {".bin": 500}
     with pytest.raises(UnreachableData) as caught:
         batches(data, 1)
-    assert str(caught.value).startswith(f"Training data cannot be read: {server.url}/out/shard-00000.bin: ClientResponseError: 500")
+    assert str(caught.value).startswith(f"Rank 3 cannot read training data: {server.url}/out/shard-00000.bin: ClientResponseError: 500")
     assert str(caught.value).endswith("(9 attempts).") and caught.value.exit_code == 1
 
 
@@ -402,5 +405,5 @@ def test_a_server_that_dies_ends_the_run_with_one_message(server: FileServer, tm
     line = job(f"{server.url}/out", tmp_path / "a", *more)
     (ended,) = run_commands([line], timeout=850, warm=True)
     assert ended.code == 1 and "Traceback" not in ended.output, ended.output
-    messages = [line for line in ended.output.splitlines() if line.startswith("lightning_3d: rank ")]
-    assert len(messages) == 1 and f"Training data cannot be read: {server.url}/out/shard-00000.bin: " in messages[0], ended.output
+    messages = [line for line in ended.output.splitlines() if line.startswith("lightning_3d: Rank ")]
+    assert len(messages) == 1 and f" cannot read training data: {server.url}/out/shard-00000.bin: " in messages[0], ended.output
