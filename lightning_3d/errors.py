@@ -53,6 +53,12 @@ class DataError(Lightning3DError):
     """A data set or a batch that cannot be used."""
 
 
+class UnreachableData(DataError):
+    """Remote data that could be read before and cannot be read any more, or no longer kept on the disk of this node."""
+
+    exit_code = 1
+
+
 class CheckpointError(Lightning3DError):
     """A checkpoint that is missing, incomplete, damaged, or belongs to another model."""
 

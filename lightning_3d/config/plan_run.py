@@ -19,6 +19,7 @@ from lightning_3d.config.elastic import adapt
 from lightning_3d.config.keys import check_containers, check_group_keys, check_type, data_options, explain_value
 from lightning_3d.config.machine import check_attention, check_token_exchange, choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.config.options.data_urls import check_data_urls
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.config.options.nonfinite import check_nonfinite
@@ -187,6 +188,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     run.objective.check_run(run.model, run.data, dry=run.trainer.dry)
     run.sample.check(run.objective.name, run.model, run.data)
     _check_classes(run)
+    check_data_urls(run.data)
     complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     _check_optimizer(complete, layout, zero)

@@ -12,9 +12,9 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol, Self, TypeVar
 
 from lightning_3d.errors import CheckpointError
 
@@ -39,16 +39,26 @@ class RemotePath:
     def __fspath__(self) -> str:
         return self.url
 
-    def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(f"{self.url}/{name}")
+    def __truediv__(self, name: str) -> Self:
+        return replace(self, url=f"{self.url}/{name}")
 
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2]
 
     @property
-    def parent(self) -> RemotePath:
-        return RemotePath(self.url.rpartition("/")[0])
+    def stem(self) -> str:
+        return PurePosixPath(self.name).stem
+
+    @property
+    def parent(self) -> Self:
+        return replace(self, url=self.url.rpartition("/")[0])
+
+    def with_name(self, name: str) -> Self:
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> Self:
+        return self.with_name(self.stem + suffix)
 
     @property
     def protocol(self) -> str:
@@ -75,7 +85,7 @@ class RemotePath:
 
     def _info(self) -> dict[str, Any]:
         with self._asked(fresh=True) as (system, path):
-            found: dict[str, Any] = system.info(path)
+            found: dict[str, Any] = system.info(path, **self._limits(system.info))
             return found
 
     def size(self) -> int:
@@ -89,7 +99,7 @@ class RemotePath:
         except OSError:
             return 0.0
 
-    def iterdir(self) -> Iterator[RemotePath]:
+    def iterdir(self) -> Iterator[Self]:
         """Yield the entries of a folder; none where it does not exist."""
         try:
             with self._asked(fresh=True) as (system, path):
@@ -109,7 +119,7 @@ class RemotePath:
 
     def read_bytes(self) -> bytes:
         with self._asked(fresh=True) as (system, path):
-            contents: bytes = system.cat_file(path)
+            contents: bytes = system.cat_file(path, **self._limits(system.cat_file))
             return contents
 
     def read_text(self, encoding: str = "utf-8") -> str:
@@ -167,8 +177,12 @@ class RemotePath:
             starts = list(range(start, end, _FETCHED)) or [start]
             ends = [min(end, first + _FETCHED) for first in starts]
             if len(starts) == 1:
-                return bytes(system.cat_file(path, start=start, end=end))
-            return b"".join(system.cat_ranges([path] * len(starts), starts, ends, on_error="raise"))
+                return bytes(system.cat_file(path, start=start, end=end, **self._limits(system.cat_file)))
+            return b"".join(system.cat_ranges([path] * len(starts), starts, ends, on_error="raise", **self._limits(system.cat_ranges)))
+
+    def _limits(self, request: Callable[..., Any]) -> dict[str, Any]:
+        """Return further arguments of a request that reads; none by default."""
+        return {}
 
     def require_backend(self) -> None:
         """Check that the backend is installed. Starts no threads, so that ranks can still be forked from this process.
@@ -220,6 +234,19 @@ def as_os_error(url: str) -> Iterator[None]:
 
 
 Place = Path | RemotePath
+
+
+class _Suffixed(Protocol):
+    def with_suffix(self, suffix: str, /) -> Self: ...
+
+
+AnyPlace = TypeVar("AnyPlace", bound=_Suffixed)
+"""A `Place`, where the result is of the same kind."""
+
+
+def size_of(path: Place) -> int:
+    """Return the bytes of a file."""
+    return path.size() if isinstance(path, RemotePath) else path.stat().st_size
 
 
 def place(path: str | os.PathLike[str]) -> Place:

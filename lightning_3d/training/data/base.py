@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError, DataError, plural
+from lightning_3d.errors import ConfigError, DataError, Lightning3DError, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.training.data.entropy import Entropy, entropy
 from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens, spread
 from lightning_3d.training.data.permutation import Permutation
+from lightning_3d.training.data.read_ahead import read_ahead, rows_ahead
 
 _FULL_SCAN = 1 << 30
 """Bytes up to which all tokens are checked before training, and from which entropies are computed. Each sample is also checked when it is
@@ -100,20 +101,30 @@ class Batches(Dataset[dict[str, Tensor]]):
 
     @override
     def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
-        batch: dict[str, Tensor] = default_collate([self._samples[index] for index in indices])
+        batch: dict[str, Tensor] = default_collate(self._samples.__getitems__(indices))
         return batch
 
 
-class TrainLoader(DataLoader[dict[str, Tensor]]):
-    """A loader whose position Lightning saves and restores, by these two methods."""
-
-    data_module: PackedDataModule
+class Loader(DataLoader[dict[str, Tensor]]):
+    """A loader that reports an error of a worker process as that process raised it."""
 
     @override
     def __iter__(self) -> Any:
         """Start to read when the first batch is asked for. Lightning makes the iterator of a resumed epoch before it says which epoch it
         is, and worker processes would read ahead in another one."""
-        yield from super().__iter__()
+        try:
+            yield from super().__iter__()
+        except Lightning3DError as error:
+            if not str(error).startswith("Caught "):
+                raise
+            # torch has put the traceback of the worker into the message
+            raise type(error)(str(error).rstrip().rpartition(f"{type(error).__name__}: ")[2]) from None
+
+
+class TrainLoader(Loader):
+    """A loader whose position Lightning saves and restores, by these two methods."""
+
+    data_module: PackedDataModule
 
     def state_dict(self) -> dict[str, Any]:
         return self.data_module.position_state()
@@ -223,7 +234,7 @@ class PackedDataModule(LightningDataModule):
                 continue
             if tokens.largest is not None:
                 tokens.check_largest(self.vocab_size)
-            elif tokens.values.nbytes <= _FULL_SCAN:
+            elif tokens.values.nbytes <= _FULL_SCAN and tokens.cache is None:
                 tokens.check_vocabulary(self.vocab_size)
 
     def _validation_set(self, val: Tokens) -> PackedDataset:
@@ -296,7 +307,7 @@ class PackedDataModule(LightningDataModule):
         rows = getattr(self.trainer.strategy, "micro_batch_rows", None) if self.trainer is not None else None
         dealt = rows or MicroBatchRows(replicas, replicas)
         size = self._batch_size(replicas)
-        order: dict[str, Any] = {"dataset": self.train_set, "used": self._used, "order": self._order, "rows": dealt, "rank": index}
+        order: dict[str, Any] = {"dataset": self.train_set, "used": self._used, "order": self._order_ahead, "rows": dealt, "rank": index}
         # With a generator of its own, the loader does not advance the global one when its iterator is made, in a resumed epoch too.
         options = {**self._loader_options(size), "generator": torch.Generator().manual_seed(self.seed)}
         if self.batches.rows:
@@ -307,6 +318,15 @@ class PackedDataModule(LightningDataModule):
             loader = TrainLoader(self.train_set, sampler=GlobalOrderSampler(**order), drop_last=True, **options)
         loader.data_module = self
         return loader
+
+    def _order_ahead(self, epoch: int, places: Iterator[int]) -> Iterator[int]:
+        """Yield the samples at these places of the order of an epoch, and fetch remote ones ahead."""
+        assert self.train_set is not None
+        order, cache = self._order(epoch, places), self.train_set.cache
+        if cache is None:
+            return order
+        ranks = int(getattr(self.trainer, "num_devices", 1))
+        return read_ahead(self.train_set, order, rows_ahead(cache, self._batch_size(self._replicas()[0]), ranks))
 
     def _order(self, epoch: int, places: Iterator[int]) -> Iterator[int]:
         """Yield the samples at these places of the order of an epoch."""
@@ -339,7 +359,7 @@ class PackedDataModule(LightningDataModule):
         return self._val_loader(self.val_set)
 
     def _val_loader(self, samples: PackedDataset) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(samples, shuffle=False, **self._loader_options(self._batch_size(self._replicas()[0])))
+        return Loader(samples, shuffle=False, **self._loader_options(self._batch_size(self._replicas()[0])))
 
     def _loader_options(self, batch_size: int) -> dict[str, Any]:
         return {
@@ -352,8 +372,8 @@ class PackedDataModule(LightningDataModule):
     # For reports and checkpoints
 
     def entropy(self) -> Entropy | None:
-        """Unigram and bigram entropy of the held-out split (its first GiB) in nats per token; None without one."""
-        if self._entropy is None and self.val_set is not None:
+        """Unigram and bigram entropy of the held-out split (its first GiB) in nats per token; None without one, and for one at a URL."""
+        if self._entropy is None and self.val_set is not None and self.val_set.cache is None:
             values = self.val_set.tokens.values
             self._entropy = entropy(np.asarray(values[: _FULL_SCAN // values.dtype.itemsize]))
         return self._entropy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,13 +10,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_3d.config.options.data_urls import CACHE_BYTES, check_data_urls, is_url
 from lightning_3d.config.options.sources import Source, read_sources
 from lightning_3d.errors import DataError, plural
+from lightning_3d.storage.piece_cache import Piece, PieceCache
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.blend_sources import BlendPlan, find_sources
 from lightning_3d.training.data.corpus import Corpus, require_separator
 from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens
 from lightning_3d.training.data.permutation import Permutation
+from lightning_3d.training.data.remote_corpora import Finder
 from lightning_3d.training.data.tokens import map_corpora
 
 
@@ -26,6 +30,7 @@ class Blend(PackedDataModule):
         sources: name -> options of a source; see `blend_sources.Source`.
         tokenizer: tokenizer that made all files, a folder or a name on the hub, to compare with their manifests; None: no comparison.
         check_hashes: compare the SHA-256 of every shard with its manifest, which reads all of them.
+        cache_dir, cache_bytes: folder and bytes of the cache for sources at URLs; see `data_cache`.
         **kwargs: see `PackedDataModule`. `val_sequences` is for each source.
 
     Attributes:
@@ -33,20 +38,30 @@ class Blend(PackedDataModule):
     """
 
     def __init__(
-        self, *, sources: dict[str, Any], tokenizer: str | None = None, check_hashes: bool = False, **kwargs: Any
+        self,
+        *,
+        sources: dict[str, Any],
+        tokenizer: str | None = None,
+        check_hashes: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: float = CACHE_BYTES,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.sources = read_sources(sources, self.sequence_length)
         self.tokenizer, self.check_hashes = tokenizer, check_hashes
+        self.cache_dir, self.cache_bytes = cache_dir, cache_bytes
+        check_data_urls({**vars(self), "name": "blend", "sources": sources})
         self.val_sets: dict[str, PackedDataset] = {}
         self.plan: BlendPlan | None = None
         self._batches_before = 0  # that the trainer has not counted
 
     @override
     def prepare_data(self) -> None:
-        """Make the checks that take time. Lightning calls this on one rank per node while the others wait."""
-        if self.tokenizer is not None or self.check_hashes:
-            find_sources(self.sources, self.tokenizer, self.check_hashes)
+        """Make the checks that take time, and look at URLs. Lightning calls this on one rank per node while the others wait."""
+        remote = any(is_url(path) for source in self.sources for path in (source.train_path, source.val_path))
+        if self.tokenizer is not None or self.check_hashes or remote:
+            find_sources(self.sources, self.tokenizer, self.check_hashes, Finder(vars(self), fresh=True))
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -62,7 +77,8 @@ class Blend(PackedDataModule):
             self.plan.require_steps(max(1, self.trainer.max_steps if self.trainer is not None else 1), self.batches)
 
     def _map_sources(self) -> None:
-        corpora = zip(self.sources, find_sources(self.sources), strict=True)
+        find = Finder(vars(self), fresh=self.trainer is None)  # a trainer has called prepare_data
+        corpora = zip(self.sources, find_sources(self.sources, find=find), strict=True)
         found = {source.name: self._load(source, *files) for source, files in corpora}
         parts = tuple(self._pack(train, None) for train, _ in found.values())
         plan = BlendPlan.of(self.sources, [len(part) for part in parts], self.sequence_length)
@@ -158,6 +174,16 @@ class BlendDataset(Samples):
         part = self._parts[number]
         epoch, index = divmod(count, len(part))
         return number, Permutation(len(part), self._seed, epoch, self._plan.sources[number].name)[index]
+
+    @property
+    @override
+    def cache(self) -> PieceCache | None:
+        return next((part.cache for part in self._parts if part.cache is not None), None)
+
+    @override
+    def pieces(self, row: int) -> list[Piece]:
+        number, sample = self.place(row)
+        return self._parts[number].pieces(sample)
 
     @override
     def __getitem__(self, row: int) -> dict[str, Tensor]:

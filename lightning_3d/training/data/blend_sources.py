@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,8 +12,9 @@ from lightning_3d.config.options.sources import Source, read_sources
 from lightning_3d.errors import DataError, listed, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.training.data.concatenation import first_held_out
-from lightning_3d.training.data.corpus import Corpus, find_corpora, require_same_tokenizer, require_separator
+from lightning_3d.training.data.corpus import Corpus, find_corpora, find_corpus, require_same_tokenizer, require_separator
 from lightning_3d.training.data.interleaving import Interleaving
+from lightning_3d.training.data.remote_corpora import Finder
 
 ENDLESS = 1 << 48
 """Rows of a blend whose sources all repeat without end."""
@@ -138,7 +139,10 @@ def _epochs(epochs: float | None) -> str:
 
 
 def find_sources(
-    sources: Sequence[Source], tokenizer: str | None = None, check_hashes: bool | None = False
+    sources: Sequence[Source],
+    tokenizer: str | None = None,
+    check_hashes: bool | None = False,
+    find: Callable[..., Corpus] = find_corpus,
 ) -> tuple[tuple[Corpus, Corpus | None], ...]:
     """Find and check the files of all sources; see `find_corpora`.
 
@@ -146,7 +150,8 @@ def find_sources(
         DataError: a file is missing, truncated or damaged, or the sources are of different tokenizers.
     """
     found = [
-        find_corpora(source.train_path, source.val_path, tokenizer, source.document_separator, check_hashes) for source in sources
+        find_corpora(source.train_path, source.val_path, tokenizer, source.document_separator, check_hashes, find)
+        for source in sources
     ]
     for train, _ in found[1:]:
         require_same_tokenizer(found[0][0], train)
@@ -167,7 +172,7 @@ def check_blend(config: Mapping[str, Any], steps: int | None) -> None:
     """
     length, batch = config["sequence_length"], config.get("global_batch_size")
     sources = read_sources(config["sources"], length)
-    found = find_sources(sources, config.get("tokenizer"), config.get("check_hashes"))
+    found = find_sources(sources, config.get("tokenizer"), config.get("check_hashes"), Finder(config, fresh=True))
     for train, _ in found:
         require_separator(train, config)
     samples = [training_samples(source, *corpora, length) for source, corpora in zip(sources, found, strict=True)]

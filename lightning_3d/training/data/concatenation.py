@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from lightning_3d.storage.piece_cache import CachedFile, Piece, PieceCache
+from lightning_3d.storage.remote_path import Place
 
 _OPEN_FILES = 128
 """Files that a process keeps mapped: each takes a file descriptor, and a system may allow 1024."""
@@ -19,14 +22,34 @@ class TokenPart:
     """A file of token ids in little-endian order.
 
     Attributes:
-        path: the file.
+        path: the file; a URL only until it has a cache.
         dtype: name of NumPy's type of ids.
         tokens: number of ids.
+        identity: hash that tells its contents from others: that of a manifest, and of a URL that of its version; None if not known.
     """
 
-    path: Path
+    path: Place | CachedFile
     dtype: str
     tokens: int
+    identity: str | None = None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Read the ids [start, stop): a view of the mapped file, or a copy of what a cache has of a URL."""
+        if not isinstance(self.path, CachedFile):
+            return _map(self)[start:stop]
+        ids = self.numpy_dtype
+        return np.frombuffer(self.path.read(start * ids.itemsize, stop * ids.itemsize), ids)
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """Return the pieces of the cache that the ids [start, stop) are in; none for a file on the disk."""
+        if not isinstance(self.path, CachedFile):
+            return []
+        width = self.numpy_dtype.itemsize
+        return [(self.path, number) for number in self.path.pieces(start * width, stop * width)]
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return np.dtype(self.dtype).newbyteorder("<")
 
 
 class Concatenation:
@@ -62,20 +85,28 @@ class Concatenation:
         return part
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        pieces = list(self._pieces())
+        pieces = [part.read(start, stop) for part, start, stop in self._ranges()]
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, self.dtype)], dtype=self.dtype)
         return whole.astype(self.dtype if dtype is None else dtype, copy=bool(copy))
 
-    def _pieces(self) -> list[np.ndarray]:
-        pieces = []
+    @property
+    def cache(self) -> PieceCache | None:
+        """The cache of remote data through which it is read; None if all files are on the disk."""
+        return next((part.path.cache for part in self._parts if isinstance(part.path, CachedFile)), None)
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of the cache of remote data that all of it is in; none for files on the disk."""
+        return [piece for part, start, stop in self._ranges() for piece in part.pieces(start, stop)]
+
+    def _ranges(self) -> Iterator[tuple[TokenPart, int, int]]:
+        """Yield (file, first id, id after the last one) for each file that has a part of it."""
         place = self._start
         number = int(np.searchsorted(self._ends, place, side="right"))
         while place < self._stop:
             part, end = self._parts[number], int(self._ends[number])
             first = end - part.tokens
-            pieces.append(_map(part)[place - first : min(self._stop, end) - first])
+            yield part, place - first, min(self._stop, end) - first
             place, number = end, number + 1
-        return pieces
 
 
 def first_held_out(samples: int, fraction: float) -> int:
@@ -85,4 +116,5 @@ def first_held_out(samples: int, fraction: float) -> int:
 
 @lru_cache(maxsize=_OPEN_FILES)
 def _map(part: TokenPart) -> np.ndarray:
-    return np.memmap(part.path, dtype=np.dtype(part.dtype).newbyteorder("<"), mode="r", shape=(part.tokens,))
+    assert isinstance(part.path, Path), "a URL needs a cache"
+    return np.memmap(part.path, dtype=part.numpy_dtype, mode="r", shape=(part.tokens,))

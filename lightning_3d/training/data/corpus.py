@@ -1,18 +1,22 @@
-"""What a path of `data=tokens` names: a token file, a folder of shards, a glob, or a data set of Megatron. Reads no tokens. NumPy only."""
+"""What a path of `data=tokens` names: a token file, a folder of shards, a glob, or a data set of Megatron, on the
+disk or at a URL. Reads no tokens. NumPy only."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.config.options.data_urls import data_place
 from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.storage.remote_path import Place
+from lightning_3d.storage.steady_path import SteadyPath
 from lightning_3d.training.data.concatenation import TokenPart
 from lightning_3d.training.data.indexed_file import index_of, read_header
 from lightning_3d.training.data.shard_manifest import NAME, Manifest, TokenizerIdentity, check_shards, read_manifest
-from lightning_3d.training.data.token_file import index_path, read_index, require_size
+from lightning_3d.training.data.token_file import index_path, require_size
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
     Raises:
         DataError: nothing has this name; a file is missing, truncated or damaged; or the files are of several tokenizers.
     """
-    manifests: dict[Path, Manifest | None] = {}
+    manifests: dict[Place, Manifest | None] = {}
     matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
     found = [_one(match, manifests, hashes) for match in matches if match == path or match.is_dir() or match.suffix == ".bin"]
     if not found:
@@ -59,11 +63,28 @@ def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
     return found[0] if len(found) == 1 else _joined(str(path), found)
 
 
-def _one(path: Path, manifests: dict[Path, Manifest | None], hashes: bool) -> Corpus:
-    if path.is_dir():
-        return _of_manifest(path, read_manifest(path), None, hashes)
+def find_at_url(url: SteadyPath, *, hashes: bool = False) -> Corpus:
+    """Find the files of a URL and check them, as `find_corpus` does: a folder of shards, a `.bin`, or its URL without the suffix.
+
+    Raises:
+        DataError: nothing is there, or as `find_corpus`. OSError: the URL cannot be read.
+    """
+    if not url.name.endswith(".bin") and (url / NAME).is_file():
+        return _of_manifest(url, read_manifest(url), None, hashes)
+    pair = url if url.name.endswith(".bin") else url.with_name(f"{url.name}.bin")
+    if pair.is_file():
+        return _of_file(pair, {}, hashes)
+    other = "" if pair == url else f", neither a {NAME} below it nor {pair.name} next to it"
+    raise DataError(f"There is no data at {url}{other}. Name a folder of lightning-3d tokenize or a .bin file.")
+
+
+def _one(path: Path, manifests: dict[Place, Manifest | None], hashes: bool) -> Corpus:
+    return _of_manifest(path, read_manifest(path), None, hashes) if path.is_dir() else _of_file(path, manifests, hashes)
+
+
+def _of_file(path: Place, manifests: dict[Place, Manifest | None], hashes: bool) -> Corpus:
     if index_path(path).is_file() or not index_of(path).is_file():
-        index = read_index(require_size(path))
+        index = require_size(path)
         return Corpus((TokenPart(path, index.dtype, index.tokens),), str(path), index.document_separator)
     folder = path.parent
     if folder not in manifests:
@@ -75,10 +96,10 @@ def _one(path: Path, manifests: dict[Path, Manifest | None], hashes: bool) -> Co
     return Corpus((TokenPart(path, header.dtype, header.tokens),), str(path))
 
 
-def _of_manifest(folder: Path, manifest: Manifest, name: str | None, hashes: bool) -> Corpus:
+def _of_manifest(folder: Place, manifest: Manifest, name: str | None, hashes: bool) -> Corpus:
     shards = [shard for shard in manifest.shards if name in (None, shard.name)]
     check_shards(folder, manifest, shards, hashes=hashes)
-    parts = tuple(TokenPart(folder / f"{shard.name}.bin", manifest.dtype, shard.tokens) for shard in shards)
+    parts = tuple(TokenPart(folder / f"{shard.name}.bin", manifest.dtype, shard.tokens, shard.bin_sha256) for shard in shards)
     named = folder if name is None else folder / f"{name}.bin"
     largest = max(shard.largest for shard in shards)
     return Corpus(parts, str(named), manifest.tokenizer.document_separator, manifest.tokenizer, largest)
@@ -150,14 +171,18 @@ def find_corpora(
     tokenizer: str | None = None,
     document_separator: int | None = None,
     check_hashes: bool | None = False,
+    find: Callable[..., Corpus] = find_corpus,
 ) -> tuple[Corpus, Corpus | None]:
     """Find and check the files to train on and those held out; see `find_corpus` and `TokenFiles`.
+
+    Args:
+        find: `find_corpus`, or a function like it that finds URLs too.
 
     Raises:
         DataError: a file is missing, truncated or damaged, or of another tokenizer.
     """
-    paths = [Path(path) for path in (train_path, val_path) if path is not None]
-    found = [_separated(find_corpus(path, hashes=bool(check_hashes)), document_separator) for path in paths]
+    paths = [data_place(path) for path in (train_path, val_path) if path is not None]
+    found = [_separated(find(path, hashes=bool(check_hashes)), document_separator) for path in paths]
     if len(found) == 2:
         require_same_tokenizer(*found)
     if tokenizer is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_3d.training.data.blend_sources import check_blend
 from lightning_3d.training.data.corpus import find_corpora, require_separator
+from lightning_3d.training.data.remote_corpora import Finder
 
 
 def check_files(config: Mapping[str, Any], steps: int | None = None) -> None:
@@ -21,6 +22,6 @@ def check_files(config: Mapping[str, Any], steps: int | None = None) -> None:
     """
     if config.get("name") == "tokens" and config.get("train_path"):
         known = {key: config.get(key) for key in ("val_path", "tokenizer", "document_separator", "check_hashes")}
-        require_separator(find_corpora(config["train_path"], **known)[0], config)
+        require_separator(find_corpora(config["train_path"], **known, find=Finder(config, fresh=True))[0], config)
     if config.get("name") == "blend" and config.get("sources"):
         check_blend(config, steps)

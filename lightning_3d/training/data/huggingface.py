@@ -13,6 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed
+from lightning_3d.storage.user_cache import default_cache
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.packing import Tokens, join_documents, smallest_dtype
 from lightning_3d.training.data.token_file import index_path, open_tokens, write_tokens
@@ -174,10 +175,6 @@ def local_files(place: Path) -> tuple[str, list[str]]:
     readers = [_READERS[path.suffix] for path in known]
     reader = max(sorted(set(readers)), key=readers.count)
     return reader, [str(path) for path in known if _READERS[path.suffix] == reader]
-
-
-def default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_3d"
 
 
 def is_local(name: str) -> bool:

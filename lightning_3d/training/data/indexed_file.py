@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from lightning_3d.errors import DataError, listed, plural
+from lightning_3d.storage.remote_path import AnyPlace, Place, size_of
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -42,7 +42,7 @@ class IndexHeader:
     tokens: int
 
 
-def index_of(path: Path) -> Path:
+def index_of(path: AnyPlace) -> AnyPlace:
     """Return the `.idx` of a `.bin`."""
     return path.with_suffix(".idx")
 
@@ -52,7 +52,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < _LARGEST_UINT16_VOCABULARY else np.int32)
 
 
-def read_header(path: Path) -> IndexHeader:
+def read_header(path: Place) -> IndexHeader:
     """Read the `.idx` of the `.bin` at `path` and compare both with each other, in time that does not depend on their sizes.
 
     Raises:
@@ -70,7 +70,7 @@ def read_header(path: Path) -> IndexHeader:
         raise DataError(f"{index} cannot be read: {error.strerror or error}.") from None
 
 
-def _compare(path: Path, index: Path, file: BinaryIO) -> IndexHeader:
+def _compare(path: Place, index: Place, file: BinaryIO) -> IndexHeader:
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
         raise DataError(f"{index} is not the index of a Megatron data set: it does not begin with {_MAGIC[:7].decode()}.")
@@ -80,7 +80,7 @@ def _compare(path: Path, index: Path, file: BinaryIO) -> IndexHeader:
         what = f"version {version}" if version != 1 else f"ids of {f'type {dtype}' if dtype else f'the unknown type {code}'}"
         types = listed([name for name in _CODE_OF if np.dtype(name).kind in "iu"], last="or")
         raise DataError(f"{index} has {what}. It must have version 1 and ids of type {types}.")
-    size, lists = os.fstat(file.fileno()).st_size, _HEAD.size + 12 * sequences + 8 * indices
+    size, lists = file.seek(0, os.SEEK_END), _HEAD.size + 12 * sequences + 8 * indices
     if size not in (lists, lists + sequences) or not indices:
         raise DataError(
             f"{index} has {plural(size, 'byte')}, but its header says {plural(sequences, 'sequence')} and"
@@ -89,7 +89,7 @@ def _compare(path: Path, index: Path, file: BinaryIO) -> IndexHeader:
     tokens = _tokens(file, sequences, np.dtype(dtype).itemsize)
     file.seek(lists - 8)
     last = int.from_bytes(file.read(8), "little")
-    found = path.stat().st_size
+    found = size_of(path)
     if found != tokens * np.dtype(dtype).itemsize or last != sequences:
         raise DataError(
             f"{path} and {index.name} do not match: the .bin has {found} bytes, and the .idx describes {plural(tokens, 'token')} of {dtype}"

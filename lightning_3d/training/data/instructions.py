@@ -18,11 +18,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed, plural
+from lightning_3d.storage.user_cache import default_cache
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.best_fit import PACKINGS
 from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.data.entropy import Entropy
-from lightning_3d.training.data.huggingface import default_cache, is_local, load_split, state_of
+from lightning_3d.training.data.huggingface import is_local, load_split, state_of
 from lightning_3d.training.data.packing import PackedDataset, Tokens, smallest_dtype, spread
 from lightning_3d.training.data.permutation import Permutation
 from lightning_3d.training.data.token_file import index_path, open_tokens, write_tokens

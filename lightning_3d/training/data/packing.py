@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from lightning_3d.errors import DataError
+from lightning_3d.storage.piece_cache import Piece, PieceCache, fetch_together
 from lightning_3d.training.data.concatenation import Concatenation, first_held_out
 from lightning_3d.training.data.documents import begins_after, ignore_first_tokens, restarting_positions
 
@@ -37,6 +39,11 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.values)
+
+    @property
+    def cache(self) -> PieceCache | None:
+        """The cache of remote data through which they are read: reading all of them would fetch them. None: they are on the disk."""
+        return self.values.cache if isinstance(self.values, Concatenation) else None
 
     def part(self, start: int, stop: int) -> Tokens:
         return Tokens(self.values[start:stop], self.name, self.separator, self.first + start, self.largest)
@@ -112,6 +119,20 @@ class Samples(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         raise NotImplementedError
 
+    @property
+    def cache(self) -> PieceCache | None:
+        """The cache of remote data through which samples are read; None if all of them are on the disk."""
+        return None
+
+    def pieces(self, index: int) -> list[Piece]:
+        """Return the pieces of the cache of remote data that a sample is in; none for data on the disk."""
+        return []
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Read the samples of a batch, whose missing pieces are fetched at the same time. The data loader of torch calls this."""
+        fetch_together([piece for index in indices for piece in self.pieces(index)])
+        return [self[index] for index in indices]
+
 
 class PackedDataset(Samples):
     """Consecutive samples of `sequence_length` tokens, without gaps or overlap.
@@ -165,6 +186,19 @@ class PackedDataset(Samples):
         elif self._document_mask:
             raise DataError(f"data.document_mask=true needs the token that ends a document, and {self.tokens.name} has none.")
         return sample
+
+    @property
+    @override
+    def cache(self) -> PieceCache | None:
+        return self.tokens.cache
+
+    @override
+    def pieces(self, index: int) -> list[Piece]:
+        values = self.tokens.values
+        if not isinstance(values, Concatenation):
+            return []
+        start = int(self._samples[index]) * self.sequence_length
+        return values[start : start + self.sequence_length].pieces()
 
     def _read(self, start: int, stop: int) -> Tensor:
         """Read tokens as int64, and check their ids."""

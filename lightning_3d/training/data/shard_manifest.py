@@ -9,12 +9,16 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning_3d.errors import DataError, plural
 from lightning_3d.storage.json_file import parse_json, read_text
+from lightning_3d.storage.remote_path import Place as Where
 from lightning_3d.training.data.indexed_file import index_of, read_header
 
 NAME = "manifest.json"
@@ -142,7 +146,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Where) -> Manifest:
     """Read the manifest of a folder.
 
     Raises:
@@ -178,7 +182,7 @@ def _checked_shard(entry: dict[str, Any]) -> Shard:
     return shard
 
 
-def check_shards(folder: Path, manifest: Manifest, shards: Sequence[Shard], *, hashes: bool = False) -> None:
+def check_shards(folder: Where, manifest: Manifest, shards: Sequence[Shard], *, hashes: bool = False) -> None:
     """Compare shards of a folder with its manifest: sizes and headers, and with `hashes` every byte.
 
     Raises:
@@ -189,27 +193,39 @@ def check_shards(folder: Path, manifest: Manifest, shards: Sequence[Shard], *, h
             f"{folder} is not complete: it has {plural(len(manifest.shards), 'shard')} so far. Repeat the command lightning-3d tokenize,"
             " which continues after the last one."
         )
-    for shard in shards:
-        path = folder / f"{shard.name}.bin"
-        missing = [file.name for file in (path, index_of(path)) if not file.is_file()]
-        if missing:
-            raise DataError(f"{folder} lacks {missing[0]}, which its {NAME} lists. {_REPAIR}")
-        header = read_header(path)
-        if (header.dtype, header.tokens, header.documents) != (manifest.dtype, shard.tokens, shard.documents):
-            raise DataError(
-                f"{path} has {header.tokens} tokens of {header.dtype} in {plural(header.documents, 'document')}, but {NAME} says"
-                f" {shard.tokens} tokens of {manifest.dtype} in {plural(shard.documents, 'document')}. {_REPAIR}"
-            )
-        if hashes:
-            _compare_hashes(path, shard)
+    check = partial(_check_shard, folder, manifest, hashes)
+    if isinstance(folder, Path):
+        list(map(check, shards))
+        return
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        list(pool.map(check, shards))
 
 
+def _check_shard(folder: Where, manifest: Manifest, hashes: bool, shard: Shard) -> None:
+    path = folder / f"{shard.name}.bin"
+    missing = [file.name for file in (path, index_of(path)) if not file.is_file()]
+    if missing:
+        raise DataError(f"{folder} lacks {missing[0]}, which its {NAME} lists. {_REPAIR}")
+    header = read_header(path)
+    if (header.dtype, header.tokens, header.documents) != (manifest.dtype, shard.tokens, shard.documents):
+        raise DataError(
+            f"{path} has {header.tokens} tokens of {header.dtype} in {plural(header.documents, 'document')}, but {NAME} says"
+            f" {shard.tokens} tokens of {manifest.dtype} in {plural(shard.documents, 'document')}. {_REPAIR}"
+        )
+    if hashes:
+        _compare_hashes(path, shard)
+
+
+_REQUESTS = 16
+"""Shards of a URL that are checked at the same time."""
+_READ_BYTES = 32 * 2**20
+"""Bytes that are read at a time for a hash."""
 _REPAIR = "Copy the folder again, or repeat lightning-3d tokenize into a new one."
 
 
-def _compare_hashes(path: Path, shard: Shard) -> None:
+def _compare_hashes(path: Where, shard: Shard) -> None:
     for file, expected in ((path, shard.bin_sha256), (index_of(path), shard.idx_sha256)):
-        with file.open("rb") as opened:
+        with cast(BufferedReader, file.open("rb", buffering=_READ_BYTES)) as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
         if found != expected:
             raise DataError(

@@ -20,6 +20,7 @@ import numpy as np
 
 from lightning_3d.errors import DataError, listed, plural
 from lightning_3d.storage.json_file import parse_json, read_text
+from lightning_3d.storage.remote_path import AnyPlace, Place, size_of
 
 DTYPES = ("uint16", "uint32")
 
@@ -41,7 +42,7 @@ class TokenIndex:
     document_separator: int | None = None
 
 
-def index_path(path: Path) -> Path:
+def index_path(path: AnyPlace) -> AnyPlace:
     return path.with_suffix(".json")
 
 
@@ -51,26 +52,26 @@ def open_tokens(path: str | os.PathLike[str]) -> tuple[np.ndarray, TokenIndex]:
     Raises:
         DataError: the file or its JSON is missing or unreadable, or they do not match.
     """
-    path = require_size(Path(path))
-    index = read_index(path)
+    path = Path(path)
+    index = require_size(path)
     if index.tokens == 0:
         return np.empty(0, dtype=index.dtype), index
     return np.memmap(path, dtype=np.dtype(index.dtype).newbyteorder("<"), mode="r"), index
 
 
-def require_size(path: Path) -> Path:
-    """Compare the size of a token file with its JSON. Returns `path`.
+def require_size(path: Place) -> TokenIndex:
+    """Compare the size of a token file with its JSON, which is returned.
 
     Raises:
         DataError: the file or its JSON is missing or unreadable, or they do not match.
     """
     if not path.is_file():
-        raise DataError(f"There is no token file {path}.{_candidates(path)}")
+        raise DataError(f"There is no token file {path}.{_candidates(path) if isinstance(path, Path) else ''}")
     index = read_index(path)
     width = np.dtype(index.dtype).itemsize
-    size = path.stat().st_size
+    size = size_of(path)
     if size == index.tokens * width:
-        return path
+        return index
     held = f"{size // width} tokens of {index.dtype}" + (f" and {plural(size % width, 'byte')}" if size % width else "")
     other = next((name for name in DTYPES if size == index.tokens * np.dtype(name).itemsize), None)
     reason = (
@@ -82,7 +83,7 @@ def require_size(path: Path) -> Path:
     )
 
 
-def read_index(path: Path) -> TokenIndex:
+def read_index(path: Place) -> TokenIndex:
     """Read and check the JSON of the token file `path`.
 
     Raises:
@@ -102,7 +103,7 @@ def read_index(path: Path) -> TokenIndex:
     return _check_entries(sidecar, entries)
 
 
-def _check_entries(sidecar: Path, entries: Any) -> TokenIndex:
+def _check_entries(sidecar: Place, entries: Any) -> TokenIndex:
     if not isinstance(entries, dict):
         raise DataError(
             f"{sidecar} must hold a JSON object with dtype, tokens and vocab_size; got a {type(entries).__name__}."

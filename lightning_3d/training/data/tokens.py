@@ -1,17 +1,21 @@
-"""Prepared tokens: token files, folders of shards, and data sets of Megatron (see `corpus`), mapped into memory."""
+"""Prepared tokens: token files, folders of shards, and data sets of Megatron (see `corpus`), mapped into memory or at
+URLs."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
+from lightning_3d.config.options.data_urls import CACHE_BYTES, check_data_urls, is_url
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.concatenation import Concatenation
 from lightning_3d.training.data.corpus import Corpus, find_corpora, require_separator
 from lightning_3d.training.data.packing import Tokens
+from lightning_3d.training.data.remote_corpora import Finder
 from lightning_3d.training.data.token_file import index_path, open_tokens
 
 
@@ -25,6 +29,7 @@ class TokenFiles(PackedDataModule):
         tokenizer: tokenizer that made the files, a folder or a name on the hub, to compare with their manifest; None: no comparison.
         document_separator: id after each document, for files that do not say it.
         check_hashes: compare the SHA-256 of every shard with its manifest, which reads all of them.
+        cache_dir, cache_bytes: folder and bytes of the cache for paths that are URLs; see `data_cache`.
         **kwargs: see `PackedDataModule`.
     """
 
@@ -37,6 +42,8 @@ class TokenFiles(PackedDataModule):
         tokenizer: str | None = None,
         document_separator: int | None = None,
         check_hashes: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: float = CACHE_BYTES,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -45,16 +52,20 @@ class TokenFiles(PackedDataModule):
         self.train_path, self.val_path = train_path, val_path
         self.val_fraction = val_fraction
         self.tokenizer, self.document_separator, self.check_hashes = tokenizer, document_separator, check_hashes
+        self.cache_dir, self.cache_bytes = cache_dir, cache_bytes
+        check_data_urls({**vars(self), "name": "tokens"})
 
     @override
     def prepare_data(self) -> None:
-        """Make the checks that take time. Lightning calls this on one rank per node while the others wait."""
-        if self.tokenizer is not None or self.check_hashes:
-            find_corpora(self.train_path, self.val_path, self.tokenizer, self.document_separator, self.check_hashes)
+        """Make the checks that take time, and look at URLs. Lightning calls this on one rank per node while the others wait."""
+        if self.tokenizer is not None or self.check_hashes or any(map(is_url, (self.train_path, self.val_path))):
+            find = Finder(vars(self), fresh=True)
+            find_corpora(self.train_path, self.val_path, self.tokenizer, self.document_separator, self.check_hashes, find)
 
     @override
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
-        train, val = find_corpora(self.train_path, self.val_path, document_separator=self.document_separator)
+        find = Finder(vars(self), fresh=self.trainer is None)  # a trainer has called prepare_data
+        train, val = find_corpora(self.train_path, self.val_path, document_separator=self.document_separator, find=find)
         require_separator(train, vars(self))
         return map_corpora(train, val, self.val_fraction, self.sequence_length)
 
@@ -67,7 +78,8 @@ def map_corpora(train: Corpus, val: Corpus | None, val_fraction: float, sequence
 
 
 def _map(corpus: Corpus) -> Tokens:
-    """Map the files of a corpus into memory: one at once, several when they are read."""
+    """Map the files of a corpus into memory: one at once, several when they are read. Those of URLs are read through a cache."""
     first = corpus.parts[0].path
-    values = open_tokens(first)[0] if len(corpus.parts) == 1 and index_path(first).is_file() else Concatenation(corpus.parts)
+    alone = len(corpus.parts) == 1 and isinstance(first, Path) and index_path(first).is_file()
+    values = open_tokens(str(first))[0] if alone else Concatenation(corpus.parts)
     return Tokens(values, corpus.name, corpus.separator, largest=corpus.largest)
