@@ -16,7 +16,7 @@ from lightning_3d.planner.fitting_stages import fitting_job, fitting_stages
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import memory_of
 from lightning_3d.planner.search import Fixed, search
-from lightning_3d.planner.stages import stages_of, work_units
+from lightning_3d.planner.stages import block_work, end_work, stages_of
 from lightning_3d.planner.step_time import step_of
 from lightning_3d.planner.tables import describe
 
@@ -40,7 +40,7 @@ def small(layers: int, pp: int) -> Job:
 def test_no_split_that_fits_has_a_faster_slowest_stage(layers: int, pp: int) -> None:
     """Against all splits."""
     one = small(layers, pp)
-    block, head = work_units(one)
+    [(block, _)], (_, (head, _)) = block_work(one.model), end_work(one.model)
     splits = [split for split in product(range(1, layers), repeat=pp) if sum(split) == layers]
     needs = {split: memory_of(replace(one, blocks=split)).total for split in splits}
     slowest = {split: max([*split[:-1], split[-1] + head / block]) for split in splits}
