@@ -102,22 +102,25 @@ def efficient_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with the memory-efficient kernel of GPUs, `aten::_scaled_dot_product_efficient_attention` (torch 2.11 to 2.13), also
-    of fake tensors on the CPU. As `scaled_dot_product_attention`, a mask of flags becomes a bias for each head."""
+    """Compute attention with the memory-efficient kernel of GPUs, also of fake tensors on the CPU.
+
+    `aten::_scaled_dot_product_efficient_attention` (torch 2.11 to 2.13). As in `scaled_dot_product_attention`, whose arguments these are, a
+    mask of flags becomes a bias for each head.
+    """
     import torch
 
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
+        bias = bias.expand(*query.shape[:3], key.shape[2])
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    attended: Tensor = kernel(query, key, value, mask, query.requires_grad, dropout, is_causal, scale=scale)[0]
+    attended: Tensor = kernel(query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
     return attended
 
 

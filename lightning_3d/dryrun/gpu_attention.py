@@ -25,10 +25,10 @@ def gpu_attention(active: bool) -> Iterator[None]:
         return
     own = F.scaled_dot_product_attention
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        if query.shape[-1] == value.shape[-1] or not is_fake(query) or kwargs.get("enable_gqa"):
-            return own(query, key, value, attn_mask, *args, **kwargs)
-        return efficient_attention(query, key, value, attn_mask, *args, **{**kwargs, "enable_gqa": False})
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any) -> Tensor:
+        if query.shape[-1] == value.shape[-1] or enable_gqa or not is_fake(query):
+            return own(query, key, value, *args, enable_gqa=enable_gqa, **kwargs)
+        return efficient_attention(query, key, value, *args, **kwargs)
 
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]
     try:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.families import FAMILIES, read_spec
-from lightning_3d.models.spec import ModelSpec
+from lightning_3d.models.spec import Kept, ModelSpec
 
 _ROUTED = "mlp.experts."
 _BLOCK = re.compile(r"(?:.+\.)?(?:layers|h)\.(\d+)\.(.+)")
@@ -71,11 +71,12 @@ class Architecture:
         router: parameters of the router of a mixture, and of the gate of its shared experts.
         router_biases: parameters of the biases of a router.
         expert_biases: parameters of the biases of one expert.
-        latent: numbers of a token that latent attention keeps beside queries, keys, values and output, and that tensor parallelism does
-            not shard: the compressed queries and keys.
-        expanded: the same that it shards: keys, once more, with the values that they are expanded with.
+        latent: width of the compressed queries and keys of latent attention, which every tensor-parallel rank has whole.
+        expanded: width of the keys that latent attention keeps a second time.
+        normed: width of queries and keys that pass a norm.
         final_norm: parameters of the norm after the blocks.
         positions: parameters of an embedding of positions, which every tensor-parallel rank holds.
+        kept: bytes that blocks of its family keep for the backward pass in Transformers.
         groups: groups of experts of a mixture (node-limited routing, arXiv:2412.19437, section 2.1.2); 1 without.
         top_groups: groups from which a token chooses its experts.
     """
@@ -104,8 +105,10 @@ class Architecture:
     expert_biases: int = 0
     latent: int = 0
     expanded: int = 0
+    normed: int = 0
     final_norm: int = 0
     positions: int = 0
+    kept: Kept = Kept()
     groups: int = 1
     top_groups: int = 1
 
@@ -192,8 +195,10 @@ class Architecture:
             expert_biases=sum(shape[1] for name, shape in routed.items() if name.startswith(_ROUTED) and name.endswith("bias")),
             latent=latent,
             expanded=expanded,
+            normed=(spec.heads + spec.kv_heads) * spec.head_dim if "self_attn.q_norm.weight" in any_block else 0,
             final_norm=_vectors((name, shape) for name, shape in spec.shapes.items() if _BLOCK.fullmatch(name) is None),
             positions=prod(spec.shapes[spec.positions]) if spec.positions is not None else 0,
+            kept=spec.kept,
             groups=spec.groups,
             top_groups=spec.top_groups,
         )
@@ -268,10 +273,9 @@ class Architecture:
     @cached_property
     def parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
+        sizes = [self.dense_parameters(kind) + self.routed_parameters(kind) for kind in self.kinds]
         ends = self.embedding * (1 if self.tied else 2) + self.positions + self.final_norm
-        return ends + sum(
-            count * (self.dense_parameters(kind) + self.routed_parameters(kind)) for kind, count in zip(self.kinds, self.counts, strict=True)
-        )
+        return ends + sum(count * size for count, size in zip(self.counts, sizes, strict=True))
 
     @staticmethod
     def context(seq: int, kind: Kind) -> float:
@@ -309,17 +313,16 @@ def _vectors(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
 
 
 def _kept_by_latent_attention(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> tuple[int, int]:
-    """Count the numbers of a token that a block keeps of its latents, and of keys before positions are added: (replicated, sharded).
+    """Return (width of the compressed queries and keys, width of the keys that are kept twice); zeros without latent attention.
 
-    Values and the part of the keys without positions are one tensor (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys are joined from it
-    and the part with positions, so what they are joined from is kept once more.
+    Values and the part of the keys without positions are one tensor, which lives as long as the values do. Keys are a copy of this part
+    and the one with positions (DeepSeek-V2, arXiv:2405.04434, section 2.1).
     """
     expanded = shapes.get("self_attn.kv_b_proj.weight")
     if expanded is None:
         return 0, 0
     values = shapes["self_attn.o_proj.weight"][1]
-    latent = sum(size for name in ("q_a_proj", "kv_a_proj_with_mqa") for size in shapes.get(f"self_attn.{name}.weight", (0,))[:1])
-    return latent, expanded[0] - values
+    return shapes.get("self_attn.q_a_layernorm.weight", (0,))[0] + expanded[1], expanded[0] - values
 
 
 def _matrix(name: str, shape: tuple[int, ...]) -> Matrix:

@@ -17,9 +17,11 @@ Software that is not fused keeps more (`Footprint.saved`, `saved_inner`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
+from lightning_3d.models.spec import Kept
 from lightning_3d.planner.architecture import Kind
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
@@ -159,9 +161,24 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
     if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
         loss += vocabulary * model.hidden * sum(4 + job.width * count for stage, count in own if stage.head)
     activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0)
+    if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
+        kept_gradients += footprint.kept_gradient * job.trained * _largest_parameter(job, stages)
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
     other = (footprint.allocator - 1) * (activations + loss) + footprint.context
     return Memory(weights, gradients, optimizer, activations, loss, other)
+
+
+def _largest_parameter(job: Job, stages: Sequence[Stage]) -> float:
+    """Count the elements of the largest parameter of some stages on a rank: its gradient is there twice while it is copied into a bucket."""
+    model, layout = job.model, job.layout
+    sizes = [model.embedding / layout.tp] if any(stage.embedding or stage.head for stage in stages) else []
+    for index, kind in enumerate(model.kinds):
+        if any(stage.counts[index] for stage in stages):
+            sizes += [matrix.size / layout.tp for matrix in model.attention if matrix.sharded_by != "none"]
+            split = layout.ep if layout.ep > 1 else layout.tp
+            experts = model.experts * (2 if model.gated else 1) * model.expert_ffn * model.hidden / split
+            sizes.append(experts if kind.mixture else model.ffn * model.hidden / layout.tp)
+    return max(sizes, default=0.0)
 
 
 def kept_by_block(job: Job, kind: Kind) -> float:
@@ -173,7 +190,7 @@ def kept_by_block(job: Job, kind: Kind) -> float:
     if job.recompute == "full":
         least = 2 * job.tokens * model.hidden / (layout.tp if job.sequence_parallel else 1)
     else:
-        core = 2 * (model.query_width + model.key_width) + (0 if job.stack.flash else 5 * model.heads * job.seq)
+        core = 2 * (model.query_width + model.key_width) + _score_bytes(job) * model.heads * job.seq
         least = job.stack.selective_bytes(whole, job.tokens * core / layout.tp / 2)
     return least / job.recompute_every + whole * (1 - 1 / job.recompute_every)
 
@@ -181,15 +198,28 @@ def kept_by_block(job: Job, kind: Kind) -> float:
 def block_activations(job: Job, kind: Kind) -> float:
     """Bytes of one micro-batch that a block without recomputation keeps."""
     model, layout, footprint, width = job.model, job.layout, job.stack.footprint, job.width
+    family = model.kept if job.stack.transformers else Kept()
+    unfused = footprint.saved / 2 + family.norm  # of a number that passes a norm
     split = layout.tp if job.sequence_parallel else 1
-    shared = 4 * model.hidden * width / split + footprint.saved * model.hidden / layout.tp + width * 3 * model.latent / split
-    saved = job.stack.attention_saved(model.key_width)
-    attention = (width * (2 * model.query_width + model.key_width + model.expanded) + 4 * model.heads + saved) / layout.tp
-    if not job.stack.flash:
-        attention += 5 * model.heads * job.seq / layout.tp
-    inner = model.ffn
+    shared = 4 * model.hidden * width / split + 2 * unfused * model.hidden / layout.tp + (2 * width + unfused) * model.latent
+    attention = width * (2 * model.query_width + model.expanded) + 4 * model.heads + (width + unfused) * model.normed
+    attention += _of_scores(job) + job.stack.attention_saved(model.key_width)
+    inner, of_inner = model.ffn, (3 if model.gated else 2) * width + footprint.saved_inner
     if kind.mixture:  # experts are sharded, or the tokens are split before they are sent
         inner = model.top_k * model.expert_ffn + model.shared_ffn
+        attention += family.inner * model.top_k * model.expert_ffn + family.routed * model.hidden
         shared += 4 * width * model.top_k * model.hidden / layout.tp / 2  # what is sent to experts and comes back
-    factor = 3 if model.gated else 2
-    return job.tokens * (shared + attention + (factor * width + footprint.saved_inner) * inner / layout.tp)
+    return job.tokens * (shared + (attention + of_inner * inner) / layout.tp)
+
+
+def _of_scores(job: Job) -> float:
+    """Bytes of a token that attention keeps of its keys, values and scores. Without a fused kernel, Transformers has keys for each head."""
+    model, repeats = job.model, job.stack.transformers and not job.stack.flash
+    return job.width * (2 * model.query_width if repeats else model.key_width) + _score_bytes(job) * model.heads * job.seq
+
+
+def _score_bytes(job: Job) -> float:
+    """Bytes of a score that attention keeps: none with a fused kernel, else in Megatron softmax, dropout's mask and its output."""
+    if job.stack.flash:
+        return 0.0
+    return job.model.kept.score if job.stack.transformers else 5.0

@@ -101,9 +101,11 @@ class Stack:
 
     Attributes:
         flash: attention is one kernel that keeps no scores.
+        transformers: blocks are those of Transformers, which keep what their family does (`Architecture.kept`).
     """
 
     flash: bool = True
+    transformers: bool = False
     host: Host = field(default_factory=Host)
     traffic: Traffic = field(default_factory=Traffic)
     footprint: Footprint = field(default_factory=Footprint)

@@ -57,7 +57,8 @@ def block_work(model: Architecture) -> tuple[Cost, ...]:
 
     The engine takes all matrices of a block, so the biases of experts, which are one, count like weights.
     """
-    return tuple((float(_weights(model, kind)), float(model.dense_parameters(kind) + model.routed_parameters(kind))) for kind in model.kinds)
+    parameters = [model.dense_parameters(kind) + model.routed_parameters(kind) for kind in model.kinds]
+    return tuple((float(_weights(model, kind)), float(size)) for kind, size in zip(model.kinds, parameters, strict=True))
 
 
 def _weights(model: Architecture, kind: Kind) -> int:
