@@ -94,9 +94,11 @@ def least_memory(job: Job, *, balanced: bool = True) -> float:
 
 
 def _smallest_share(job: Job) -> Stage:
-    """Return a stage with an equal share of the blocks, and with those that have the fewest parameters."""
+    """Return a stage with the blocks that have the fewest parameters, as many as an equal share, or as the first stage if that has fewer:
+    the engine gives it fewer where the embedding is large."""
     model, alone = job.model, one_block(job)
-    counts, rest = [0] * len(alone), model.layers // job.layout.pp
+    first = stages_of(replace(job, layout=replace(job.layout, vp=1), blocks=None))[0].blocks
+    counts, rest = [0] * len(alone), min(first, model.layers // job.layout.pp)
     for kind in sorted(range(len(alone)), key=lambda kind: sum(parameters_of(job, alone[kind]))):
         counts[kind] = min(rest, model.counts[kind])
         rest -= counts[kind]
@@ -169,7 +171,7 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
 
 
 def _largest_parameter(job: Job, stages: Sequence[Stage]) -> float:
-    """Count the elements of the largest parameter of some stages on a rank: its gradient is there twice while it is copied into a bucket."""
+    """Count the elements of the largest parameter of some stages on a rank: its gradient is there twice while a bucket takes it."""
     model, layout = job.model, job.layout
     sizes = [model.embedding / layout.tp] if any(stage.embedding or stage.head for stage in stages) else []
     for index, kind in enumerate(model.kinds):
