@@ -23,14 +23,16 @@ def gpu_attention(active: bool) -> Iterator[None]:
     if not active:
         yield
         return
-    own = F.scaled_dot_product_attention
+    own: Any = F.scaled_dot_product_attention
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any) -> Tensor:
-        if query.shape[-1] == value.shape[-1] or enable_gqa or not is_fake(query):
-            return own(query, key, value, *args, enable_gqa=enable_gqa, **kwargs)
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.shape[-1] == value.shape[-1] or kwargs.get("enable_gqa") or not is_fake(query):
+            attended: Tensor = own(query, key, value, *args, **kwargs)
+            return attended
+        kwargs.pop("enable_gqa", None)
         return efficient_attention(query, key, value, *args, **kwargs)
 
-    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
