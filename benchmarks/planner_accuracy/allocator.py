@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 from benchmarks.planner_accuracy.software import Allocator, Published
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import Memory, StagesOfRank, block_bytes, memory_of_rank, stages_in_flight
+from lightning_3d.planner.memory import BlockBytes, Memory, StagesOfRank, block_bytes, memory_of_rank, stages_in_flight
 from lightning_3d.planner.stages import parameters_of
 from lightning_3d.planner.step_time import Step
 
@@ -68,7 +68,7 @@ def allocated(job: Job, *, queue: float = 1.0, room: float = float("inf"), first
     return Memory(**{name: least + share * (getattr(fullest, name) - least) for name, least in asdict(lean).items()})
 
 
-def _rank(job: Job, own: StagesOfRank, queue: float, blocks: tuple[float, float]) -> Memory:
+def _rank(job: Job, own: StagesOfRank, queue: float, blocks: BlockBytes) -> Memory:
     memory = memory_of_rank(job, own, blocks)
     waiting = queue * software_of(job).allocator.queued * 2 * job.tokens * job.model.hidden * (job.layout.tp > 1)
     return replace(memory, gradients=memory.gradients + _on_top(job, own), other=memory.other + waiting)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_3d.layout.balance import Cost
 from lightning_3d.layout.layout import AXES, Layout
 from lightning_3d.planner.block_costs import pipeline_hops
 from lightning_3d.planner.constants import EAGER, LINK_LATENCY, NETWORK_LATENCY, efficiency_of
@@ -69,21 +71,21 @@ _LARGE_LATENCIES = 3.4e-6, 14.0e-6
 """Seconds of a step of a ring over links and between nodes, protocol Simple (NCCL 2.30, src/graph/tuning.cc, hwLatencies)."""
 
 
-def filled(layers: int, stages: int, block: float, head: float) -> tuple[list[int], int]:
+def filled(blocks: Sequence[Cost], stages: int, embedding: Cost, head: Cost) -> tuple[list[int], int]:
     """Give blocks to a stage until it has more than its share of all work, then to the next one."""
     counts, stage, done = [0] * stages, 0, 0.0
-    total = layers * block + _HEAD_WORK * head
-    for _ in range(layers):
+    total = sum(work for work, _ in blocks) + _HEAD_WORK * head[0]
+    for work, _ in blocks:
         counts[stage] += 1
-        done += block
+        done += work
         if stage < stages - 1 and done * stages > total * (stage + 1):
             stage += 1
     return counts, stage
 
 
-def equal(layers: int, stages: int, block: float, head: float) -> tuple[list[int], int]:
-    """Give every stage as many blocks, whatever the embedding and the head cost."""
-    base, more = divmod(layers, stages)
+def equal(blocks: Sequence[Cost], stages: int, embedding: Cost, head: Cost) -> tuple[list[int], int]:
+    """Give every stage as many blocks, whatever they, the embedding and the head cost."""
+    base, more = divmod(len(blocks), stages)
     return [base + (index < more) for index in range(stages)], stages - 1
 
 

@@ -98,6 +98,32 @@ def _flop_formulas() -> dict[Any, Any]:
     return found
 
 
+def efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute attention with the memory-efficient kernel of GPUs, also of fake tensors on the CPU.
+
+    `aten::_scaled_dot_product_efficient_attention` (torch 2.11 to 2.13). As in `scaled_dot_product_attention`, whose arguments these are, a
+    mask of flags becomes a bias for each head.
+    """
+    import torch
+
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    attended: Tensor = kernel(query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+    return attended
+
+
 def fake_mode() -> Any:
     """A mode in which operations compute shapes instead of values (`torch._subclasses.FakeTensorMode`, torch 2.11 to 2.13)."""
     from torch._subclasses.fake_tensor import FakeTensorMode

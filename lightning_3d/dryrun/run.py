@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_3d.config.options.token_exchange import ALL_TO_ALL
 from lightning_3d.config.options.zero import NONE
+from lightning_3d.dryrun.gpu_attention import gpu_attention
 from lightning_3d.dryrun.rank_report import Measured, RankReport
 from lightning_3d.dryrun.shapes import Found, ShapeMeter, alone
 from lightning_3d.layout.layout import Layout
@@ -124,7 +125,7 @@ class DryStrategy(Lightning3DStrategy):
             return
         self._is_metered = True
         try:
-            with self.meter:
+            with self.meter, gpu_attention(self.for_gpus):
                 yield
         finally:
             self._is_metered = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.models.spec import EXPERT_COUNTS, TOP_K, ModelSpec, Reader, Shapes, attention_windows
+from lightning_3d.models.spec import EXPERT_COUNTS, TOP_K, Kept, ModelSpec, Reader, Shapes, attention_windows
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Family:
         attention_width: function from the reader to the mean width of queries and values; None: that of a head.
         biased_routers: routers add a bias to their scores that only affects the choice of experts.
         expert_groups: function from the reader to (groups of experts, groups from which a token chooses its experts).
+        kept: bytes that blocks keep for the backward pass.
     """
 
     block: Callable[[ModelSpec, Reader], Shapes]
@@ -43,6 +44,7 @@ class Family:
     attention_width: Callable[[Reader], int] | None = None
     biased_routers: bool = False
     expert_groups: Callable[[Reader], tuple[int, int]] = lambda reader: (1, 1)
+    kept: Kept = Kept()
 
     @property
     def sparse(self) -> bool:
@@ -71,7 +73,7 @@ class Family:
         if spec.experts % groups or spec.experts // groups * top_groups < spec.top_k:
             groups = top_groups = 1  # not a number of groups with which the model runs
         spec = replace(spec, shapes=shapes, embedding=embedding, positions=positions)
-        return replace(spec, head_dim=width, groups=groups, top_groups=min(top_groups, groups))
+        return replace(spec, head_dim=width, groups=groups, top_groups=min(top_groups, groups), kept=self.kept)
 
 
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Shapes:
@@ -257,6 +259,9 @@ def _latent_width(reader: Reader) -> int:
     return (reader.size("qk_rope_head_dim") + reader.size("qk_nope_head_dim") + reader.size("v_head_dim")) // 2
 
 
+_FLOAT_ROUTERS = Kept(routed=4.0)
+"""Routers take tokens in float32."""
+
 _FOUR_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 _QWEN = {
@@ -320,6 +325,7 @@ FAMILIES: dict[str, Family] = {
         dense_layers=_deepseek_dense_layers,
         attention_width=_latent_width,
         expert_groups=_deepseek_groups,
+        kept=_FLOAT_ROUTERS,
     ),
     "deepseek_v3": Family(
         _latent_attention,
@@ -329,6 +335,7 @@ FAMILIES: dict[str, Family] = {
         attention_width=_latent_width,
         expert_groups=_deepseek_groups,
         biased_routers=True,
+        kept=_FLOAT_ROUTERS,
     ),
     "gpt_neox": Family(
         _gpt_neox,
@@ -359,6 +366,8 @@ FAMILIES: dict[str, Family] = {
             "sliding_window_pattern": 2,
         },
         experts=_gpt_oss_experts,
+        # Norms keep what they have normalized in float32, experts the clamped halves and their product, attention 16-bit scores.
+        kept=Kept(norm=2.0, inner=6.0, score=2.0),
     ),
 }
 

@@ -30,6 +30,23 @@ TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Bytes of a token that blocks of a family keep for the backward pass, in Transformers, beyond those of Llama's or Mixtral's blocks.
+
+    Attributes:
+        norm: of each number that a norm of a block takes.
+        inner: of each number of the inner width of an expert.
+        routed: of each number that a router takes.
+        score: of each score of attention without a fused kernel: softmax in float32, and its copy in 16 bits.
+    """
+
+    norm: float = 0.0
+    inner: float = 0.0
+    routed: float = 0.0
+    score: float = 6.0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Sizes of a decoder.
 
@@ -53,6 +70,7 @@ class ModelSpec:
         positions: name of the parameter of the position embedding; None for a model without one.
         groups: groups of experts, of which each token chooses `top_groups` and its experts in them (DeepSeek-V3); 1 without groups.
         top_groups: groups from which a token chooses its experts.
+        kept: bytes that its blocks keep for the backward pass.
     """
 
     model_type: str
@@ -73,6 +91,7 @@ class ModelSpec:
     positions: str | None = None
     groups: int = 1
     top_groups: int = 1
+    kept: Kept = Kept()
 
     @property
     def parameters(self) -> int | None:

@@ -1,19 +1,19 @@
-"""Sizes of a decoder that memory and time depend on: the weights of a block, and how they are sharded. Pure Python."""
+"""Sizes of a decoder that memory and time depend on: the weights of each kind of block, and how they are sharded. Pure Python."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.families import FAMILIES, read_spec
-from lightning_3d.models.spec import ModelSpec
+from lightning_3d.models.spec import Kept, ModelSpec
 
-_ROUTED = ("mlp.experts.", "mlp.gate.weight")
+_ROUTED = "mlp.experts."
 _BLOCK = re.compile(r"(?:.+\.)?(?:layers|h)\.(\d+)\.(.+)")
 
 
@@ -37,9 +37,16 @@ class Matrix:
         )
 
 
+class Kind(NamedTuple):
+    """Kind of a block: whether its MLP is a mixture, and its attention window in tokens (None for the whole sequence)."""
+
+    mixture: bool
+    window: int | None = None
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of equal blocks, some of which may be mixtures.
+    """A decoder. Its blocks have the same attention; some may be mixtures, and some may have an attention window.
 
     Attributes:
         layers: number of blocks.
@@ -51,17 +58,25 @@ class Architecture:
         gated: MLPs have a gate projection.
         tied: the output head is the embedding matrix.
         attention: projections of attention.
-        query_width: heads * width of a head.
+        query_width: heads * width of a head; where queries are wider than values (latent attention), the mean of the two.
         key_width: width of all keys and values that attention reads, per token.
-        dense_layers: blocks with an MLP; the others are mixtures.
+        mixtures: flag of each block that is a mixture; an empty tuple if all are, or none in a model without experts.
         experts: experts of a mixture.
         top_k: experts that see each token.
         expert_ffn: inner width of an expert.
         shared_ffn: inner width of the experts that see every token, together.
         windows: attention window of each block in tokens; None for the whole sequence, an empty tuple for it in all blocks.
-        norms: parameters of norms and biases of a block.
+        norms: parameters of norms and biases of a block, without those of its MLP.
+        mlp_biases: parameters of the biases of the MLP of a dense block.
+        router: parameters of the router of a mixture, and of the gate of its shared experts.
+        router_biases: parameters of the biases of a router.
         expert_biases: parameters of the biases of one expert.
+        latent: width of the compressed queries and keys of latent attention, which every tensor-parallel rank has whole.
+        expanded: width of the keys that latent attention keeps a second time.
+        normed: width of queries and keys that pass a norm.
+        final_norm: parameters of the norm after the blocks.
         positions: parameters of an embedding of positions, which every tensor-parallel rank holds.
+        kept: bytes that blocks of its family keep for the backward pass in Transformers.
         groups: groups of experts of a mixture (node-limited routing, arXiv:2412.19437, section 2.1.2); 1 without.
         top_groups: groups from which a token chooses its experts.
     """
@@ -77,15 +92,23 @@ class Architecture:
     attention: tuple[Matrix, ...]
     query_width: int
     key_width: int
-    dense_layers: int
+    mixtures: tuple[bool, ...] = ()
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
     windows: tuple[int | None, ...] = ()
     norms: int = 0
+    mlp_biases: int = 0
+    router: int = 0
+    router_biases: int = 0
     expert_biases: int = 0
+    latent: int = 0
+    expanded: int = 0
+    normed: int = 0
+    final_norm: int = 0
     positions: int = 0
+    kept: Kept = Kept()
     groups: int = 1
     top_groups: int = 1
 
@@ -120,11 +143,12 @@ class Architecture:
             attention=(Matrix(queries + 2 * keys, hidden), Matrix(hidden, queries, "row")),
             query_width=queries,
             key_width=2 * keys,
-            dense_layers=0 if experts else layers,
             experts=experts,
             top_k=top_k,
             expert_ffn=ffn if experts else 0,
             norms=2 * hidden,
+            router=experts * hidden,
+            final_norm=hidden,
         )
 
     @classmethod
@@ -140,12 +164,12 @@ class Architecture:
                 f" {', '.join(sorted(FAMILIES))}."
             )
         blocks = _blocks(spec)
-        mixtures = [shapes for shapes in blocks if any(name.startswith(_ROUTED) for name in shapes)]
-        dense = [shapes for shapes in blocks if shapes not in mixtures]
-        any_block = blocks[0]
+        mixtures = tuple(any(name.startswith(_ROUTED) for name in shapes) for shapes in blocks)
+        any_block, routed = blocks[0], blocks[mixtures.index(True)] if any(mixtures) else {}
+        dense = blocks[mixtures.index(False)] if not all(mixtures) else {}
         of_attention = {name: shape for name, shape in any_block.items() if "attn" in name or "attention." in name}
-        routed = mixtures[0] if mixtures else {}
-        shared = sum(shape[0] for name, shape in routed.items() if "shared" in name and name.endswith(("up_proj.weight",)))
+        routing = {name: shape for name, shape in routed.items() if name.startswith("mlp.") and not _is_expert(name)}
+        latent, expanded = _kept_by_latent_attention(any_block, spec)
         return cls(
             layers=spec.layers,
             hidden=spec.hidden,
@@ -158,15 +182,23 @@ class Architecture:
             attention=tuple(_matrix(name, shape) for name, shape in of_attention.items() if len(shape) == 2),
             query_width=spec.heads * spec.head_dim,
             key_width=2 * spec.kv_heads * spec.head_dim,
-            dense_layers=len(dense),
+            mixtures=mixtures if any(mixtures) else (),
             experts=spec.experts,
             top_k=spec.top_k,
             expert_ffn=prod(routed["mlp.experts.down_proj"]) // (spec.experts * spec.hidden) if routed else 0,
-            shared_ffn=shared,
+            shared_ffn=sum(shape[0] for name, shape in routed.items() if "shared" in name and name.endswith("up_proj.weight")),
             windows=spec.windows if any(spec.windows) else (),
-            norms=sum(prod(shape) for shape in any_block.values() if len(shape) == 1),
-            expert_biases=sum(shape[1] for name, shape in routed.items() if name.startswith("mlp.experts.") and name.endswith("bias")),
+            norms=_vectors(name_and_shape for name_and_shape in any_block.items() if not name_and_shape[0].startswith("mlp.")),
+            mlp_biases=_vectors(name_and_shape for name_and_shape in dense.items() if name_and_shape[0].startswith("mlp.")),
+            router=sum(prod(shape) for shape in routing.values() if len(shape) > 1),
+            router_biases=_vectors(routing.items()),
+            expert_biases=sum(shape[1] for name, shape in routed.items() if name.startswith(_ROUTED) and name.endswith("bias")),
+            latent=latent,
+            expanded=expanded,
+            normed=(spec.heads + spec.kv_heads) * spec.head_dim if "self_attn.q_norm.weight" in any_block else 0,
+            final_norm=_vectors((name, shape) for name, shape in spec.shapes.items() if _BLOCK.fullmatch(name) is None),
             positions=prod(spec.shapes[spec.positions]) if spec.positions is not None else 0,
+            kept=spec.kept,
             groups=spec.groups,
             top_groups=spec.top_groups,
         )
@@ -198,16 +230,40 @@ class Architecture:
         return self.mlp_size(self.expert_ffn)
 
     @cached_property
-    def dense_block(self) -> int:
-        """Parameters of a block without its routed experts, averaged over blocks."""
-        mixtures = self.layers - self.dense_layers
-        mlp = self.dense_layers * self.mlp_size(self.ffn) + mixtures * (self.mlp_size(self.shared_ffn) + self.experts * self.hidden)
-        return self.attention_size + self.norms + mlp // self.layers
+    def _kind_of_block(self) -> tuple[Kind, ...]:
+        mixtures = self.mixtures or (self.experts > 0,) * self.layers
+        return tuple(map(Kind, mixtures, self.windows or (None,) * self.layers))
 
     @cached_property
-    def routed_block(self) -> int:
-        """Parameters of the routed experts of a block, averaged over blocks."""
-        return (self.layers - self.dense_layers) * self.experts * (self.expert_size + self.expert_biases) // self.layers
+    def kinds(self) -> tuple[Kind, ...]:
+        """Different kinds of blocks, in the order in which they first occur."""
+        return tuple(dict.fromkeys(self._kind_of_block))
+
+    @cached_property
+    def pattern(self) -> tuple[int, ...]:
+        """Kind of each block, as an index into `kinds`."""
+        return tuple(map(self.kinds.index, self._kind_of_block))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Number of blocks of each kind."""
+        return tuple(map(self.pattern.count, range(len(self.kinds))))
+
+    def dense_parameters(self, kind: Kind) -> int:
+        """Count the parameters of a block without its routed experts."""
+        if kind.mixture:
+            return self.attention_size + self.norms + self.mlp_size(self.shared_ffn) + self.router + self.router_biases
+        return self.attention_size + self.norms + self.mlp_size(self.ffn) + self.mlp_biases
+
+    def routed_parameters(self, kind: Kind) -> int:
+        """Count the parameters of the routed experts of a block."""
+        return self.experts * (self.expert_size + self.expert_biases) if kind.mixture else 0
+
+    def multiplied(self, kind: Kind) -> int:
+        """Count the weights of a block that a token is multiplied with."""
+        if kind.mixture:
+            return self.attention_size + self.top_k * self.expert_size + self.mlp_size(self.shared_ffn) + self.router
+        return self.attention_size + self.mlp_size(self.ffn)
 
     @property
     def embedding(self) -> int:
@@ -217,21 +273,22 @@ class Architecture:
     @cached_property
     def parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
-        ends = self.embedding * (1 if self.tied else 2) + self.positions + self.hidden
-        return self.layers * (self.dense_block + self.routed_block) + ends
+        sizes = [self.dense_parameters(kind) + self.routed_parameters(kind) for kind in self.kinds]
+        ends = self.embedding * (1 if self.tied else 2) + self.positions + self.final_norm
+        return ends + sum(count * size for count, size in zip(self.counts, sizes, strict=True))
 
-    def context(self, seq: int) -> float:
-        """Count the tokens that a token attends to, averaged over tokens and blocks: with a causal mask half of the sequence or window."""
-        reach = [min(window or seq, seq) for window in self.windows or (None,)]
-        return sum(length * (1 - length / (2 * seq)) for length in reach) / len(reach)
+    @staticmethod
+    def context(seq: int, kind: Kind) -> float:
+        """Count the tokens that a token attends to, averaged over tokens: with a causal mask half of the sequence or window."""
+        length = min(kind.window or seq, seq)
+        return length * (1 - length / (2 * seq))
 
     def model_flops(self, seq: int) -> float:
         """Count the FLOPs of one token, forward and backward, as papers do: without subtracting what the causal mask saves."""
-        mixtures = self.layers - self.dense_layers
-        weights = self.layers * self.attention_size + self.dense_layers * self.mlp_size(self.ffn) + self.embedding
-        weights += mixtures * (self.top_k * self.expert_size + self.mlp_size(self.shared_ffn))
-        reach = [min(window or seq, seq) for window in self.windows or (None,)]
-        return 6.0 * weights + 12.0 * self.layers * self.query_width * sum(reach) / len(reach)
+        flops = 6.0 * self.embedding
+        for kind, count in zip(self.kinds, self.counts, strict=True):
+            flops += count * (6.0 * self.multiplied(kind) + 12.0 * self.query_width * min(kind.window or seq, seq))
+        return flops
 
 
 def _blocks(spec: ModelSpec) -> list[dict[str, tuple[int, ...]]]:
@@ -243,6 +300,29 @@ def _blocks(spec: ModelSpec) -> list[dict[str, tuple[int, ...]]]:
         if found is not None:
             blocks[int(found[1])][found[2]] = shape
     return blocks
+
+
+def _is_expert(name: str) -> bool:
+    """True for a weight of a routed expert, or of the projections of a shared one."""
+    return name.startswith(_ROUTED) or ("shared" in name and "_proj" in name)
+
+
+def _vectors(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Count the elements of norms and biases."""
+    return sum(prod(shape) for _, shape in shapes if len(shape) == 1)
+
+
+def _kept_by_latent_attention(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> tuple[int, int]:
+    """Return (width of the compressed queries and keys, width of the keys that are kept twice); zeros without latent attention.
+
+    Values and the part of the keys without positions are one tensor, which lives as long as the values do. Keys are a copy of this part
+    and the one with positions (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+    """
+    expanded = shapes.get("self_attn.kv_b_proj.weight")
+    if expanded is None:
+        return 0, 0
+    values = shapes["self_attn.o_proj.weight"][1]
+    return shapes.get("self_attn.q_a_layernorm.weight", (0,))[0] + expanded[1], expanded[0] - values
 
 
 def _matrix(name: str, shape: tuple[int, ...]) -> Matrix:

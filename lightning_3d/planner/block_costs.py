@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import comb
 
 from lightning_3d.layout.layout import Layout
-from lightning_3d.planner.architecture import Architecture, Matrix
+from lightning_3d.planner.architecture import Architecture, Kind, Matrix
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, group, send
 
@@ -59,18 +59,23 @@ class Work:
     """Seconds of all work of a job's ranks for one micro-batch.
 
     Attributes:
-        block: one block.
+        blocks: one block of each kind (`Architecture.kinds`).
         embedding: embedding look-up.
         head: final norm, output head and loss.
         message: one tensor between two stages.
         host_block: seconds that the host needs to start a block, forward and backward together.
     """
 
-    block: Part
+    blocks: tuple[Part, ...]
     embedding: Part
     head: Part
     message: float
     host_block: float
+
+    def of(self, counts: Iterable[int]) -> Part:
+        """Return the seconds of so many blocks of each kind."""
+        parts = zip(self.blocks, counts, strict=True)
+        return sum((part * count for part, count in parts if count), Part())
 
 
 def work_of(job: Job, machine: Machine) -> Work:
@@ -78,7 +83,7 @@ def work_of(job: Job, machine: Machine) -> Work:
     layout = job.layout
     shared = job.tokens / (layout.tp if job.sequence_parallel else 1)
     return Work(
-        block=_recomputed(job, machine),
+        blocks=tuple(_recomputed(job, machine, kind) for kind in job.model.kinds),
         embedding=_embedding(job, machine),
         head=_head(job, machine),
         message=send(machine, pipeline_hops(layout, machine), shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
@@ -108,13 +113,13 @@ def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: flo
     return Part(forward=forward, backward=inputs + weights, weights=weights)
 
 
-def _attention(job: Job, machine: Machine) -> Part:
+def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
     """Predict scores and values of one block. With a causal mask half of the products are needed; a backward pass has 2.5 times as many
     (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read: mask, softmax and dropout
     of 16-bit scores. A causal mask saves nothing there (arXiv:2205.05198, section 4)."""
     layout, model = job.layout, job.model
     width = model.query_width / layout.tp
-    context = model.context(job.seq)
+    context = model.context(job.seq, kind)
     if job.stack.flash:
         forward = 4.0 * job.tokens * context * width / job.stack.attention_rate(machine)
         part = Part(forward=forward, backward=2.5 * forward)
@@ -223,27 +228,23 @@ def expert_group(job: Job, machine: Machine) -> Group:
     return Group(job.layout.ep, min(job.layout.ep, machine.gpus_per_node))
 
 
-def _block(job: Job, machine: Machine) -> Part:
-    """Predict a block, averaged over dense ones and mixtures."""
-    model, tp = job.model, job.layout.tp
-    part = products(job, machine, model.attention, job.tokens) + _attention(job, machine) + _tensor_parallel(job, machine)
-    mixtures = (model.layers - model.dense_layers) / model.layers
-    if mixtures < 1:
-        dense = products(job, machine, model.mlp(model.ffn), job.tokens) + _elementwise(job, machine, model.ffn / tp)
-        part += dense * (1 - mixtures)
-    if mixtures > 0:
-        part += _mixture(job, machine) * mixtures
-    return part
+def _block(job: Job, machine: Machine, kind: Kind) -> Part:
+    """Predict a block without recomputation."""
+    model = job.model
+    part = products(job, machine, model.attention, job.tokens) + _attention(job, machine, kind) + _tensor_parallel(job, machine)
+    if kind.mixture:
+        return part + _mixture(job, machine)
+    return part + products(job, machine, model.mlp(model.ffn), job.tokens) + _elementwise(job, machine, model.ffn / job.layout.tp)
 
 
-def _recomputed(job: Job, machine: Machine) -> Part:
+def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
     """Predict a block with recomputation: its backward pass repeats all of its forward, or attention and element-wise operations."""
-    block = _block(job, machine)
+    block = _block(job, machine, kind)
     if job.recompute == "full":
         return block + Part(backward=block.forward, backward_communication=block.forward_communication)
     if job.recompute == "selective":
-        inner = (job.model.ffn or job.model.expert_ffn * job.model.top_k) / job.layout.tp
-        again = _attention(job, machine) + _elementwise(job, machine, inner)
+        inner = (job.model.expert_ffn * job.model.top_k if kind.mixture else job.model.ffn) / job.layout.tp
+        again = _attention(job, machine, kind) + _elementwise(job, machine, inner)
         return block + Part(backward=again.forward)
     return block
 

@@ -41,6 +41,7 @@ EAGER = Stack(
 
 OURS = replace(
     EAGER,
+    transformers=True,
     footprint=Footprint(
         # Counted with `torch.autograd.graph.saved_tensors_hooks` on a block of transformers' Llama in bfloat16: norms keep their input in
         # float32 and its normalized copy, the MLP its gate before and after the activation
@@ -48,7 +49,7 @@ OURS = replace(
         saved_inner=2.0,
         gradient=4.0,  # docs/zero.md
         kept_gradient=4.0,  # buckets take the place of the gradients, and are added to what a rank keeps (docs/zero.md)
-        logit=10.0,  # 16-bit logits, their float32 copy and its gradient
+        logit=12.0,  # in float32 the log-softmax, its gradient and that of the logits; the 16-bit logits and their copy are gone by then
         context=0.9e9,
         allocator=1.05,
     ),

@@ -7,11 +7,12 @@ embedding, and the last one has the logits. Where the fullest rank does not fit,
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import block_bytes, indices_in_flight, memory_of, memory_of_rank
-from lightning_3d.planner.stages import Stage, work_units
+from lightning_3d.planner.stages import block_work, end_work, stages_with
 
 
 def fitting_job(job: Job, room: float) -> Job | None:
@@ -31,33 +32,37 @@ def fitting_stages(job: Job, room: float) -> tuple[int, ...] | None:
     """Return the number of blocks of each stage, such that every rank fits and the stage with the most work has as little as possible.
 
     Every stage gets one block. Then the stage that has the least work with one block more gets it, until its rank is full. With one stage
-    on each rank no split has a faster slowest stage; with several, it is a good one. Of equal stages the last gets a block first, because
-    it keeps the fewest micro-batches.
+    on each rank and equal blocks no split has a faster slowest stage; otherwise, it is a good one. Of equal stages the last gets a block
+    first, because it keeps the fewest micro-batches.
 
     Returns:
         None if some rank does not fit in any case.
     """
-    ranks, sizes, (block, head) = indices_in_flight(job), block_bytes(job), work_units(job)
+    model, ranks, sizes = job.model, indices_in_flight(job), block_bytes(job)
     owner = {index: rank for rank, own in enumerate(ranks) for index, _ in own}
+    counts, rest = [1] * len(owner), model.layers - len(owner)
+    if rest < 0:
+        return None
+    work, head = sum(block_work(model)[kind][0] for kind in model.pattern) / model.layers, end_work(model)[1][0]
     last = len(owner) - 1
-    counts = [1] * len(owner)
 
-    def has_room(rank: int) -> bool:
-        own = tuple((Stage(counts[index], index == 0, index == last), live) for index, live in ranks[rank])
-        return memory_of_rank(job, own, sizes).total <= room
+    def have_room(checked: Iterable[int]) -> bool:
+        stages = stages_with(job, tuple(counts))
+        own = (tuple((stages[index], live) for index, live in ranks[rank]) for rank in checked)
+        return all(memory_of_rank(job, one, sizes).total <= room for one in own)
 
     def next_work(index: int) -> tuple[float, int]:
-        return (counts[index] + 1) * block + head * (index == last), -index
+        return (counts[index] + 1) * work + head * (index == last), -index
 
-    rest = job.model.layers - len(counts)
-    if rest < 0 or not all(map(has_room, range(len(ranks)))):
+    if not have_room(range(len(ranks))):
         return None
     growing = [next_work(index) for index in owner]
     heapq.heapify(growing)
     while rest and growing:
         index = -heapq.heappop(growing)[1]
         counts[index] += 1
-        if has_room(owner[index]):
+        # One block more moves the blocks of all later stages, which matters where blocks are not alike.
+        if have_room([owner[index]] if len(model.kinds) == 1 else range(len(ranks))):
             rest -= 1
             heapq.heappush(growing, next_work(index))
         else:

@@ -17,15 +17,21 @@ Software that is not fused keeps more (`Footprint.saved`, `saved_inner`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
+from lightning_3d.models.spec import Kept
+from lightning_3d.planner.architecture import Kind
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
+from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.timeline import in_flight
 
 StagesOfRank = tuple[tuple[Stage, int], ...]
 """Stages of a pipeline rank, each with the most micro-batches of it that are in flight."""
+
+BlockBytes = tuple[tuple[float, float], ...]
+"""Bytes of a micro-batch that each kind of block (keeps, recomputes while its backward pass runs)."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,22 @@ def least_memory(job: Job, *, balanced: bool = True) -> float:
     """
     layout = job.layout
     lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else replace(job, zero=0)
-    share = Stage(job.model.layers // layout.pp, False, False)
-    memory = memory_of_rank(lean, ((share, min(job.micro_batches, layout.pp) if balanced else 1),), block_bytes(lean))
+    share, kinds = _smallest_share(job), block_bytes(lean)
+    least = (min(kept for kept, _ in kinds), min(again for _, again in kinds))
+    memory = memory_of_rank(lean, ((share, min(job.micro_batches, layout.pp) if balanced else 1),), (least,) * len(kinds))
     return memory.total - lean.stack.footprint.spare_gradient * sum(parameters_of(job, share)) * (layout.dp * layout.cp == 1)
+
+
+def _smallest_share(job: Job) -> Stage:
+    """Return a stage with the blocks that have the fewest parameters, as many as an equal share, or as the first stage if that has fewer:
+    the engine gives it fewer where the embedding is large."""
+    model, alone = job.model, one_block(job)
+    first = stages_of(replace(job, layout=replace(job.layout, vp=1), blocks=None))[0].blocks
+    counts, rest = [0] * len(alone), min(first, model.layers // job.layout.pp)
+    for kind in sorted(range(len(alone)), key=lambda kind: sum(parameters_of(job, alone[kind]))):
+        counts[kind] = min(rest, model.counts[kind])
+        rest -= counts[kind]
+    return Stage(tuple(counts), False, False)
 
 
 def _enough(job: Job) -> int:
@@ -102,12 +121,13 @@ def _enough(job: Job) -> int:
     return count
 
 
-def block_bytes(job: Job) -> tuple[float, float]:
-    """Return the bytes of a micro-batch that a block (keeps, recomputes while its backward pass runs)."""
-    return kept_by_block(job), block_activations(job) if job.recompute != "none" else 0.0
+def block_bytes(job: Job) -> BlockBytes:
+    """Return the bytes of a micro-batch that each kind of block keeps and recomputes."""
+    again = job.recompute != "none"
+    return tuple((kept_by_block(job, kind), block_activations(job, kind) if again else 0.0) for kind in job.model.kinds)
 
 
-def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> Memory:
+def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
     """Memory of one rank.
 
     Args:
@@ -117,7 +137,8 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     model, footprint = job.model, job.stack.footprint
     stages = [stage for stage, _ in own]
     counts = [parameters_of(job, stage) for stage in stages]
-    inner = [parameters_of(job, Stage(stage.blocks, False, False)) for stage in stages]
+    inner = [parameters_of(job, Stage(stage.counts, False, False)) for stage in stages]
+    kinds = [kind for kind in range(len(blocks)) if any(stage.counts[kind] for stage in stages)]
     sharers = shard_ranks(job)
     weights = gradients = kept_gradients = optimizer = 0.0
     sums = (map(sum, zip(*numbers, strict=True)) for numbers in (counts, inner))
@@ -132,48 +153,75 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: tuple[float, float]) -> 
     if job.zero == 3 and not job.gathers_often:
         weights += sum(map(sum, counts)) * job.weight_bytes
     elif job.zero == 3:  # two blocks, and the parts outside of blocks, are gathered at the same time
-        block = sum(parameters_of(job, Stage(1, False, False)))
+        alone = one_block(job)
+        block = max((sum(parameters_of(job, alone[kind])) for kind in kinds), default=0.0)
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
-    kept = sum(count * stage.blocks for stage, count in own) * blocks[0]
+    kept = sum(live * sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) for stage, live in own)
     head = sum(1 for stage in stages if stage.head)
     vocabulary = model.vocab / job.layout.tp
     loss = head * vocabulary * job.tokens / job.loss_parts * job.stack.logit_bytes(job.micro_batches)
     if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
         loss += vocabulary * model.hidden * sum(4 + job.width * count for stage, count in own if stage.head)
-    activations = kept + blocks[1]
+    activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0)
+    if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
+        kept_gradients += footprint.kept_gradient * job.trained * _largest_parameter(job, stages)
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
     other = (footprint.allocator - 1) * (activations + loss) + footprint.context
     return Memory(weights, gradients, optimizer, activations, loss, other)
 
 
-def kept_by_block(job: Job) -> float:
+def _largest_parameter(job: Job, stages: Sequence[Stage]) -> float:
+    """Count the elements of the largest parameter of some stages on a rank: its gradient is there twice while a bucket takes it."""
+    model, layout = job.model, job.layout
+    sizes = [model.embedding / layout.tp] if any(stage.embedding or stage.head for stage in stages) else []
+    for index, kind in enumerate(model.kinds):
+        if any(stage.counts[index] for stage in stages):
+            sizes += [matrix.size / layout.tp for matrix in model.attention if matrix.sharded_by != "none"]
+            split = layout.ep if layout.ep > 1 else layout.tp
+            experts = model.experts * (2 if model.gated else 1) * model.expert_ffn * model.hidden / split
+            sizes.append(experts if kind.mixture else model.ffn * model.hidden / layout.tp)
+    return max(sizes, default=0.0)
+
+
+def kept_by_block(job: Job, kind: Kind) -> float:
     """Bytes of one micro-batch that a block keeps for its backward pass."""
     model, layout = job.model, job.layout
-    whole = block_activations(job)
+    whole = block_activations(job, kind)
     if job.recompute == "none":
         return whole
     if job.recompute == "full":
         least = 2 * job.tokens * model.hidden / (layout.tp if job.sequence_parallel else 1)
     else:
-        core = 2 * (model.query_width + model.key_width) + (0 if job.stack.flash else 5 * model.heads * job.seq)
+        core = 2 * (model.query_width + model.key_width) + _score_bytes(job) * model.heads * job.seq
         least = job.stack.selective_bytes(whole, job.tokens * core / layout.tp / 2)
     return least / job.recompute_every + whole * (1 - 1 / job.recompute_every)
 
 
-def block_activations(job: Job) -> float:
-    """Bytes of one micro-batch that a block without recomputation keeps, averaged over dense blocks and mixtures."""
-    model, layout, tokens, footprint = job.model, job.layout, job.tokens, job.stack.footprint
-    width = job.width
-    shared = 4 * model.hidden * width / (layout.tp if job.sequence_parallel else 1) + footprint.saved * model.hidden / layout.tp
-    saved = job.stack.attention_saved(model.key_width)
-    attention = (width * (2 * model.query_width + model.key_width) + 4 * model.heads + saved) / layout.tp
-    if not job.stack.flash:
-        attention += 5 * model.heads * job.seq / layout.tp
-    mixtures = (model.layers - model.dense_layers) / model.layers
-    inner = (1 - mixtures) * model.ffn / layout.tp
-    if mixtures:
-        split = layout.tp  # experts are sharded, or the tokens are split before they are sent
-        inner += mixtures * (model.top_k * model.expert_ffn + model.shared_ffn) / split
-        shared += mixtures * 4 * width * model.top_k * model.hidden / split / 2  # what is sent to experts and comes back
-    factor = 3 if model.gated else 2
-    return tokens * (shared + attention + (factor * width + footprint.saved_inner) * inner)
+def block_activations(job: Job, kind: Kind) -> float:
+    """Bytes of one micro-batch that a block without recomputation keeps."""
+    model, layout, footprint, width = job.model, job.layout, job.stack.footprint, job.width
+    family = model.kept if job.stack.transformers else Kept()
+    unfused = footprint.saved / 2 + family.norm  # of a number that passes a norm
+    split = layout.tp if job.sequence_parallel else 1
+    shared = 4 * model.hidden * width / split + 2 * unfused * model.hidden / layout.tp + (2 * width + unfused) * model.latent
+    attention = width * (2 * model.query_width + model.expanded) + 4 * model.heads + (width + unfused) * model.normed
+    attention += _of_scores(job) + job.stack.attention_saved(model.key_width)
+    inner, of_inner = model.ffn, (3 if model.gated else 2) * width + footprint.saved_inner
+    if kind.mixture:  # experts are sharded, or the tokens are split before they are sent
+        inner = model.top_k * model.expert_ffn + model.shared_ffn
+        attention += family.inner * model.top_k * model.expert_ffn + family.routed * model.hidden
+        shared += 4 * width * model.top_k * model.hidden / layout.tp / 2  # what is sent to experts and comes back
+    return job.tokens * (shared + (attention + of_inner * inner) / layout.tp)
+
+
+def _of_scores(job: Job) -> float:
+    """Bytes of a token that attention keeps of its keys, values and scores. Without a fused kernel, Transformers has keys for each head."""
+    model, repeats = job.model, job.stack.transformers and not job.stack.flash
+    return job.width * (2 * model.query_width if repeats else model.key_width) + _score_bytes(job) * model.heads * job.seq
+
+
+def _score_bytes(job: Job) -> float:
+    """Bytes of a score that attention keeps: none with a fused kernel, else in Megatron softmax, dropout's mask and its output."""
+    if job.stack.flash:
+        return 0.0
+    return job.model.kept.score if job.stack.transformers else 5.0

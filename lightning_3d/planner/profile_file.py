@@ -287,7 +287,7 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
         traffic = replace(stack.traffic, elementwise=elementwise, logit=logit)
         job = _job(profile, one, replace(stack, traffic=traffic))
         work = work_of(job, machine)
-        return sum((work.block * job.model.layers + work.embedding + work.head).seconds()[:2])
+        return sum((work.of(job.model.counts) + work.embedding + work.head).seconds()[:2])
 
     def share(one: Mapping[str, Any]) -> tuple[float, float]:
         base = seconds(one)
@@ -302,7 +302,7 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     job = _job(profile, largest, replace(stack, footprint=footprint))
     footprint = replace(
         footprint,
-        saved=max(0.0, by_block - block_activations(job)) / job.tokens / job.model.hidden,
+        saved=max(0.0, by_block - block_activations(job, job.model.kinds[0])) / job.tokens / job.model.hidden,
         logit=fixed / (job.tokens * job.model.vocab),
         context=profile.context,
     )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_3d.layout.balance import split_layers
+from lightning_3d.layout.balance import Cost, split_layers
 from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.machine import Group, Machine
 
-Split = Callable[[int, int, float, float], tuple[list[int], int]]
-"""(blocks of a model, stages, work of a block, work of the output head) -> (blocks of each stage, index of the stage with the head)."""
+Split = Callable[[Sequence[Cost], int, Cost, Cost], tuple[list[int], int]]
+"""(costs of each block, stages, costs of the embedding, costs of the output head) -> (blocks of each stage, index of the stage with the
+head)."""
 
 
-def balanced(layers: int, stages: int, block: float, head: float) -> tuple[list[int], int]:
-    """Split blocks so that the largest share of the work is as small as possible."""
-    parts = split_layers([block] * layers, [block] * layers, stages, last_extra=(head, head))
+def balanced(blocks: Sequence[Cost], stages: int, embedding: Cost, head: Cost) -> tuple[list[int], int]:
+    """Split blocks as the engine does: the largest work of a stage is as small as possible, then its parameters."""
+    flops, parameters = zip(*blocks, strict=True)
+    parts = split_layers(flops, parameters, stages, first_extra=embedding, last_extra=head)
     return [len(part) for part in parts], stages - 1
 
 
@@ -99,9 +101,11 @@ class Stack:
 
     Attributes:
         flash: attention is one kernel that keeps no scores.
+        transformers: blocks are those of Transformers, which keep what their family does (`Architecture.kept`).
     """
 
     flash: bool = True
+    transformers: bool = False
     host: Host = field(default_factory=Host)
     traffic: Traffic = field(default_factory=Traffic)
     footprint: Footprint = field(default_factory=Footprint)

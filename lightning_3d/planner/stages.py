@@ -3,50 +3,96 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from lightning_3d.layout.balance import Cost
+from lightning_3d.planner.architecture import Architecture, Kind
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stack import Split
 
 
 class Stage(NamedTuple):
-    """Number of blocks of a stage, and flags for the embedding and the output head."""
+    """Number of blocks of each kind of a stage (`Architecture.kinds`), and flags for the embedding and the output head."""
 
-    blocks: int
+    counts: tuple[int, ...]
     embedding: bool
     head: bool
 
-
-@lru_cache(maxsize=1024)
-def _stages(split: Split, layers: int, stages: int, block: float, head: float) -> tuple[Stage, ...]:
-    counts, last = split(layers, stages, block, head)
-    return tuple(Stage(count, index == 0, index == last) for index, count in enumerate(counts))
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return sum(self.counts)
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
     """Return all stages of a job in order."""
     model = job.model
     if job.blocks is not None:
-        last = len(job.blocks) - 1
-        return tuple(Stage(count, index == 0, index == last) for index, count in enumerate(job.blocks))
-    return _stages(job.stack.split, model.layers, job.layout.pp * job.layout.vp, *work_units(job))
+        return stages_with(job, job.blocks)
+    embedding, head = end_work(model)
+    return _stages(job.stack.split, model.pattern, block_work(model), job.layout.pp * job.layout.vp, embedding, head)
 
 
-def work_units(job: Job) -> tuple[float, float]:
-    """Return the work of (a block, the output head), by which stages are balanced: parameters that a token is multiplied with."""
-    model = job.model
-    block = model.attention_size + model.mlp_size(model.ffn or model.expert_ffn * model.top_k + model.shared_ffn)
-    return float(block), float(model.embedding)
+def stages_with(job: Job, blocks: tuple[int, ...]) -> tuple[Stage, ...]:
+    """Return the stages with these numbers of blocks."""
+    return _filled(job.model.pattern, blocks, len(blocks) - 1)
+
+
+@lru_cache(maxsize=1024)
+def _stages(split: Split, pattern: tuple[int, ...], kinds: tuple[Cost, ...], stages: int, embedding: Cost, head: Cost) -> tuple[Stage, ...]:
+    blocks, last = split([kinds[kind] for kind in pattern], stages, embedding, head)
+    return _filled(pattern, tuple(blocks), last)
+
+
+def _filled(pattern: tuple[int, ...], blocks: tuple[int, ...], last: int) -> tuple[Stage, ...]:
+    """Return stages of consecutive blocks, the first with the embedding, and the one with the index `last` with the head."""
+    kinds = range(max(pattern) + 1)
+    parts = [pattern[begin:end] for begin, end in pairwise(accumulate(blocks, initial=0))]
+    return tuple(Stage(tuple(map(part.count, kinds)), index == 0, index == last) for index, part in enumerate(parts))
+
+
+def block_work(model: Architecture) -> tuple[Cost, ...]:
+    """Return for each kind of block the (weights that a token is multiplied with, parameters), by which the engine balances stages.
+
+    The engine takes all matrices of a block, so the biases of experts, which are one, count like weights.
+    """
+    parameters = [model.dense_parameters(kind) + model.routed_parameters(kind) for kind in model.kinds]
+    return tuple((float(_weights(model, kind)), float(size)) for kind, size in zip(model.kinds, parameters, strict=True))
+
+
+def _weights(model: Architecture, kind: Kind) -> int:
+    return model.multiplied(kind) + (model.experts * model.expert_biases if kind.mixture else 0)
+
+
+def end_work(model: Architecture) -> tuple[Cost, Cost]:
+    """Return the (weights that a token is multiplied with, parameters) of the embedding, and of the final norm and output head."""
+    return (0.0, float(model.embedding + model.positions)), (float(model.embedding), float(model.embedding + model.final_norm))
 
 
 def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
     """Return (parameters, parameters of routed experts) of a stage on one rank. The first number excludes the second."""
     model, layout = job.model, job.layout
-    whole = sum(matrix.size for matrix in model.attention if matrix.sharded_by == "none") + model.norms
-    dense = stage.blocks * ((model.dense_block - whole) / layout.tp + whole)
+    dense = routed = 0.0
+    for count, kind in zip(stage.counts, model.kinds, strict=True):
+        whole = replicated(model, kind)
+        dense += count * ((model.dense_parameters(kind) - whole) / layout.tp + whole)
+        routed += count * model.routed_parameters(kind)
     ends = stage.embedding + stage.head - (stage.embedding and stage.head and model.tied)
-    dense += ends * model.embedding / layout.tp + stage.embedding * model.positions
-    return dense, stage.blocks * model.routed_block / (layout.ep if layout.ep > 1 else layout.tp)
+    dense += ends * model.embedding / layout.tp + stage.embedding * model.positions + stage.head * model.final_norm
+    return dense, routed / (layout.ep if layout.ep > 1 else layout.tp)
+
+
+def replicated(model: Architecture, kind: Kind) -> int:
+    """Count the parameters of a block that every tensor-parallel rank holds: norms, routers, down-projections of latent attention."""
+    routing = model.router + model.router_biases if kind.mixture else 0
+    return sum(matrix.size for matrix in model.attention if matrix.sharded_by == "none") + model.norms + routing
+
+
+def one_block(job: Job) -> tuple[Stage, ...]:
+    """Return for each kind of block a stage that has only one of this kind."""
+    kinds = range(len(job.model.kinds))
+    return tuple(Stage(tuple(int(kind == other) for other in kinds), False, False) for kind in kinds)
 
 
 def shard_ranks(job: Job) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stage
 from lightning_3d.planner.block_costs import Part, Work, work_of
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine, all_reduce, gather, group, shard_groups
-from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
+from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
 _SHARPNESS = 6
@@ -56,21 +56,28 @@ def _smooth_max(a: float, b: float) -> float:
     return largest * ((a / largest) ** _SHARPNESS + (b / largest) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _stage_part(work: Work, stage: Stage, late: Part) -> Part:
-    """Return the seconds of a stage for one micro-batch. `late`: what each block waits for in addition."""
-    part = work.block * stage.blocks
+def _stage_part(work: Work, stage: Stage) -> Part:
+    """Return the seconds of a stage for one micro-batch."""
+    part = work.of(stage.counts)
     if stage.embedding:
         part += work.embedding
     if stage.head:
         part += work.head
-    return part + late * stage.blocks
+    return part
 
 
-def _late(job: Job, machine: Machine, block: Part) -> Part:
-    """Return the exposed communication of a block where ZeRO gathers parameters or reduces gradients for every micro-batch."""
+def _with_late(job: Job, machine: Machine, work: Work) -> Work:
+    """Add to each block the exposed communication where ZeRO gathers parameters or reduces gradients for every micro-batch."""
     if not job.gathers_often and not job.reduces_often:
-        return Part()
-    stack, size = job.stack, sum(parameters_of(job, Stage(1, False, False)))
+        return work
+    sizes = [sum(parameters_of(job, stage)) for stage in one_block(job)]
+    blocks = zip(work.blocks, sizes, strict=True)
+    return replace(work, blocks=tuple(block + _late(job, machine, block, size) for block, size in blocks))
+
+
+def _late(job: Job, machine: Machine, block: Part, size: float) -> Part:
+    """Return the exposed communication of a block with `size` parameters on a rank."""
+    stack = job.stack
     ranks, _ = shard_groups(job.layout, job.shards, machine.gpus_per_node)
     reducing = group(job.layout, ("dp", "cp"), machine.gpus_per_node) if job.is_uneven else ranks
     if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.width * size)) is not None:
@@ -85,7 +92,7 @@ def _late(job: Job, machine: Machine, block: Part) -> Part:
 def least_seconds(job: Job, machine: Machine) -> float:
     """Return a lower bound for all schedules, splits into stages and ZeRO stages: all work, shared by the pipeline's ranks."""
     work = work_of(job, machine)
-    whole = work.block * job.model.layers + work.embedding + work.head
+    whole = work.of(job.model.counts) + work.embedding + work.head
     return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host.step
 
 
@@ -144,8 +151,8 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
 
 def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
     """Return for each kind of stage, for a micro-batch: (seconds of the GPU, seconds including the host that starts kernels)."""
-    late = _late(job, machine, work.block)
-    kinds = {stage: _stage_part(work, stage, late) for stage in set(stages_of(job))}
+    late = _with_late(job, machine, work)
+    kinds = {stage: _stage_part(late, stage) for stage in set(stages_of(job))}
     return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
 
 

@@ -18,7 +18,8 @@ MACHINE = Machine("H100", 4, 4, 80e9, 3.35e12, 989e12, 1979e12, 67e12, 450e9, 25
 
 
 def block(model: Architecture, layout: str, machine: Machine = MACHINE) -> Part:
-    return work_of(Job(model, Layout.parse(layout), 4096, 64, 1), machine).block
+    [found] = work_of(Job(model, Layout.parse(layout), 4096, 64, 1), machine).blocks
+    return found
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])

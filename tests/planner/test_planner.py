@@ -237,9 +237,9 @@ def test_activations_of_a_gpt_block_are_the_published_ones() -> None:
     model = gpt(layers=1, hidden=12288, heads=96, vocab=1000)
     job = Job(model, Layout(), 2048, 1, 1, sequence_parallel=False, stack=Stack(flash=False))
     published = 2048 * 12288 * (34 - 2 + 5 * 96 * 2048 / 12288)
-    assert block_activations(job) == pytest.approx(published, rel=0.02)
+    assert block_activations(job, model.kinds[0]) == pytest.approx(published, rel=0.02)
     cut = replace(job, layout=Layout(tp=8), sequence_parallel=True)
-    assert block_activations(cut) == pytest.approx(block_activations(job) / 8), "equation 4"
+    assert block_activations(cut, model.kinds[0]) == pytest.approx(block_activations(job, model.kinds[0]) / 8), "equation 4"
 
 
 def test_reserves_are_given_back_before_memory_is_short() -> None:
@@ -264,7 +264,7 @@ def test_an_eager_block_keeps_what_its_tensors_are() -> None:
     mlp = 2 * 2 * inner + 2 * inner + 2 * inner  # gate and up in one; the gate's activation; the product
     model = Architecture.plain(layers=4, hidden=hidden, heads=heads, kv_heads=heads, vocab=1000, ffn=inner, gated=True, tied=True)
     job = Job(model, Layout(), 4096, 1, 1, stack=software.NANOTRON)
-    assert block_activations(job) == 4096 * (norms + attention + mlp)
+    assert block_activations(job, model.kinds[0]) == 4096 * (norms + attention + mlp)
 
 
 def test_copies_that_fit_in_no_block_come_on_top() -> None:
@@ -276,7 +276,7 @@ def test_copies_that_fit_in_no_block_come_on_top() -> None:
         job = Job(model, Layout(dp=ranks), tokens, ranks, 1, zero=1, stack=stack)
         return allocated(job).total - allocated(replace(job, stack=software.Published())).total
 
-    held = sum(parameters_of(Job(model, Layout(), 1, 1, 1), Stage(8, True, True)))
+    held = sum(parameters_of(Job(model, Layout(), 1, 1, 1), Stage((8,), True, True)))
     largest = 2 * 4 * 1024  # of a token: 16-bit inputs of the MLP's second product; float32 logits are half of it
     assert largest * 512 < 2 * held / 2 and copies(512, 2) == pytest.approx(2 * 2 * held), "neither a rank's share nor all of them"
     assert 2 * held / 64 < largest * 512 < 2 * held and copies(512, 64) == pytest.approx(2 * held), "shares do"
