@@ -46,7 +46,7 @@ class CausalLM(LightningModule):
         model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration;
             `attn_implementation`, `pretrained` (a folder, see `load_pretrained`) and `lora` (see `LoraOptions`) are optional. Other
             entries are stored, but not used.
-        optimizer: an `optimizer/` config file; None for a module that is only evaluated.
+        optimizer: an `optimizer/` config file; None for a module that is only evaluated. Without `no_decay`, it is that of all these files.
 
     Raises:
         ConfigError: Transformers does not know the model type, the optimizer's options are invalid, or the pretrained weights have
