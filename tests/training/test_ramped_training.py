@@ -187,6 +187,32 @@ class Validated(Read):
             self.after.append(len(self.batches))
 
 
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, [11, 17, 21, 25]),
+    ({"check_val_every_n_epoch": 2}, [17, 25]),
+    ({"val_check_interval": 0.5}, [5, 10, 14, 17, 19, 21, 23, 25]),
+    ({"limit_train_batches": 5}, [5, 10, 14, 18]),
+    ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [9, 18]),
+], ids=str)  # fmt: skip
+def test_validation_follows_the_epochs_of_a_ramp(options: dict[str, Any], expected: list[int]) -> None:
+    """By hand: batches of 4 to row 40, of 8 to row 80, then of 12. Epochs of 48 rows have 10 + 1, 4 + 2, 4 and 4 batches."""
+    module = Validated()
+    trainer = quiet_trainer(max_epochs=4, use_distributed_sampler=False, limit_val_batches=1, num_sanity_val_steps=0, **options)
+    trainer.fit(module, datamodule=WithValidation(batch_ramp={"from": 4, "step": 4, "tokens": 80 * LENGTH}))
+    assert module.after == expected
+
+
+def test_validation_after_more_batches_than_a_later_epoch_has_is_refused() -> None:
+    ramp = {"from": 4, "step": 4, "tokens": 80 * LENGTH}
+    options = {"use_distributed_sampler": False, "limit_val_batches": 1, "val_check_interval": 6}
+    message = r"val_check_interval=6, but epoch 2 has 4 batches\. .* check_val_every_n_epoch=None .* val_check_interval of at most 4"
+    with pytest.raises(ConfigError, match=message):
+        quiet_trainer(max_epochs=4, **options).fit(Validated(), datamodule=WithValidation(batch_ramp=ramp))
+    module = Validated()
+    quiet_trainer(max_epochs=2, **options).fit(module, datamodule=WithValidation(batch_ramp=ramp))
+    assert module.after == [6, 17]
+
+
 # Checkpoints saved anywhere
 
 

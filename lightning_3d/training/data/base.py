@@ -213,6 +213,24 @@ class PackedDataModule(LightningDataModule):
                 f" {plural(replicas, 'data-parallel rank')} with micro-batches of {micro_batch or 1}. Use multiples of {unit}."
             )
 
+    def _require_validation(self) -> None:
+        """Refuse a validation after more batches of an epoch than its last epochs have: the ramp makes epochs shorter."""
+        trainer = self.trainer
+        interval = getattr(trainer, "val_check_interval", None)
+        if trainer is None or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None or not trainer.limit_val_batches:
+            return
+        _, rows = self._span(0)
+        ends = [trainer.max_epochs - 1] if trainer.max_epochs not in (None, -1) else []
+        ends += [self.batches.after(trainer.max_steps - 1) // rows] if trainer.max_steps > 0 else []
+        last = max(0, min([-(-self.batches.rows // rows), *ends]))  # after the ramp, all epochs are equal
+        batches = self._batches_left(last)
+        if interval > batches:
+            raise ConfigError(
+                f"The trainer validates after val_check_interval={interval}, but epoch {last} has {batches} batch{'es' * (batches != 1)}."
+                " Use check_val_every_n_epoch=None (it then counts batches of the run), an interval of epochs, or a val_check_interval of"
+                f" at most {batches}."
+            )
+
     @override
     def train_dataloader(self) -> TrainLoader:
         assert self.train_set is not None, "setup() comes first"
@@ -228,6 +246,7 @@ class PackedDataModule(LightningDataModule):
         options = {**self._loader_options(size), "generator": torch.Generator().manual_seed(self.seed)}
         if self.batches.rows:
             self._require_ramp(replicas)
+            self._require_validation()
             ramped = GlobalBatchSampler(self._batches_of, **order)
             loader = TrainLoader(Batches(self.train_set), sampler=ramped, **{**options, "batch_size": None})
         else:
