@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
@@ -12,9 +12,6 @@ from typing_extensions import override
 
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.training.data.packing import Samples
-
-if TYPE_CHECKING:
-    from lightning_3d.training.data.base import PackedDataModule
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
@@ -96,11 +93,21 @@ class Batches(Dataset[dict[str, Tensor]]):
         return batch
 
 
+class HasPosition(Protocol):
+    """A data module that knows the position in its data; see `PackedDataModule`."""
+
+    def batches_in(self, number: int) -> int: ...
+
+    def position_state(self) -> dict[str, Any]: ...
+
+    def resume_from(self, state: dict[str, Any]) -> None: ...
+
+
 class TrainLoader(DataLoader[dict[str, Tensor]]):
     """A loader of which Lightning knows that it has a position. `PackedDataModule` saves and restores it; checkpoints of earlier versions
     have it in the loader only."""
 
-    data_module: PackedDataModule
+    data_module: HasPosition
 
     @override
     def __iter__(self) -> Any:
