@@ -86,14 +86,20 @@ def count_epoch_again(trainer: Any, before: int) -> None:
     loader = loop._combined_loader
     if loader is None or loop._data_fetcher is None:
         return
-    lengths = [sized_len(one) for one in loader.flattened]
-    if None in lengths:
+    lengths = [length for one in loader.flattened if (length := sized_len(one)) is not None]
+    if len(lengths) < len(loader.flattened):
         return
     limits = [_parse_num_batches(RunningStage.TRAINING, length + before, trainer.limit_train_batches) - before for length in lengths]
     loader.limits = loader._iterator.limits = [max(1, limit) for limit in limits]  # 0 batches would end the fit
     loop.max_batches = loop._data_fetcher.length = len(loader)
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:  # None: by time
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
+def trained_batches(trainer: Any) -> tuple[int, int]:
+    """Batches that were trained on in the whole run, and in its epoch. `epoch_loop.batch_progress` is not public (Lightning 2.6)."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.total.processed), int(progress.current.processed)
 
 
 def has_ended_epoch(trainer: Any) -> bool:

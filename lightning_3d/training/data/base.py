@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_3d.compat.lightning_data import begin_after_ended_epoch, count_epoch_again, has_ended_epoch
+from lightning_3d.compat.lightning_data import begin_after_ended_epoch, count_epoch_again, has_ended_epoch, trained_batches
 from lightning_3d.errors import ConfigError, DataError, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
@@ -276,7 +276,7 @@ class PackedDataModule(LightningDataModule):
                 " wrote it, or start a new run from its weights."
             )
         epoch, used = self._start_of(number)
-        trained = 0 if trainer is None else int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+        trained = 0 if trainer is None else trained_batches(trainer)[0]
         self._begun = Reading(number, epoch, used, self._counted(number), trained)
         return epoch, used
 
@@ -329,9 +329,9 @@ class PackedDataModule(LightningDataModule):
         if self._begun is None:
             return (0, 0) if self._restored is None else self._inside(self._restored["epoch"], int(self._restored["samples"]))
         assert self.trainer is not None
-        progress, begun = self.trainer.fit_loop.epoch_loop.batch_progress, self._begun
+        begun, (trained, _) = self._begun, trained_batches(self.trainer)
         start, end = self._span(begun.epoch)
-        samples = min(self.batches.after(progress.total.processed - begun.trained, start + begun.used), end) - start
+        samples = min(self.batches.after(trained - begun.trained, start + begun.used), end) - start
         return self._inside(begun.epoch, samples, has_ended_epoch(self.trainer))  # limit_train_batches ends epochs early
 
     def _inside(self, epoch: int, samples: int, ended: bool = False) -> tuple[int, int]:
@@ -352,7 +352,7 @@ class PackedDataModule(LightningDataModule):
             return self._begun.counted if number == self._begun.number else 0
         if self.trainer is None or not self.trainer.fit_loop.restarting or has_ended_epoch(self.trainer):
             return 0
-        return int(self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+        return trained_batches(self.trainer)[1]
 
     def batches_in(self, number: int) -> int:
         """Return the number of batches that Lightning counts in its epoch `number`, those before a resume included."""
