@@ -331,9 +331,9 @@ STEP = (
     Fault(
         "data-resumed-at-another-sample",
         "A resumed epoch leaves out as many samples on each data-parallel rank as all of them have read together.",
-        "training/data/base.py",
-        "self._used(self.epoch) // self.num_replicas",
-        "self._used(self.epoch)",
+        "training/data/loaders.py",
+        "range(self.total_size), used // self.num_replicas",
+        "range(self.total_size), used",
         ("training/test_data.py::test_a_resumed_epoch_goes_on_where_it_was",),
     ),
 )

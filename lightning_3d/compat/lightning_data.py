@@ -68,6 +68,60 @@ def batches_to_come(trainer: Any) -> float | None:
     return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
 
 
+def count_epoch_again(trainer: Any, before: int) -> None:
+    """Count the batches of the training loaders for the epoch that begins.
+
+    Lightning 2.6 counts them once, in `FitLoop.setup_data`: it would end a longer epoch early, and never validate after a shorter one.
+    This sets what that function sets: the `limits` of `FitLoop._combined_loader` and of its iterator (by `_parse_num_batches`),
+    `FitLoop.max_batches`, the `length` of `_data_fetcher` and `Trainer.val_check_batch`.
+
+    Args:
+        before: batches of the epoch that were read in an earlier epoch of Lightning: `limit_train_batches` counts them too.
+    """
+    from lightning.fabric.utilities.data import sized_len
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+    from lightning.pytorch.trainer.states import RunningStage
+
+    loop = trainer.fit_loop
+    loader = loop._combined_loader
+    if loader is None or loop._data_fetcher is None:
+        return
+    lengths = [length for one in loader.flattened if (length := sized_len(one)) is not None]
+    if len(lengths) < len(loader.flattened):
+        return
+    limits = [_parse_num_batches(RunningStage.TRAINING, length + before, trainer.limit_train_batches) - before for length in lengths]
+    loader.limits = loader._iterator.limits = [max(1, limit) for limit in limits]  # 0 batches would end the fit
+    loop.max_batches = loop._data_fetcher.length = len(loader)
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:  # None: by time
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
+def trained_batches(trainer: Any) -> tuple[int, int]:
+    """Batches that were trained on in the whole run, and in its epoch. `epoch_loop.batch_progress` is not public (Lightning 2.6)."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.total.processed), int(progress.current.processed)
+
+
+def has_ended_epoch(trainer: Any) -> bool:
+    """Whether the last batch that was trained on ended its epoch. `epoch_loop.batch_progress` is not public (Lightning 2.6)."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch and progress.current.processed == progress.current.ready)
+
+
+def begin_after_ended_epoch(trainer: Any) -> None:
+    """Begin a whole epoch where a fit resumes a checkpoint that was saved after the last batch of an epoch.
+
+    Lightning 2.6 with `max_steps` takes the epoch that begins for the ended one. Unless that still has a validation to skip, it trains on
+    one more batch in it, then ends it. This tells `FitLoop.epoch_loop` that it does not restart (`restarting`, `restarted_mid_epoch`,
+    `restarted_on_train_batch_end` and `_should_check_val_fx` are not public).
+    """
+    loop = trainer.fit_loop
+    if not loop.restarting or not has_ended_epoch(trainer) or loop.epoch_loop.restarted_on_train_batch_end:
+        return
+    if not (loop.restarted_mid_epoch and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)):
+        loop.epoch_loop.restarting = False
+
+
 def skip_to_next_batch(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None]) -> None:
     """Restore the position of a resumed fit in its data, and the random number generators.
 

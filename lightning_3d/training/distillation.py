@@ -11,16 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.pretrained_config import architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.documents import IGNORE_INDEX
-from lightning_3d.training.document_trial import require_separate_documents
 from lightning_3d.training.module import CausalLM, inputs_of, transformers_config
-from lightning_3d.weights.pretrained import load_pretrained
 
 
 class DistilledLM(CausalLM):
@@ -67,12 +64,7 @@ class DistilledLM(CausalLM):
         if self.model is not None:
             return
         super().configure_model()
-        attention = self.model_config.get("attn_implementation")
-        self.teacher = AutoModelForCausalLM.from_config(self.teacher_config, attn_implementation=attention)
-        if self._separates_documents():
-            require_separate_documents(self.teacher)
-        load_pretrained(self.teacher, self.teacher_folder)
-        self.teacher.requires_grad_(False).eval()
+        self.teacher = self.frozen_model(self.teacher_config, self.teacher_folder)
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

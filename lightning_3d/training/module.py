@@ -47,7 +47,7 @@ class CausalLM(LightningModule):
         model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration;
             `attn_implementation`, `pretrained` (a folder, see `load_pretrained`) and `lora` (see `LoraOptions`) are optional. Other
             entries are stored, but not used.
-        optimizer: an `optimizer/` config file; None for a module that is only evaluated.
+        optimizer: an `optimizer/` config file; None for a module that is only evaluated. Without `no_decay`, it is that of all these files.
 
     Raises:
         ConfigError: Transformers does not know the model type, the optimizer's options are invalid, or the pretrained weights have
@@ -95,6 +95,22 @@ class CausalLM(LightningModule):
         # Counted here, on the whole model: a strategy may leave only a shard of it on this rank.
         self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
         self.group_parameters()
+
+    def frozen_model(self, config: Any, folder: Any) -> PreTrainedModel:
+        """Build a second model that is not trained, a teacher or a reference, with the attention of this one and pretrained weights.
+
+        Args:
+            config: its Transformers configuration.
+            folder: folder of its weights.
+
+        Raises:
+            ConfigError: the model does not keep documents apart, and the data module asks for it.
+        """
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=self.model_config.get("attn_implementation"))
+        if self._separates_documents():
+            require_separate_documents(model)
+        load_pretrained(model, folder)
+        return model.requires_grad_(False).eval()
 
     def _separates_documents(self) -> bool:
         """Return whether the data module of the trainer, if there is one, gives positions that keep documents apart."""

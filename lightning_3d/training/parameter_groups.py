@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.config.options.optimizer import MUON, adamw_patterns
+from lightning_3d.config.options.optimizer import MUON, adamw_patterns, undecayed_kinds
 from lightning_3d.config.options.parameter_groups import (
     ParameterGroup,
     assign,
@@ -77,7 +77,7 @@ def find_groups(model: nn.Module, config: Mapping[str, Any], weight_decay: float
     entries = read_groups(config.get("groups"))
     parameters = _names_of_trained(model)
     require_matches(entries, parameters)
-    undecayed = undecayed_names(model, config.get("no_decay") or ()) if weight_decay > 0 else frozenset()
+    undecayed = undecayed_names(model, undecayed_kinds(config)) if weight_decay > 0 else frozenset()
     chosen = assign(entries, parameters)
     algorithms = _algorithms(model, config, parameters)
     groups = []

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.module import CausalLM
-from lightning_3d.weights.pretrained import load_pretrained
 
 
 class PreferenceLM(CausalLM):
@@ -44,10 +42,7 @@ class PreferenceLM(CausalLM):
         if self.model is not None:
             return
         super().configure_model()
-        attention = self.model_config.get("attn_implementation")
-        self.reference = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
-        load_pretrained(self.reference, self.model_config["pretrained"])
-        self.reference.requires_grad_(False).eval()
+        self.reference = self.frozen_model(self.config, self.model_config["pretrained"])
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -272,7 +272,7 @@ class ComputesInside(Module):
 def fit(layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, **arguments: Any) -> int:
     """Steps taken."""
     kinds: dict[str, type[Module]] = {"inside": ComputesInside, "frozen": PartlyFrozen, "communicates": Communicates}
-    kinds |= {"backward": OwnBackward, "tempered": Tempered, "two": TwoOptimizers, "manual": Manual}
+    kinds |= {"fewer": CallsLessOften, "backward": OwnBackward, "tempered": Tempered, "two": TwoOptimizers, "manual": Manual}
     module = kinds.get(kind, Steps)(RECIPE, **arguments)
     callbacks: list[pl.Callback] = [GradientAccumulationScheduler({0: 1, 1: 2})] if kind == "accumulates" else []
     trainer = strategy_trainer(layout, callbacks, zero_stage=zero_stage, micro_batch_size=micro_batch_size, max_epochs=2)
@@ -306,6 +306,20 @@ class Communicates(Module):
 def test_communication_of_the_users_own_inside_a_step_is_refused(layout: str, how: str) -> None:
     with pytest.raises(ConfigError, match="communicates with all ranks"):
         run_ranks(fit, 2, layout, "communicates", how=how)
+
+
+class CallsLessOften(Module):
+    """The second call depends on the first one's output."""
+
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss = self.model(**batch).loss
+        return loss if isinstance(loss, Tensor) else loss + self.model(**batch).loss
+
+
+def test_fewer_calls_on_the_last_stage_are_refused() -> None:
+    with pytest.raises(PlanError, match="On the last pipeline stage, the step calls the model 1 time, but on the first stage 2 times"):
+        run_ranks(fit, 2, "pp2", "fewer", timeout=90)
 
 
 def test_whole_batches_may_communicate() -> None:

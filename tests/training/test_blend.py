@@ -144,8 +144,10 @@ def test_a_run_that_resumes_on_another_dp_reads_the_same_rows(tmp_path: Path, re
     sources = weighted(tmp_path)
     one = rows_of(blend_of(sources))
     saved = blend_of(sources, 4, 1)
-    saved.trainer.fit_loop.epoch_loop.batch_progress.total.ready = 5
-    state = json.loads(json.dumps(saved.train_dataloader().state_dict()))
+    loader = saved.train_dataloader()
+    next(iter(loader))
+    saved.trainer.fit_loop.epoch_loop.batch_progress.total.processed = 5
+    state = json.loads(json.dumps(loader.state_dict()))
     assert state["samples"] == 60
     ranks = []
     for rank in range(replicas):
@@ -173,8 +175,9 @@ def test_a_position_in_another_blend_is_refused(tmp_path: Path, change: Any) -> 
 def test_a_blend_ends_after_its_last_row(tmp_path: Path) -> None:
     data = blend_of(weighted(tmp_path))
     loader = data.train_dataloader()
+    next(iter(loader))
     loader.sampler.set_epoch(1)
-    data.trainer.fit_loop.epoch_loop.batch_progress.total.ready = 17
+    data.trainer.fit_loop.epoch_loop.batch_progress.total.processed = 17
     with pytest.raises(DataError, match=r"read to its end: 204 of its 212 rows .* a step takes 12. Let the sources repeat"):
         next(iter(loader))
 

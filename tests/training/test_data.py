@@ -236,6 +236,7 @@ def test_a_resumed_epoch_goes_on_where_it_was(replicas: int) -> None:
 
 def test_the_epochs_after_the_resumed_one_are_whole() -> None:
     data = resumed(1, 0, samples=24)
+    first_tokens(data)
     assert first_tokens(data, epoch=1) == first_tokens(as_rank(Counting(), 1, 0), epoch=1)
 
 

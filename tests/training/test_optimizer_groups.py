@@ -143,6 +143,22 @@ def test_groups_of_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
         assert found["model.model.layers.1.mlp.up_proj.weight"] == (3e-4, 0.1)
 
 
+@pytest.mark.parametrize("given", [{}, {"no_decay": ["norm"]}, {"no_decay": []}, {"no_decay": None}], ids=str)
+def test_a_configuration_without_no_decay_has_the_default_of_all_recipes(given: dict[str, Any]) -> None:
+    """Norms, biases and embeddings are not decayed; an empty list decays everything."""
+    fields = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    causal_lm = CausalLM({"config": {"model_type": "qwen2", **fields}}, {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, **given})
+    causal_lm.configure_model()
+    made = causal_lm.configure_optimizers()
+    optimizer = made["optimizer"] if isinstance(made, dict) else made
+    found = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    kinds = {"embed_tokens": "embedding", "norm": "norm", "bias": "bias"}
+    kept = given.get("no_decay", ["norm", "bias", "embedding"]) or []
+    for name, parameter in causal_lm.named_parameters():
+        kind = next((kind for word, kind in kinds.items() if word in name), "matrix")
+        assert found[id(parameter)] == (0.0 if kind in kept else 0.1), name
+
+
 def refusal(groups: list[dict[str, Any]]) -> str:
     """Message with which a model of a family that only Transformers knows is refused."""
     fields = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

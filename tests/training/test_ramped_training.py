@@ -91,8 +91,10 @@ def test_a_run_resumes_in_the_middle_of_the_ramp_on_any_dp(replicas: int) -> Non
         data: Any = Numbered()
         data.trainer = trainer_of(1, 0)
         data.setup("fit")
-        data.trainer.fit_loop.epoch_loop.batch_progress.current.ready = step
-        state = data.train_dataloader().state_dict()
+        loader = data.train_dataloader()
+        next(iter(loader))
+        data.trainer.fit_loop.epoch_loop.batch_progress.total.processed = step
+        state = loader.state_dict()
         assert state["samples"] == sum(SIZES[:step])
         assert together([read(replicas, rank, state) for rank in range(replicas)]) == alone[step:]
 
@@ -165,6 +167,149 @@ def test_a_run_resumes_in_later_epochs_also_with_worker_processes(tmp_path: Path
             assert fit_alone(34, tmp_path / f"{step}.ckpt", batch_ramp=ramp, num_workers=workers) == whole[step:], (step, workers)
 
 
+class WithValidation(Numbered):
+    """Half of the samples are held out: an epoch of 48 rows."""
+
+    def load_tokens(self) -> tuple[Tokens, Tokens]:  # type: ignore[override]
+        values = super().load_tokens()[0].values
+        return Tokens(values[: 48 * LENGTH], "numbers"), Tokens(values[48 * LENGTH :], "others")
+
+
+class Validated(Read):
+    """Notes after how many batches of the run it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after: list[int] = []
+
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        if index == 0:
+            self.after.append(len(self.batches))
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, [11, 17, 21, 25]),
+    ({"check_val_every_n_epoch": 2}, [17, 25]),
+    ({"val_check_interval": 0.5}, [5, 10, 14, 17, 19, 21, 23, 25]),
+    ({"limit_train_batches": 5}, [5, 10, 14, 18]),
+    ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [9, 18]),
+], ids=str)  # fmt: skip
+def test_validation_follows_the_epochs_of_a_ramp(options: dict[str, Any], expected: list[int]) -> None:
+    """By hand: batches of 4 to row 40, of 8 to row 80, then of 12. Epochs of 48 rows have 10 + 1, 4 + 2, 4 and 4 batches."""
+    module = Validated()
+    trainer = quiet_trainer(max_epochs=4, use_distributed_sampler=False, limit_val_batches=1, num_sanity_val_steps=0, **options)
+    trainer.fit(module, datamodule=WithValidation(batch_ramp={"from": 4, "step": 4, "tokens": 80 * LENGTH}))
+    assert module.after == expected
+
+
+def test_validation_after_more_batches_than_a_later_epoch_has_is_refused() -> None:
+    ramp = {"from": 4, "step": 4, "tokens": 80 * LENGTH}
+    options = {"use_distributed_sampler": False, "limit_val_batches": 1, "val_check_interval": 6}
+    message = r"val_check_interval=6, but epoch 2 has 4 batches\. .* check_val_every_n_epoch=None .* val_check_interval of at most 4"
+    with pytest.raises(ConfigError, match=message):
+        quiet_trainer(max_epochs=4, **options).fit(Validated(), datamodule=WithValidation(batch_ramp=ramp))
+    module = Validated()
+    quiet_trainer(max_epochs=2, **options).fit(module, datamodule=WithValidation(batch_ramp=ramp))
+    assert module.after == [6, 17]
+
+
+# Checkpoints saved anywhere
+
+
+class SaveIn(Callback):
+    """Saves a checkpoint in a hook, the first time that the run is at a step."""
+
+    def __init__(self, hook: str, step: int, path: Path) -> None:
+        def save(trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == step and not path.exists() and not trainer.sanity_checking:
+                trainer.save_checkpoint(path)
+
+        if hook != AFTER_FIT:
+            setattr(self, hook, save)
+
+
+Rows = list[list[int]]
+"""Samples of each batch."""
+
+AFTER_FIT = "after fit"
+HOOKS = [
+    "on_train_batch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end",
+    AFTER_FIT,
+]  # fmt: skip
+WITHOUT_LIMIT: dict[str, Any] = {"max_epochs": -1, "max_steps": -1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+
+
+def fit_validated(start: Path | None, data: PackedDataModule, callbacks: tuple[Callback, ...] = (), **options: Any) -> tuple[Any, Trainer]:
+    module, trainer = Validated(), quiet_trainer(callbacks=list(callbacks), limit_val_batches=1, **{**WITHOUT_LIMIT, **options})
+    trainer.fit(module, datamodule=data, ckpt_path=start)
+    return module, trainer
+
+
+def uninterrupted(ramp: Any, **options: Any) -> Rows:
+    return fit_validated(None, WithValidation(batch_ramp=ramp), max_steps=40, **options)[0].batches
+
+
+def resumes_with_the_same_rows(whole: Rows, path: Path, hook: str, step: int, stop: int, ramp: Any, **options: Any) -> int:
+    """Check the rows of a run that resumes a checkpoint of `hook` at `step` of a run that ended at `stop`, with `max_steps` and with
+    `max_epochs`. Return the number of checks: 0 if the hook was not called there."""
+    _, trainer = fit_validated(None, WithValidation(batch_ramp=ramp), (SaveIn(hook, step, path),), max_steps=stop, **options)
+    if hook == AFTER_FIT:
+        trainer.save_checkpoint(path)
+    if not path.exists():
+        return 0
+    resumed, _ = fit_validated(path, WithValidation(batch_ramp=ramp), max_steps=len(whole), **options)
+    assert resumed.batches == whole[step:], "max_steps"
+    resumed, trainer = fit_validated(path, WithValidation(batch_ramp=ramp), max_epochs=6, **options)
+    assert resumed.batches and resumed.batches == whole[step : step + len(resumed.batches)], "max_epochs"
+    assert trainer.current_epoch == 6 and resumed.after[-1] == len(resumed.batches), "validated at the end of the last epoch"
+    return 2
+
+
+@pytest.mark.parametrize("ramp", [None, {"from": 4, "step": 4, "tokens": 80 * LENGTH}], ids=["no ramp", "ramp"])
+def test_a_checkpoint_saved_after_fit_resumes_with_the_next_rows(tmp_path: Path, ramp: Any) -> None:
+    """In the middle of an epoch, and at its end."""
+    whole, end = uninterrupted(ramp), 11 if ramp else 4
+    for step in (3, end):
+        assert resumes_with_the_same_rows(whole, tmp_path / f"{step}.ckpt", AFTER_FIT, step, step, ramp)
+    assert resumes_with_the_same_rows(whole, tmp_path / "epoch.ckpt", "on_train_epoch_end", end, 14, ramp)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 3}, {"val_check_interval": 0.5}], ids=str)
+@pytest.mark.parametrize("ramp", [None, {"from": 4, "step": 4, "tokens": 80 * LENGTH}], ids=["no ramp", "ramp"])
+def test_a_checkpoint_saved_anywhere_resumes_with_the_next_rows(tmp_path: Path, ramp: Any, options: dict[str, Any]) -> None:
+    whole, length = uninterrupted(ramp, **options), 3 if "limit_train_batches" in options else 11 if ramp else 4
+    cases = [(hook, step, step + more) for hook in HOOKS for step in (2, length, length + 1) for more in (0, 2)]
+    made = 0
+    for number, (hook, step, stop) in enumerate(cases):
+        if hook != AFTER_FIT or step == stop:
+            made += resumes_with_the_same_rows(whole, tmp_path / f"{number}.ckpt", hook, step, stop, ramp, **options)
+    assert made > 30
+
+
+def test_a_checkpoint_saved_after_several_resumed_runs(tmp_path: Path) -> None:
+    """Each run ends in the middle of an epoch, where Lightning counts the next one."""
+    whole = fit_alone(30, batch_ramp=None)
+    found, start = [], None
+    for step in (3, 5, 8, 11, 13, 30):
+        module, trainer = Read(), quiet_trainer(max_steps=step, max_epochs=-1, limit_val_batches=0, use_distributed_sampler=False)
+        trainer.fit(module, datamodule=Numbered(batch_ramp=None), ckpt_path=start)
+        found += module.batches
+        trainer.save_checkpoint(start := tmp_path / f"{step}.ckpt")
+    assert found == whole
+
+
+def test_a_checkpoint_of_an_older_version_has_its_position_in_the_loader(tmp_path: Path) -> None:
+    whole = fit_alone(20, callbacks=(SaveAt(tmp_path, (3, 8, 11)),), batch_ramp=None)
+    for step in (3, 8, 11):
+        checkpoint = torch.load(tmp_path / f"{step}.ckpt", weights_only=False)
+        assert checkpoint.pop("Numbered") == checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
+        if step == 8:  # they did not know that the epoch had ended
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"][0] |= {"epoch": 0, "samples": 96}
+        torch.save(checkpoint, tmp_path / "old.ckpt")
+        assert fit_alone(20, tmp_path / "old.ckpt", batch_ramp=None) == whole[step:]
+
+
 # Training
 
 MODEL = {
@@ -173,7 +318,7 @@ MODEL = {
         "num_key_value_heads": 2, "vocab_size": 101,
     }
 }  # fmt: skip
-ADAMW = {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
+ADAMW = {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "no_decay": []}
 STEPS = len(SIZES)
 
 
@@ -209,6 +354,8 @@ def train(layout: str, steps: int = STEPS, resume: str | None = None, save: str 
         limit_val_batches=0, callbacks=[values, *keep],
     )  # fmt: skip
     trainer.fit(Double(MODEL, ADAMW), datamodule=Numbered(), ckpt_path=resume)
+    if save is not None and steps < STEPS:
+        trainer.save_checkpoint(Path(save) / "after.ckpt")
     return values.losses, values.tokens
 
 
@@ -244,6 +391,9 @@ def test_training_is_exact_and_resumes_bit_by_bit(tmp_path: Path) -> None:
     assert_equal(all_tensors(tmp_path / "b/7.ckpt"), all_tensors(tmp_path / "a/7.ckpt"))
     other = run_ranks(train, 2, "dp2", resume=str(tmp_path / "a/3.ckpt"), save=str(tmp_path / "c"))[0]
     assert other[0] == pytest.approx(expected[3:], rel=1e-10) and other[1] == tokens[3:]
+    run_ranks(train, 2, "pp2", steps=3, at=9, save=str(tmp_path / "d"))
+    again = run_ranks(train, 2, "dp2", resume=str(tmp_path / "d/after.ckpt"))[0]
+    assert again == other, "saved after fit, in the middle of the epoch"
     final, whole = all_tensors(tmp_path / "c/7.ckpt"), all_tensors(tmp_path / "a/7.ckpt")
     for name, tensor in whole.items():
         torch.testing.assert_close(final[name], tensor, rtol=0, atol=1e-10)

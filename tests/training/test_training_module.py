@@ -165,7 +165,7 @@ def test_a_run_resumed_in_a_later_epoch_sees_the_same_samples(tmp_path: Path) ->
 
 def test_f26_a_checkpoint_without_the_position_is_refused(trained: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = torch.load(trained["folder"] / "checkpoints" / "epoch=0-step=10.ckpt", weights_only=False)
-    del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"], checkpoint["Alphabet"]
     torch.save(checkpoint, tmp_path / "other.ckpt")
     with pytest.raises(DataError, match="does not contain the position in the data"):
         trainer(tmp_path).fit(CausalLM(MODEL, OPTIMIZER), datamodule=alphabet(), ckpt_path=tmp_path / "other.ckpt")

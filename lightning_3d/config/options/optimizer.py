@@ -24,6 +24,8 @@ _OF_MUON = ("adamw", "adamw_lr")
 _ADJUST_LR = ("match_rms_adamw", "original")
 _MOST_NS_STEPS = 99  # torch's
 _KINDS = ("norm", "bias", "embedding")
+NO_DECAY = _KINDS
+"""Kinds of parameters without weight decay where a configuration has no key `no_decay`."""
 COMMON = ("name", "lr", "weight_decay", "no_decay", "groups", "scheduler")
 """Keys of every optimizer. With a `_target_`, all other keys are arguments of the class."""
 
@@ -61,7 +63,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         raise ConfigError("optimizer.fused is an option of adamw and sgd, because cpu_adamw is always fused. Omit it, or set it to null.")
     if name == MUON:
         _check_muon(config)
-    _check_kinds(config.get("no_decay") or ())
+    _check_kinds(undecayed_kinds(config))
     read_groups(config.get("groups"))
     if config.get("scheduler") is not None:
         check_scheduler(config["scheduler"])
@@ -155,6 +157,11 @@ def _check_betas(betas: Any) -> None:
         raise ConfigError(f"optimizer.betas must be two numbers, for example [0.9, 0.95]; got {plural(len(betas), 'number')}.")
     for beta in betas:
         require_number("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "of at least 0 and less than 1")
+
+
+def undecayed_kinds(config: Mapping[str, Any]) -> Any:
+    """Return the kinds of parameters that an optimizer configuration does not decay: `NO_DECAY` if it does not say; null means none."""
+    return config.get("no_decay", NO_DECAY) or ()
 
 
 def _check_kinds(kinds: Any) -> None:

@@ -237,7 +237,7 @@ class PipelineState:
         expected = 1 if self.calls is None else len(self.calls)
         if self._calls >= expected and not self.counts_calls:
             raise PlanError(
-                f"The step calls {model} more often than the {expected} time{'s' * (expected > 1)} that the first stage has seen in a"
+                f"The step calls {model} more often than the {_times(expected)} that the first stage has seen in a"
                 f" micro-batch of these shapes.{self._why_not_seen()} With pp > 1, how often a step calls the model may depend only on"
                 " the shapes of its batch. Or join the inputs into one batch, or use a layout with pp = 1."
             )
@@ -272,7 +272,7 @@ class PipelineState:
         return Unknown(f"the output of {model}", hidden.device)
 
     def end_step(self, error: Exception | None = None) -> None:
-        """End a step that has returned, or failed, after a call of the model, before the last stage. Does nothing if it has called none.
+        """End a step that has returned, or failed, after a call of the model. Before the last stage, does nothing if it has called none.
 
         Args:
             error: failure of code that is given an unknown output of the model. It ends the step only while the first stage counts the
@@ -282,16 +282,32 @@ class PipelineState:
             StageBoundary: the first stage now knows the calls.
             PlanError: the step has returned after fewer calls than the first stage has seen.
         """
+        if error is None:
+            self._require_all_calls()
         if self.knows_outputs or self._in_call or not (error is None or self.counts_calls):
             return
         if not self.counts_calls:
             raise PlanError(
-                f"The step calls the model {len(self._sent)} times, but called it {len(self.calls or ())} times in the first micro-batch of"
-                " these shapes. With pp > 1, how often a step calls the model may depend only on the shapes of its batch."
+                f"The step calls the model {_times(len(self._sent))}, but called it {_times(len(self.calls or ()))} in the first"
+                " micro-batch of these shapes. With pp > 1, how often a step calls the model may depend only on the shapes of its batch."
             )
         end = "" if error is None else f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         self.calls, self.counts_calls = Calls(tuple(self.boundaries), tuple(map(spec_of, self._sent)), end), False
         raise StageBoundary(self.calls.pack(self._sent))
+
+    def _require_all_calls(self) -> None:
+        """Refuse a step that has returned on the last stage after fewer calls than the first stage has seen."""
+        if self.chunk is None or not self.chunk.is_last or self.calls is None or self._calls >= len(self.calls):
+            return
+        raise PlanError(
+            f"On the last pipeline stage, the step calls the model {_times(self._calls)}, but on the first stage {_times(len(self.calls))},"
+            " because there it gets no values of the model's output. With pp > 1, how often a step calls the model may depend only on the"
+            " shapes of its batch. Make the same calls in every case, or use a layout with pp = 1."
+        )
+
+
+def _times(count: int) -> str:
+    return f"{count} time{'s' * (count != 1)}"
 
 
 def _is_float(value: Any) -> bool:

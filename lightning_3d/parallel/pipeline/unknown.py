@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from lightning_3d.errors import PlanError
 class Unknown:
     """A value that only the last stage knows. What is computed from it is unknown too, so that the user's step can go on to its next call.
 
-    Nothing is computed: attributes, items, calls, operators and functions of torch return another unknown value. Code that needs the value
-    itself, as a condition or a Python number, is refused.
+    Nothing is computed: attributes, items, calls, operators, rounding, `with` and functions of torch return another unknown value, and a
+    text says that the value is not here. Code that needs the value itself, as a condition or a Python number, is refused.
 
     Args:
         origin: what returned it, for messages.
@@ -56,6 +57,16 @@ class Unknown:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.unknown_like()
 
+    def __format__(self, form: str) -> str:
+        """Return the text for any format: `f"{loss:.3f}"` of a message that a later stage prints."""
+        return repr(self)
+
+    def __enter__(self) -> Unknown:
+        return self.unknown_like()
+
+    def __exit__(self, *error: Any) -> None:
+        """Let an error of the block through."""
+
     def __iter__(self) -> Iterator[Unknown]:
         """Unpack into as many values as the calling line names (`a, b = value`), as torch.fx does."""
         frame = sys._getframe(1)
@@ -71,7 +82,7 @@ class Unknown:
             " (torch.where), or use a layout with pp = 1."
         )
 
-    __bool__ = __float__ = __int__ = __index__ = __len__ = __contains__ = __complex__ = _refuse
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __contains__ = __complex__ = __array__ = _refuse
 
     def __hash__(self) -> int:
         return id(self)
@@ -84,16 +95,23 @@ def _operator(self: Unknown, *others: Any) -> Unknown:
     return self.unknown_like()
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"):
     setattr(Unknown, f"__{_name}__", _operator)
     setattr(Unknown, f"__r{_name}__", _operator)
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem"):
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "getitem", "round", "trunc", "floor", "ceil"):
     setattr(Unknown, f"__{_name}__", _operator)
 
 
 def first_unknown(value: Any) -> list[Unknown]:
-    """Find the first unknown value in nested tuples, lists and dicts, as a list of one; an empty list if there is none."""
+    """Find the first unknown value in nested tuples, lists, dicts and dataclasses, as a list of one; an empty list if there is none."""
     if isinstance(value, Unknown):
         return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return next((found for item in items if (found := first_unknown(item))), [])
+    return next((found for item in _items(value) if (found := first_unknown(item))), [])
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if is_dataclass(value) and not isinstance(value, type):
+        return (getattr(value, field.name, None) for field in fields(value))
+    return value if isinstance(value, (tuple, list)) else ()

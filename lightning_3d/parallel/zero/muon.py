@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.compat.muon import adjusted_lr, orthogonalize, require_muon
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.parallel.zero.matrix_pieces import HeldPiece, require_matrices
 
 if TYPE_CHECKING:
@@ -38,12 +39,13 @@ class MuonWithAdamW(torch.optim.AdamW):
         betas, eps: those of AdamW.
         weight_decay: decoupled weight decay.
         momentum, nesterov: those of Muon.
-        ns_steps: Newton-Schulz iterations.
+        ns_steps: Newton-Schulz iterations, the same in all groups: a rank iterates matrices of other ranks too.
         adjust_lr_fn: how Muon scales the learning rate by the shape of a matrix. "match_rms_adamw" makes updates as large as AdamW's, so
             that both can have one learning rate; "original" is the rule of the first publication.
 
     Raises:
-        ConfigError: torch has no Muon, or a parameter in a group of Muon is neither a matrix nor a stack of matrices.
+        ConfigError: torch has no Muon, a parameter in a group of Muon is neither a matrix nor a stack of matrices, or its groups have
+            different `ns_steps`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         require_matrices([tuple(parameter.shape) for group in self.matrix_groups for parameter in group["params"]])
         self._ns_steps = ns_steps
         self._exchange: MatrixExchange | None = None
+        self._steps()
 
     @property
     def matrix_groups(self) -> list[dict[str, Any]]:
@@ -133,8 +136,15 @@ class MuonWithAdamW(torch.optim.AdamW):
         return found
 
     def _steps(self) -> int:
-        """Newton-Schulz iterations: those of the first group, which a checkpoint may have changed."""
-        return next((int(group["ns_steps"]) for group in self.matrix_groups), self._ns_steps)
+        """Newton-Schulz iterations: those of all groups, which a checkpoint may have changed.
+
+        Raises:
+            ConfigError: groups have different ones.
+        """
+        found = sorted({int(group["ns_steps"]) for group in self.matrix_groups})
+        if len(found) > 1:
+            raise ConfigError(f"All parameter groups of Muon must have the same ns_steps; got {listed(found)}. Use ns_steps={found[-1]}.")
+        return found[0] if found else self._ns_steps
 
 
 @dataclass(frozen=True)

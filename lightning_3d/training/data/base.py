@@ -1,22 +1,25 @@
-"""Base class of the data modules of packed text: samplers, loaders, checks and the position in the data."""
+"""Base class of the data modules of packed text: loaders, checks and the position in the data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError, DataError, Lightning3DError, plural
+from lightning_3d.compat.lightning_data import begin_after_ended_epoch, count_epoch_again, has_ended_epoch, trained_batches
+from lightning_3d.errors import ConfigError, DataError, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.training.data.entropy import Entropy, entropy
+from lightning_3d.training.data.loaders import Batches, GlobalBatchSampler, GlobalOrderSampler, Loader, TrainLoader
 from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens, spread
 from lightning_3d.training.data.permutation import Permutation
 from lightning_3d.training.data.read_ahead import read_ahead, rows_ahead
@@ -30,108 +33,24 @@ LISTED, KEYED = 1, 2
 """Kinds of order, as a saved position names them: torch's permutation of a list, which older versions used, and a `Permutation`."""
 
 
-class GlobalOrderSampler(DistributedSampler[Any]):
-    """Order of samples that depends only on the seed and the epoch, not on the number of data-parallel ranks.
+@dataclass(frozen=True)
+class Reading:
+    """Where this process began to read the epoch that it is in.
 
-    The samples of a step are the next global batch of one shuffled order; this rank reads every `num_replicas`-th of
-    them. A resumed epoch skips the samples that were already used. Memory and the time to the first sample do not depend on the number of
-    samples.
-
-    Args:
-        dataset: the samples.
-        used: function epoch -> samples that were already used in its order; called when an epoch starts.
-        order: function (epoch, places in the order) -> indices of samples; called when an epoch starts.
-        rows: how the rows of a global batch are dealt to ranks.
+    Attributes:
+        number: Lightning's number of the epoch.
+        epoch: epoch of the order. It differs from `number` after a run that was saved when it had ended in the middle of an epoch:
+            Lightning counts the rest of that epoch as another one.
+        used: samples of the order that had been used.
+        counted: batches that Lightning had already counted in this epoch.
+        trained: batches that had been trained on in the whole run.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        used: Callable[[int], int],
-        order: Callable[[int, Iterator[int]], Iterator[int]],
-        rows: MicroBatchRows,
-        *,
-        rank: int,
-    ) -> None:
-        super().__init__(dataset, rows.dp, rank, shuffle=True, drop_last=True)
-        self._used = used
-        self._order = order
-        self._rows = rows
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        skip = self._used(self.epoch) // self.num_replicas
-        return self._order(self.epoch, self._rows.of_rank(self.rank, range(self.total_size), skip))
-
-
-class GlobalBatchSampler(GlobalOrderSampler):
-    """The same order in batches of different sizes: yields the samples of one step of this rank as a list.
-
-    Args:
-        batches: function (epoch, samples already used) -> places of each following global batch in the order of that epoch, a multiple of
-            the ranks.
-        count: function epoch -> number of its batches.
-        **kwargs: see `GlobalOrderSampler`.
-    """
-
-    def __init__(self, batches: Callable[[int, int], Iterator[range]], count: Callable[[int], int], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._batches, self._count = batches, count
-
-    @override
-    def __iter__(self) -> Iterator[list[int]]:
-        used = self._used(self.epoch)
-        of_rank = (self._rows.of_rank(self.rank, places) for places in self._batches(self.epoch, used))
-        order = self._order(self.epoch, chain.from_iterable(of_rank))
-        return (list(islice(order, len(places) // self.num_replicas)) for places in self._batches(self.epoch, used))
-
-    @override
-    def __len__(self) -> int:
-        return self._count(self.epoch)
-
-
-class Batches(Dataset[dict[str, Tensor]]):
-    """Batches of samples: an index is the list of the samples of a batch."""
-
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    @override
-    def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
-        batch: dict[str, Tensor] = default_collate(self._samples.__getitems__(indices))
-        return batch
-
-
-class Loader(DataLoader[dict[str, Tensor]]):
-    """A loader that reports an error of a worker process as that process raised it."""
-
-    @override
-    def __iter__(self) -> Any:
-        """Start to read when the first batch is asked for. Lightning makes the iterator of a resumed epoch before it says which epoch it
-        is, and worker processes would read ahead in another one."""
-        try:
-            yield from super().__iter__()
-        except Lightning3DError as error:
-            if not str(error).startswith("Caught "):
-                raise
-            # torch has put the traceback of the worker into the message
-            raise type(error)(str(error).rstrip().rpartition(f"{type(error).__name__}: ")[2]) from None
-
-
-class TrainLoader(Loader):
-    """A loader whose position Lightning saves and restores, by these two methods."""
-
-    data_module: PackedDataModule
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.data_module.position_state()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.data_module.resume_from(state_dict)
-        self.sampler.set_epoch(state_dict["epoch"])  # type: ignore[attr-defined]
+    number: int
+    epoch: int
+    used: int
+    counted: int
+    trained: int
 
 
 class PackedDataModule(LightningDataModule):
@@ -204,6 +123,7 @@ class PackedDataModule(LightningDataModule):
         self.val_set: PackedDataset | None = None
         self._order_kind = KEYED
         self._restored: dict[str, Any] | None = None
+        self._begun: Reading | None = None
         self._entropy: Entropy | None = None
 
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
@@ -300,6 +220,24 @@ class PackedDataModule(LightningDataModule):
                 f" {plural(replicas, 'data-parallel rank')} with micro-batches of {micro_batch or 1}. Use multiples of {unit}."
             )
 
+    def _require_validation(self) -> None:
+        """Refuse a validation after more batches of an epoch than its last epochs have: the ramp makes epochs shorter."""
+        trainer = self.trainer
+        interval = getattr(trainer, "val_check_interval", None)
+        if trainer is None or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None or not trainer.limit_val_batches:
+            return
+        _, rows = self._span(0)
+        ends = [trainer.max_epochs - 1] if trainer.max_epochs not in (None, -1) else []
+        ends += [self.batches.after(trainer.max_steps - 1) // rows] if trainer.max_steps > 0 else []
+        last = max(0, min([-(-self.batches.rows // rows), *ends]))  # after the ramp, all epochs are equal
+        batches = self._batches_left(last)
+        if interval > batches:
+            raise ConfigError(
+                f"The trainer validates after val_check_interval={interval}, but epoch {last} has {batches} batch{'es' * (batches != 1)}."
+                " Use check_val_every_n_epoch=None (it then counts batches of the run), an interval of epochs, or a val_check_interval of"
+                f" at most {batches}."
+            )
+
     @override
     def train_dataloader(self) -> TrainLoader:
         assert self.train_set is not None, "setup() comes first"
@@ -307,12 +245,16 @@ class PackedDataModule(LightningDataModule):
         rows = getattr(self.trainer.strategy, "micro_batch_rows", None) if self.trainer is not None else None
         dealt = rows or MicroBatchRows(replicas, replicas)
         size = self._batch_size(replicas)
-        order: dict[str, Any] = {"dataset": self.train_set, "used": self._used, "order": self._order_ahead, "rows": dealt, "rank": index}
+        order: dict[str, Any] = {
+            "dataset": self.train_set, "begin": self._begin, "order": self._order_ahead, "rows": dealt, "rank": index,
+            "on_epoch": self._begin_epoch,
+        }  # fmt: skip
         # With a generator of its own, the loader does not advance the global one when its iterator is made, in a resumed epoch too.
         options = {**self._loader_options(size), "generator": torch.Generator().manual_seed(self.seed)}
         if self.batches.rows:
             self._require_ramp(replicas)
-            ramped = GlobalBatchSampler(self._batches_of, self._batches_in, **order)
+            self._require_validation()
+            ramped = GlobalBatchSampler(self._batches_of, **order)
             loader = TrainLoader(Batches(self.train_set), sampler=ramped, **{**options, "batch_size": None})
         else:
             loader = TrainLoader(self.train_set, sampler=GlobalOrderSampler(**order), drop_last=True, **options)
@@ -336,21 +278,23 @@ class PackedDataModule(LightningDataModule):
         listed = torch.randperm(len(self.train_set), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
         return (listed[place] for place in places)
 
-    def _used(self, epoch: int) -> int:
-        """Return the samples that were used in the order of an epoch before this process reads from it.
+    def _begin(self, number: int) -> tuple[int, int]:
+        """Note that reading begins in Lightning's epoch `number`. Return the epoch of the order, and the samples of it that were used.
 
         Raises:
             DataError: the run was resumed from a checkpoint without a position.
         """
-        if self._restored is not None:
-            return int(self._restored["samples"]) if self._restored["epoch"] == epoch else 0
-        if self.trainer is not None and self.trainer.global_step > 0 and self.trainer.ckpt_path is not None:
+        trainer = self.trainer
+        if self._restored is None and trainer is not None and trainer.global_step > 0 and trainer.ckpt_path is not None:
             raise DataError(
-                f"The checkpoint {self.trainer.ckpt_path} is at step {self.trainer.global_step} but does not contain the position"
+                f"The checkpoint {trainer.ckpt_path} is at step {trainer.global_step} but does not contain the position"
                 " in the data, so training would repeat the first samples. Resume with the data module that"
                 " wrote it, or start a new run from its weights."
             )
-        return 0
+        epoch, used = self._start_of(number)
+        trained = 0 if trainer is None else trained_batches(trainer)[0]
+        self._begun = Reading(number, epoch, used, self._counted(number), trained)
+        return epoch, used
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
@@ -378,22 +322,75 @@ class PackedDataModule(LightningDataModule):
             self._entropy = entropy(np.asarray(values[: _FULL_SCAN // values.dtype.itemsize]))
         return self._entropy
 
-    def position_state(self) -> dict[str, Any]:
-        """Position of training: samples used in the order of this epoch, and what that order depends on."""
-        assert self.trainer is not None
-        return {
-            "epoch": self.trainer.current_epoch,
-            "samples": self._rows_read(),
-            **self._same_order(),
-            "order": self._order_kind,
-        }
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, for checkpoints; nothing if there are no samples to train on."""
+        return {} if self.train_set is None else self.position_state()
 
-    def _rows_read(self) -> int:
-        """Rows that were read in the order of this epoch."""
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the position of a fit. Lightning restores that of a loader only if the checkpoint is from within an epoch."""
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self.resume_from(state_dict)
+
+    def position_state(self) -> dict[str, Any]:
+        """Position of training: epoch of the order and samples of it that were used, and what that order depends on."""
+        epoch, samples = self._place()
+        return {"epoch": epoch, "samples": samples, **self._same_order(), "order": self._order_kind}
+
+    # The position in the data
+
+    def _place(self) -> tuple[int, int]:
+        """Return (epoch of the order, samples of it that were used) at the batch that is trained on next."""
+        if self._begun is None:
+            return (0, 0) if self._restored is None else self._inside(self._restored["epoch"], int(self._restored["samples"]))
         assert self.trainer is not None
-        start, end = self._span(self.trainer.current_epoch)
-        batches = int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        return min(self.batches.after(batches, start), end) - start
+        begun, (trained, _) = self._begun, trained_batches(self.trainer)
+        start, end = self._span(begun.epoch)
+        samples = min(self.batches.after(trained - begun.trained, start + begun.used), end) - start
+        return self._inside(begun.epoch, samples, has_ended_epoch(self.trainer))  # limit_train_batches ends epochs early
+
+    def _inside(self, epoch: int, samples: int, ended: bool = False) -> tuple[int, int]:
+        """Return a place at the end of an epoch as the start of the next one."""
+        start, end = self._span(epoch)
+        return (epoch + 1, 0) if ended or samples >= end - start else (epoch, samples)
+
+    def _start_of(self, number: int) -> tuple[int, int]:
+        """Return (epoch of the order, samples of it that were used) where Lightning's epoch `number` begins to read."""
+        if self._begun is None:
+            return (number, 0) if self._restored is None else self._place()
+        same = number == self._begun.number
+        return self._begun.epoch + number - self._begun.number, self._begun.used if same else 0
+
+    def _counted(self, number: int) -> int:
+        """Return the batches that Lightning has counted in its epoch `number` where that begins to read: above 0 if it continues it."""
+        if self._begun is not None:
+            return self._begun.counted if number == self._begun.number else 0
+        if self.trainer is None or not self.trainer.fit_loop.restarting or has_ended_epoch(self.trainer):
+            return 0
+        return trained_batches(self.trainer)[1]
+
+    def batches_in(self, number: int) -> int:
+        """Return the number of batches that Lightning counts in its epoch `number`, those before a resume included."""
+        return self._counted(number) + self._batches_left(*self._start_of(number))
+
+    def _batches_left(self, epoch: int, used: int = 0) -> int:
+        """Return the number of global batches of an epoch of the order after the samples that were used. The last one may be shorter."""
+        start, end = self._span(epoch)
+        complete = self.batches.count(start + used, end)
+        return complete + (self.batches.after(complete, start + used) < end)
+
+    def _begin_epoch(self, number: int) -> None:
+        """Give Lightning the number of batches of its epoch that begins: with a batch ramp and after a resume, epochs differ."""
+        if self.trainer is not None:
+            begin_after_ended_epoch(self.trainer)
+            count_epoch_again(self.trainer, self._read_before(number))
+
+    def _read_before(self, number: int) -> int:
+        """Return the batches of the order's epoch that were read before Lightning's epoch `number`, which continues it."""
+        epoch, used = self._start_of(number)
+        start, _ = self._span(epoch)
+        return self.batches.count(start, start + used) - self._counted(number)
 
     def _span(self, epoch: int) -> tuple[int, int]:
         """Return the first row of the run in the order of an epoch, and the row after its last one."""
@@ -405,12 +402,6 @@ class PackedDataModule(LightningDataModule):
         """Yield the places of each global batch in the order of an epoch, after those that were used. The last one may be shorter."""
         start, end = self._span(epoch)
         return (range(rows.start - start, rows.stop - start) for rows in self.batches.batches(start + used, end))
-
-    def _batches_in(self, epoch: int) -> int:
-        """Number of global batches of an epoch."""
-        start, end = self._span(epoch)
-        complete = self.batches.count(start, end)
-        return complete + (self.batches.after(complete, start) < end)
 
     def _same_order(self) -> dict[str, Any]:
         """Everything that the order of samples depends on, besides its kind."""
@@ -447,4 +438,4 @@ class PackedDataModule(LightningDataModule):
                 " version that wrote it, or start a new run from the checkpoint's weights."
             )
         self._order_kind = kind
-        self._restored = dict(state)
+        self._restored, self._begun = dict(state), None

@@ -54,7 +54,6 @@ class Blend(PackedDataModule):
         check_data_urls({**vars(self), "name": "blend", "sources": sources})
         self.val_sets: dict[str, PackedDataset] = {}
         self.plan: BlendPlan | None = None
-        self._batches_before = 0  # that the trainer has not counted
 
     @override
     def prepare_data(self) -> None:
@@ -98,42 +97,46 @@ class Blend(PackedDataModule):
         return places
 
     @override
-    def _used(self, epoch: int) -> int:
-        """Return the rows that were read in all epochs: rows are numbered over the whole run.
+    def _begin(self, number: int) -> tuple[int, int]:
+        """Note that reading begins; see `PackedDataModule`.
 
         Raises:
-            DataError: an epoch begins, and no whole global batch is left. Also: the run was resumed from a checkpoint without a position.
+            DataError: no whole global batch is left. Also: the run was resumed from a checkpoint without a position.
         """
-        super()._used(epoch)
-        if self.trainer is None:
-            return 0
+        epoch, rows = super()._begin(number)
         assert self.train_set is not None, "setup() comes first"
-        rows, size = self._rows_read(), self.batches.at(self._rows_read())
-        begins = self._restored is None or self._restored["epoch"] != epoch  # a finished run that resumes has nothing left to read
-        if begins and rows + size > len(self.train_set):
+        size = self.batches.at(rows)
+        if rows + size > len(self.train_set):
             raise DataError(
                 f"The blend has been read to its end: {rows} of its {plural(len(self.train_set), 'row')} have been read, and a step takes"
                 f" {size}. Let the sources repeat with data.sources.NAME.epochs, or set max_steps of the Trainer."
             )
-        return rows
+        return epoch, rows
 
     @override
-    def _rows_read(self) -> int:
-        """Rows that were read in all epochs. Its end ends an epoch of Lightning, but a longer blend continues there."""
-        assert self.trainer is not None
-        return self.batches.after(self._batches_before + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready))
+    def _start_of(self, number: int) -> tuple[int, int]:
+        """Return (0, rows that were read): rows are numbered over the whole run. Their end ends an epoch of Lightning, but a longer blend
+        continues there."""
+        return (0, self._begun.used) if self._begun is not None and number == self._begun.number else self._place()
+
+    @override
+    def batches_in(self, number: int) -> int:
+        """Return the number of batches that Lightning counts; at least 1, so that a blend without rows is refused where reading begins."""
+        return max(1, super().batches_in(number))
+
+    @override
+    def _read_before(self, number: int) -> int:
+        """Return 0: an epoch of Lightning that continues a blend has batches of its own."""
+        return 0
+
+    @override
+    def _inside(self, epoch: int, samples: int, ended: bool = False) -> tuple[int, int]:
+        return 0, samples
 
     @override
     def _span(self, epoch: int) -> tuple[int, int]:
         assert self.train_set is not None, "setup() comes first"
         return 0, self.batches.after(self.batches.count(0, len(self.train_set)))
-
-    @override
-    def resume_from(self, state: dict[str, Any]) -> None:
-        super().resume_from(state)
-        assert self.trainer is not None
-        counted = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        self._batches_before = self.batches.count(0, state["samples"]) - counted
 
     @override
     def _order_depends_on(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_3d.errors import DataError
+from lightning_3d.storage.user_cache import default_cache
 from lightning_3d.training.data.corpus import find_corpora
-from lightning_3d.training.data.huggingface import default_cache
 from lightning_3d.training.data.packing import Tokens
 from lightning_3d.training.data.python_stdlib import PARTS, PythonStdlib
 from lightning_3d.training.data.shard_manifest import NAME, read_manifest

@@ -1,7 +1,9 @@
 """Several calls of the model in a step: what stages send, what code between the calls sees, and what is refused."""
 
 import copy
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.pipeline import PipelineState, StageBoundary, Unknown, assign_stages, keep_owned
+from lightning_3d.parallel.pipeline.unknown import first_unknown
 from lightning_3d.parallel.random_streams import RandomState
 
 WIDTH, VOCABULARY = 4, 11
@@ -64,7 +67,9 @@ class Stages:
         sent = self._sent_by_first(first)
         self.states[1].calls, self.states[1].boundaries = self.states[0].calls, list(self.states[0].boundaries)
         with self.states[1].running(self.chunks[1], sent, forward=True):
-            return last(self.owners[1])
+            loss = last(self.owners[1])
+            self.states[1].end_step()
+            return loss
 
     def _sent_by_first(self, step: Callable[[Any], Tensor]) -> Tensor:
         state = self.states[0]
@@ -187,19 +192,21 @@ def test_another_number_of_calls_than_the_first_stage_has_seen_is_refused() -> N
 
     with pytest.raises(PlanError, match="calls Net more often than the 2 times"):
         Stages().run(calls(2), calls(3))
+    with pytest.raises(PlanError, match="On the last pipeline stage, the step calls the model 1 time, but on the first stage 2 times"):
+        Stages().run(calls(2), calls(1))
     stages = Stages()
     stages.run(calls(2))
     state = stages.states[0]
     with state.running(stages.chunks[0], None, forward=True):
         calls(1)(stages.owners[0])
-        with pytest.raises(PlanError, match="calls the model 1 times, but called it 2 times"):
+        with pytest.raises(PlanError, match="calls the model 1 time, but called it 2 times"):
             state.end_step()
 
 
 def test_what_is_computed_from_an_unknown_value_is_unknown() -> None:
     value, known = Unknown("the output"), torch.ones(2)
     made = [value.logits[:, -1], value["logits"], value(1), value + known, known * value, 2 / value, -value, value @ known, value > 0]
-    made += [known.add(value), known.mul(value)]
+    made += [known.add(value), known.mul(value), round(value), round(value, 2), math.floor(value), math.ceil(value)]
     made += [torch.cat([value, known]), torch.where(value > 0, known, 0.0), F.linear(value, known)]
     first, (second, third) = value.chunk(2), value
     assert all(isinstance(each, Unknown) for each in (*made, first, second, third))
@@ -207,3 +214,24 @@ def test_what_is_computed_from_an_unknown_value_is_unknown() -> None:
         with pytest.raises(PlanError, match="needs the value of the output in Python"):
             read(value)
     assert isinstance(copy.copy(value), Unknown)
+    text = "<value of the output, which only the last stage knows>"
+    assert f"{value:.3f} {value}" == format(value, ">9") + f" {value!s}" == f"{text} {text}"
+    with value.profile() as inside:
+        assert isinstance(inside, Unknown)
+    with pytest.raises(KeyError), value:
+        raise KeyError
+
+
+@dataclass
+class Pair:
+    left: Any
+    right: Any
+
+
+def test_an_input_that_has_an_unknown_value_inside_is_refused() -> None:
+    """In any nesting, dataclasses included."""
+    value = Unknown("the output")
+    for nested in (value, [value], {"a": (1, value)}, Pair(IDS, value), [Pair(1, {"b": Pair(value, 2)})]):
+        (found,) = first_unknown(nested)
+        assert found is value
+    assert first_unknown([Pair(IDS, {"b": 2}), Pair]) == []

@@ -137,3 +137,17 @@ def test_one_process_without_a_strategy() -> None:
 def test_vectors_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a parameter in its groups has the shape \(3,\). Train it with AdamW"):
         MuonWithAdamW([{"params": [nn.Parameter(torch.zeros(3))], "algorithm": "muon"}])
+
+
+def test_groups_with_different_iterations_are_refused() -> None:
+    matrices = [nn.Parameter(torch.eye(3)) for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"must have the same ns_steps; got 3 and 5\. Use ns_steps=5"):
+        MuonWithAdamW([{"params": [each], "algorithm": "muon", "ns_steps": steps} for each, steps in zip(matrices, (5, 3), strict=True)])
+    equal = MuonWithAdamW([{"params": [matrix], "algorithm": "muon", "ns_steps": 3} for matrix in matrices])
+    equal.param_groups[1]["ns_steps"] = 4  # as a checkpoint may
+    for matrix in matrices:
+        matrix.grad = torch.ones(3, 3)
+    with pytest.raises(ConfigError, match="got 3 and 4"):
+        equal.step()
+    adamw = nn.Parameter(torch.ones(3))
+    MuonWithAdamW([{"params": matrices, "algorithm": "muon", "ns_steps": 3}, {"params": [adamw], "ns_steps": 5}])

@@ -24,6 +24,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.parallel.zero.gradient_norm import clip_coefficient, squared_norm
+from lightning_3d.parallel.zero.muon import ADAMW, MUON, MuonWithAdamW
 from lightning_3d.parallel.zero.stepper import skipping, skips_on_device
 
 COMMON = ("0", "1", "2 eager", "3 eager")  # the others run in the long sweeps
@@ -273,6 +274,19 @@ def test_other_optimizers_cannot_be_skipped_on_a_device() -> None:
     assert not skips_on_device(torch.optim.AdamW(parameters))
     assert not skips_on_device(torch.optim.SGD(parameters, momentum=0.9, fused=True)), "its first step would set the momenta"
     assert not skips_on_device(torch.optim.Adagrad(parameters, fused=True))
+
+
+def test_muon_cannot_be_skipped_on_a_device() -> None:
+    """Its step of the matrices knows nothing of `found_inf`: it is no AdamW here, although it derives from one and AdamW may be fused."""
+    vector, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.eye(3))
+    groups = [{"params": [vector], "algorithm": ADAMW, "fused": True}, {"params": [matrix], "algorithm": MUON, "fused": True}]
+    optimizer = MuonWithAdamW(groups, lr=0.1)
+    assert not skips_on_device(optimizer)
+    for parameter in (vector, matrix):
+        parameter.grad = torch.full_like(parameter, math.nan)
+    with skipping(optimizer, torch.tensor(1.0)):
+        optimizer.step()
+    assert matrix.isnan().all(), "why not: it would step the matrices"
 
 
 def test_the_clip_coefficient_is_torchs() -> None:
