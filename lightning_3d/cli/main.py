@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from lightning_3d.cli.options import table
+from lightning_3d.compat.imports import import_numpy
 from lightning_3d.errors import Lightning3DError, did_you_mean
 from lightning_3d.ranks.environment import OutsideRank, outside_rank
 from lightning_3d.version import __version__
@@ -29,6 +30,8 @@ class _Entry:
 
     def load(self) -> Callable[..., int]:
         """Import the module: no command imports what only another one needs."""
+        if self.in_ranks:
+            import_numpy()
         run: Callable[..., int] = import_module(f"lightning_3d.cli.{self.module}").run
         return run
 

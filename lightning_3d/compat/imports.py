@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,21 @@ def light_imports() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+def import_numpy() -> None:
+    """Import NumPy without the threads of its OpenBLAS: no rank can be forked from a process with threads (`ranks.supervisor.can_fork`).
+
+    Products of NumPy then use one thread; torch has a library of its own. A value of the user's in OPENBLAS_NUM_THREADS counts.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    if "numpy" in sys.modules or name in os.environ:
+        return
+    os.environ[name] = "1"  # read once, by the import
+    try:
+        import numpy  # noqa: F401
+    finally:
+        del os.environ[name]
 
 
 def import_torchmetrics() -> None:

@@ -53,6 +53,23 @@ def run_lines(lines: dict[str, list[str]], folder: Path, **more: str) -> list[Re
 pytestmark = pytest.mark.timeout(600)
 
 
+STARTS = """
+import sys
+from lightning_3d.cli.main import main
+from lightning_3d.training import job
+job.launch = lambda *arguments, fork, **more: print("forked" if fork else "spawned") or sys.exit(1)
+main(sys.argv[1:])
+"""
+
+
+def test_ranks_are_forked(tmp_path: Path) -> None:
+    """No thread of a library is in the way, not even NumPy's: spawned ranks import everything once more."""
+    command = [sys.executable, "-c", STARTS, "train", *QUICK, f"hydra.run.dir={tmp_path / 'run'}"]
+    around = {key: value for key, value in environment().items() if key not in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=around, timeout=200, check=False)
+    assert "forked" in done.stdout.splitlines(), done.stdout + done.stderr
+
+
 def test_run_leaves_its_files(results: dict[str, Result], folder: Path) -> None:
     assert results["run"].code == 0, results["run"].output
     assert results["run"].left == [], "everything is in the run folder"
