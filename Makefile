@@ -1,4 +1,4 @@
-# make train      the main job: a small Llama on Python's own source code, 8 ranks, tensor x pipeline x data
+# make train      the main job: a small Llama on Python's own source code, as shards of tokens, 8 ranks, tensor x pipeline x data
 # make test       lint, types and tests, in two workers; WORKERS=1 runs one test after the other
 # make test-full  the long sweeps, hours, in 12 shards whose results are kept; SHARD=3/12 is one of them; AGAIN=1 and AGAIN=failed run again
 # make test-cuda  the CUDA paths on simulated GPUs, with torch's CUDA build in an environment of its own; see tools/cuda_sim/README.md
@@ -25,7 +25,7 @@ CPU_TORCH := torch==2.13.0
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
-	$(BIN)/python train.py $(ARGS)
+	$(BIN)/python train.py $(if $(filter data=% recipe=%,$(ARGS)),,data=python_tokens) $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

@@ -16,7 +16,7 @@ DRY = ("cluster=local_cpu", "trainer.dry=true")
     ("overrides", "says"),
     [
         (("objective.name=dop",), 'objective.name must be language_model, dpo or distillation; got \'dop\'. Did you mean "dpo"'),
-        (("objective.name=dpo",), "data=python_tokens does not fit objective.name=dpo. .* (data=python_pairs)"),
+        (("objective.name=dpo",), "data=python_stdlib does not fit objective.name=dpo. .* (data=python_pairs)"),
         (("data=python_pairs",), "data=python_pairs does not fit objective.name=language_model"),
         (("objective.name=dpo", "data=python_pairs"), "objective.name=dpo needs model.pretrained"),
         (("objective.name=distillation",), "needs objective.teacher, a folder"),
