@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_3d.config.options.data_urls import CACHE_BYTES, check_data_urls, is_url
+from lightning_3d.config.options.data_urls import check_data_urls, is_url
 from lightning_3d.config.options.sources import Source, read_sources
 from lightning_3d.errors import DataError, plural
 from lightning_3d.storage.piece_cache import Piece, PieceCache
@@ -44,7 +44,7 @@ class Blend(PackedDataModule):
         tokenizer: str | None = None,
         check_hashes: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: float = CACHE_BYTES,
+        cache_bytes: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)

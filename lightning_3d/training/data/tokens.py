@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_3d.config.options.data_urls import CACHE_BYTES, check_data_urls, is_url
+from lightning_3d.config.options.data_urls import check_data_urls, is_url
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.concatenation import Concatenation
@@ -43,7 +43,7 @@ class TokenFiles(PackedDataModule):
         document_separator: int | None = None,
         check_hashes: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: float = CACHE_BYTES,
+        cache_bytes: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
