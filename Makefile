@@ -28,7 +28,7 @@ train: $(VENV)/.installed
 	$(BIN)/python train.py $(if $(filter data=% recipe=%,$(ARGS)),,data=python_tokens) $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python tools/test_full.py --shard "$(SHARD)" --again="$(AGAIN)" -- $(ARGS)

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from ranks import RankDied, RankTimeout
 
-from lightning_3d.errors import ConfigError
-
 
 def all_ranks_sum(value: float) -> tuple[float, int, str]:
     total = torch.tensor([value + dist.get_rank()])
@@ -27,13 +25,6 @@ def fails_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise KeyError(f"rank {rank} does not like this")
     dist.barrier()
-
-
-def refused_on(ranks: tuple[int, ...]) -> None:
-    total = torch.ones(())
-    dist.all_reduce(total)
-    if dist.get_rank() in ranks:
-        raise ConfigError(f"tp must be 1; got {total.item():g}")
 
 
 def hangs_on(rank: int) -> None:
@@ -92,17 +83,6 @@ def test_the_first_failure_is_raised_with_its_traceback_and_output(ranks) -> Non
     notes = "\n".join(caught.value.__notes__)
     assert "in fails_on" in notes and "a line before the failure" in notes
     assert ranks(all_ranks_sum, 2, 1.0)[0][0] == 3.0  # a new pool
-
-
-def test_ranks_stay_after_all_of_them_have_refused_and_only_then(ranks) -> None:
-    before = [process for _, process, _ in ranks(all_ranks_sum, 2, 1.0)]
-    with pytest.raises(ConfigError, match="tp must be 1; got 2"):
-        ranks(refused_on, 2, (0, 1))
-    after = ranks(all_ranks_sum, 2, 1.0)
-    assert [total for total, *_ in after] == [3.0, 3.0] and [process for _, process, _ in after] == before
-    with pytest.raises(ConfigError):
-        ranks(refused_on, 2, (1,))
-    assert not {process for _, process, _ in ranks(all_ranks_sum, 2, 1.0)} & set(before)
 
 
 def test_a_hang_ends_with_the_stack_of_every_rank(ranks) -> None:

@@ -6,7 +6,7 @@ and what most tests need of this project once; ranks are forked from it, so eigh
 they stay from one test to the next. Every call has its own process group, part of the store and log, and leaves no global state behind.
 
 After a failure or a time-out all ranks are killed, because those that are left may wait in a collective for ever;
-the next call forks new ones. Only after a refusal that every rank has raised do they stay: then nobody waits.
+the next call forks new ones.
 """
 
 import atexit
@@ -49,7 +49,6 @@ PRELOAD = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.qwen3.modeling_qwen3",
     "lightning.pytorch",
-    "omegaconf",  # a first save imports it
     "deepspeed",
     "peft",
     "pytest",  # test files import it, and functions that ranks run lie in test files
@@ -101,16 +100,11 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a rank says: the pickled result, or the pickled exception with its traceback.
-
-    Attributes:
-        refused: the exception is one that a user can repair, and no thread of the call is left.
-    """
+    """What a rank says: the pickled result, or the pickled exception with its traceback."""
 
     ok: bool
     payload: bytes
     traceback: str = ""
-    refused: bool = False
 
 
 class RankPool:
@@ -156,12 +150,7 @@ class RankPool:
         except BaseException:
             self.kill()
             raise
-        failed = [rank for rank, answer in answers.items() if not answer.ok]
-        if failed:
-            if sum(answer.refused for answer in answers.values()) < world_size:
-                self.kill()
-            raise self._failure(failed, answers, world_size)
-        return [pickle.loads(answers[rank].payload) for rank in range(world_size)]
+        return [pickle.loads(answer.payload) for answer in answers]
 
     def _start(self, world_size: int) -> None:
         if any(not process.is_alive() for process, _ in self._ranks):
@@ -174,9 +163,10 @@ class RankPool:
             there.close()
             self._ranks.append((process, here))
 
-    def _collect(self, world_size: int, timeout: float) -> dict[int, Answer]:
-        """Wait for every rank's answer, after a failure for a moment only. Answers by rank, in the order in which they came."""
+    def _collect(self, world_size: int, timeout: float) -> list[Answer]:
+        """Wait for every rank's answer; raise the first failure with all tracebacks as notes."""
         answers: dict[int, Answer] = {}
+        failed: list[int] = []
         deadline = time.monotonic() + timeout
         while len(answers) < world_size:
             pipes = enumerate(pipe for _, pipe in self._ranks[:world_size])
@@ -187,11 +177,15 @@ class RankPool:
             for pipe in ready:
                 rank = waiting[pipe]
                 answers[rank] = self._receive(rank)
-            if not all(answer.ok for answer in answers.values()):
+                if not answers[rank].ok:
+                    failed.append(rank)
+            if len(failed) == 1:
                 deadline = min(deadline, time.monotonic() + self._others_seconds)
-        if len(answers) < world_size and all(answer.ok for answer in answers.values()):
+        if failed:
+            raise self._failure(failed, answers, world_size)
+        if len(answers) < world_size:
             raise self._timeout(timeout, answers, world_size)
-        return answers
+        return [answers[rank] for rank in range(world_size)]
 
     def _receive(self, rank: int) -> Answer:
         process, pipe = self._ranks[rank]
@@ -203,7 +197,6 @@ class RankPool:
             return Answer(False, pickle.dumps(error), str(error))
 
     def _failure(self, failed: Sequence[int], answers: dict[int, Answer], world_size: int) -> BaseException:
-        """The first failure, with all tracebacks as notes."""
         error: BaseException = pickle.loads(answers[failed[0]].payload)
         for text in dict.fromkeys(answers[rank].traceback for rank in failed):  # each different one once
             ranks = [rank for rank in failed if answers[rank].traceback == text]
@@ -349,16 +342,8 @@ class _Outcome:
     def __exit__(self, kind: object, error: BaseException | None, stack: object) -> bool:
         if error is not None:
             text = "".join(traceback.format_exception(error))
-            self.answer = Answer(False, _dump_exception(error), text, _is_refusal(error))
+            self.answer = Answer(False, _dump_exception(error), text)
         return True
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Check that the next call may use this rank: a thread of the strategy that still watches would end it."""
-    from lightning_3d.errors import Lightning3DError
-
-    watched = any(thread.name.startswith("lightning_3d") for thread in threading.enumerate())
-    return isinstance(error, Lightning3DError) and error.exit_code == 2 and not watched
 
 
 def _dump_exception(error: BaseException) -> bytes:
@@ -418,15 +403,13 @@ def _process_group(call: Call) -> Iterator[None]:
     """The call's own default group; groups made by the function end with it."""
     import torch.distributed as dist
 
-    if dist.is_initialized():  # of a call that was refused: all ranks have answered, so nobody reads from it
-        dist.destroy_process_group()
     if call.process_group:
         limit = timedelta(seconds=call.timeout)
         store = dist.PrefixStore(f"call {call.number}", _connect(call.store_port))
         store.set_timeout(limit)
         dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=limit)
     yield
-    # After an exception the group is left as it is: an orderly end could wait for others.
+    # After an exception the group is left as it is: the pool is killed, and an orderly end could wait for others.
     if dist.is_initialized():
         dist.barrier()  # nobody closes connections that another rank still reads from
         dist.destroy_process_group()

@@ -37,11 +37,12 @@ class PythonTokens(PythonStdlib):
 
     Args:
         cache_dir: folder of the shards; None is `lightning_3d` in the user's cache folder (XDG_CACHE_HOME).
+        document_mask: see `PackedDataset`.
         **kwargs: see `PythonStdlib`.
     """
 
-    def __init__(self, *, cache_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *, cache_dir: str | os.PathLike[str] | None = None, document_mask: bool = True, **kwargs: Any) -> None:
+        super().__init__(document_mask=document_mask, **kwargs)
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
 
     @override
