@@ -33,8 +33,9 @@ NEW = 9
 def config_of(folder: Path, *overrides: str) -> dict[str, Any]:
     """The complete configuration of a run on the Python files in `folder`, in float64."""
     given = [f"model.config.{key}={value}" for key, value in SHAPE.items()]
-    given += [f"data.root={folder}/lib", f"data.cache_dir={folder}/cache", f"data.sequence_length={LENGTH}", "data.global_batch_size=4"]
-    given += ["data.val_fraction=0.4", "precision=fp64", "parallelism.zero_stage=0", "cluster=local_cpu", "trainer.max_steps=4"]
+    given += ["data=python_tokens", f"data.root={folder}/lib", f"data.cache_dir={folder}/cache", f"data.sequence_length={LENGTH}"]
+    given += ["data.global_batch_size=4", "data.val_fraction=0.4"]
+    given += ["precision=fp64", "parallelism.zero_stage=0", "cluster=local_cpu", "trainer.max_steps=4"]
     given += ["optimizer.lr=0.02", "optimizer.scheduler=null", "sample.temperature=0", f"sample.max_new_tokens={NEW}"]
     config = composed(*given, *overrides)
     config.run_folder = str(folder)
