@@ -115,11 +115,11 @@ class PieceCache:
             return
         partial = self.folder / "partial"
         with self.locked("used.lock"):
-            used = self._used()
-            if used + len(contents) > self.limit:
-                used = self._shrink(len(contents))
-            self._note(used + len(contents))  # before the piece: a kill in between leaves a number that is too large, never too small
             try:
+                used = self._used()
+                if used + len(contents) > self.limit:
+                    used = self._shrink(len(contents))
+                self._note(used + len(contents))  # before the piece: after a kill in between, the number is too large, never too small
                 partial.write_bytes(contents)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 partial.replace(path)

@@ -25,6 +25,9 @@ _FETCHED = 8 * 2**20
 """Bytes of one request in large reads. Several are in flight at a time if the backend supports that."""
 _BLOCK, _BLOCKS = 256 * 2**10, 8
 """Bytes and number of cached blocks from which small reads are served."""
+_BACKENDS: set[Any] = set()
+"""Backends in use. They are kept, because fsspec frees those of the parent in a forked process (a worker of a loader), and so closes
+connections that the parent uses: the next read of the parent would wait until its time is over."""
 
 
 @dataclass(frozen=True, order=True)
@@ -206,7 +209,9 @@ class RemotePath:
         import fsspec
 
         self.require_backend()
-        return fsspec.url_to_fs(self.url)
+        system, path = fsspec.url_to_fs(self.url)
+        _BACKENDS.add(system)
+        return system, path
 
     @contextmanager
     def _asked(self, *, fresh: bool = False) -> Iterator[tuple[Any, str]]:

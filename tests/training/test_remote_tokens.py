@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -128,6 +129,35 @@ def test_a_corpus_that_fits_is_fetched_once(server: FileServer, tmp_path: Path) 
     data.trainer = trainer_of(1, 0)  # another rank of the node, after the first one has looked at the URL
     data.setup()
     assert not server.requests and len(data.train_set or []) == len(again.train_set)
+
+
+def _read_first_bytes(url: str) -> None:
+    assert SteadyPath(url, attempts=1).fetch(0, 10) == bytes(10)
+
+
+def test_a_forked_reader_leaves_the_connections_of_its_parent(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steady_path, "_REQUEST_SECONDS", 5.0)
+    (server.folder / "zeros.bin").write_bytes(bytes(10))
+    for _ in range(3):
+        _read_first_bytes(f"{server.url}/zeros.bin")
+        reader = multiprocessing.get_context("fork").Process(target=_read_first_bytes, args=(f"{server.url}/zeros.bin",))
+        reader.start()
+        reader.join()
+        assert reader.exitcode == 0
+    _read_first_bytes(f"{server.url}/zeros.bin")
+
+
+@pytest.mark.parametrize("step", ["_used", "_shrink", "_note"])
+def test_a_disk_that_is_full_while_the_cache_counts_is_named(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = PieceCache(tmp_path, 100, PIECE)
+    cache.prepare()
+    cache.store(tmp_path / "pieces" / "3e" / "first", bytes(80))
+    monkeypatch.setattr(PieceCache, step, fail)
+    with pytest.raises(UnreachableData, match=r"cannot be written: No space left on device. Set a smaller data.cache_bytes, or"):
+        cache.store(tmp_path / "pieces" / "3f" / "second", bytes(80))
 
 
 def test_pieces_are_fetched_before_they_are_read(server: FileServer, tmp_path: Path) -> None:
