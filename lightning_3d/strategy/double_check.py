@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_3d.errors import ArithmeticFault, listed
+from lightning_3d.errors import ArithmeticFault, ConfigError, listed
 from lightning_3d.health.step_record import Event, StepRecorder, first_difference
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.again import RepeatableStep
@@ -45,7 +45,17 @@ class DoubleCheck:
         self.begin_fit(None)
 
     def begin_fit(self, every: int | None) -> None:
-        """Begin a fit, in which every so many steps one runs twice."""
+        """Begin a fit, in which every so many steps one runs twice.
+
+        Raises:
+            ConfigError: the device is a GPU, and its kernels may add in any order: two healthy runs could differ.
+        """
+        if every is not None and self._device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+            raise ConfigError(
+                "trainer.rerun_every_n_steps compares two runs of a step bit for bit, so GPUs need deterministic kernels: attention and"
+                " others add in any order by default. Set +trainer.extra.deterministic=true (in a script: Trainer(deterministic=True)), or"
+                " trainer.rerun_every_n_steps=null."
+            )
         self.every = every
         self._recorder: StepRecorder | None = None
         self._first = True

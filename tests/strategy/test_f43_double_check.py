@@ -11,7 +11,7 @@ from reference import Recipe, data
 from sweeps import by_default
 from torch import Tensor
 
-from lightning_3d.errors import ArithmeticFault
+from lightning_3d.errors import ArithmeticFault, ConfigError
 from lightning_3d.layout import Layout
 
 STEPS, BATCH, EVERY = 4, 4, 2
@@ -163,3 +163,16 @@ def test_f43_healthy_steps_have_the_same_bits_twice(layout: str, options: dict[s
 def test_f43_no_false_alarm_in_a_thousand_steps(layout: str, options: dict[str, Any]) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, layout, every=2, steps=1000, timeout=1200, **options)
     assert all(part[:3] == ("", [], 1000) for part in parts)
+
+
+def test_gpus_without_deterministic_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_3d.strategy.double_check import DoubleCheck
+
+    parts: Any = None
+    check = DoubleCheck(parts, parts, parts, torch.device("cuda"), layers=True)
+    check.begin_fit(None)
+    with pytest.raises(ConfigError, match=r"deterministic kernels.*\+trainer.extra.deterministic=true"):
+        check.begin_fit(5)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check.begin_fit(5)
+    assert check.is_due(4) is False  # the first step of a fit
