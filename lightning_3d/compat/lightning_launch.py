@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.torch import settle_gloo_at_exit
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, plural
 
 if TYPE_CHECKING:
     from lightning_3d.ranks.loopback import GlooInterface
@@ -24,7 +24,8 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     instead; it is None before the launch.
 
     Raises:
-        ConfigError: several ranks in a notebook; from `launch`: the ranks cannot connect at MASTER_ADDR and MASTER_PORT.
+        ConfigError: several ranks in a notebook; from `launch`: the ranks cannot connect at MASTER_ADDR and MASTER_PORT, or an earlier
+            Trainer of this process has another number of ranks.
     """
     from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -44,7 +45,8 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
             self.cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
             if self.children is None:  # not again for a second fit, or a test after it
                 _set_num_threads_if_needed(num_processes=num_processes)  # children must inherit it, else they round differently
-                self.meeting_point = hold_meeting_point(cluster_environment, num_nodes)
+                if not _is_connected(num_nodes * num_processes):
+                    self.meeting_point = hold_meeting_point(cluster_environment, num_nodes)
                 children = Children(cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
                 children.start(self._start_scripts)
                 self.children = children
@@ -71,6 +73,24 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
         return None
     _refuse_interactive(num_processes * num_nodes)
     return Launcher(cluster_environment, num_processes, num_nodes)
+
+
+def _is_connected(ranks: int) -> bool:
+    """Return whether an earlier Trainer has connected this process with the same ranks.
+
+    Raises:
+        ConfigError: that Trainer had another number of ranks.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return False
+    if dist.get_world_size() != ranks:
+        raise ConfigError(
+            f"This Trainer needs {plural(ranks, 'rank')}, but an earlier Trainer of this script has {dist.get_world_size()}. Each rank runs"
+            " the script from its beginning, so all Trainers of a script need the same number of devices and nodes. Or write two scripts."
+        )
+    return True
 
 
 def _refuse_interactive(ranks: int) -> None:
@@ -108,7 +128,7 @@ def connect_process_group(strategy: Any, timeout: Any, join_seconds: float, inte
         interface: of gloo; ranks that are all on one machine listen on its loopback interface.
 
     Raises:
-        RendezvousError: ranks have not joined in time.
+        RendezvousError: ranks have not joined in time. ConfigError: an earlier Trainer of this process has another number of ranks.
     """
     from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -120,6 +140,7 @@ def connect_process_group(strategy: Any, timeout: Any, join_seconds: float, inte
     from lightning_3d.ranks.rendezvous import explained_errors
 
     environment = strategy.cluster_environment
+    _is_connected(strategy.num_nodes * strategy.num_processes)
     environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
     environment.set_world_size(strategy.num_nodes * strategy.num_processes)
     for decorator in (rank_zero_only, fabric_rank_zero_only):

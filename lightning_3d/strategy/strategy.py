@@ -500,6 +500,8 @@ class Lightning3DStrategy(CheckpointHooks):
         SIGTERM, and a step that is not finite, end all ranks together: a save that is under way is finished first.
         """
         self._ending = Ending.by(exception)
+        if self._mesh is None and self._failures is None:
+            return  # this rank was not connected yet: there is nothing to report, and no one to report it to
         if self._ending is Ending.TOGETHER:
             self._store.finish()  # before the message, which names the newest checkpoint
         self._report_end(exception)
@@ -520,7 +522,8 @@ class Lightning3DStrategy(CheckpointHooks):
         self._store.close(failed=self._ending is Ending.ALONE)
         module = self.lightning_module
         if module is not None:
-            forget_deferred(module.trainer)
+            if self._mesh is not None:  # else the launch failed, before Lightning attached the module
+                forget_deferred(module.trainer)
             vars(module).pop("optimizer_zero_grad", None)
             if any(parameter.is_meta for parameter in module.parameters()):
                 return  # refused half built: moving it to the CPU would fail and hide the refusal

@@ -70,6 +70,47 @@ def test_processes_that_accelerate_started_for_fsdp_are_refused(monkeypatch: pyt
         made("tp1", 1)
 
 
+# Several Trainers
+
+TRAINERS = """
+import sys
+from lightning.pytorch import Trainer
+from lightning_3d import Lightning3DStrategy
+from lightning_3d.errors import ConfigError
+from plain_module import LanguageModel, TextData
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+quiet.update(max_steps=1, limit_val_batches=0)
+for devices in map(int, sys.argv[1:]):
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=Lightning3DStrategy(f"dp{devices}"), **quiet)
+    try:
+        trainer.fit(LanguageModel(), datamodule=TextData(8))
+    except ConfigError as error:
+        sys.exit(f"caught: {error}")
+    sys.stdout.write(f"rank {trainer.global_rank} of {trainer.world_size}\\n")
+"""
+
+
+def trained(folder: Path, *devices: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(TRAINERS)
+    command = [sys.executable, "-W", "ignore", "script.py", *devices]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_a_script_has_several_trainers(tmp_path: Path) -> None:
+    done = trained(tmp_path, "1", "1", "2")
+    assert re.findall(r"rank \d of \d", done.stdout) == ["rank 0 of 1"] * 2, done.stderr[-2000:]
+    assert done.returncode == 1 and "caught: This Trainer needs 2 ranks, but an earlier Trainer of this script has 1." in done.stderr
+
+
+@pytest.mark.full
+def test_a_script_has_several_trainers_with_two_ranks(tmp_path: Path) -> None:
+    done = trained(tmp_path, "2", "2")
+    assert sorted(re.findall(r"rank \d of \d", done.stdout)) == ["rank 0 of 2"] * 2 + ["rank 1 of 2"] * 2, done.stderr[-2000:]
+    assert done.returncode == 0
+    done = trained(tmp_path, "2", "1")
+    assert done.returncode == 1 and "This Trainer needs 1 rank, but an earlier Trainer of this script has 2." in done.stderr
+
+
 # Real launchers
 
 SCRIPT = """
