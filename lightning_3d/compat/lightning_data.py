@@ -122,6 +122,21 @@ def begin_after_ended_epoch(trainer: Any) -> None:
         loop.epoch_loop.restarting = False
 
 
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint say that its epoch goes on, if its last batch did not end it.
+
+    Where `max_steps` or `should_stop` ends a fit inside an epoch, Lightning 2.6 counts that epoch as done. A checkpoint that is saved after
+    it would continue at the same batch of the next epoch. This sets `epoch_progress` in the state of `FitLoop` (not public) to what it is
+    while the epoch runs.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches, epochs = loop.get("epoch_loop.batch_progress"), loop.get("epoch_progress")
+    if not batches or not epochs or batches["is_last_batch"] or not batches["current"]["ready"]:
+        return
+    for counts in (epochs["current"], epochs["total"]):
+        counts["processed"] = counts["completed"] = counts["ready"] - 1
+
+
 def skip_to_next_batch(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None]) -> None:
     """Restore the position of a resumed fit in its data, and the random number generators.
 
@@ -145,6 +160,7 @@ def skip_to_next_batch(trainer: Any, batches_then: float | None, restore_generat
     restore_generators()
     if any(hasattr(loader, "load_state_dict") for loader in loaders):
         return
+    begin_after_ended_epoch(trainer)
     done = loop.epoch_loop.batch_progress.current.completed + int(loop.epoch_loop.restarted_on_train_batch_end)
     now = trainer.num_training_batches
     inside = loop.epoch_loop.restarting and 0 < done < (batches_then if batches_then is not None else now)

@@ -35,7 +35,7 @@ from lightning_3d.checkpoint import (
 from lightning_3d.checkpoint.outcome import SaveOutcome
 from lightning_3d.checkpoint.space import require_space
 from lightning_3d.compat.lightning import finished_requeue
-from lightning_3d.compat.lightning_data import skip_to_next_batch
+from lightning_3d.compat.lightning_data import reopen_epoch, skip_to_next_batch
 from lightning_3d.compat.lightning_signals import name_end
 from lightning_3d.compat.transformers import describe_models
 from lightning_3d.config.options.nonfinite import IGNORE
@@ -196,6 +196,8 @@ class CheckpointHooks(RankHooks):
         batches, orders = checkpoint.pop(BATCHES, None), checkpoint.pop(ORDERS, None)
         if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
+        if orders:  # other loaders know their position themselves
+            reopen_epoch(checkpoint)
         restore_average(self.lightning_module.trainer, checkpoint)
         self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
         self._resumed_orders = resumed_orders(orders, int(checkpoint.get("epoch", 0)))

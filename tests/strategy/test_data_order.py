@@ -166,16 +166,16 @@ class SaveInTheMiddle(pl.Callback):
             trainer.save_checkpoint(f"{self.folder}/middle")
 
 
-def seen_in_script(kind: str, dp: int, folder: str = "", resume: bool = False) -> list[list[int]]:
-    """The rows by step of this rank; `dp` 0 is plain Lightning."""
+def seen_in_script(kind: str, dp: int, folder: str = "", resume: bool = False, steps: int = -1) -> list[list[int]]:
+    """The rows by step of this rank; `dp` 0 is plain Lightning. With `steps`, the fit ends after so many, and is saved then."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     pl.seed_everything(7, verbose=False)
     module, plan = Script(), Lightning3DStrategy(f"dp{dp}") if dp else None
     options: dict[str, Any] = {"strategy": plan, "devices": dp} if plan else {"devices": 1}
     validation = DataLoader(Numbers(noisy=False), 5, shuffle=True)
-    callbacks = [SaveInTheMiddle(folder)] if folder and not resume else []
-    trainer = quiet_trainer(max_epochs=3, callbacks=callbacks, limit_val_batches=2, **options)
+    callbacks = [SaveInTheMiddle(folder)] if folder and not resume and steps < 0 else []
+    trainer = quiet_trainer(max_epochs=3, max_steps=steps, callbacks=callbacks, limit_val_batches=2, **options)
 
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> DataLoader:
@@ -185,6 +185,8 @@ def seen_in_script(kind: str, dp: int, folder: str = "", resume: bool = False) -
             return validation
 
     trainer.fit(module, datamodule=Data(), ckpt_path=f"{folder}/middle" if resume else None)
+    if steps > 0:
+        trainer.save_checkpoint(f"{folder}/middle")
     return module.seen
 
 
@@ -221,6 +223,15 @@ def test_a_resumed_epoch_keeps_its_order_on_another_number_of_ranks(kind: str, t
     assert other[0] <= same[0] and len(other) == len(same)
     if kind == "own generator":
         assert all(rows <= expected for rows, expected in zip(other, same, strict=True))
+
+
+@pytest.mark.parametrize("steps", by_default([2, 3, 5, 6], 0, 1))
+def test_a_fit_that_max_steps_ended_goes_on_at_the_next_rows(steps: int, tmp_path: Path) -> None:
+    whole = run_ranks(seen_in_script, 2, "shuffle", 2, process_group=False)
+    begin = run_ranks(seen_in_script, 2, "shuffle", 2, str(tmp_path), False, steps, process_group=False)
+    rest = run_ranks(seen_in_script, 2, "shuffle", 2, str(tmp_path), True, process_group=False)
+    assert [len(rows) for rows in begin] == [steps, steps]
+    assert [first + second for first, second in zip(begin, rest, strict=True)] == whole
 
 
 def resume_without_order(folder: str) -> tuple[list[list[int]], list[str]]:
