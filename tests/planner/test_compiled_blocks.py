@@ -1,20 +1,15 @@
 """What a compiled block keeps for its backward: the planner's bytes against those that torch's partitioner chooses."""
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import lightning.pytorch as pl
-import parity
 import pytest
 import sharded
 import torch
 import yaml
 from ranks import run_ranks
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_3d.layout import Layout
@@ -106,67 +101,3 @@ def test_a_rank_with_a_part_of_the_sequence_keeps_what_the_planner_says(compile:
     name = "llama3_1_8b"
     kept = run_ranks(saved_on_a_rank, 2, name, compile)[0]
     assert predicted(name, compile=compile, layout="tp2") == pytest.approx(kept, rel=0.02)
-
-
-class Mixture(pl.LightningModule):
-    """A bf16 model of three blocks."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        self.config, self.model = config, None
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            config = AutoConfig.for_model(**self.config)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        assert self.model is not None
-        return self.model(input_ids=batch, labels=batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Count(pl.Callback):
-    """Bytes that the second block keeps in a training batch."""
-
-    bytes = 0
-
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        block = module.model.model.layers[1]
-        own = block.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            saved = Saved(iter([*module.parameters(), *kwargs["position_embeddings"]]))
-            with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
-                output = own(*args, **kwargs)
-            self.bytes = saved.bytes
-            return output
-
-        block.forward = forward
-
-
-def saved_with_sent_tokens(layout: str, compile: bool) -> int:
-    """Bytes that a block of Mixtral keeps on a rank that has half of the experts."""
-    from lightning_3d.strategy import Lightning3DStrategy
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
-    strategy = Lightning3DStrategy(layout, compile=compile, micro_batch_size=1, self_check="never")
-    count, rows = Count(), torch.arange(2 * SEQ).view(2, SEQ) % 512
-    with patch.object(torch, "compile", backend):
-        trainer = parity.quiet_trainer(strategy=strategy, devices=2, precision="bf16-true", max_steps=1, callbacks=[count])
-        trainer.fit(Mixture({**fields("mixtral_8x7b"), "num_hidden_layers": 3}), DataLoader(rows, batch_size=1))
-    return count.bytes
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-def test_experts_of_other_ranks_keep_what_eager_ones_do() -> None:
-    """Tokens choose experts as they like, so only what compilation saves is compared, on the same tokens."""
-    name, layout = "mixtral_8x7b", "dp2_ep2"
-    eager, fused = (run_ranks(saved_with_sent_tokens, 2, layout, compile)[0] for compile in (False, True))
-    says = predicted(name, compile=False, layout=layout) - predicted(name, compile=True, layout=layout)
-    assert eager - fused == pytest.approx(says, rel=0.02)
