@@ -22,7 +22,7 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.shard_size import require_possible
 from lightning_3d.models.families import FAMILIES
 from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.constants import OURS, efficiency_of
+from lightning_3d.planner.constants import OURS, compiled, efficiency_of
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.host_memory import available_memory
 from lightning_3d.planner.job import Job
@@ -169,7 +169,7 @@ def stack_of(run: CompleteRun, precision: str) -> Stack:
     if run.model.get("attn_implementation") == "eager":
         stack = replace(stack, flash=False)
     if run.parallelism.compile:
-        stack = replace(stack, traffic=replace(stack.traffic, elementwise=1.2))  # as software whose element-wise operations are fused
+        stack = compiled(stack)
     return stack
 
 

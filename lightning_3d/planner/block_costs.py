@@ -238,15 +238,17 @@ def _block(job: Job, machine: Machine, kind: Kind) -> Part:
 
 
 def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
-    """Predict a block with recomputation: its backward pass repeats all of its forward, or attention and element-wise operations."""
+    """Predict a block with recomputation, averaged over blocks: the backward pass of one in `recompute_every` repeats all of its forward,
+    or attention and element-wise operations."""
     block = _block(job, machine, kind)
     if job.recompute == "full":
-        return block + Part(backward=block.forward, backward_communication=block.forward_communication)
-    if job.recompute == "selective":
+        again = Part(backward=block.forward, backward_communication=block.forward_communication)
+    elif job.recompute == "selective":
         inner = (job.model.expert_ffn * job.model.top_k if kind.mixture else job.model.ffn) / job.layout.tp
-        again = _attention(job, machine, kind) + _elementwise(job, machine, inner)
-        return block + Part(backward=again.forward)
-    return block
+        again = Part(backward=(_attention(job, machine, kind) + _elementwise(job, machine, inner)).forward)
+    else:
+        return block
+    return block + again * (1 / job.recompute_every)
 
 
 def _embedding(job: Job, machine: Machine) -> Part:

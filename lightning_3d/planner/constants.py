@@ -24,6 +24,8 @@ EFFICIENCIES = {
 def efficiency_of(gpu: str) -> Efficiency:
     """Return the efficiency of the type of GPU that a name contains."""
     return EFFICIENCIES["a100" if "a100" in gpu.lower() else "h100"]
+
+
 LINK_LATENCY, NETWORK_LATENCY = 0.6e-6, 2.7e-6
 """NCCL 2.30, src/graph/tuning.cc, hwLatencies."""
 
@@ -55,3 +57,9 @@ OURS = replace(
     ),
 )
 """This package, without torch.compile."""
+
+
+def compiled(stack: Stack) -> Stack:
+    """Return the same software with blocks that `torch.compile` has fused."""
+    # element-wise operations as in software that fuses them
+    return replace(stack, compiled=True, traffic=replace(stack.traffic, elementwise=1.2))

@@ -12,7 +12,8 @@ attention instead of GPT's):
     (4 q + 2 k + 4 a) / t    queries, keys, values, output and log-sum-exp of attention; 5 a s / t more without a fused kernel
     6 f / t   gate, up and their product; 4 f / t without gate
 
-Software that is not fused keeps more (`Footprint.saved`, `saved_inner`).
+Software that is not fused keeps more (`Footprint.saved`, `saved_inner`). Compiled blocks keep no more, but with sequence parallelism the
+whole inputs of products: 4 h instead of 4 h / t.
 """
 
 from __future__ import annotations
@@ -201,16 +202,22 @@ def block_activations(job: Job, kind: Kind) -> float:
     """Bytes of one micro-batch that a block without recomputation keeps."""
     model, layout, footprint, width = job.model, job.layout, job.stack.footprint, job.width
     family = model.kept if job.stack.transformers else Kept()
-    unfused = footprint.saved / 2 + family.norm  # of a number that passes a norm
+    fused = job.stack.compiled
+    experts_fused = fused and layout.ep == 1  # those of other ranks run outside of the compiled graphs
+    unfused = 0.0 if fused else footprint.saved / 2 + family.norm  # of a number that passes a norm
     split = layout.tp if job.sequence_parallel else 1
     shared = 4 * model.hidden * width / split + 2 * unfused * model.hidden / layout.tp + (2 * width + unfused) * model.latent
     attention = width * (2 * model.query_width + model.expanded) + 4 * model.heads + (width + unfused) * model.normed
     attention += _of_scores(job) + job.stack.attention_saved(model.key_width)
-    inner, of_inner = model.ffn, (3 if model.gated else 2) * width + footprint.saved_inner
+    inner, saved_inner = model.ffn, 0.0 if fused else footprint.saved_inner
     if kind.mixture:  # experts are sharded, or the tokens are split before they are sent
-        inner = model.top_k * model.expert_ffn + model.shared_ffn
-        attention += family.inner * model.top_k * model.expert_ffn + family.routed * model.hidden
+        inner, saved_inner = model.top_k * model.expert_ffn + model.shared_ffn, 0.0 if experts_fused else footprint.saved_inner
+        attention += 0.0 if experts_fused else family.inner * model.top_k * model.expert_ffn
+        attention += 0.0 if fused else family.routed * model.hidden
         shared += 4 * width * model.top_k * model.hidden / layout.tp / 2  # what is sent to experts and comes back
+    of_inner = (3 if model.gated else 2) * width + saved_inner
+    if fused:  # whole inputs of the products of attention and MLP; experts of other ranks take parts
+        shared += (1 if kind.mixture and layout.ep > 1 else 2) * model.hidden * width * (1 - 1 / split)
     return job.tokens * (shared + (attention + of_inner * inner) / layout.tp)
 
 

@@ -102,10 +102,13 @@ class Stack:
     Attributes:
         flash: attention is one kernel that keeps no scores.
         transformers: blocks are those of Transformers, which keep what their family does (`Architecture.kept`).
+        compiled: blocks are compiled by `torch.compile`. It recomputes norms and the activation of an MLP, and so keeps neither `saved` nor
+            `saved_inner` bytes; with sequence parallelism it keeps whole inputs of products (`tests/planner/test_compiled_blocks.py`).
     """
 
     flash: bool = True
     transformers: bool = False
+    compiled: bool = False
     host: Host = field(default_factory=Host)
     traffic: Traffic = field(default_factory=Traffic)
     footprint: Footprint = field(default_factory=Footprint)

@@ -566,6 +566,17 @@ def test_bounds_are_below_what_is_simulated() -> None:
     assert tried > 50
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_blocks_that_are_not_recomputed_cost_no_time(recompute: str) -> None:
+    """One block in four is recomputed, so a step takes a quarter of what all of them add."""
+    job = Job(Architecture.from_spec(spec("llama3_1_8b")), Layout(dp=8), 4096, 64, 1, stack=constants.OURS)
+    none, all_of_them, quarter = (
+        step_of(replace(job, recompute=level, recompute_every=every), machine(8)).compute
+        for level, every in (("none", 1), (recompute, 1), (recompute, 4))
+    )
+    assert quarter - none == pytest.approx((all_of_them - none) / 4) and all_of_them > none
+
+
 def test_what_is_set_is_not_searched() -> None:
     job = Job(Architecture.from_spec(spec("llama3_1_8b")), Layout(), 4096, 64, 1, stack=constants.OURS)
     fixed = Fixed(schedule="GPipe", micro_batch=2, zero=1, recompute="full", sequence_parallel=True)

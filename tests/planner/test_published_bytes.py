@@ -1,0 +1,52 @@
+"""docs/planner_bytes.md: the planner's proposals for published jobs, and Megatron-LM's bytes by its own formulas."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lightning_3d.config.compose import compose
+from lightning_3d.config.plan_run import check_keys
+from lightning_3d.config.run_config import complete_run
+from lightning_3d.layout.layout import Layout
+from lightning_3d.planner.advice import plan
+from lightning_3d.planner.tables import describe
+
+
+def page() -> ModuleType:
+    """The script that writes the page's tables."""
+    path = Path(__file__).parents[2] / "docs/published_bytes.py"
+    spec = importlib.util.spec_from_file_location("published_bytes", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PAGE = page()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("one", PAGE.JOBS, ids=lambda one: one.name.replace(" ", "_"))
+def test_proposals_are_those_of_the_planner(one: tuple[str, str, str, str]) -> None:
+    _, words, _, proposed = one
+    run = complete_run(check_keys(compose([*words.split(), "data=tokens", "trainer.dry=true"])))
+    best = plan(run, "bf16").best[0].job
+    assert set(proposed.split()) <= set(describe(best).split())
+    assert not (best.layout.name == "dp1024" and best.zero == 3), "sharding over 1024 ranks gathers each block over all nodes"
+
+
+def test_bytes_of_megatron_are_those_of_its_formulas() -> None:
+    """Llama 3 70B, tp4, pp4, cp2, dp2, vp5, by hand: theoretical_memory_usage.py counts the first stage and one embedding."""
+    one = PAGE.JOBS[0]
+    layout = Layout.parse(one.layout)
+    memory = PAGE.megatron(PAGE.job(f"{one.words} parallelism={one.layout}").model, layout, 8192)
+    hidden, ffn, layers, vocabulary = 8192, 28672, 80, 128_256
+    block = 2 * hidden * (ffn * 3 / 2 + 1) + 2 * hidden * hidden * (1 + 8 / 64)
+    own = (block * layers / 4 + hidden * vocabulary) / 4
+    assert memory.weights + memory.gradients + memory.optimizer == pytest.approx((6 + 12 / 4) * own, rel=1e-4)
+    # Its formula for activations counts dropout, but neither a gated MLP nor grouped queries; it knows no cp
+    table_2 = 8192 / 2 * hidden * (18 + 4 * ffn / hidden) * layers * (1 + 3 / 20) / 4
+    assert memory.activations == pytest.approx(table_2, rel=0.06)
