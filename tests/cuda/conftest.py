@@ -3,7 +3,9 @@
 import gc
 import importlib
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 import ranks
@@ -11,6 +13,13 @@ import ranks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there is a GPU does not touch it
 SIMULATED = "simulated_cuda.autoload" in sys.modules
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for what one process computes, which `simulated_parity` shares among the workers and `mutations.py`."""
+    if SIMULATED and "SIMULATED_REFERENCES" not in os.environ:
+        folder = os.environ["SIMULATED_REFERENCES"] = tempfile.mkdtemp(prefix="references_")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,4 +1,7 @@
-"""Short fits that notice a missing synchronization, by the files in which it may be missing (`tools/cuda_sim/mutations.py`)."""
+"""Short fits that notice a missing synchronization, by the files in which it may be missing (`tools/cuda_sim/mutations.py`).
+
+With each fit are parts of the paths of these files. A fit is tried before others where a longer part fits.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ def _trace() -> None:
 
 
 EAGER = {"zero_reduce": "micro_batch", "zero_gather": "micro_batch"}
+UNITS = "zero zero/parameter_units"
 FITS: list[tuple[str, Callable[[], None]]] = [
     ("blocks/offload", _cell("llama", {}, {"fit": simulated_fits.offloading, "recompute": "full"}, dp=2)),
     ("blocks/offload", _cell("llama", {}, {"fit": simulated_fits.offloading}, pp=2)),
@@ -56,10 +60,10 @@ FITS: list[tuple[str, Callable[[], None]]] = [
     ("zero/early_replica_sums", _cell("qwen2", {"zero_shard_size": 2}, {"fit": simulated_fits.small_buckets}, dp=4, zero=1)),
     ("zero/overlapped_gather", _cell("qwen2", {"zero_overlap_gather": True}, dp=2, zero=1)),
     ("zero/overlapped_gather", _cell("qwen2", {"zero_overlap_gather": True}, {"fit": simulated_fits.read_beside}, dp=2, zero=1)),
-    ("zero", _cell("qwen2", EAGER, dp=2, zero=3)),
-    ("zero", _cell("qwen2", {"zero_gather": "step"}, dp=2, pp=2, zero=3)),
-    ("zero", _cell("qwen2", {"zero_offload": "parameters"}, dp=2, zero=3)),
-    ("zero", lambda: simulated_ranks.run(simulated_fits.gathered_in_vain, 2, environment=LATE) and None),
+    (UNITS, _cell("qwen2", EAGER, dp=2, zero=3)),
+    (UNITS, _cell("qwen2", {"zero_gather": "step"}, dp=2, pp=2, zero=3)),
+    (UNITS, _cell("qwen2", {"zero_offload": "parameters"}, dp=2, zero=3)),
+    (UNITS, lambda: simulated_ranks.run(simulated_fits.gathered_in_vain, 2, environment=LATE) and None),
     ("checkpoint", _checkpoint),
     ("health/replicas", _cell("llama", {}, {"reliability": {"check_replicas_every_n_steps": 1}}, tp=2)),
     ("strategy/pace", _paces),

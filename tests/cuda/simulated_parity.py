@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -18,10 +22,21 @@ GLOO = 1e-5
 """Largest relative difference from gloo of a loss or a gradient norm, where one process does not compute the same."""
 
 
+REFERENCES = "SIMULATED_REFERENCES"
+"""Variable with a folder in which all processes of a session share what one process computes."""
+
+
 @functools.cache
 def one_process(recipe: Recipe) -> tuple[Run, Noise]:
-    """The reference, in a process of its own: after a backward this one could not fork any more."""
+    """The reference, in a process of its own: after a backward this one could not fork any more. Stored in `REFERENCES`, if that is set."""
+    stored = Path(os.environ.get(REFERENCES, ""), hashlib.sha256(repr(recipe).encode()).hexdigest())
+    if REFERENCES in os.environ and stored.exists():
+        return pickle.loads(stored.read_bytes())
     [found] = simulated_ranks.run(reference.reference, 1, recipe, accelerator="cpu")
+    if REFERENCES in os.environ:
+        written = stored.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(found))
+        written.replace(stored)  # at once: another process may look for it
     return found
 
 

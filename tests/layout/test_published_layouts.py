@@ -26,8 +26,13 @@ PUBLISHED = {
     "The Ultra-Scale Playbook (Hugging Face), benchmarks of nanotron": "pp8 pp16_dp8 tp4_pp16_dp4 tp16_dp16 tp16_pp2_dp8 tp16_pp16_dp2"
     " tp32_dp16 tp32_pp4_dp4 tp2_pp32_dp8 tp8_pp32",
 }
-OF_RECIPES = {layout.name for layout in (recipe(name)[1].layout for name in ON_GPUS) if layout.ep == 1}
-LAYOUTS = sorted({name for names in PUBLISHED.values() for name in names.split()} | OF_RECIPES)
+
+
+@pytest.fixture(scope="module")
+def layouts() -> tuple[Layout, ...]:
+    """All of them, and those of our recipes without experts. Composing these takes seconds, and they are checked with their keys."""
+    of_recipes = {layout.name for layout in (recipe(name)[1].layout for name in ON_GPUS) if layout.ep == 1}
+    return tuple(map(Layout.parse, sorted({name for names in PUBLISHED.values() for name in names.split()} | of_recipes)))
 
 
 @pytest.fixture
@@ -69,11 +74,11 @@ def check_refusal(message: str, spec: ModelSpec, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("model", [name for name in options("model") if name != "pretrained"])
-def test_every_model_on_every_published_layout(model: str, keys_are_checked: None) -> None:
+def test_every_model_on_every_published_layout(model: str, layouts: tuple[Layout, ...], keys_are_checked: None) -> None:
     run = check_keys(composed(f"model={model}", "cluster=h100_1x8", "trainer.dry=true"))
     spec = read_spec(run.model["config"])
     refused = set()
-    for layout in map(Layout.parse, LAYOUTS):
+    for layout in layouts:
         config: Any = suit(run, layout)
         if divides(layout.tp, spec) and spec.layers >= layout.pp * layout.vp:
             assert plan_run(config).layout == layout
@@ -82,7 +87,7 @@ def test_every_model_on_every_published_layout(model: str, keys_are_checked: Non
         with pytest.raises(LayoutError) as error:
             plan_run(config)
         check_refusal(str(error.value), spec, layout)
-    most = max(layout.pp * layout.vp for layout in map(Layout.parse, LAYOUTS))
+    most = max(layout.pp * layout.vp for layout in layouts)
     assert refused or spec.layers >= most, "some of the layouts are for larger models"
     if not model.endswith("tiny"):
         assert ("tp8_dp8" in refused) == (spec.heads % 8 != 0), "28 heads"

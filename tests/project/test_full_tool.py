@@ -244,6 +244,6 @@ def test_times_and_shards_are_read_and_written() -> None:
 
 def test_make_passes_the_shard_on() -> None:
     words = ["make", "-n", "test-full", "SHARD=3/12", "AGAIN=failed", "ARGS=-x"]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120)
     said = [line for line in done.stdout.splitlines() if not line.startswith("make")]  # make inside make names its folder
     assert said[-1].endswith('tools/test_full.py --shard "3/12" --again="failed" -- -x')

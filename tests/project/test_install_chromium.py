@@ -26,7 +26,7 @@ def run(folder: Path, *, user: int = 0, **programs: str) -> list[str]:
     program(folder, "id", f"echo {user}")
     for name, text in programs.items():
         program(folder, name.replace("_", "-"), text)
-    done = subprocess.run(["sh", SCRIPT], env={"PATH": str(folder)}, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(["sh", SCRIPT], env={"PATH": str(folder)}, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
     return done.stdout.splitlines()
 
@@ -90,7 +90,7 @@ def test_continuous_integration_installs_it_and_allows_no_skips(tmp_path: Path) 
     program(tmp_path, "make", 'echo "make $* LIGHTNING_3D_NO_SKIPS=$LIGHTNING_3D_NO_SKIPS"')
     program(tmp_path, "chromium", "true")
     variables = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([REPOSITORY / ".ci" / "run"], env=variables, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run([REPOSITORY / ".ci" / "run"], env=variables, capture_output=True, text=True, check=False, timeout=120)
     lines = ["make test LIGHTNING_3D_NO_SKIPS=1", "make test-cuda LIGHTNING_3D_NO_SKIPS=1", ""]
     assert (done.returncode, done.stdout) == (0, "\n".join(lines))
     assert "install_chromium.sh" in (REPOSITORY / ".ci" / "run").read_text()

@@ -268,7 +268,7 @@ def test_ranges_of_dependencies() -> None:
 
 def make_plan(checkout: Path, target: str) -> str:
     """What `make TARGET` would do."""
-    done = subprocess.run(["make", "-n", target], cwd=checkout, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(["make", "-n", target], cwd=checkout, capture_output=True, text=True, check=True, timeout=120)
     return done.stdout
 
 

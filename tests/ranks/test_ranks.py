@@ -139,7 +139,7 @@ def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
     time.sleep(0.5)
     session.kill()
     session.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, f"of {pids} some are still running"
         time.sleep(0.05)

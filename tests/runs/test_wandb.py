@@ -356,7 +356,7 @@ def test_nothing_outlives_a_run_that_is_ended(number: signal.Signals, tmp_path: 
     os.kill(rank_0 if number == signal.SIGKILL else process.pid, number)
     code = process.wait(120)
     assert code == (1 if number == signal.SIGKILL else 128 + number), (tmp_path / "log").read_text()
-    _, alive = psutil.wait_procs(everything, timeout=30)
+    _, alive = psutil.wait_procs(everything, timeout=120)
     for each in alive:
         each.kill()
     assert not alive

@@ -319,7 +319,7 @@ class CallsLessOften(Module):
 
 def test_fewer_calls_on_the_last_stage_are_refused() -> None:
     with pytest.raises(PlanError, match="On the last pipeline stage, the step calls the model 1 time, but on the first stage 2 times"):
-        run_ranks(fit, 2, "pp2", "fewer", timeout=90)
+        run_ranks(fit, 2, "pp2", "fewer")
 
 
 def test_whole_batches_may_communicate() -> None:
@@ -519,7 +519,7 @@ def fit_and_fail(folder: str) -> None:
 
 def test_a_checkpoint_on_exception_does_not_wait_for_ranks_that_know_nothing(tmp_path: Any) -> None:
     with pytest.raises(ArithmeticError):
-        run_ranks(fit_and_fail, 2, str(tmp_path), timeout=40)
+        run_ranks(fit_and_fail, 2, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} <= {".lightning_3d.lock"}, "no checkpoint, nor a part of one"
 
 

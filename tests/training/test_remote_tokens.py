@@ -168,7 +168,7 @@ def test_pieces_are_fetched_before_they_are_read(server: FileServer, tmp_path: P
     ahead = [data.train_set.pieces(index) for index in list(data._order(0, iter(range(60))))]
     wanted = {number for pieces in ahead for _, number in pieces}
     file = ahead[0][0][0]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not all(file.is_cached(number) for number in wanted) and time.monotonic() < deadline:
         time.sleep(0.01)
     missing = [number for number in wanted if not file.is_cached(number)]

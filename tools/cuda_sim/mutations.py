@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib.abc
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,9 +65,10 @@ def sites() -> Iterator[Site]:
     """Every such call in the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
         file = str(path.relative_to(PACKAGE))
-        if file.startswith(NOT_ON_A_GPU):
+        text = path.read_text()
+        if file.startswith(NOT_ON_A_GPU) or not any(f".{method}(" in text for method in METHODS):
             continue
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in ast.walk(ast.parse(text)):
             if isinstance(function, ast.FunctionDef):
                 yield from (Site(file, function.name, node.lineno, ast.unparse(node)) for node in ast.walk(function) if _is_site(node))
 
@@ -112,11 +115,15 @@ class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(tree, str(self._path), "exec"), module.__dict__)
 
 
-def _fits() -> list[tuple[str, Callable[[], None]]]:
-    """(part of the paths whose deletions it may notice, fit); imported where the package is mutated."""
+def _fits(site: Site | None) -> list[Callable[[], None]]:
+    """The fits that may notice a deletion, those made for this file first; all for None. Imported where the package is mutated."""
     import mutation_fits
+    import preloaded  # noqa: F401  once for all ranks of all fits
 
-    return mutation_fits.FITS
+    if site is None:
+        return [fit for _, fit in mutation_fits.FITS]
+    matching = [(max((len(part) for part in parts.split() if part in site.file), default=0), fit) for parts, fit in mutation_fits.FITS]
+    return [fit for length, fit in sorted(matching, key=lambda match: -match[0]) if length]
 
 
 def _in_child(site: Site | None) -> str:
@@ -140,9 +147,8 @@ def _in_child(site: Site | None) -> str:
 
 def _noticed(site: Site | None) -> str:
     try:
-        for part, fit in _fits():
-            if site is None or part in site.file:
-                fit()
+        for fit in _fits(site):
+            fit()
     except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         telling = [line for line in lines if any(word in line for word in ("RACE", "HANG", "MISMATCH", "Error", "differ", "nan"))]
@@ -156,9 +162,10 @@ def _preload() -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda"), str(ROOT / "tools" / "cuda_sim")]
     blocked: Any = None
     sys.modules["torchao"] = blocked  # it would initialize CUDA, and this process could not be forked any more
-    for name in ("torch", "torch.distributed.pipelining.schedules", "lightning.pytorch", "transformers.models.llama.modeling_llama",
-                 "transformers.models.qwen2.modeling_qwen2"):  # fmt: skip
+    models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "olmo2", "deepseek_v3")]
+    for name in ("torch", "torch.distributed.pipelining.schedules", "lightning.pytorch", *models, "peft", "deepspeed"):
         importlib.import_module(name)
+    gc.freeze()  # a collection in a child would copy all pages
 
 
 def _chosen(words: Sequence[str]) -> list[Site]:
@@ -188,10 +195,12 @@ def main() -> int:
     parser.add_argument("--deletions", action="store_true", help="believe that the fits pass without a deletion")
     wanted = parser.parse_args()
     _preload()
-    failed = "" if wanted.deletions else _in_child(None)
-    if failed:
-        print(f"the fits fail without any deletion: {failed}")
-    return 1 if failed or (not wanted.unchanged and _delete(_chosen(wanted.words))) else 0
+    with tempfile.TemporaryDirectory(prefix="references_") as folder:
+        os.environ.setdefault("SIMULATED_REFERENCES", folder)  # the fits of all deletions share what one process computes
+        failed = "" if wanted.deletions else _in_child(None)
+        if failed:
+            print(f"the fits fail without any deletion: {failed}")
+        return 1 if failed or (not wanted.unchanged and _delete(_chosen(wanted.words))) else 0
 
 
 if __name__ == "__main__":
