@@ -12,11 +12,14 @@ from typing_extensions import override
 from lightning_3d.config.options.average import check_decay
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.zero.average import WeightAverage
+from lightning_3d.strategy.rank_hooks import RankHooks
 
 
 class ExponentialAverage(pl.Callback):
-    """Keeps an exponential moving average (EMA) of the trained weights: after each optimizer step it is decay * average + (1 - decay) *
-    weights, and it begins as the weights after the first step. This is what `EMAWeightAveraging(decay)` computes on one process.
+    """Keeps an exponential moving average (EMA) of the trained weights, in every layout and at every ZeRO stage.
+
+    After each optimizer step it becomes decay * average + (1 - decay) * weights. It begins as the weights after the first step. This is what
+    Lightning's `EMAWeightAveraging(decay)` computes on one process.
 
     Each rank averages the elements that its optimizer steps, so with ZeRO 1 to 3 the average takes 1 / (dp * cp) of its size.
 
@@ -38,12 +41,10 @@ class ExponentialAverage(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks  # which imports this module
-
-        if not isinstance(trainer.strategy, CheckpointHooks):
+        if not isinstance(trainer.strategy, RankHooks):
             raise ConfigError(
-                f"ExponentialAverage needs Lightning3DStrategy; the strategy is {type(trainer.strategy).__name__}. Use EMAWeightAveraging of"
-                " Lightning."
+                f"ExponentialAverage needs Lightning3DStrategy; the strategy is {type(trainer.strategy).__name__}. Use EMAWeightAveraging"
+                " of Lightning."
             )
 
     @override

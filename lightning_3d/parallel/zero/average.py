@@ -1,4 +1,4 @@
-"""An exponential moving average of the trained weights, kept where the optimizer's state is: each rank averages the elements that it steps."""
+"""An exponential moving average of the trained weights, in shards like the optimizer's state: each rank averages what it steps."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ class PlainStepper(Stepper):
             master.copy_(parameter)
 
     def weights(self) -> list[OptimizerShard]:
-        return [OptimizerShard(entry.name, None, {"weight": self._masters.get(entry.parameter, entry.parameter)}) for entry in self._trained.entries]
+        found = ((entry.name, self._masters.get(entry.parameter, entry.parameter)) for entry in self._trained.entries)
+        return [OptimizerShard(name, None, {"weight": weight}) for name, weight in found]
 
     @torch.no_grad()
     def publish(self) -> None:
