@@ -160,7 +160,6 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
         micro_batches=plan.micro_batches,
         precision=PRECISIONS[plan.precision],
         clip=config["trainer"]["gradient_clip_val"],
-        average_decay=config["trainer"].get("average_decay"),
         gpu=plan.accelerator == "gpu",
         whole=whole,
     )

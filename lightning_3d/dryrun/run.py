@@ -34,7 +34,6 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, training_order
 from lightning_3d.parallel.pipeline.transport import AHEAD
 from lightning_3d.ranks.progress import task
-from lightning_3d.strategy.exponential_average import ExponentialAverage
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
 from lightning_3d.strategy.step import MicroBatches
 from lightning_3d.strategy.step.splitter import BatchSplitter
@@ -200,7 +199,6 @@ class Job:
         micro_batches: micro-batches of an optimizer step.
         precision: precision, as Lightning's Trainer takes it.
         clip: gradient_clip_val of the Trainer.
-        average_decay: decay of the average of the weights; None: there is none.
         gpu: whether the job is for GPUs, over NCCL.
         whole: whether to run every micro-batch of a step, also those that add nothing new.
     """
@@ -213,7 +211,6 @@ class Job:
     micro_batches: int
     precision: str = "32-true"
     clip: float | None = None
-    average_decay: float | None = None
     gpu: bool = False
     whole: bool = False
 
@@ -340,7 +337,7 @@ def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
             precision=job.precision,
             max_steps=STEPS,
             gradient_clip_val=job.clip,
-            callbacks=[*([ExponentialAverage(job.average_decay)] if job.average_decay is not None else []), measured.follow(strategy)],
+            callbacks=[measured.follow(strategy)],
             use_distributed_sampler=False,
         )
         with task(what, actions, "actions") as measured.advance:
