@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_3d.layout.layout import Layout
     from lightning_3d.models.parallel_plan import Cut
     from lightning_3d.planner.api import planned
+    from lightning_3d.strategy.exponential_average import ExponentialAverage
     from lightning_3d.strategy.strategy import Lightning3DStrategy
     from lightning_3d.training.callbacks.periodic_checkpoint import PeriodicCheckpoint
     from lightning_3d.verification.compare import verify
@@ -30,12 +31,13 @@ drop_lines()  # here, before scripts and ranks import the libraries that print t
 __path__.append(f"{__path__[0]}/old_names")  # modules that were documented under other names
 
 __all__ = [
-    "Cut", "Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "fitting_layout", "initialize", "load_pretrained",
-    "planned", "verify",
+    "Cut", "ExponentialAverage", "Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "fitting_layout", "initialize",
+    "load_pretrained", "planned", "verify",
 ]
 
 _HOMES = {
     "Cut": "lightning_3d.models.parallel_plan",
+    "ExponentialAverage": "lightning_3d.strategy.exponential_average",
     "Layout": "lightning_3d.layout",
     "Lightning3DStrategy": "lightning_3d.strategy",
     "PeriodicCheckpoint": "lightning_3d.training.callbacks.periodic_checkpoint",

@@ -27,9 +27,10 @@ from lightning_3d.checkpoint.parameter_groups import (
     take_groups,
 )
 from lightning_3d.checkpoint.reading import TensorFolder
-from lightning_3d.checkpoint.state import MODEL, LocalState, OptimizerOwner
+from lightning_3d.checkpoint.state import AVERAGE, MODEL, LocalState, OptimizerOwner, averaged
 from lightning_3d.checkpoint.store import BATCHES, ORDERS, PATH, CheckpointOptions, CheckpointStore, SaveMode
 from lightning_3d.errors import CheckpointError
+from lightning_3d.parallel.zero.average import WeightAverage
 from lightning_3d.storage.remote_path import place
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ORDERS",
     "SaveMode",
     "describe_optimizer",
+    "load_average",
     "load_full_state_dict",
     "load_optimizer",
     "load_weights",
@@ -54,9 +56,14 @@ __all__ = [
 ]
 
 
-def load_weights(checkpoint: Mapping[str, Any], local: LocalState, *, strict: bool = True) -> None:
-    """Fill the module's parameters and buffers. See `LocalState.load_weights`."""
-    local.load_weights(TensorFolder(place(checkpoint[PATH])), strict=strict)
+def load_weights(checkpoint: Mapping[str, Any], local: LocalState, *, strict: bool = True, average: bool = False) -> None:
+    """Fill the module's parameters and buffers, with `average` from the average of weights. See `LocalState.load_weights`.
+
+    Raises:
+        CheckpointError: what is saved does not fit the model, or has no average.
+    """
+    found = place(checkpoint[PATH])
+    local.load_weights(averaged(found) if average else TensorFolder(found), strict=strict)
 
 
 def local_states(checkpoint: Mapping[str, Any], local: LocalState) -> dict[str, dict[str, Any]]:
@@ -83,12 +90,20 @@ def load_optimizer(
     local.load_optimizer(TensorFolder(found), owner)
 
 
+def load_average(checkpoint: Mapping[str, Any], local: LocalState, average: WeightAverage) -> None:
+    """Go on with the average of a checkpoint. One without leaves the average as it was at the start of a fit."""
+    folder, shards = TensorFolder(place(checkpoint[PATH])), average.restart()
+    if folder.names(AVERAGE):
+        local.load_average(folder, shards)
+        average.restore()
+
+
 def saved_generators(checkpoint: Mapping[str, Any], local: LocalState) -> Tensor | None:
     """Read the states of this rank's random number generators, for `LocalState.restore_generators`."""
     return local.saved_generators(TensorFolder(place(checkpoint[PATH])))
 
 
-def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = True) -> dict[str, Tensor]:
+def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = True, average: bool = False) -> dict[str, Tensor]:
     """Load all parameters and buffers of a checkpoint, unsharded, to the CPU. Keys are their names in the user's module.
 
     Tied parameters share memory. Needs no process groups. In one process, use
@@ -97,14 +112,16 @@ def load_full_state_dict(path: str | os.PathLike[str], *, verify_hashes: bool = 
     Args:
         path: folder or URL of the checkpoint.
         verify_hashes: whether to compare all files with their hashes first.
+        average: whether to load the average of the weights (`ExponentialAverage`) instead of the weights.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or it is damaged.
+        CheckpointError: there is no complete checkpoint, it is damaged, or it has no average.
     """
     found = place(path)
     manifest = read_manifest(found)
     if verify_hashes:
         verify(found, manifest)
-    tensors = TensorFolder(contents(found, manifest))
+    inside = contents(found, manifest)
+    tensors = averaged(inside) if average else TensorFolder(inside)
     state = {name: tensors.read(MODEL + name) for name in tensors.names(MODEL)}
     return state | {alias: state[name] for alias, name in tensors.notes.get("aliases", {}).items() if name in state}

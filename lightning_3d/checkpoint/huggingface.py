@@ -18,7 +18,7 @@ from lightning_3d.checkpoint.folder import contents, read_manifest, verify
 from lightning_3d.checkpoint.peft import MergedFolder, write_adapters
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.safetensors_stream import SafetensorsStream
-from lightning_3d.checkpoint.state import MODEL
+from lightning_3d.checkpoint.state import MODEL, averaged
 from lightning_3d.compat.peft import inject
 from lightning_3d.compat.transformers import build_on_meta, keeps_float32, stored_form
 from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, listed
@@ -64,6 +64,7 @@ def export(
     tokenizer: Path | None = None,
     merge: bool = False,
     hashes: bool = True,
+    average: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint to the folder `output`, which appears when it is complete.
 
@@ -78,6 +79,7 @@ def export(
         tokenizer: folder from which tokenizer files are copied. None: no tokenizer.
         merge: whether to merge the adapters into the model.
         hashes: whether to compare all files with their hashes first.
+        average: whether to write the average of the weights instead of the weights, by default in the type of these.
 
     Raises:
         CheckpointError: no complete checkpoint, a damaged one, or no model of Transformers in it. ConfigError: `output` is taken.
@@ -88,7 +90,11 @@ def export(
         raise ConfigError(f"{output} already exists and is not empty. Choose another --output.")
     if hashes:
         verify(path, manifest)
-    folder, prefix = TensorFolder(contents(path, manifest)), MODEL + (f"{name}." if name else "")
+    inside, prefix = contents(path, manifest), MODEL + (f"{name}." if name else "")
+    folder = TensorFolder(inside)
+    if average:
+        dtype = dtype or next((kind for name in folder.names(prefix) if (kind := folder.dtype(prefix + name)).is_floating_point), None)
+        folder = averaged(inside)
     model = adapted = build_on_meta(described["class"], described["config"])
     adapters: Mapping[str, Any] = described.get("adapters") or {}
     if adapters:

@@ -9,7 +9,7 @@ from math import prod
 from lightning_3d.checkpoint.folder import contents, files_of, read_manifest, verify
 from lightning_3d.checkpoint.huggingface import MODELS
 from lightning_3d.checkpoint.reading import TensorFolder
-from lightning_3d.checkpoint.state import CURRENT, MODEL, OPTIMIZER
+from lightning_3d.checkpoint.state import AVERAGE, CURRENT, MODEL, OPTIMIZER
 from lightning_3d.errors import listed
 from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.remote_path import Place
@@ -37,7 +37,7 @@ def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iter
         yield f"  written by  {writer}; any layout loads it"
     for name, model in manifest.get(MODELS, {}).items():
         yield f"  model       {model['class']}{f' ({name})' if name else ''}"
-    kinds = {"weights": MODEL, "optimizer": OPTIMIZER, "averaging": CURRENT}
+    kinds = {"weights": MODEL, "optimizer": OPTIMIZER, "averaging": CURRENT, "average": AVERAGE}
     for kind, prefix in kinds.items():
         shapes = folder.names(prefix)
         if not shapes:

@@ -45,11 +45,19 @@ class _Read:
 class TensorFolder:
     """The tensors of one checkpoint, open for reading.
 
+    Args:
+        folder: where they are.
+        instead: two prefixes. A tensor whose name begins with the first is read from the one whose name begins with the second, if there
+            is one.
+
+    Raises:
+        CheckpointError: the table of contents cannot be read.
+
     Attributes:
         notes: what ranks noted at writing.
     """
 
-    def __init__(self, folder: Place) -> None:
+    def __init__(self, folder: Place, *, instead: tuple[str, str] | None = None) -> None:
         self._folder = folder
         self._metadata = read_dcp_metadata(folder / METADATA_FILE)
         with _explained(folder / METADATA_FILE):
@@ -59,6 +67,7 @@ class TensorFolder:
             for name, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
+        self._read_for = {instead[0] + name: instead[1] + name for name in self.names(instead[1])} if instead is not None else {}
         self._sorted: dict[str, tuple[list[ChunkStorageMetadata], list[int], int]] = {}
         self.notes: Notes = self._metadata.planner_data or {}
 
@@ -67,7 +76,8 @@ class TensorFolder:
         return {n.removeprefix(prefix): tuple(entry.size) for n, entry in self._tensors.items() if n.startswith(prefix)}
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].properties.dtype
+        """Type in which the tensor that is read under this name is stored."""
+        return self._tensors[self._read_for.get(name, name)].properties.dtype
 
     @torch.no_grad()
     def read_into(self, targets: Mapping[str, Slices]) -> None:
@@ -93,6 +103,7 @@ class TensorFolder:
 
     def _reads(self, name: str, offset: tuple[int, ...], part: Tensor) -> list[tuple[str, _Read]]:
         """List what has to be read for one slice, by file."""
+        name = self._read_for.get(name, name)
         entry, found, filled = self._tensors[name], [], 0
         for chunk in self._near(name, offset, part):
             common = overlap(offset, tuple(part.shape), tuple(chunk.offsets), tuple(chunk.sizes))

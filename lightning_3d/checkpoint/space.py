@@ -153,20 +153,22 @@ def _kept_for_good(saver: ModelCheckpoint, steps: int | None) -> int:
 def checkpoint_bytes(
     module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, optimizers: Sequence[Optimizer], owner: OptimizerOwner | None
 ) -> tuple[int, int]:
-    """Bytes of the whole model's tensors, each counted once: weights, and weights with what the optimizer will keep. Collective over the
-    pipeline ranks.
+    """Bytes of the whole model's tensors, each counted once: weights with their average, and these with what the optimizer will keep.
+    Collective over the pipeline ranks.
     """
     held = owner.optimizer_shards() if owner is not None else []
+    averages = owner is not None and owner.keeps_average
     has_masters = any(MASTER in shard.values for shard in held)
     own: dict[str, tuple[int, int]] = {}
     for name, parameter in module.named_parameters():
         spec = specs[name]
         count, width = prod(spec.global_shape), parameter.element_size()
         masters = has_masters and width < 4
-        state = 0
+        state = average = 0
         if parameter.requires_grad and optimizers:
             state = state_width(optimizers[0], torch.float32 if masters else parameter.dtype) + (4 if masters else 0)
-        own[spec.tied_to or name] = (count * width, count * (width + state))
+            average = max(4, width) if averages else 0
+        own[spec.tied_to or name] = (count * (width + average), count * (width + average + state))
     gathered: list[Any] = [None] * mesh.size("pp")
     dist.all_gather_object(gathered, own, group=mesh.control)
     whole = {name: sizes for part in gathered for name, sizes in part.items()}

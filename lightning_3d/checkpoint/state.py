@@ -1,7 +1,7 @@
 """The state of a model in training, as a checkpoint stores it: under the names that it has on one process.
 
 Names of tensors: `model.<parameter or buffer>` and `optimizer.state.<parameter>.<state>`, as
-torch.distributed.checkpoint's own helpers call them.
+torch.distributed.checkpoint's own helpers call them, and `average.<parameter>`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from lightning_3d.checkpoint.rng_state import GENERATORS, read_generators, set_g
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
+from lightning_3d.storage.checkpoint_names import no_average
+from lightning_3d.storage.remote_path import Place
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
 CURRENT = "current_model."
 """Prefix of the weights in training, where those called `model.` are an average of them."""
 CURRENT_STATE = "current_model_state"
 """Key of `WeightAveraging` for them in Lightning's checkpoint dict."""
+AVERAGE = "average."
+"""Prefix of an exponential moving average of the trained weights, beside the weights themselves."""
 MASTER = "master"
 """State key of float32 master weights, where parameters are narrower."""
 
@@ -39,6 +43,9 @@ class OptimizerOwner(Protocol):
 
     def weight_shards(self) -> list[OptimizerShard]: ...
     def optimizer_shards(self, *, to_save: bool = False) -> list[OptimizerShard]: ...
+    def average_shards(self) -> list[OptimizerShard]: ...
+    @property
+    def keeps_average(self) -> bool: ...
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None: ...
 
 
@@ -141,6 +148,23 @@ class LocalState:
                     slices[name] = flat_range(value, held.start, spec, replica=self._is_replica(spec))
         return slices, numbers
 
+    def average(self, shards: Iterable[OptimizerShard]) -> dict[str, Slices]:
+        """Slices of an average of the trained weights, by their names in the checkpoint. Its shards are those of optimizer states."""
+        slices = {}
+        for held in shards:
+            spec = self._specs[held.name]
+            [value] = held.values.values()
+            assert isinstance(value, Tensor)
+            name = AVERAGE + (spec.tied_to or held.name)
+            whole_shard = held.start is None
+            slices[name] = shard(value, spec) if whole_shard else flat_range(value, held.start or 0, spec, replica=self._is_replica(spec))
+        return slices
+
+    def load_average(self, folder: TensorFolder, shards: Iterable[OptimizerShard]) -> None:
+        """Fill an average from a checkpoint of any layout. Parameters that were not averaged there, because they were frozen, stay."""
+        saved = folder.names(AVERAGE)
+        folder.read_into({name: part for name, part in self.average(shards).items() if name.removeprefix(AVERAGE) in saved})
+
     def generators(self) -> dict[str, Slices]:
         """Slices of the random number generators: one row for each data-parallel index; ranks with the same data have the same."""
         if any(self._mesh.index(axis) for axis in ("tp", "cp", "pp")):
@@ -241,6 +265,18 @@ class LocalState:
             for key in values.keys() & folder.notes.get("numbers", {}).keys():
                 values[key] = values[key].item()  # type: ignore[union-attr]
         return state
+
+
+def averaged(folder: Place) -> TensorFolder:
+    """Open a checkpoint in which weights are read from their average.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    tensors = TensorFolder(folder, instead=(MODEL, AVERAGE))
+    if not tensors.names(AVERAGE):
+        raise CheckpointError(no_average(folder))
+    return tensors
 
 
 def _per_element(folder: TensorFolder) -> set[str]:

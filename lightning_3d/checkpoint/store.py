@@ -188,7 +188,7 @@ class CheckpointStore:
             path: final name of the folder, the same on all ranks. An earlier checkpoint there is replaced.
             checkpoint: Lightning's dict, with the rank's own tensors in "state_dict". Optimizer state and random number generators
                 are saved if it has "optimizer_states".
-            owner: owner of the optimizer's state; None if there is none.
+            owner: owner of the optimizer's state and of the average of weights; None if there is neither.
             about: facts for the manifest.
             mode: when the save is finished, and what a failure does.
 
@@ -211,7 +211,7 @@ class CheckpointStore:
         raised = _Raised.ALL if mode is SaveMode.REQUIRED else _Raised.ALL_BUT_STORAGE
         try:
             temporary, files = on_rank_zero(lambda: self._begin_in_time(final, state))
-            tensors.plan(_collector(checkpoint, local, owner if with_optimizer else None))
+            tensors.plan(_collector(checkpoint, local, owner, with_optimizer))
 
             def commit(sums: dict[str, FileSum]) -> None:
                 folder.commit(temporary, final, facts | {"tensor_bytes": tensors.nbytes}, files | sums)
@@ -373,7 +373,7 @@ def _leads() -> bool:
 
 
 def _collector(
-    checkpoint: Mapping[str, Any], local: LocalState, owner: OptimizerOwner | None
+    checkpoint: Mapping[str, Any], local: LocalState, owner: OptimizerOwner | None, with_optimizer: bool
 ) -> Callable[[], tuple[dict[str, Slices], Notes]]:
     """Make the function that collects the slices of this rank."""
 
@@ -382,6 +382,8 @@ def _collector(
         held |= local.weights(checkpoint.get(CURRENT_STATE, {}), offered=True, prefix=CURRENT)
         numbers: set[str] = set()
         if owner is not None:
+            held |= local.average(owner.average_shards())
+        if owner is not None and with_optimizer:
             state, numbers = local.optimizer(owner.optimizer_shards(to_save=True))
             held |= state | local.generators()
         return held, {"aliases": local.aliases, "numbers": dict.fromkeys(numbers, "")}

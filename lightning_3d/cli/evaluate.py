@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.cli import evaluate_tasks
-from lightning_3d.cli.find_checkpoint import find_checkpoint
+from lightning_3d.cli.find_checkpoint import AVERAGE, find_checkpoint, require_average
 from lightning_3d.cli.options import Command
 from lightning_3d.cli.output_file import output_file
 from lightning_3d.errors import ConfigError
@@ -36,6 +36,7 @@ COMMAND = Command(
 )
 COMMAND.argument("MODEL", MODEL)
 COMMAND.option("--json", "FILE", "file to write, with the results in full precision", type=output_file("--json"))
+COMMAND.flag("--average", AVERAGE)
 evaluate_tasks.add_options(COMMAND, TOKENIZER)
 
 
@@ -50,6 +51,8 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 
 def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | None) -> int:
     subject = find_subject(find_checkpoint(options.model), options.model)
+    if options.average:
+        require_average(subject.path)
     if options.tasks is not None:
         return evaluate_tasks.run(options, subject, overrides, outside)
     evaluate_tasks.refuse_without_tasks(options)
@@ -57,7 +60,8 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
         raise ConfigError(f"{options.model} is a model folder, and no run says its validation data. Name them, for example data=tokens.")
     evaluation = check(subject, overrides, outside, reads_data=True)
     print_once(evaluation.describe(), outside)
-    request = {"about": evaluation.about(), "json": None if options.json is None else str(options.json.absolute())}
+    json = None if options.json is None else str(options.json.absolute())
+    request = {"about": evaluation.about(), "json": json, "average": options.average}
     return run_ranks(evaluation, evaluate_rank, request, outside)
 
 
@@ -66,7 +70,7 @@ def evaluate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[
     prepare_rank(config)
     from lightning_3d.evaluation.session import Session
 
-    session = Session(config, checkpoint)
+    session = Session(config, checkpoint, average=request["average"])
     sets = {entry.name: entry.numbers() for entry in session.losses()}
     if session.trainer.is_global_zero:
         print(losses_table(sets), flush=True)

@@ -96,7 +96,7 @@ def run(options: Namespace, subject: Subject, overrides: Sequence[str], outside:
     request = {
         "tasks": asdict(tasks), "found": found, "tokenizer": tokenizer, "stop": stop_tokens(subject), "max_length": options.max_length,
         "about": evaluation.about(), "folder": folder, "file": None if options.json is None else str(options.json.absolute()),
-        "options": {key: getattr(options, key) for key in ("num_fewshot", "limit", "log_samples")},
+        "average": options.average, "options": {key: getattr(options, key) for key in ("num_fewshot", "limit", "log_samples")},
     }
     return run_ranks(evaluation, evaluate_tasks_rank, request, outside)
 
@@ -126,7 +126,7 @@ def evaluate_tasks_rank(config: dict[str, Any], checkpoint: str | None, request:
     from lightning_3d.evaluation.session import Session
 
     text = open_text(request["tokenizer"], request["stop"])
-    session = Session(config, checkpoint)
+    session = Session(config, checkpoint, average=request["average"])
     evaluate = _evaluation(session, text, request) if session.trainer.is_global_zero else None
     results = session.work(lambda trainer: run_together(Engine(trainer, session.max_length), text, evaluate))
     if results is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_3d.cli.find_checkpoint import CHECKPOINT, NO_VERIFY, find_checkpoint
+from lightning_3d.cli.find_checkpoint import AVERAGE, CHECKPOINT, NO_VERIFY, find_checkpoint, require_average
 from lightning_3d.cli.options import Command
 from lightning_3d.errors import ConfigError
 from lightning_3d.ranks.progress import task
@@ -32,6 +32,7 @@ COMMAND.option("--max-shard-size", "SIZE", "largest size of one file; default: 5
 COMMAND.option("--tokenizer", "FOLDER", "folder of the tokenizer to copy; default: the tokenizer that the run started from")
 COMMAND.flag("--merge", "merge PEFT adapters into the model; default: write the adapters alone")
 COMMAND.option("--module", "NAME", "name of the model, if the checkpoint holds several")
+COMMAND.flag("--average", AVERAGE)
 COMMAND.flag("--no-verify", NO_VERIFY)
 
 
@@ -42,6 +43,8 @@ def run(arguments: list[str]) -> int:
 
 def _export(options: Namespace) -> int:
     path = find_checkpoint(options.checkpoint)
+    if options.average:
+        require_average(path)
     tokenizer = Path(options.tokenizer).expanduser() if options.tokenizer else _tokenizer_of_run(path)
     if options.tokenizer and not Path(options.tokenizer).expanduser().is_dir():
         raise ConfigError(
@@ -65,6 +68,7 @@ def _export(options: Namespace) -> int:
         tokenizer=tokenizer,
         merge=options.merge,
         hashes=not options.no_verify,
+        average=options.average,
     )
     words = "with its tokenizer" if found.tokenizer else "without a tokenizer (--tokenizer FOLDER adds one)"
     files = "1 file" if found.files == 1 else f"{found.files} files"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_3d.cli.evaluate import MODEL, TOKENIZER
-from lightning_3d.cli.find_checkpoint import find_checkpoint
+from lightning_3d.cli.find_checkpoint import AVERAGE, find_checkpoint, require_average
 from lightning_3d.cli.options import Command, whole_number
 from lightning_3d.errors import ConfigError
 from lightning_3d.evaluation.job import check
@@ -57,6 +57,7 @@ COMMAND.option(
     type=_number("--top-p", 0, 1, open_end=True), default=1.0,
 )
 COMMAND.option("--seed", "N", "seed of the choice; default: 0", type=whole_number("--seed"), default=0)
+COMMAND.flag("--average", AVERAGE)
 COMMAND.option("--tokenizer", "FOLDER", TOKENIZER)
 
 
@@ -71,6 +72,8 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
 
 def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | None) -> int:
     subject = find_subject(find_checkpoint(options.model), options.model)
+    if options.average:
+        require_average(subject.path)
     tokenizer = find_tokenizer(subject, options.tokenizer)
     evaluation = check(subject, overrides, outside, reads_data=False)
     if not options.prompt:
@@ -78,6 +81,7 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
     print_once(evaluation.describe(), outside)
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
     request = {"prompt": options.prompt, "tokenizer": tokenizer, "stop": stop_tokens(subject), "sampling": sampling}
+    request["average"] = options.average
     return run_ranks(evaluation, generate_rank, request, outside)
 
 
@@ -91,7 +95,7 @@ def generate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[
     text = open_text(request["tokenizer"], request["stop"])
     sampling = Sampling(**request["sampling"], stop=text.stop)
     prompt = text.encode(request["prompt"])
-    session = Session(config, checkpoint)
+    session = Session(config, checkpoint, average=request["average"])
     session.require_fits(prompt, sampling.max_new_tokens)
     new = session.work(lambda trainer: generate(Engine(trainer, session.max_length), [prompt], sampling)[0])
     if session.trainer.is_global_zero:

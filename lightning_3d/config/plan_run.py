@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_3d.config.elastic import adapt
 from lightning_3d.config.keys import check_containers, check_group_keys, check_type, data_options, explain_value
 from lightning_3d.config.machine import check_attention, check_token_exchange, choose_accelerator, choose_precision, visible_gpus
+from lightning_3d.config.options.average import check_decay
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.data_urls import check_data_urls
 from lightning_3d.config.options.experts import ExpertOptions
@@ -353,6 +354,8 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         check_number("trainer.limit_val_batches", trainer.limit_val_batches, least=0)
     if trainer.gradient_clip_val is not None:
         check_number("trainer.gradient_clip_val", trainer.gradient_clip_val, least=0)
+    if trainer.average_decay is not None:
+        check_decay("trainer.average_decay", trainer.average_decay)
     if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
         raise ConfigError(f"trainer.max_time must be DD:HH:MM:SS, for example 00:12:00:00; got {trainer.max_time!r}.")
     if trainer.resume is not None:

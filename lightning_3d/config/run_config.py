@@ -87,6 +87,7 @@ class TrainerConfig(Reliability):
     val_check_interval: int = MISSING
     limit_val_batches: int | None = None
     gradient_clip_val: float | None = None
+    average_decay: float | None = None
     log_every_n_steps: int = 10
     trace_every_n_steps: int | None = None
     nonfinite: str = "stop"

@@ -24,6 +24,7 @@ from lightning_3d.evaluation.prompt import max_length, require_known_ids
 from lightning_3d.evaluation.table import losses_table, write_json
 from lightning_3d.evaluation.text import Text, open_text
 from lightning_3d.runs.evaluation_file import printable
+from lightning_3d.strategy.exponential_average import showing_average
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.training.distillation import DistilledLM
 from lightning_3d.training.module import CausalLM
@@ -141,7 +142,7 @@ class Evaluation(SetLosses):
         engine = Engine(trainer, max_length(module.config))
         wanted = self._options["max_new_tokens"]
         room = wanted if engine.longest is None else min(wanted, engine.longest - len(self._prompt))
-        with _predicting(trainer, module):
+        with showing_average(trainer), _predicting(trainer, module):
             (new,) = generate(engine, [self._prompt], Sampling(**{**self._options, "max_new_tokens": room}, stop=text.stop))
         return {"prompt": text.decode(self._prompt), "text": text.decode(new), **self._options}
 

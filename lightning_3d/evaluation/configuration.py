@@ -25,7 +25,7 @@ _OF_THE_MODEL = ("_target_", "plan", "pipeline_module", "self_check", "cp_kind",
 _NO_TRAINING: dict[str, dict[str, Any]] = {
     "trainer": {
         "max_steps": 1, "val_check_interval": 1, "max_time": None, "resume": None, "auto_resume": False, "restarts": 0, "extra": {},
-        "checkpoint_every_n_steps": None, "trace_every_n_steps": None,
+        "checkpoint_every_n_steps": None, "trace_every_n_steps": None, "average_decay": None,
     },
     "optimizer": {"scheduler": None, "groups": None},
 }

@@ -13,6 +13,7 @@ from lightning_3d.evaluation.engine import longest_row, padding_unit
 from lightning_3d.evaluation.losses import SetLoss, SetLosses
 from lightning_3d.evaluation.prompt import max_length, require_known_ids
 from lightning_3d.layout.layout import Layout
+from lightning_3d.strategy.exponential_average import ExponentialAverage
 from lightning_3d.training.module import CausalLM
 from lightning_3d.training.run import make_data, make_trainer, prepare
 
@@ -25,14 +26,15 @@ class Session:
     Args:
         config: complete configuration, from `RunPlan.freeze`.
         checkpoint: checkpoint with the weights; None where the model reads them from `model.pretrained`.
+        average: whether to read the average of the weights instead.
     """
 
-    def __init__(self, config: dict[str, Any], checkpoint: str | None) -> None:
+    def __init__(self, config: dict[str, Any], checkpoint: str | None, *, average: bool = False) -> None:
         prepare(config)
         self.config = config
         self.module = CausalLM(config["model"])
         self._losses, self._work = SetLosses(), _Work()
-        self.trainer: pl.Trainer = make_trainer(config, [self._losses, self._work])
+        self.trainer: pl.Trainer = make_trainer(config, [self._losses, self._work, *([ExponentialAverage()] if average else [])])
         self._checkpoint = checkpoint
 
     def losses(self) -> Sequence[SetLoss]:

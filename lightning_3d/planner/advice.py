@@ -45,7 +45,7 @@ _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, preci
     "fp64": (8.0, 16.0, "fp32"),
 }
 _MOMENT = dict.fromkeys(_BYTES, 4.0) | {"fp64": 8.0}
-"""By precision, the bytes of one momentum of a parameter."""
+"""By precision, the bytes of one momentum of a parameter, and of its average."""
 _LESS = 0.9
 """Share of the predicted memory that a run needs at most that is proposed after one that ran out of memory."""
 
@@ -125,7 +125,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         ConfigError: an unknown model family.
     """
     parallelism = run.parallelism
-    weight, state, kind = _BYTES[precision]
+    weight, _, kind = _BYTES[precision]
     offload = parallelism.zero_offload != "none"
     recompute = "full" if parallelism.offload_activations else parallelism.recompute or "none"
     return Job(
@@ -138,7 +138,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         zero=1 if parallelism.zero_stage is None else parallelism.zero_stage,
         precision=kind,
         weight_bytes=weight,
-        state_bytes=0.0 if offload else state,
+        state_bytes=0.0 if offload else _state_bytes(run, precision),
         saved_block_bytes=_MOMENT[precision] if run.optimizer.get("name") == MUON else 0.0,
         trained=0.02 if run.lora.r else 1.0,
         reduce=parallelism.zero_reduce,
@@ -153,6 +153,11 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         blocks=_given_blocks(parallelism.stages) if layout is not None else None,
         stack=stack_of(run, precision),
     )
+
+
+def _state_bytes(run: CompleteRun, precision: str) -> float:
+    """Return the bytes that the optimizer keeps for a parameter, with the average of the weights."""
+    return _BYTES[precision][1] + (_MOMENT[precision] if run.trainer.average_decay is not None else 0.0)
 
 
 def _given_blocks(stages: Any) -> tuple[int, ...] | None:
@@ -265,7 +270,7 @@ class Advice:
         job = job_of(run, precision, layout, schedule, micro_batch)
         # Host memory has no allocator reserves and no copies of gradients, but it holds what is offloaded.
         footprint = replace(job.stack.footprint, context=0.0, allocator=1.0, spare_gradient=0.0, kept_gradient=0.0)
-        job = replace(job, state_bytes=_BYTES[precision][1], stack=replace(job.stack, footprint=footprint))
+        job = replace(job, state_bytes=_state_bytes(run, precision), stack=replace(job.stack, footprint=footprint))
         share = ranks / layout.world_size
 
         def needed(one: Job) -> float:

@@ -16,6 +16,8 @@ from pathlib import Path
 from lightning_3d.storage.remote_path import Place, RemotePath
 
 MANIFEST = "manifest.json"
+AVERAGE_DECAY = "average_decay"
+"""Key of a manifest: decay of the average of weights in the checkpoint. Missing if there is none."""
 SAVING, REPLACED, REMOVED = "saving", "replaced", "removed"
 
 
@@ -43,6 +45,14 @@ def how_to_convert(path: Place) -> str:
     names = ("meta.pt", "latest", "*_model_states.pt", "checkpoint/*_model_states.pt")
     looks = path.is_file() or any(next(path.glob(name), None) for name in names)
     return f" To convert a checkpoint of Lightning or DeepSpeed: lightning-3d import {path} --output NEW" if looks else ""
+
+
+def no_average(path: object) -> str:
+    """Explain that a checkpoint has no average of weights."""
+    return (
+        f"{path} has no average of weights. A run with trainer.average_decay=0.999 keeps one, and so does the callback"
+        " lightning_3d.ExponentialAverage. Use the weights themselves."
+    )
 
 
 def recover(path: Path | RemotePath) -> None:

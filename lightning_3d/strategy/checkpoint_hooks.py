@@ -25,6 +25,7 @@ from lightning_3d.checkpoint import (
     LocalState,
     SaveMode,
     describe_optimizer,
+    load_average,
     load_optimizer,
     load_weights,
     local_states,
@@ -42,8 +43,10 @@ from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.ranks.failure import ending_signal
 from lightning_3d.ranks.heartbeat import SAVING
+from lightning_3d.storage.checkpoint_names import AVERAGE_DECAY
 from lightning_3d.strategy.built_model import BuiltModel
 from lightning_3d.strategy.data_order import orders_in, resumed_orders
+from lightning_3d.strategy.exponential_average import average_of
 from lightning_3d.strategy.lightning_callbacks import averages, restore_average, without_average
 from lightning_3d.strategy.nonfinite import StepGuard, require_finite_weights, trained_weights
 from lightning_3d.strategy.not_ready import BUILT, require
@@ -127,14 +130,18 @@ class CheckpointHooks(RankHooks):
             self._save(checkpoint, filepath)
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any) -> None:
-        module = self.user_module
-        about = {
+        module, backend = self.user_module, self.built.backend
+        if backend.average is not None:
+            backend.average.hide()  # a signal may end the run during a validation, whose last save follows
+        about: dict[str, Any] = {
             "layout": self.mesh.layout.name,
             "schedule": self.schedule,
             "zero_stage": self.zero_stage,
             "precision": str(self.precision_plugin.precision),
             "transformers": describe_models(module),
         }
+        if backend.average_decay is not None:
+            about[AVERAGE_DECAY] = backend.average_decay
         trainer = module.trainer
         if not self._has_finite_weights(trainer, filepath) or not self._has_equal_replicas(trainer):
             return
@@ -149,7 +156,7 @@ class CheckpointHooks(RankHooks):
             mode = SaveMode.REQUIRED
         else:
             mode = SaveMode.BLOCKING if self._at_once or links else SaveMode.BACKGROUND
-        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), self.built.backend, about, mode)
+        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), backend, about, mode)
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
         """Return whether the weights of a fit may be saved. Weights of a failed fit that are not finite are skipped with a warning.
@@ -205,8 +212,10 @@ class CheckpointHooks(RankHooks):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_weights(checkpoint, self._local_state(), strict=strict)
-        if self.zero_stage < 3 and averages(self.user_module.trainer) and isinstance(checkpoint, dict):
+        trainer = self.user_module.trainer
+        evaluates_average = trainer.state.fn != TrainerFn.FITTING and average_of(trainer) is not None
+        load_weights(checkpoint, self._local_state(), strict=strict, average=evaluates_average)
+        if self.zero_stage < 3 and averages(trainer) and isinstance(checkpoint, dict):
             checkpoint.update(local_states(checkpoint, self._local_state()))
         if self.optimizers:
             self.built.backend.refresh_master_weights()
@@ -214,6 +223,8 @@ class CheckpointHooks(RankHooks):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         load_optimizer(checkpoint, self._local_state(), self.optimizers[0], self.built.backend)
+        if self.built.backend.average is not None:
+            load_average(checkpoint, self._local_state(), self.built.backend.average)
 
     @override
     def on_train_start(self) -> None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.layout import Layout
 from lightning_3d.ranks.reporter import show_refusals_plainly
+from lightning_3d.strategy.exponential_average import average_of
 
 P = ParamSpec("P")
 
@@ -118,8 +119,13 @@ def refuse_callbacks(trainer: pl.Trainer, zero_stage: int) -> None:
         if zero_stage == 3 and isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise ConfigError(
                 f"{type(callback).__name__} averages parameters between batches, when each rank holds only a shard of them (zero_stage=3)."
-                " Use zero_stage=2."
+                " Use lightning_3d.ExponentialAverage, which averages shards, or zero_stage=2."
             )
+    if average_of(trainer) is not None and any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigError(
+            "ExponentialAverage (trainer.average_decay) and WeightAveraging would both put their average in the place of the weights for a"
+            " validation. Use one of them."
+        )
 
 
 _CALLBACK_REFUSALS: dict[type, str] = {

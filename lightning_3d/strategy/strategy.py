@@ -68,6 +68,7 @@ from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_3d.strategy.cpu_threads import agree_on_cpu_threads
 from lightning_3d.strategy.data_order import reset_unequal_generators, sampler_maker
 from lightning_3d.strategy.endings import Ending
+from lightning_3d.strategy.exponential_average import average_of
 from lightning_3d.strategy.float8 import require_fp8
 from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.strategy.local_model import LocalModel, Partition
@@ -355,6 +356,8 @@ class Lightning3DStrategy(CheckpointHooks):
         self.built.twice.begin_fit(self.reliability.rerun_every_n_steps)
         if fitting:
             self.setup_optimizers(trainer)
+            if (average := average_of(trainer)) is not None:
+                self.built.backend.keep_average(average.decay)
             self._hold_checkpoint_folders(trainer)
         self.setup_precision_plugin()
         # Last: averaging callbacks copy the module as it is now.

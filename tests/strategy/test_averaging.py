@@ -339,8 +339,8 @@ def test_swa_goes_on_from_before_its_average_only(one_process: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        ("ema", {"zero_stage": 3}, "EMAWeightAveraging averages parameters between batches.*Use zero_stage=2"),
-        ("swa", {"zero_stage": 3}, "StochasticWeightAveraging averages parameters between batches.*Use zero_stage=2"),
+        ("ema", {"zero_stage": 3}, "EMAWeightAveraging averages parameters between batches.*Use lightning_3d.ExponentialAverage"),
+        ("swa", {"zero_stage": 3}, "StochasticWeightAveraging averages parameters between batches.*Use lightning_3d.ExponentialAverage"),
         ("swa", {"normed": True}, "statistics of batch norms.*Use WeightAveraging or EMAWeightAveraging"),
     ],
 )

@@ -18,6 +18,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.host_copy import HostCopy
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
+from lightning_3d.parallel.zero.average import WeightAverage
 from lightning_3d.parallel.zero.compose import Composition
 from lightning_3d.parallel.zero.first_copies import take_first_copies
 from lightning_3d.parallel.zero.gradient_buffers import scale_
@@ -85,6 +86,9 @@ class DataParallelBackend:
         precision: "fp32", "fp64", "bf16" or "bf16_mixed". With "bf16" the parameters are bf16; gradients are summed and
             reduced in float32, and the optimizer updates float32 master weights. With the others all of these have the
             parameters' type.
+
+    Attributes:
+        average: the moving average of the trained weights, between `keep_average` and `teardown`; None if none is kept.
     """
 
     def __init__(
@@ -102,6 +106,9 @@ class DataParallelBackend:
         self._stages, self._precision = stages, precision
         self._prepared: _Training | None = None
         self._ended: list[OptimizerShard] | None = None
+        self._ended_average: list[OptimizerShard] = []
+        self._ended_decay: float | None = None
+        self.average: WeightAverage | None = None
         self._norm: tuple[Tensor, HostCopy] | None = None
         self._known_norm: float | None = None
         self._skip: Tensor | None = None
@@ -167,6 +174,7 @@ class DataParallelBackend:
                 on other ranks.
         """
         self._ended = self._can_skip = None
+        self._ended_average, self._ended_decay = [], None
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         stages = self._stages if self._stages is not None else [list(module.parameters())]
         found = find_trained(module, optimizer, self._specs)
@@ -372,6 +380,27 @@ class DataParallelBackend:
             return self._ended
         return self._prepared.stepper.shards(to_save=to_save) if self._prepared is not None else []
 
+    def keep_average(self, decay: float) -> None:
+        """Keep a moving average of the trained weights, see `WeightAverage`. Call it after `prepare`. Local."""
+        self.average = WeightAverage(self._training.stepper, decay)
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether checkpoints of this fit will have an average of the weights."""
+        return self.average is not None
+
+    @property
+    def average_decay(self) -> float | None:
+        """Decay of the average that `average_shards` returns; None if there is none yet. The same on all ranks, after `teardown` too."""
+        if self.average is None:
+            return self._ended_decay
+        return self.average.decay if self.average.begun else None
+
+    def average_shards(self) -> list[OptimizerShard]:
+        """This rank's elements of the average, for checkpoints: views; after `teardown` copies in host memory. Empty if there is none yet.
+        Local."""
+        return self.average.shards() if self.average is not None else self._ended_average
+
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         """Make the optimizer's state as it would be after some steps, for a checkpoint to be read into. Local.
 
@@ -385,12 +414,15 @@ class DataParallelBackend:
         """The tensors that are held at this moment, for memory accounts. Several may share their memory. Local.
 
         Returns:
-            Under "parameters" those apart from the module's own, "gradients" and their buffers, "optimizer" state and master weights.
+            Under "parameters" those apart from the module's own, "gradients" and their buffers, "optimizer" state, master weights and
+            the average.
         """
         held: dict[str, list[Tensor]] = {"parameters": [], "gradients": [], "optimizer": []}
         if self._prepared is not None:
             held = self._prepared.stepper.held()
             held["gradients"] += self._prepared.reducer.held()
+        if self.average is not None:
+            held["optimizer"] = [*held["optimizer"], *self.average.held()]
         held["parameters"] += self._store.held()
         return held
 
@@ -398,8 +430,11 @@ class DataParallelBackend:
         """Let go of the module, the optimizer and all process groups. Local; may be called twice."""
         if self._ended is None:
             self._ended = [shard.to_host() for shard in self.optimizer_shards(to_save=True)]
+            if self.average is not None and not self.average.shown:  # else a validation has failed
+                self._ended_decay = self.average_decay
+                self._ended_average = [shard.to_host() for shard in self.average_shards()]
         if self._prepared is not None:
             self._prepared.reducer.close()
             self._prepared.stepper.release()
-        self._prepared = None
+        self._prepared = self.average = None
         self._absent = []

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from lightning_3d.compat import deepspeed as deepspeed_compat
 from lightning_3d.compat.deepspeed import EXPERTS
 from lightning_3d.config.options.zero import NONE, PARAMETERS, ZeroOptions
+from lightning_3d.parallel.collectives import all_gather_flat
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 from lightning_3d.parallel.zero.deepspeed_inputs import Groups, Holder, deepspeed_config
 from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
@@ -72,6 +73,7 @@ class DeepSpeedStepper(Stepper):
         self._trained, self._optimizer, self._zero, self._library, self._gather = trained, optimizer, zero, library, gather
         self._entries = {id(each.tensor): each for each in tensors}
         self._tensors = {each.entry.parameter: each.tensor for each in tensors}
+        self._sharded = sharded
         self._engine: Any = None
         self._expert_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.partitions: list[Partition] = []
@@ -227,6 +229,22 @@ class DeepSpeedStepper(Stepper):
     def refresh_master_weights(self) -> None:
         for partition in self.partitions:
             partition.group.master.copy_(partition.group.owned)
+
+    def weights(self) -> list[OptimizerShard]:
+        return [
+            OptimizerShard(piece.entry.name, piece.first, {"weight": piece.partition.group.master[piece.slot.start : piece.slot.stop]})
+            for piece in self.owned
+        ]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if self._gather is not None:
+            self._gather.settle()  # before this writes into what may still be sent
+        for partition in self.partitions:
+            partition.group.owned.copy_(partition.group.master)
+        for partition in self.partitions if self._sharded else ():
+            group = self._trained.expert_shard_group if partition.experts else self._trained.shard_group
+            all_gather_flat(partition.group.flat, partition.group.owned.clone(), group).wait()
 
     def create_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         with self._groups_for_deepspeed():

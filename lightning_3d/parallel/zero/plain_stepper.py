@@ -86,6 +86,15 @@ class PlainStepper(Stepper):
         for parameter, master in self._masters.items():
             master.copy_(parameter)
 
+    def weights(self) -> list[OptimizerShard]:
+        found = ((entry.name, self._masters.get(entry.parameter, entry.parameter)) for entry in self._trained.entries)
+        return [OptimizerShard(name, None, {"weight": weight}) for name, weight in found]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for parameter, master in self._masters.items():
+            parameter.copy_(master)
+
     def create_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         groups = {id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]}
         for entry in self._trained.entries:

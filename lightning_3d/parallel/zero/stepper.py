@@ -16,7 +16,7 @@ from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 class Stepper(ABC):
     """Steps what this rank's optimizer trains, with gradients that are reduced.
 
-    Every method is local, except `gradient_norm` and `step`, which all ranks call.
+    Every method is local, except `gradient_norm`, `step` and `publish`, which all ranks call.
     """
 
     @abstractmethod
@@ -58,6 +58,14 @@ class Stepper(ABC):
     @abstractmethod
     def refresh_master_weights(self) -> None:
         """Copy the module's parameters, written from outside, into the master weights."""
+
+    @abstractmethod
+    def weights(self) -> list[OptimizerShard]:
+        """The weights themselves that this rank's optimizer trains, master weights where there are any, under one key. Local."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Bring what was written into `weights` to all ranks that use them, as after a step. Collective over the data-parallel ranks."""
 
     @abstractmethod
     def create_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
