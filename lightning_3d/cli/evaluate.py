@@ -70,7 +70,7 @@ def evaluate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[
     prepare_rank(config)
     from lightning_3d.evaluation.session import Session
 
-    session = Session(config, checkpoint, average=request["average"])
+    session = Session(config, checkpoint, average=request.get("average", False))
     sets = {entry.name: entry.numbers() for entry in session.losses()}
     if session.trainer.is_global_zero:
         print(losses_table(sets), flush=True)

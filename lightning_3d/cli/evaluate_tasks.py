@@ -126,7 +126,7 @@ def evaluate_tasks_rank(config: dict[str, Any], checkpoint: str | None, request:
     from lightning_3d.evaluation.session import Session
 
     text = open_text(request["tokenizer"], request["stop"])
-    session = Session(config, checkpoint, average=request["average"])
+    session = Session(config, checkpoint, average=request.get("average", False))
     evaluate = _evaluation(session, text, request) if session.trainer.is_global_zero else None
     results = session.work(lambda trainer: run_together(Engine(trainer, session.max_length), text, evaluate))
     if results is not None:

@@ -95,7 +95,7 @@ def generate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[
     text = open_text(request["tokenizer"], request["stop"])
     sampling = Sampling(**request["sampling"], stop=text.stop)
     prompt = text.encode(request["prompt"])
-    session = Session(config, checkpoint, average=request["average"])
+    session = Session(config, checkpoint, average=request.get("average", False))
     session.require_fits(prompt, sampling.max_new_tokens)
     new = session.work(lambda trainer: generate(Engine(trainer, session.max_length), [prompt], sampling)[0])
     if session.trainer.is_global_zero:
