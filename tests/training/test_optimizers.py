@@ -361,3 +361,9 @@ def test_fused_and_foreach_steps_are_equal(name: str, options: dict[str, Any], d
         ends.append(torch.cat([parameter.detach() for parameter in parameters]))
     for other in ends[1:]:
         torch.testing.assert_close(ends[0], other, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def test_states_of_few_bits_are_refused_before_ranks_start() -> None:
+    with pytest.raises(ConfigError, match=r"AdamW8bit keeps its states in few bits.*Checkpoints"):
+        check_sharding({"_target_": "torchao.optim.AdamW8bit"}, Layout(), 0)
+    check_sharding({"_target_": "torchao.optim.CPUOffloadOptimizer"}, Layout(), 0)

@@ -82,13 +82,30 @@ def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -
     Raises:
         ConfigError: with the optimizers that work.
     """
-    name = str(config.get("_target_") or "").rpartition(".")[2]
+    target = str(config.get("_target_") or "")
+    name = target.rpartition(".")[2]
+    if has_few_bits(target):
+        raise ConfigError(few_bits_refusal(name))
     if name in CLOSURE:
         raise ConfigError(closure_refusal(name))
     axes = [f"{axis}{size}" for axis, size in (("tp", layout.tp), ("ep", layout.ep)) if size > 1]
     by = [*axes, *([f"zero_stage={zero_stage}"] if zero_stage > 0 else [])]
     if name in WHOLE_TENSOR and by:
         raise ConfigError(sharding_refusal(name, listed(by)))
+
+
+def has_few_bits(target: str) -> bool:
+    """Return whether a class, `module.name`, is an optimizer of torchao whose states have 4 or 8 bits."""
+    return target.startswith("torchao.") and target.endswith(("4bit", "8bit", "Fp8"))
+
+
+def few_bits_refusal(name: str) -> str:
+    """Message for an optimizer with states of few bits."""
+    return (
+        f"{name} keeps its states in few bits, in blocks of elements with a common scale. Checkpoints hold a number for each element, from"
+        " which these states cannot be restored exactly. To save memory, shard the states of AdamW (zero_stage=1), or keep them in host"
+        " memory (zero_offload=optimizer)."
+    )
 
 
 def closure_refusal(name: str) -> str:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.config.options.optimizer import WHOLE_TENSOR, closure_refusal, sharding_refusal
+from lightning_3d.config.options.optimizer import WHOLE_TENSOR, closure_refusal, few_bits_refusal, has_few_bits, sharding_refusal
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
@@ -234,7 +234,8 @@ def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int, device: torch.device) -> None:
-    """Refuse an optimizer that needs a closure, or whole tensors of which ranks step parts. Warn of one that cannot be checked.
+    """Refuse an optimizer that needs a closure, has states of few bits, or needs whole tensors of which ranks step parts. Warn of one that
+    cannot be checked.
 
     Args:
         optimizer: the user's.
@@ -246,6 +247,8 @@ def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int
         ConfigError: with the optimizers that work.
     """
     name = type(optimizer).__name__
+    if has_few_bits(f"{type(optimizer).__module__}.{name}"):
+        raise ConfigError(few_bits_refusal(name))
     if needs_closure(optimizer):
         raise ConfigError(closure_refusal(name))
     if isinstance(optimizer, MuonWithAdamW):
