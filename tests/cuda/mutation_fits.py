@@ -28,6 +28,11 @@ def _checkpoint() -> None:
     assert_close(found, whole)
 
 
+def _average() -> None:
+    on_device = simulated_ranks.run(simulated_fits.averaged_in_shards, 2, "dp2", 1, environment=LATE)
+    assert_close(on_device[0], simulated_ranks.run(simulated_fits.averaged_in_shards, 2, "dp2", 1, accelerator="cpu")[0])
+
+
 def _paces() -> None:
     assert simulated_ranks.run(simulated_fits.paces, 2, environment=LATE) == [[1.0, 2.0]] * 2
 
@@ -55,6 +60,7 @@ FITS: list[tuple[str, Callable[[], None]]] = [
     ("zero", _cell("qwen2", {}, dp=2)),
     ("zero", _cell("qwen2", {"zero_reduce": "micro_batch"}, dp=2, zero=2)),
     ("zero", _cell("qwen2", {"zero_reduce": "step", "zero_reduce_scatter": True}, dp=2, pp=2, zero=2)),
+    ("zero/deepspeed_stepper", _average),
     ("zero/replica_sums", _cell("qwen2", {"zero_shard_size": 2}, dp=4, zero=1)),
     ("zero/early_replica_sums", _cell("qwen2", {"zero_shard_size": 2}, {"fit": simulated_fits.small_buckets}, dp=4, zero=2)),
     ("zero/early_replica_sums", _cell("qwen2", {"zero_shard_size": 2}, {"fit": simulated_fits.small_buckets}, dp=4, zero=1)),

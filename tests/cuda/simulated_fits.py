@@ -61,6 +61,16 @@ def averaged(layout: str, **more: Any) -> list[float]:
     return [*values.losses, float(trainer.callback_metrics["val_loss"])]
 
 
+def averaged_in_shards(layout: str, zero: int) -> list[float]:
+    """With an exponential average of each rank's shard of the weights, which a validation sees, gathered."""
+    from lightning_3d import ExponentialAverage
+
+    values = StepValues()
+    trainer, rows = make_trainer(layout, 2, [values, ExponentialAverage(decay=0.8)], zero_stage=zero)
+    trainer.fit(TiedModel(), datamodule=rows)
+    return [*values.losses, float(trainer.callback_metrics["val_loss"])]
+
+
 def offloading(recipe: Recipe, **strategy: Any) -> parity.Part:
     """With small activations in host memory too, which a real run keeps on the device."""
     from lightning_3d.parallel.blocks import offload
