@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from lightning_3d.compat.torch import settle_gloo_at_exit
 from lightning_3d.errors import ConfigError, plural
 
@@ -45,7 +47,8 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
             self.cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
             if self.children is None:  # not again for a second fit, or a test after it
                 _set_num_threads_if_needed(num_processes=num_processes)  # children must inherit it, else they round differently
-                if not _is_connected(num_nodes * num_processes):
+                _require_same_ranks(num_nodes * num_processes)
+                if not dist.is_initialized():  # else an earlier Trainer has connected this process, and its server has the port
                     self.meeting_point = hold_meeting_point(cluster_environment, num_nodes)
                 children = Children(cluster_environment.node_rank() * num_processes, num_nodes * num_processes)
                 children.start(self._start_scripts)
@@ -75,22 +78,13 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     return Launcher(cluster_environment, num_processes, num_nodes)
 
 
-def _is_connected(ranks: int) -> bool:
-    """Return whether an earlier Trainer has connected this process with the same ranks.
-
-    Raises:
-        ConfigError: that Trainer had another number of ranks.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return False
-    if dist.get_world_size() != ranks:
+def _require_same_ranks(ranks: int) -> None:
+    """Refuse a Trainer if an earlier one has connected this process with another number of ranks. Raises ConfigError."""
+    if dist.is_initialized() and dist.get_world_size() != ranks:
         raise ConfigError(
             f"This Trainer needs {plural(ranks, 'rank')}, but an earlier Trainer of this script has {dist.get_world_size()}. Each rank runs"
             " the script from its beginning, so all Trainers of a script need the same number of devices and nodes. Or write two scripts."
         )
-    return True
 
 
 def _refuse_interactive(ranks: int) -> None:
@@ -140,7 +134,7 @@ def connect_process_group(strategy: Any, timeout: Any, join_seconds: float, inte
     from lightning_3d.ranks.rendezvous import explained_errors
 
     environment = strategy.cluster_environment
-    _is_connected(strategy.num_nodes * strategy.num_processes)
+    _require_same_ranks(strategy.num_nodes * strategy.num_processes)
     environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
     environment.set_world_size(strategy.num_nodes * strategy.num_processes)
     for decorator in (rank_zero_only, fabric_rank_zero_only):

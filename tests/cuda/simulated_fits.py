@@ -53,22 +53,19 @@ def resumed(layout: str, other: str, folder: str, **more: Any) -> list[float]:
     return values.losses + checkpoint_fits.fit(other, 2, resume=str(last), **more)
 
 
-def averaged(layout: str, **more: Any) -> list[float]:
-    """With Lightning's exponential average of the weights, which a validation sees."""
+def averaged(layout: str, average: pl.Callback | None = None, **more: Any) -> list[float]:
+    """With an exponential average of the weights, which a validation sees: that of Lightning unless another is given."""
     values = StepValues()
-    trainer, rows = make_trainer(layout, 2, [values, EMAWeightAveraging(decay=0.8)], **more)
+    trainer, rows = make_trainer(layout, 2, [values, average or EMAWeightAveraging(decay=0.8)], **more)
     trainer.fit(TiedModel(), datamodule=rows)
     return [*values.losses, float(trainer.callback_metrics["val_loss"])]
 
 
-def averaged_in_shards(layout: str, zero: int) -> list[float]:
-    """With an exponential average of each rank's shard of the weights, which a validation sees, gathered."""
+def averaged_in_shards() -> list[float]:
+    """The same with an average of each rank's shard, which all ranks gather."""
     from lightning_3d import ExponentialAverage
 
-    values = StepValues()
-    trainer, rows = make_trainer(layout, 2, [values, ExponentialAverage(decay=0.8)], zero_stage=zero)
-    trainer.fit(TiedModel(), datamodule=rows)
-    return [*values.losses, float(trainer.callback_metrics["val_loss"])]
+    return averaged("dp2", ExponentialAverage(decay=0.8), zero_stage=1)
 
 
 def offloading(recipe: Recipe, **strategy: Any) -> parity.Part:

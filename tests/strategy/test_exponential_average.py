@@ -247,6 +247,32 @@ def test_a_checkpoint_saved_during_a_validation_has_the_weights(zero_stage: int,
     assert distance(load_full_state_dict(path, average=True), formula(weights[:STEPS])) < BOUNDS["32-true"]
 
 
+class Fails(pl.Callback):
+    """An error of the user's code in a validation, which the script catches."""
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        raise ArithmeticError
+
+
+def after_an_error(zero_stage: int) -> bool:
+    """Whether the module has the weights of its last step, bit for bit, after a validation that failed."""
+    from lightning_3d import ExponentialAverage, Lightning3DStrategy
+
+    recorded = Recorded()
+    strategy = Lightning3DStrategy("tp1", zero_stage=zero_stage)
+    trainer = quiet_trainer(strategy=strategy, devices=1, max_epochs=1, callbacks=[ExponentialAverage(DECAY), recorded, Fails()])
+    module = Llama(learning_rate=3e-4)
+    with contextlib.suppress(ArithmeticError):
+        trainer.fit(module, datamodule=TextData(GLOBAL_BATCH))
+    assert len(recorded.weights) == STEPS
+    return all(torch.equal(value, recorded.weights[-1][name]) for name, value in module.named_parameters())
+
+
+@pytest.mark.parametrize("zero_stage", by_default([0, 2], 0))
+def test_a_validation_that_fails_leaves_the_weights(zero_stage: int) -> None:
+    assert run_ranks(after_an_error, 1, zero_stage) == [True]
+
+
 def evaluated(path: str, layout: str, zero_stage: int, averages: bool) -> float:
     """The loss that `trainer.validate` computes of a checkpoint."""
     from lightning_3d import ExponentialAverage, Lightning3DStrategy
