@@ -1,9 +1,8 @@
 """Our step time against others' and against the ideal, on one machine: `python benchmarks/peers.py --rounds 5`.
 
-For every layout the plain loop on one thread, the same on every core, the peer and ours take turns, step by step, with the same
-micro-batches, and all but picotron with clipping on. A ratio is our median step over the peer's in the same round; the table shows the
-median ratio of all rounds. The ideal is the step of plain loops that run on all cores at the same time, divided by their number: the
-same work, divided over the cores without any loss. One loop alone is faster than that, because it has caches and memory for itself.
+For every layout the plain loop on one thread, the peer and ours take turns, step by step, with the same micro-batches, and all but
+picotron with clipping on. A ratio is our median step over the peer's in the same round; the table shows the median ratio of all rounds.
+The ideal is the plain loop's step divided by the number of cores.
 
 picotron is fetched from its public repository at one commit, or taken from a checkout or Git directory (`--picotron PATH`); see
 `peers_picotron.py` for what is replaced to run it on CPU. torchtitan is not among the peers: see docs/comparison.md.
@@ -58,16 +57,12 @@ RACES = (
 )
 
 
-IDEAL = "plain_on_each_core"
-
-
 def run(race: Race, rounds: int, steps: int, warmup: int) -> tuple[list[Round], Load]:
-    """Step times of the plain loop, alone and on each core, the peer and ours (ZeRO-1, 1F1B), and the load of the machine."""
+    """Step times of the plain loop, the peer and ours (ZeRO-1, 1F1B), and the load of the machine."""
     total = warmup + rounds * steps
     ranks = Layout.parse(race.layout).world_size
     contenders = [
         Contender("plain", "tp1", 1, steps=total),
-        Contender(IDEAL, "tp1", cores(), steps=total),
         Contender(race.peer, race.layout, ranks, steps=total),
         Contender("ours", race.layout, ranks, steps=total),
     ]
@@ -86,12 +81,12 @@ def row(race: Race, rounds: list[Round], load: Load) -> str:
     found = ratios(rounds, ours, peer)
 
     def of_ideal(name: str) -> str:
-        return f"{median_ratio(rounds, f'{IDEAL} tp1', name) / cores():.0%}"
+        return f"{median_ratio(rounds, 'plain tp1', name) / cores():.0%}"
 
     return (
         f"{race.layout:12} {race.title:38} {median_step(rounds, peer):8.3f} {median_step(rounds, ours):8.3f} {median(found):7.3f}"
         f" {found[0]:7.3f} {found[-1]:7.3f} {race.promise:8.2f} {of_ideal(peer):>11} {of_ideal(ours):>10}"
-        f" {median_step(rounds, f'{IDEAL} tp1') / cores():8.3f}  {verdict(found, race.promise, load)}"
+        f" {median_step(rounds, 'plain tp1') / cores():8.3f}  {verdict(found, race.promise, load)}"
     )
 
 

@@ -371,7 +371,6 @@ def clip_over_meshes(model: nn.Module, max_norm: float) -> None:
 
 CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "plain": plain,
-    "plain_on_each_core": plain,
     "ours": ours,
     "ours_zero0": partial(ours, zero_stage=0),
     "ours_waiting": partial(ours, overlap=False),

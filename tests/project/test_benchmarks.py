@@ -68,7 +68,7 @@ def test_a_contender_that_fails_says_why() -> None:
 def test_the_table_shows_the_median_of_the_ratios_within_rounds() -> None:
     race = peers.RACES[0]
     rounds = [
-        {"plain_on_each_core tp1": [4.0], "deepspeed_pipeline pp2_dp2": [theirs], "ours pp2_dp2": [mine, mine, 99.0]}
+        {"plain tp1": [4.0], "deepspeed_pipeline pp2_dp2": [theirs], "ours pp2_dp2": [mine, mine, 99.0]}
         for theirs, mine in ((2.0, 1.8), (20.0, 16.0), (2.0, 2.2))
     ]
     row = peers.row(race, rounds, Load(0.95, 0.1)).split()
