@@ -206,7 +206,9 @@ def block_activations(job: Job, kind: Kind) -> float:
     experts_fused = fused and layout.ep == 1  # those of other ranks run outside of the compiled graphs
     unfused = 0.0 if fused else footprint.saved / 2 + family.norm  # of a number that passes a norm
     split = layout.tp if job.sequence_parallel else 1
-    shared = 4 * model.hidden * width / split + 2 * unfused * model.hidden / layout.tp + (2 * width + unfused) * model.latent
+    whole = kind.mixture and layout.ep == 1  # every tensor-parallel rank has all tokens, and a part of each expert
+    norms = 2 if not fused or split == 1 else int(kind.mixture and not whole)  # outputs that are kept; a compiler norms again
+    shared = (2 + norms) * model.hidden * width / split + 2 * unfused * model.hidden / layout.tp + (2 * width + unfused) * model.latent
     attention = width * (2 * model.query_width + model.expanded) + 4 * model.heads + (width + unfused) * model.normed
     attention += _of_scores(job) + job.stack.attention_saved(model.key_width)
     inner, saved_inner = model.ffn, 0.0 if fused else footprint.saved_inner
@@ -214,10 +216,9 @@ def block_activations(job: Job, kind: Kind) -> float:
         inner, saved_inner = model.top_k * model.expert_ffn + model.shared_ffn, 0.0 if experts_fused else footprint.saved_inner
         attention += 0.0 if experts_fused else family.inner * model.top_k * model.expert_ffn
         attention += 0.0 if fused else family.routed * model.hidden
-        shared += 4 * width * model.top_k * model.hidden / layout.tp / 2  # what is sent to experts and comes back
+        shared += 2 * width * model.top_k * model.hidden / (1 if whole else layout.tp)  # inputs of experts and their outputs
+        shared += 0.0 if fused or not whole else width * model.hidden * (1 - 1 / split)  # the gathered input
     of_inner = (3 if model.gated else 2) * width + saved_inner
-    if fused:  # whole inputs of the products of attention and MLP; experts of other ranks take parts
-        shared += (1 if kind.mixture and layout.ep > 1 else 2) * model.hidden * width * (1 - 1 / split)
     return job.tokens * (shared + (attention + of_inner * inner) / layout.tp)
 
 
