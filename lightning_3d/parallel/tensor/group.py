@@ -35,8 +35,8 @@ class TensorParallel:
         random: dropout streams, None without dropout.
         sequence: split of the hidden states between layers in this forward.
         gathered: the input of the region that is running, where it was gathered from parts of the sequence.
-        gathers_again: whether a compiled block keeps its part of such inputs and gathers again in the backward. Blocks that the backward runs
-            again gather again as they are.
+        gathers_again: whether a compiled block keeps its part of such inputs and gathers them again in the backward; false where the
+            backward runs whole blocks again, which gathers them, too.
     """
 
     group: dist.ProcessGroup
