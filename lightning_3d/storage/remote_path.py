@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, Self, TypeVar
 
 from lightning_3d.errors import CheckpointError
+from lightning_3d.storage.fork_gate import FORKS
 
 _LOCAL = ("file", "local")
 _UPLOADED = 64 * 2**20
@@ -220,7 +221,7 @@ class RemotePath:
         Args:
             fresh: whether to bypass its cache of listings.
         """
-        with as_os_error(self.url):
+        with backend_call(self.url):
             system, path = self.system()
             if fresh:
                 system.invalidate_cache()
@@ -228,14 +229,15 @@ class RemotePath:
 
 
 @contextmanager
-def as_os_error(url: str) -> Iterator[None]:
-    """Turn errors of a backend into `OSError`s that name the URL."""
-    try:
-        yield
-    except (FileNotFoundError, FileExistsError, NotADirectoryError, CheckpointError):
-        raise
-    except Exception as error:  # botocore, aiohttp and others raise their own classes
-        raise OSError(f"{url}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+def backend_call(url: str) -> Iterator[None]:
+    """Call a backend: no other thread forks meanwhile, and errors become `OSError`s that name the URL."""
+    with FORKS.closed():
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError, NotADirectoryError, CheckpointError):
+            raise
+        except Exception as error:  # botocore, aiohttp and others raise their own classes
+            raise OSError(f"{url}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 Place = Path | RemotePath
@@ -281,8 +283,8 @@ class Upload:
 
     def __init__(self, path: RemotePath) -> None:
         self.name = path.url
-        system, inside = path.system()
-        with as_os_error(self.name):
+        with backend_call(self.name):
+            system, inside = path.system()
             try:
                 self._file = system.open(inside, "wb", block_size=_UPLOADED)
             except FileNotFoundError:  # a missing folder. Object stores report a missing bucket later; none is created
@@ -291,7 +293,7 @@ class Upload:
         self._open = True
 
     def write(self, data: bytes | memoryview) -> int:
-        with as_os_error(self.name):
+        with backend_call(self.name):
             self._file.write(data)
         return memoryview(data).nbytes
 
@@ -300,7 +302,7 @@ class Upload:
 
     def finish(self) -> None:
         """Complete the upload: the file exists from now on."""
-        with as_os_error(self.name):
+        with backend_call(self.name):
             self._file.close()
         self._open = False
 
@@ -309,7 +311,7 @@ class Upload:
         if self._open:
             self._open = False
             discard: Callable[[], None] | None = getattr(self._file, "discard", None)
-            with suppress(Exception):  # it failed before, and that was reported
+            with suppress(Exception), backend_call(self.name):  # it failed before, and that was reported
                 self._file.closed = True  # otherwise the garbage collector would upload it
                 if discard is not None:
                     discard()
