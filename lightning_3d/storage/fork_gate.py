@@ -8,13 +8,17 @@ is over.
 
 from __future__ import annotations
 
+# Imported for their hooks, which hold locks from before a fork on. Hooks registered last run first: the gate waits before they do.
+import concurrent.futures.thread  # noqa: F401
+import logging  # noqa: F401
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LONGEST_SECONDS = 60.0
-"""Time that a fork waits at most, as long as a request may take (see `steady_path`). It goes ahead then: a request may never return."""
+_LONGEST_SECONDS = 5.0
+"""Time that a fork waits at most. Libraries hold locks for moments: a thread that is inside for longer waits for a response, which may never
+come."""
 
 
 class ForkGate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -155,6 +156,32 @@ def test_a_fork_does_not_wait_for_ever_for_a_request_that_never_returns(monkeypa
     finally:
         leave.set()
         thread.join(PATIENCE)
+
+
+HOOKS = """
+import os, threading, time
+from lightning_3d.storage.fork_gate import FORKS
+from concurrent.futures import ThreadPoolExecutor
+inside, done = threading.Event(), threading.Event()
+def work():
+    with FORKS.closed():
+        inside.set()
+        time.sleep(0.2)
+        ThreadPoolExecutor(1).submit(int).result()
+        done.set()
+threading.Thread(target=work, daemon=True).start()
+inside.wait()
+child = os.fork()
+if not child:
+    os._exit(0)
+print(done.is_set())
+"""
+
+
+def test_a_fork_waits_without_the_locks_of_other_hooks() -> None:
+    """`concurrent.futures` holds a lock from before a fork on, which each use of a pool needs."""
+    found = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "True\n", "the thread was done before the fork"
 
 
 def test_forks_of_several_threads_take_turns() -> None:

@@ -16,7 +16,6 @@ import pytest
 from lightning_3d.errors import DataError, UnreachableData
 from lightning_3d.storage.piece_cache import CachedFile, PieceCache, fetch_together
 from lightning_3d.storage.steady_path import SteadyPath
-from lightning_3d.training.data import make_data_module
 from lightning_3d.training.data.file_check import check_files
 
 PIECE = 2**16
@@ -90,16 +89,3 @@ def test_a_cache_is_refused_before_ranks_are_started(case: str, tmp_path: Path, 
         with pytest.raises(DataError) as caught:
             refused()
         assert str(caught.value) == f"The cache of remote data, {tmp_path}/cache, {WORDS[case]}" and caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_whose_cache_is_removed(workers: int, tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.arange(50_000, dtype=np.uint16) % 1000)
-    fsspec.filesystem("memory").pipe("/unusable-cache/x.npy", (tmp_path / "x.npy").read_bytes())
-    given = {"name": "tokens", "train_path": "memory://unusable-cache/x.npy", "sequence_length": 64, "num_workers": workers}
-    data = make_data_module({**given, "cache_dir": str(tmp_path / "cache"), "global_batch_size": 2, "val_fraction": 0.0})
-    data.setup()
-    shutil.rmtree(tmp_path / "cache")
-    with pytest.raises(UnreachableData) as caught:
-        next(iter(data.train_dataloader()))
-    assert str(caught.value) == f"The cache of remote data, {tmp_path}/cache, {WORDS['removed']}"
