@@ -70,7 +70,7 @@ class Finder:
 def _cached(part: TokenPart, cache: PieceCache) -> TokenPart:
     """Let a part be read through the cache."""
     assert isinstance(part.path, SteadyPath) and part.identity is not None
-    return replace(part, path=CachedFile(part.path, part.identity[:32], part.tokens * part.numpy_dtype.itemsize, cache))
+    return replace(part, path=CachedFile(part.path, part.identity[:32], part.size, cache))
 
 
 def _require_room(cache: PieceCache, needed: int) -> None:
