@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LONGEST_SECONDS = 5.0
-"""Time that a fork waits at most. Libraries hold locks for moments: a thread that is inside for longer waits for a response, which may never
-come."""
+"""Time that a fork waits at most. Libraries hold locks for moments: a thread that is inside for longer waits for a response, which may
+never come."""
 
 
 class ForkGate:

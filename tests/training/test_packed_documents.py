@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import run_commands
 from data_modules import trainer_of
+from quick_runs import QUICK, losses
 
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.training.data import make_data_module
@@ -199,3 +201,26 @@ def test_tokens_are_split_at_each_separator() -> None:
     found = [document.tolist() for document in split_documents(tokens, 0, 3)]
     assert found == [[1, 2, 0], [0], [3, 4, 5], [6, 7, 0], [8]]
     assert split_documents(tokens[:0], 0, 3) == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_runs_of_several_layouts_and_a_resume(tokenizer: str, tmp_path: Path) -> None:
+    path = write(tmp_path, documents(300, 2 * LENGTH))
+    model = [line for line in QUICK if line.startswith("model.")] + ["model.config.vocab_size=64"]
+    words = ["train", "data=huggingface", f"data.path={path}", f"data.tokenizer={tokenizer}", f"data.cache_dir={tmp_path}/cache", *model]
+    words += ["data.packing=best_fit", "data.document_mask=true", f"data.sequence_length={LENGTH}", "data.global_batch_size=4"]
+    words += ["parallelism.micro_batch_size=1", "trainer.max_steps=4", "trainer.val_check_interval=2", "data.val_sequences=4"]
+    words += ["trainer.checkpoint_every_n_steps=2"]
+    runs = {"one": "dp1", "two": "dp2", "resumed": "pp2"}
+    lines = [[*words, f"parallelism={layout}", f"hydra.run.dir={tmp_path}/{name}"] for name, layout in runs.items()]
+    lines[2].append(f"trainer.resume={tmp_path}/two/checkpoints/step_2.ckpt")
+    lines.append([*lines[2], "data.packing=null", f"hydra.run.dir={tmp_path}/other"])
+    one, two, resumed, other = run_commands(lines, timeout=550, warm=True)
+    assert (one.code, two.code, resumed.code) == (0, 0, 0), one.output + two.output + resumed.output
+    assert one.output.count("% of the tokens of samples are padding (data.packing=best_fit)") == 1
+    assert "% of the tokens of training samples" in one.output
+    expected = [float(loss) for loss in losses(tmp_path / "one")]
+    assert [float(loss) for loss in losses(tmp_path / "two")] == pytest.approx(expected, rel=1e-5)
+    assert [float(loss) for loss in losses(tmp_path / "resumed")] == pytest.approx(expected[2:], rel=1e-5)
+    assert other.code == 2 and "packing was best_fit and is now None" in other.output and "Traceback" not in other.output, other.output
