@@ -122,7 +122,7 @@ def as_a_configuration_builds_it(module: Any) -> torch.optim.Optimizer:
 
 def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
     """How often the host waits for the device in the training steps of the batches of the last step, of the last one until it has launched
-    the optimizer, but for Transformers' looks at positions. The model logs its loss."""
+    the optimizer, but for Transformers' looks at positions. The model logs its loss and returns more."""
     import simulated_cuda
     from transformers import masking_utils
 
@@ -161,7 +161,7 @@ def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
     def logging_step(module: Any, *args: Any) -> Any:
         loss = own_step(module, *args)
         module.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        return {"loss": loss, "twice": 2 * loss.detach()}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masking_utils, "find_packed_sequence_indices", begin_apart(masking_utils.find_packed_sequence_indices))
@@ -173,11 +173,15 @@ def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
     return counted[STEPS - 1]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-@pytest.mark.parametrize("cell", WAITING[:-1], ids=lambda cell: cell.name)
+ACCUMULATING = [*((cell, 1) for cell in WAITING[:-1]), (WAITING[0], 2), (WAITING[1], 4), (WAITING[3], 4)]
+
+
+@pytest.mark.parametrize(("cell", "accumulate"), ACCUMULATING, ids=lambda value: getattr(value, "name", str(value)))
 def test_the_host_launches_a_default_optimizer_before_it_waits(cell: Cell, accumulate: int) -> None:
+    """After the last of several batches, too."""
     recipe = dataclasses.replace(cell.recipe, steps=STEPS)
-    arguments = parity.strategy_arguments(cell) | {"accumulate": accumulate}
+    rows = min(cell.micro_batch, recipe.global_batch // cell.dp // accumulate)
+    arguments = parity.strategy_arguments(cell) | {"accumulate": accumulate, "micro_batch_size": rows}
     for found in simulated_ranks.run(waits_before_the_launch, cell.world_size, recipe, environment=LATE, **arguments):
         assert found == 0
 

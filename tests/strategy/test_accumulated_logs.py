@@ -113,6 +113,7 @@ def test_every_rank_sees_what_each_batch_has_logged(layout: str) -> None:
     _, values, counts = rows()
     counted = [slice(batch * BATCH, (batch + 1) * BATCH) for batch in range(BATCHES) if batch not in EMPTY]
     mean = float((values * counts).sum() / counts.sum())
+    even = torch.arange(BATCHES * BATCH) // BATCH % 2 == 0
     for seen in run_ranks(fit, 2, layout):
         ended = seen.ended
         assert seen.steps == 3 and len(seen.logged) == BATCHES
@@ -120,6 +121,7 @@ def test_every_rank_sees_what_each_batch_has_logged(layout: str) -> None:
             assert {name: logged[f"{name}_step"] for name in NUMBERS} == pytest.approx(shown, abs=1e-5), batch
             assert logged["shown"] == logged["mean_step"] and "late" not in logged
         assert ended["mean_epoch"] == ended["late"] == pytest.approx(mean, abs=1e-5)
+        assert ended["even_epoch"] == pytest.approx(float((values * counts)[even].sum() / counts[even].sum()), abs=1e-5)
         assert ended["sum_epoch"] == pytest.approx(float(sum(values[part][counts[part] > 0].sum() for part in counted)), abs=1e-4)
         assert ended["max_epoch"] == pytest.approx(float(values[counts > 0].max()), abs=1e-5)
         assert ended["min_epoch"] == pytest.approx(float(values[counts > 0].min()), abs=1e-5)
