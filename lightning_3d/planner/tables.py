@@ -74,10 +74,10 @@ def data_line(job: Job, machine: Machine) -> str:
 
 def compiled_line(faster: Candidate, first: Candidate) -> str:
     """Describe what compiled blocks and a loss in chunks would save."""
-    saved = 1 - faster.step.seconds / first.step.seconds
+    job, saved = faster.job, 1 - faster.step.seconds / first.step.seconds
     return (
-        f"With parallelism.compile=true parallelism.loss_chunks=auto, {faster.job.layout.name} is predicted to be {saved:.0%} faster:"
-        f" {faster.step.seconds:.3g} s a step in {gibibytes(faster.memory.total)}. Blocks that are compiled keep less and move less memory."
+        f"With parallelism.compile=true parallelism.loss_chunks={job.loss_chunks}, {job.layout.name} is predicted to be {saved:.0%} faster:"
+        f" {faster.step.seconds:.3g} s a step in {gibibytes(faster.memory.total)}. Compiled blocks keep fewer bytes and move fewer."
     )
 
 
