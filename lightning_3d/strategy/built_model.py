@@ -30,6 +30,7 @@ from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_w
 from lightning_3d.strategy.spikes import judge_spike
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
+from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -46,6 +47,7 @@ class BuiltModel:
         engine: the pipeline schedule.
         runner: the user's step on micro-batches, driven by the engine.
         splitter: batches to micro-batches.
+        known: values on the device that the host knows.
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
         compilation: of the blocks; None without `compile`.
@@ -64,6 +66,7 @@ class BuiltModel:
     engine: PipelineEngine
     runner: StepRunner
     splitter: Splitter
+    known: KnownValues
     tracer: StepTracer
     guard: StepGuard | None
     compilation: Compilation | None = None
@@ -95,6 +98,7 @@ class BuiltModel:
         """Expect the first batch of an optimizer step, because an earlier fit may have ended in the middle of a step."""
         self._place = 0
         self._unread = self._unreported = None
+        self.known.begin(self.module)
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
@@ -112,7 +116,8 @@ class BuiltModel:
             after `step_optimizer` where `launches_first`.
         """
         trainer = self.module.trainer
-        micro_batches = self.splitter.split(batch, trainer, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
+        with self.known.following():  # micro-batches are rows of the batch
+            micro_batches = self.splitter.split(batch, trainer, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
         self._advise(micro_batches)
         place, ends = self._place, steps_after_this_batch(trainer)
         self._place, self.ends = 0 if ends else place + 1, ends
@@ -245,6 +250,7 @@ class BuiltModel:
                 parameters whose values are on other ranks are lost.
         """
         forget_masks()  # of a step that failed
+        self.known.end()
         if whole:
             self.backend.make_whole()
         else:
