@@ -307,7 +307,7 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 def innermost_function_mode() -> Any:
     """Return the `TorchFunctionMode` that was entered last and sees functions of torch first; None if there is none.
 
-    `torch.overrides._get_current_function_mode` (torch 2.11 to 2.13): the public class leaves the innermost mode without saying which it is.
+    `torch.overrides._get_current_function_mode` (torch 2.11 to 2.13): the public class leaves the innermost mode, whichever it is.
     """
     from torch.overrides import _get_current_function_mode
 

@@ -1,21 +1,21 @@
 """Answers from host memory what a model asks about masks and positions, so that a training step does not wait for the device.
 
-Models of Transformers choose the form of their attention by values of its inputs: is there padding, are sequences packed? On a GPU each such
-question waits until all earlier work is done. But the batch was in host memory before it was moved, and what models derive from it are a few
-operators on whole numbers, which the host computes as well.
+Models of Transformers choose the form of their attention by values of its inputs: is there padding, are sequences packed? On a GPU each
+such question waits until all earlier work is done. But the batch was in host memory before it was moved, and models derive from it what
+they ask about by a few operators on whole numbers, which the host can compute as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.compat.torch import innermost_function_mode, storage_key
 from lightning_3d.compat.transformers import models_in
@@ -33,10 +33,12 @@ class _Known(NamedTuple):
     """Values of a tensor.
 
     Attributes:
+        tensor: reference that does not keep it alive.
         values: in host memory; nobody else has this memory.
         writes: how often torch had written to the tensor or its views when it had these values.
     """
 
+    tensor: ref[Tensor]
     values: Tensor
     writes: int
 
@@ -48,12 +50,13 @@ class _UnknownValue(Exception):
 class KnownValues(TorchFunctionMode):
     """Knows the values of small tensors on the device: of batches, of ranges, and of what operators on whole numbers make of them.
 
-    While `following`, the operators in `FOLLOWED` run on the host copies too, and a read (`bool`, `item`, `tolist`, `cpu`) of a known tensor is
-    answered from its host copy. All other reads wait for the device as before. A tensor is unknown once something has written to its memory:
-    torch counts writes to a tensor and its views; what gives access to memory without being counted, such as `.data`, makes it unknown at once.
+    While `following`, the operators in `FOLLOWED` run on the host copies too, and a read (`bool`, `item`, `tolist`, `cpu`) of a known
+    tensor is answered from its host copy. All other reads wait for the device as before. A tensor is unknown once something has written
+    to its memory. torch counts writes to a tensor and its views; access to memory where writes are not counted, such as `.data`, makes the
+    tensor unknown at once.
 
-    The mode costs the host about 2 us for each function of torch, so it is left inside blocks, where nearly all of them are called. A compiler
-    that traces it finds nothing.
+    The mode costs the host some microseconds for each function of torch, so it is left inside blocks, where nearly all of them are called.
+    A compiler that traces it finds nothing.
 
     Args:
         device: device of the model.
@@ -63,7 +66,7 @@ class KnownValues(TorchFunctionMode):
     def __init__(self, device: torch.device, *, wanted: bool) -> None:
         super().__init__()
         self._device, self._wanted = device, wanted
-        self._known: Any = WeakTensorKeyDictionary()
+        self._known: dict[int, _Known] = {}  # by `id` of the tensor
         self._hooks: list[RemovableHandle] = []
         self._moves = False
         self._left_in: nn.Module | None = None
@@ -106,6 +109,7 @@ class KnownValues(TorchFunctionMode):
         finally:
             if self._left_in is None:  # otherwise a block has failed, outside of which this mode ends
                 self.__exit__(None, None, None)
+            self._known = {place: known for place, known in self._known.items() if known.tensor() is not None}
 
     def _leave(self, block: nn.Module, *args: Any) -> None:
         """Leave the mode before a block runs, unless modes of others are inside this one."""
@@ -142,10 +146,8 @@ class KnownValues(TorchFunctionMode):
         """Call a function that makes a tensor on the device that it is asked for or on the default one."""
         result = func(*args, **kwargs)
         if self._may_know(result):
-            try:
+            with suppress(_UnknownValue):
                 self._know(result, func(*self._on_host(args), **self._on_host(kwargs) | {"device": "cpu"}))
-            except _UnknownValue:
-                pass
         return result
 
     def convert(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,9 +179,10 @@ class KnownValues(TorchFunctionMode):
         """Call a function through which memory may be written without being counted."""
         if isinstance(args[0], Tensor) and args[0].dtype in WHOLE_NUMBERS:
             try:
-                place = storage_key(args[0])
-                for tensor in [tensor for tensor in self._known if storage_key(tensor) == place]:
-                    del self._known[tensor]
+                memory = storage_key(args[0])
+                for place, known in list(self._known.items()):
+                    if (tensor := known.tensor()) is None or storage_key(tensor) == memory:
+                        del self._known[place]
             except RuntimeError:  # a tensor without memory of its own, as in transforms of torch.func
                 self._known.clear()
         return func(*args, **kwargs)
@@ -195,11 +198,13 @@ class KnownValues(TorchFunctionMode):
         )
 
     def _know(self, tensor: Tensor, values: Tensor) -> None:
-        self._known[tensor] = _Known(values, tensor._version)
+        self._known[id(tensor)] = _Known(ref(tensor), values, tensor._version)
 
     def _values_of(self, tensor: Tensor) -> Tensor | None:
-        known = self._known.get(tensor)
-        return known.values if known is not None and known.writes == tensor._version else None
+        known = self._known.get(id(tensor))
+        if known is None or known.tensor() is not tensor:  # `id` may be that of a tensor that is gone
+            return None
+        return known.values if known.writes == tensor._version else None
 
     def _on_host(self, value: Any) -> Any:
         """Replace tensors by their host copies, in arguments of a function.
@@ -212,7 +217,7 @@ class KnownValues(TorchFunctionMode):
                 raise _UnknownValue
             return found
         if type(value) in (tuple, list):
-            return type(value)(self._on_host(item) for item in value)
+            return type(value)([self._on_host(item) for item in value])
         if isinstance(value, slice):
             return slice(self._on_host(value.start), self._on_host(value.stop), self._on_host(value.step))
         return {name: self._on_host(item) for name, item in value.items()} if type(value) is dict else value
