@@ -159,6 +159,15 @@ def test_no_mask_is_read(model: str, mask: str, reads: int) -> None:
     assert numbers == numbers_read and seen == seen_read
 
 
+@pytest.mark.full
+def test_no_mask_is_read_outside_compiled_and_recomputed_blocks() -> None:
+    how: dict[str, Any] = {"mask": "left", "compile": True, "recompute": "full"}
+    [(answered, seen, numbers)] = run_ranks(fit, 1, "dp1", "gemma3", **how)
+    [(_, seen_read, numbers_read)] = run_ranks(fit, 1, "dp1", "gemma3", known=False, **how)
+    assert answered[CHECKED:] == [[]] * (STEPS - CHECKED)
+    assert numbers == numbers_read and seen == seen_read
+
+
 def test_a_mixture_reads_once_for_each_layer() -> None:
     """For the number of tokens that come, in each of the two micro-batches of a rank."""
     for reads, *_ in run_ranks(fit, 2, "ep2_dp2", "mixtral"):

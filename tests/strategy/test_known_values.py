@@ -201,12 +201,12 @@ def test_the_mode_is_left_in_blocks_and_after_a_failure() -> None:
     def fail(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    layers[1].register_forward_hook(fail)
+    layers[1].register_forward_pre_hook(fail)
     with own, pytest.raises(KeyboardInterrupt), known.following():
         model(**batch_of("llama", "none"))
     assert innermost_function_mode() is None
     known.end()
-    assert not any(layer._forward_pre_hooks or len(layer._forward_hooks) > place for place, layer in enumerate(layers))
+    assert [len(layer._forward_pre_hooks) for layer in layers] == [0, 1] and not any(layer._forward_hooks for layer in layers)
 
 
 def test_a_compiler_finds_nothing_in_the_mode() -> None:

@@ -127,10 +127,10 @@ class KnownValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         rule = None if torch.compiler.is_compiling() else _RULES.get(func)
-        return func(*args, **kwargs) if rule is None or "out" in kwargs else rule(self, func, args, kwargs)
+        return func(*args, **kwargs) if rule is None else rule(self, func, args, kwargs)
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator; its result is known if all tensors that it reads are."""
+        """Call an operator; its result is known if all tensors that it reads are. One that it has written to (`out`) is not any more."""
         result = func(*args, **kwargs)
         results = result if type(result) in (tuple, list) else (result,)
         if all(map(self._may_know, results)):
