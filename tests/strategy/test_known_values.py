@@ -175,6 +175,18 @@ def test_large_tensors_and_real_numbers_are_not_followed() -> None:
     assert len(waits.names) == 3
 
 
+def test_an_operator_that_fails_on_a_copy_makes_its_result_unknown() -> None:
+    """A copy may lie in memory in another order than the tensor."""
+    _, known = make()
+    columns = torch.arange(6).view(2, 3).t()
+    with known.moving():
+        moved = columns.to(CPU).detach()
+    known._known[id(moved)] = known._known[id(moved)]._replace(values=columns.contiguous())
+    with known.following(), HostWaits(("read_host_copy",)) as waits:
+        assert moved[0, 1] == 3 and bool((moved.t().view(6) == torch.arange(6)).all())
+    assert waits.names == ["_local_scalar_dense"]
+
+
 class Sees(TorchFunctionMode):
     """A mode of the user's own."""
 

@@ -47,6 +47,10 @@ class _UnknownValue(Exception):
     """An operator reads a tensor whose values the host does not know."""
 
 
+_NOT_ON_HOST = (_UnknownValue, RuntimeError, IndexError)
+"""What makes a result unknown; an operator may fail on a host copy whose strides are not those of the tensor (`view`)."""
+
+
 class KnownValues(TorchFunctionMode):
     """Knows the values of small tensors on the device: of batches, of ranges, and of what operators on whole numbers make of them.
 
@@ -134,19 +138,17 @@ class KnownValues(TorchFunctionMode):
         result = func(*args, **kwargs)
         results = result if type(result) in (tuple, list) else (result,)
         if all(map(self._may_know, results)):
-            try:
+            with suppress(*_NOT_ON_HOST):
                 values = func(*self._on_host(args), **self._on_host(kwargs))
-            except _UnknownValue:
-                return result
-            for made, its in zip(results, values if results is result else (values,), strict=True):
-                self._know(made, its)
+                for made, its in zip(results, values if results is result else (values,), strict=True):
+                    self._know(made, its)
         return result
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that makes a tensor on the device that it is asked for or on the default one."""
         result = func(*args, **kwargs)
         if self._may_know(result):
-            with suppress(_UnknownValue):
+            with suppress(*_NOT_ON_HOST):
                 self._know(result, func(*self._on_host(args), **self._on_host(kwargs) | {"device": "cpu"}))
         return result
 
@@ -247,6 +249,6 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_named("arange tensor ones zeros full ones_like zeros_like full_like new_ones new_zeros new_full"), KnownValues.make),
     **dict.fromkeys((getattr(Tensor, name) for name in ("to", "cuda", "bool", "int", "long")), KnownValues.convert),
     **dict.fromkeys(_named("__bool__ __int__ __index__ item tolist is_nonzero cpu"), KnownValues.answer),
-    **dict.fromkeys(_named("data_ptr untyped_storage storage set_ resize_ resize_as_ __dlpack__"), KnownValues.forget),
+    **dict.fromkeys(_named("data_ptr untyped_storage storage __dlpack__"), KnownValues.forget),
     Tensor.data.__get__: KnownValues.forget,  # type: ignore[attr-defined]
 }
