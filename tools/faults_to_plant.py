@@ -321,6 +321,14 @@ STEP = (
         ("strategy/test_host_reads.py::test_the_device_looks_at_loss_and_norm",),
     ),
     Fault(
+        "step-mask-written-but-remembered",
+        "The host answers a question about a mask from the copy of the batch after the step has written to the mask: padding counts.",
+        "strategy/step/known_values.py",
+        "known.values if known.writes == tensor._version else None",
+        "known.values",
+        ("strategy/test_known_values.py::test_what_has_changed_is_read",),
+    ),
+    Fault(
         "seed-dropout-not-synchronized",
         "Tensor-parallel ranks draw different dropout for what they hold alike: their copies drift apart.",
         "parallel/random_streams.py",

@@ -405,6 +405,14 @@ class Lightning3DStrategy(CheckpointHooks):
     # Steps
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device. Of a training batch, the host keeps the values by which models choose their attention."""
+        if not self.user_module.trainer.training:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with self.built.known.moving():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of all micro-batches, and reduce gradients before an optimizer step."""
         batch, *rest = (*args, *kwargs.values())
