@@ -30,7 +30,7 @@ class Job:
         trained: share of parameters that have gradients.
         reduce: time of ZeRO's gradient reduction (stages 2, 3): `step` or `micro_batch`; None as in `ZeroOptions.resolve`.
         gather: time of ZeRO's parameter gathering (stage 3): `step` or `micro_batch`; None as in `ZeroOptions.resolve`.
-        recompute: `none`, `selective` (attention and MLP activations, not the products), or `full` (whole blocks).
+        recompute: `none`, `selective` (attention without its projections), or `full` (whole blocks).
         recompute_every: one of every n neighbouring blocks is recomputed.
         sequence_parallel: tensor-parallel ranks split the sequence where they do not shard a layer.
         reduce_scatter: ZeRO 1 and 2 send each gradient only to the rank that keeps it, where they can.
