@@ -204,8 +204,8 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
     """Return (seconds of exposed reduction and gathering, seconds of the optimizer) of a rank.
 
     Stage 0 needs an all-reduce, other stages a reduce-scatter of gradients (or an all-reduce) and an all-gather of weights. Overlapping
-    communication hides behind the backward pass of the last micro-batch of the rank's first stage. Only gradients of other stages do if none
-    are sent inside a backward pass. Where shards have replicas, an all-reduce of the rank's shard follows. It hides there too, unless
+    communication hides behind the backward pass of the last micro-batch of the rank's first stage. If none is sent inside a backward pass,
+    only gradients of other stages do. Where shards have replicas, an all-reduce of the rank's shard follows. It hides there too, unless
     gradients are reduced in one tensor.
 
     Args:

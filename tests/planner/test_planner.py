@@ -34,11 +34,11 @@ from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Group, Machine, group, shard_groups
+from lightning_3d.planner.machine import Group, Machine, gather, group, shard_groups
 from lightning_3d.planner.memory import block_activations, least_memory, memory_of
 from lightning_3d.planner.search import Candidate, Fixed, fits, node_shard_size, schedules, search, shapes
 from lightning_3d.planner.stack import Footprint, Overlap, Stack
-from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks
+from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.step_time import Step, least_seconds, step_of
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "conf/model").glob("*.yaml") if path.stem != "pretrained")
@@ -110,6 +110,24 @@ def test_time_in_shard_groups_is_that_of_two_tiers() -> None:
     across = 2 * (7 * cluster.network_latency + eighths * 4 * size / 8 / (cluster.network * cluster.efficiency.network))
     assert step_of(job, cluster).data == pytest.approx(inside + across, rel=1e-3)
     assert step_of(replace(job, shard_size=64), cluster) == step_of(replace(job, shard_size=None), cluster)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks", "shown"),
+    [({"zero": 1}, 1, 0.1), ({"zero": 1, "reduce_scatter": False}, 1, 1.0), ({"zero": 3}, 1, 1.0), ({"zero": 3}, 2, 0.5)],
+    ids=["scattered", "in one tensor", "stage 3", "stage 3 of two chunks"],
+)
+def test_a_reduction_hides_as_far_as_the_engine_sends_it_inside_a_backward(changes: dict[str, Any], chunks: int, shown: float) -> None:
+    """docs/zero.md: in one tensor and at stage 3, the gradients of a stage follow when its last backward is over. The first of two chunks has
+    half of the parameters, and ends last."""
+    model, cluster = gpt(layers=8, hidden=4096, heads=32, vocab=64), machine(64)
+    layout, schedule = Layout(pp=2, dp=8, vp=chunks), "1F1B" if chunks == 1 else "Interleaved1F1B"
+    job = Job(model, layout, 4096, 512, 16, schedule=schedule, gather="micro_batch", stack=constants.OURS, **changes)
+    waiting = replace(job, stack=replace(constants.OURS, overlap=Overlap(all_reduce=False, data=False, gather=False)))
+    exposed = [step_of(one, cluster).data for one in (job, waiting)]
+    size = max(sum(parameters_of(job, stage)) for stage in stages_of(replace(job, layout=replace(layout, vp=1))))
+    whole = gather(cluster, group(layout, ("dp",), 8), 4 * size)
+    assert exposed[1] - exposed[0] == pytest.approx((1 - shown) * whole, rel=0.02, abs=1e-6)
 
 
 @pytest.mark.parametrize(("scatters", "shown"), [(True, 0.1), (False, 1.0)])
