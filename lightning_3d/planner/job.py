@@ -76,12 +76,6 @@ class Job:
         return self.zero in (1, 2) and not self.reduces_often and (self.is_uneven or not self.reduce_scatter)
 
     @property
-    def sends_after_backward(self) -> bool:
-        """True if gradients that are reduced once a step are sent when the last backward of their stage is over, none inside it: at stage 3
-        and in one tensor (`Composition.early_bytes` in `parallel/zero/compose.py`)."""
-        return self.zero == 3 or self.buffers_all_gradients
-
-    @property
     def is_uneven(self) -> bool:
         """True if gradients are all-reduced over all data-parallel ranks, so that copies on tensor-parallel ranks stay equal."""
         return self.model.vocab % self.layout.tp > 0 and self.layout.dp * self.layout.cp > 2
