@@ -313,6 +313,14 @@ STEP = (
         ("strategy/test_host_reads.py::test_the_device_looks_at_loss_and_norm",),
     ),
     Fault(
+        "step-judged-by-its-last-batch",
+        "With gradient accumulation only the loss of the last batch is judged: the host goes on with a step that the device has skipped.",
+        "strategy/built_model.py",
+        "[*self._earlier, computed], []",
+        "[computed], []",
+        ("strategy/test_host_reads.py::test_the_device_looks_at_loss_and_norm",),
+    ),
+    Fault(
         "seed-dropout-not-synchronized",
         "Tensor-parallel ranks draw different dropout for what they hold alike: their copies drift apart.",
         "parallel/random_streams.py",

@@ -57,9 +57,9 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     from lightning_3d.config.machine import choose_precision
     from lightning_3d.config.plan_run import check_keys
     from lightning_3d.config.run_config import complete_run
-    from lightning_3d.planner.advice import machine_of, plan, planned_accelerator, spanning
+    from lightning_3d.planner.advice import faster_compiled, machine_of, plan, planned_accelerator, spanning
     from lightning_3d.planner.html_page import page
-    from lightning_3d.planner.tables import as_data, data_line, found_table, margin, memory_table
+    from lightning_3d.planner.tables import as_data, compiled_line, data_line, found_table, margin, memory_table
     from lightning_3d.runs.report.page import ASSETS
 
     if not folder.is_dir():
@@ -80,7 +80,8 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     machine = machine_of(run.cluster, run.profile)
     if validated and machine is not None:
         require_here(machine, run.cluster)
-    found = plan(run, choose_precision(run, planned_accelerator(run)), most=max(5, validated))
+    precision = choose_precision(run, planned_accelerator(run))
+    found = plan(run, precision, most=max(5, validated))
     assert machine is not None
     first = found.best[0]
     title = f"{run.model.get('name') or run.model['config']['model_type']} on {run.cluster.name}"
@@ -92,6 +93,8 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
     print(f"\n{data_line(first.job, machine)}")
     for warning in spanning(first.job, machine):
         print(f"\n{warning}")
+    if (faster := faster_compiled(run, precision, first)) is not None:
+        print(f"\n{compiled_line(faster, first)}")
     words = training_words(overrides, first.job)
     command = shlex.join(["lightning-3d", "train", *words])
     content = {

@@ -34,6 +34,16 @@ def logging_in_training_step(module: Any) -> Iterator[None]:
         module._current_fx_name = before
 
 
+def logged_entry(module: Any, name: str) -> Any:
+    """What Lightning keeps of a name that the hook that runs has logged, a torchmetrics object; None where it keeps nothing of this epoch.
+
+    `Trainer._results` (Lightning 2.6) maps "hook.name" to a `_ResultMetric`; there is no public form. It adds up values and weights, and
+    takes weights (`batch_size`) that are tensors on the device as it takes whole numbers, though `LightningModule.log` does not say so.
+    """
+    entry = module.trainer._results.get(f"{module._current_fx_name}.{name}")
+    return None if entry is None or entry.has_reset else entry
+
+
 def has_outputs(closure: Any) -> bool:
     """Return whether `complete_outputs` works with a closure, which a user's `optimizer_step` may have replaced."""
     from lightning.pytorch.loops.optimization.closure import AbstractClosure

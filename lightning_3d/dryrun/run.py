@@ -150,7 +150,9 @@ class _FirstMicroBatches:
     splitter: BatchSplitter
     counts: tuple[int, ...]
 
-    def split(self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool) -> MicroBatches:
+    def split(
+        self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool, begins: bool = True
+    ) -> MicroBatches:
         whole = self.splitter.split_unchecked(batch, loader, index, training=training)
         return replace(whole, batches=whole.batches[: self.counts[index]])
 

@@ -350,20 +350,7 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
             f"The planner does not know the model family '{run.spec.model_type}'. Use one of the known families:"
             f" {', '.join(sorted(FAMILIES))}."
         )
-    job = job_of(run, precision)
-    parallelism = run.parallelism
-    automatic = parallelism.layout == "auto"
-    fixed = Fixed(
-        schedule=parallelism.schedule if automatic else None,
-        micro_batch=parallelism.micro_batch_size if automatic else None,
-        zero=parallelism.zero_stage if automatic else None,
-        recompute=parallelism.recompute if automatic else None,
-        sequence_parallel=parallelism.sequence_parallel if automatic else None,
-        order=tuple(parallelism.order) if automatic and parallelism.order is not None else None,
-        max_bubble=run.plan.max_bubble,
-        fit_stages=parallelism.stages == AUTO,
-    )
-    risk = run.plan.memory_risk
+    job, fixed, risk = job_of(run, precision), _fixed(run), run.plan.memory_risk
     with task(f"searching layouts for {plural(machine.gpus, 'GPU')}"):
         found = search(job, machine, fixed=fixed, most=most, room=largest_share(risk) * machine.memory)
     if not found.best:
@@ -375,6 +362,45 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
             f"{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a global batch with more divisors."
         )
     return found
+
+
+def _fixed(run: CompleteRun) -> Fixed:
+    """Return the keys that the configuration fixes."""
+    parallelism = run.parallelism
+    if parallelism.layout != "auto":
+        return Fixed(max_bubble=run.plan.max_bubble, fit_stages=parallelism.stages == AUTO)
+    return Fixed(
+        schedule=parallelism.schedule,
+        micro_batch=parallelism.micro_batch_size,
+        zero=parallelism.zero_stage,
+        recompute=parallelism.recompute,
+        sequence_parallel=parallelism.sequence_parallel,
+        order=tuple(parallelism.order) if parallelism.order is not None else None,
+        max_bubble=run.plan.max_bubble,
+        fit_stages=parallelism.stages == AUTO,
+    )
+
+
+_WORTH_COMPILING = 0.02
+"""Least share of a step that compiled blocks and a loss in chunks must save."""
+
+
+def faster_compiled(run: CompleteRun, precision: str, first: Candidate) -> Candidate | None:
+    """Search once more, with compiled blocks and a loss in chunks.
+
+    Args:
+        first: the fastest without them.
+
+    Returns:
+        The fastest, or None: on CPU, with a profile (which measured blocks that are not compiled), if the run compiles already, or if it
+        saves little.
+    """
+    machine = machine_of(run.cluster, run.profile)
+    if machine is None or run.profile is not None or run.parallelism.compile or planned_accelerator(run) == "cpu":
+        return None
+    room = largest_share(run.plan.memory_risk) * machine.memory
+    found = search(fused(job_of(run, precision)), machine, fixed=_fixed(run), most=1, room=room).best
+    return found[0] if found and found[0].step.seconds < (1 - _WORTH_COMPILING) * first.step.seconds else None
 
 
 def _at_more_risk(tight: Sequence[Candidate], machine: Machine, risk: float) -> str:
@@ -394,7 +420,8 @@ def _nearest_with_room(job: Job, machine: Machine, risk: float) -> str:
     room = largest_share(risk) * machine.memory
     if job.layout.pp > 1 and job.blocks is None and (fitting := fitting_job(job, room)) is not None:
         return f"Use parallelism.stages=auto ({gibibytes(memory_of(fitting).total)})"
-    nearest = _nearest(job, lambda one: total if (total := memory_of(one).total) <= room else None)
+    leaner = [replace(job, loss_chunks=AUTO), fused(job)] if job.loss_chunks == 1 else [fused(job)]
+    nearest = _nearest(job, lambda one: total if (total := memory_of(one).total) <= room else None, leaner)
     return nearest or "Use more GPUs or a larger tp or pp"
 
 
@@ -418,19 +445,37 @@ def _too_large(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
     )
 
 
-def _nearest(job: Job, fits: Callable[[Job], float | None]) -> str | None:
+def _nearest(job: Job, fits: Callable[[Job], float | None], leaner: Sequence[Job] = ()) -> str | None:
     """Find keys of `parallelism` that make the same layout fit, fewest changes first; None if there are none.
 
     Args:
         job: the job that does not fit.
         fits: function from a job to the bytes that it needs, or None if it does not fit.
+        leaner: the same job with options that cost no time, tried before more recomputation.
     """
     levels = RECOMPUTE[RECOMPUTE.index(job.recompute) :]
-    tries = [replace(job, zero=zero, recompute=recompute) for recompute in levels for zero in range(job.zero, 4)]
+    tries = [replace(one, zero=zero) for one in (job, *leaner) for zero in range(job.zero, 4)]
+    tries += [replace(job, zero=zero, recompute=recompute) for recompute in levels[1:] for zero in range(job.zero, 4)]
     tries += [replace(one, micro_batch=1) for one in tries if job.micro_batch > 1]
-    changes = {"zero_stage": "zero", "recompute": "recompute", "micro_batch_size": "micro_batch"}
     for one in tries:
         if (total := fits(one)) is not None:
-            words = [f"parallelism.{key}={getattr(one, name)}" for key, name in changes.items() if getattr(one, name) != getattr(job, name)]
+            before, after = _keys(job), _keys(one)
+            words = [f"parallelism.{key}={value}" for key, value in after.items() if value != before[key]]
             return f"Use {' '.join(words)} ({gibibytes(total)})"
     return None
+
+
+def _keys(job: Job) -> dict[str, Any]:
+    """Return the keys of `parallelism` that `_nearest` changes, with their values."""
+    return {
+        "zero_stage": job.zero,
+        "recompute": job.recompute,
+        "micro_batch_size": job.micro_batch,
+        "loss_chunks": job.loss_chunks,
+        "compile": str(job.stack.compiled).lower(),
+    }
+
+
+def fused(job: Job) -> Job:
+    """Return the same job with compiled blocks and a loss in chunks, which need less memory and time on GPUs."""
+    return replace(job, loss_chunks=AUTO if job.loss_chunks == 1 else job.loss_chunks, stack=compiled(job.stack))

@@ -259,6 +259,15 @@ class Architecture:
         """Count the parameters of the routed experts of a block."""
         return self.experts * (self.expert_size + self.expert_biases) if kind.mixture else 0
 
+    @cached_property
+    def parameters_of_kinds(self) -> tuple[tuple[int, int, int], ...]:
+        """Parameters of a block of each kind: those that every tensor-parallel rank holds (norms, routers, down-projections of latent
+        attention), the others, and those of routed experts."""
+        everywhere = sum(matrix.size for matrix in self.attention if matrix.sharded_by == "none") + self.norms
+        whole = [everywhere + (self.router + self.router_biases if kind.mixture else 0) for kind in self.kinds]
+        dense, routed = map(self.dense_parameters, self.kinds), map(self.routed_parameters, self.kinds)
+        return tuple((held, all_ - held, experts) for held, all_, experts in zip(whole, dense, routed, strict=True))
+
     def multiplied(self, kind: Kind) -> int:
         """Count the weights of a block that a token is multiplied with."""
         if kind.mixture:

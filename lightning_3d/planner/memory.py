@@ -12,13 +12,13 @@ attention instead of GPT's):
     (4 q + 2 k + 4 a) / t    queries, keys, values, output and log-sum-exp of attention; 5 a s / t more without a fused kernel
     6 f / t   gate, up and their product; 4 f / t without gate
 
-Software that is not fused keeps more (`Footprint.saved`, `saved_inner`). Compiled blocks keep no more, but with sequence parallelism the
-whole inputs of products: 4 h instead of 4 h / t.
+Software that is not fused keeps more (`Footprint.saved`, `saved_inner`). Compiled blocks keep no more, and with sequence parallelism only
+the inputs of the norms: 4 h / t instead of 8 h / t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
@@ -54,7 +54,23 @@ class Memory:
 def memory_of(job: Job) -> Memory:
     """Return the memory of the rank that needs most."""
     blocks = block_bytes(job)
-    return max((memory_of_rank(job, own, blocks) for own in set(stages_in_flight(job))), key=lambda memory: memory.total)
+    return max((memory_of_rank(job, own, blocks) for own in _fullest(stages_in_flight(job))), key=lambda memory: memory.total)
+
+
+def _fullest(ranks: Sequence[StagesOfRank]) -> Iterator[StagesOfRank]:
+    """Yield ranks without those that have the same stages as another one and no more micro-batches in flight."""
+    found: dict[tuple[Stage, ...], list[tuple[int, ...]]] = {}
+    for own in ranks:
+        stages, live = tuple(stage for stage, _ in own), tuple(count for _, count in own)
+        others = found.setdefault(stages, [])
+        if not any(_covers(other, live) for other in others):
+            others[:] = [*(other for other in others if not _covers(live, other)), live]
+    for stages, counts in found.items():
+        yield from (tuple(zip(stages, live, strict=True)) for live in counts)
+
+
+def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(more, less, strict=True))
 
 
 def memory_of_all(job: Job) -> Memory:
@@ -79,19 +95,24 @@ def indices_in_flight(job: Job) -> list[tuple[tuple[int, int], ...]]:
     return [tuple((index, live[rank].get(index, 0)) for index in own) for rank, own in enumerate(ranks)]
 
 
-def least_memory(job: Job, *, balanced: bool = True) -> float:
-    """Return a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks, and as many micro-batches in
-    flight as there are stages (1F1B's first rank; the other schedules keep as much or more).
+def least_memory(job: Job, levels: Sequence[str], *, balanced: bool = True) -> Iterator[tuple[str, float]]:
+    """Yield for each level of recomputation a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks,
+    and as many micro-batches in flight as there are stages (1F1B's first rank; the other schedules keep as much or more).
 
     Args:
         balanced: whether stages have equal work; otherwise the rank with most blocks may have one micro-batch in flight.
     """
     layout = job.layout
-    lean = replace(job, zero=3, gather="micro_batch", reduce="micro_batch") if layout.dp * layout.cp > 1 else replace(job, zero=0)
-    share, kinds = _smallest_share(job), block_bytes(lean)
-    least = (min(kept for kept, _ in kinds), min(again for _, again in kinds))
-    memory = memory_of_rank(lean, ((share, min(job.micro_batches, layout.pp) if balanced else 1),), (least,) * len(kinds))
-    return memory.total - lean.stack.footprint.spare_gradient * sum(parameters_of(job, share)) * (layout.dp * layout.cp == 1)
+    alone = layout.dp * layout.cp == 1
+    lean = replace(job, zero=0) if alone else replace(job, zero=3, gather="micro_batch", reduce="micro_batch")
+    share = _smallest_share(job)
+    spare = lean.stack.footprint.spare_gradient * sum(parameters_of(job, share)) * alone
+    for level in levels:
+        again = replace(lean, recompute=level)
+        kinds = block_bytes(again)
+        least = (min(kept for kept, _ in kinds), min(temporary for _, temporary in kinds))
+        memory = memory_of_rank(again, ((share, min(job.micro_batches, layout.pp) if balanced else 1),), (least,) * len(kinds))
+        yield level, memory.total - spare
 
 
 def _smallest_share(job: Job) -> Stage:
@@ -138,7 +159,7 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
     model, footprint = job.model, job.stack.footprint
     stages = [stage for stage, _ in own]
     counts = [parameters_of(job, stage) for stage in stages]
-    inner = [parameters_of(job, Stage(stage.counts, False, False)) for stage in stages]
+    inner = [parameters_of(job, Stage(stage.counts, False, False)) if job.saved_block_bytes else (0.0, 0.0) for stage in stages]
     kinds = [kind for kind in range(len(blocks)) if any(stage.counts[kind] for stage in stages)]
     sharers = shard_ranks(job)
     weights = gradients = kept_gradients = optimizer = 0.0
@@ -207,7 +228,9 @@ def block_activations(job: Job, kind: Kind) -> float:
     experts_fused = fused and layout.ep == 1  # those of other ranks run outside of the compiled graphs
     unfused = 0.0 if fused else footprint.saved / 2 + family.norm  # of a number that passes a norm
     split = layout.tp if job.sequence_parallel else 1
-    shared = 4 * model.hidden * width / split + 2 * unfused * model.hidden / layout.tp + (2 * width + unfused) * model.latent
+    whole = kind.mixture and layout.ep == 1  # every tensor-parallel rank has all tokens, and a part of each expert
+    norms = 2 if not fused or split == 1 else int(kind.mixture and not whole)  # outputs that are kept; a compiler norms again
+    shared = (2 + norms) * model.hidden * width / split + 2 * unfused * model.hidden / layout.tp + (2 * width + unfused) * model.latent
     attention = width * (2 * model.query_width + model.expanded) + 4 * model.heads + (width + unfused) * model.normed
     attention += _of_scores(job) + job.stack.attention_saved(model.key_width)
     inner, saved_inner = model.ffn, 0.0 if fused else footprint.saved_inner
@@ -215,10 +238,9 @@ def block_activations(job: Job, kind: Kind) -> float:
         inner, saved_inner = model.top_k * model.expert_ffn + model.shared_ffn, 0.0 if experts_fused else footprint.saved_inner
         attention += 0.0 if experts_fused else family.inner * model.top_k * model.expert_ffn
         attention += 0.0 if fused else family.routed * model.hidden
-        shared += 4 * width * model.top_k * model.hidden / layout.tp / 2  # what is sent to experts and comes back
+        shared += 2 * width * model.top_k * model.hidden / (1 if whole else layout.tp)  # inputs of experts and their outputs
+        shared += 0.0 if fused or not whole else width * model.hidden * (1 - 1 / split)  # the gathered input
     of_inner = (3 if model.gated else 2) * width + saved_inner
-    if fused:  # whole inputs of the products of attention and MLP; experts of other ranks take parts
-        shared += (1 if kind.mixture and layout.ep > 1 else 2) * model.hidden * width * (1 - 1 / split)
     return job.tokens * (shared + (attention + of_inner * inner) / layout.tp)
 
 

@@ -112,11 +112,12 @@ def search(
     too_large = 0
     for shape in considered:
         levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
-        leaner = (shape if level == shape.recompute else replace(shape, recompute=level) for level in levels)
-        lean = next((one for one in leaner if least_memory(one, balanced=not fixed.fit_stages) <= room), None)
-        if lean is None:
+        fitting = (level for level, least in least_memory(shape, levels, balanced=not fixed.fit_stages) if least <= room)
+        level = next(fitting, None)
+        if level is None:
             too_large += 1
             continue
+        lean = shape if level == shape.recompute else replace(shape, recompute=level)
         push(least_seconds(lean, machine), lean)
     best: dict[tuple[int, ...], Candidate] = {}
     simulated: list[Candidate] = []

@@ -106,7 +106,7 @@ class Stack:
         flash: attention is one kernel that keeps no scores.
         transformers: blocks are those of Transformers, which keep what their family does (`Architecture.kept`).
         compiled: blocks are compiled by `torch.compile`. It recomputes norms and the activation of an MLP, and so keeps neither `saved` nor
-            `saved_inner` bytes; with sequence parallelism it keeps whole inputs of products (`tests/planner/test_compiled_blocks.py`).
+            `saved_inner` bytes, and with sequence parallelism no outputs of norms (`tests/planner/test_compiled_blocks.py`).
     """
 
     flash: bool = True

@@ -74,19 +74,12 @@ def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
     """Return (parameters, parameters of routed experts) of a stage on one rank. The first number excludes the second."""
     model, layout = job.model, job.layout
     dense = routed = 0.0
-    for count, kind in zip(stage.counts, model.kinds, strict=True):
-        whole = replicated(model, kind)
-        dense += count * ((model.dense_parameters(kind) - whole) / layout.tp + whole)
-        routed += count * model.routed_parameters(kind)
+    for count, (whole, split, experts) in zip(stage.counts, model.parameters_of_kinds, strict=True):
+        dense += count * (split / layout.tp + whole)
+        routed += count * experts
     ends = stage.embedding + stage.head - (stage.embedding and stage.head and model.tied)
     dense += ends * model.embedding / layout.tp + stage.embedding * model.positions + stage.head * model.final_norm
     return dense, routed / (layout.ep if layout.ep > 1 else layout.tp)
-
-
-def replicated(model: Architecture, kind: Kind) -> int:
-    """Count the parameters of a block that every tensor-parallel rank holds: norms, routers, down-projections of latent attention."""
-    routing = model.router + model.router_biases if kind.mixture else 0
-    return sum(matrix.size for matrix in model.attention if matrix.sharded_by == "none") + model.norms + routing
 
 
 def one_block(job: Job) -> tuple[Stage, ...]:

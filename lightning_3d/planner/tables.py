@@ -72,6 +72,15 @@ def data_line(job: Job, machine: Machine) -> str:
     )
 
 
+def compiled_line(faster: Candidate, first: Candidate) -> str:
+    """Describe what compiled blocks and a loss in chunks would save."""
+    job, saved = faster.job, 1 - faster.step.seconds / first.step.seconds
+    return (
+        f"With parallelism.compile=true parallelism.loss_chunks={job.loss_chunks}, {job.layout.name} is predicted to be {saved:.0%} faster:"
+        f" {faster.step.seconds:.3g} s a step in {gibibytes(faster.memory.total)}. Compiled blocks keep fewer bytes and move fewer."
+    )
+
+
 def tokens_per_second(candidate: Candidate) -> float:
     """Return the tokens per second of all GPUs."""
     job = candidate.job

@@ -70,25 +70,40 @@ class PieceCache:
         Raises:
             DataError: it cannot be written, or has no locks.
         """
-        try:
+        with self.usable(DataError):
             for name in ("locks", "pieces"):
                 (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.locked("used.lock"):
-                pass
-        except OSError as error:
-            no_locks = error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-            what = "has no file locks" if no_locks else f"cannot be written: {error.strerror}"
-            raise DataError(f"The cache of remote data, {self.folder}, {what}. Set data.cache_dir to a folder on a local disk.") from None
+        with self.locked("used.lock", DataError):
+            pass
 
     @contextmanager
-    def locked(self, name: str) -> Iterator[None]:
-        """Hold a lock of this cache, and wait for it if need be. The kernel frees it if the process ends."""
-        descriptor = os.open(self.folder / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def usable(self, kind: type[DataError] = UnreachableData) -> Iterator[None]:
+        """Report an error of the disk in one message that names the folder.
+
+        Args:
+            kind: `UnreachableData` while a run reads; `DataError` before it starts, when the user can still choose another folder.
+
+        Raises:
+            DataError: of this kind.
+        """
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
+        except OSError as error:
+            raise kind(f"The cache of remote data, {self.folder}, {_explain(error)}") from None
+
+    @contextmanager
+    def locked(self, name: str, kind: type[DataError] = UnreachableData) -> Iterator[None]:
+        """Hold a lock of this cache, and wait for it if need be. The kernel frees it if the process ends. Raises as `usable`."""
+        with self.usable(kind):
+            descriptor = os.open(self.folder / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with self.usable(kind):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too, and must not keep it
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too, and must not keep the lock
             os.close(descriptor)
 
     def load(self, path: Path, size: int) -> bytes | None:
@@ -114,7 +129,7 @@ class PieceCache:
         if len(contents) > self.limit:
             return
         partial = self.folder / "partial"
-        with self.locked("used.lock"):
+        with self.locked("used.lock"), self.usable():
             try:
                 used = self._used()
                 if used + len(contents) > self.limit:
@@ -123,18 +138,14 @@ class PieceCache:
                 partial.write_bytes(contents)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 partial.replace(path)
-            except OSError as error:
+            except OSError:
                 with suppress(OSError):
                     partial.unlink()
-                remedy = "Set a smaller data.cache_bytes, or" if is_full(error) else "Set"
-                raise UnreachableData(
-                    f"The cache of remote data, {self.folder}, cannot be written: {error.strerror}. {remedy} data.cache_dir to a folder"
-                    " on another disk."
-                ) from None
+                raise
 
     def room(self) -> int:
-        """Return the bytes that the cache has and those that are free on its disk."""
-        with self.locked("used.lock"):
+        """Return the bytes that the cache has and those that are free on its disk. Raises `DataError` as `usable`."""
+        with self.locked("used.lock", DataError), self.usable(DataError):
             return shutil.disk_usage(self.folder).free + self._used()
 
     def _used(self) -> int:
@@ -224,11 +235,11 @@ class CachedFile:
         """Fetch a piece if it is not in the cache. Raises as `piece`."""
         try:
             os.utime(self._path(number))
-        except FileNotFoundError:
+        except OSError:  # it is not there, or the cache can only be read
             self.piece(number)
 
     def is_cached(self, number: int) -> bool:
-        return self._path(number).exists()
+        return os.path.exists(self._path(number))
 
     def _path(self, number: int) -> Path:
         name = f"{self.version}-{self.cache.piece}-{number}"
@@ -264,6 +275,19 @@ def fetch_together(pieces: Sequence[Piece]) -> None:
 def unreachable(error: OSError) -> str:
     """Describe why a URL cannot be read, as the end of a sentence; it names the URL."""
     return f"there is no {error}" if isinstance(error, FileNotFoundError) else str(error)
+
+
+def _explain(error: OSError) -> str:
+    """Say why the folder of a cache cannot be used, and what works, as the end of a message."""
+    if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+        return "has no file locks. Set data.cache_dir to a folder on a local disk."
+    if is_full(error):
+        remedy = "Set a smaller data.cache_bytes, or data.cache_dir to a folder on another disk."
+    elif isinstance(error, FileNotFoundError):
+        remedy = "Do not remove it while a run uses it."
+    else:
+        remedy = "Set data.cache_dir to a folder on another disk."
+    return f"cannot be written: {error.strerror}. {remedy}"
 
 
 def _boot() -> str:

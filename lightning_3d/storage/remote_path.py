@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +18,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, Self, TypeVar
 
 from lightning_3d.errors import CheckpointError
+from lightning_3d.storage.fork_gate import FORKS
 
 _LOCAL = ("file", "local")
+WEB = ("http", "https")
+"""Protocols of web servers, which have no listings."""
+_SIGNS = re.compile(r"[*?\[]")
 _UPLOADED = 64 * 2**20
 """Bytes of one part of an upload. S3 accepts 10,000 parts, which makes 671 GB."""
 _FETCHED = 8 * 2**20
@@ -52,6 +57,10 @@ class RemotePath:
     @property
     def stem(self) -> str:
         return PurePosixPath(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> Self:
@@ -111,6 +120,26 @@ class RemotePath:
             return
         for name in sorted(names):
             yield self / name
+
+    @property
+    def is_pattern(self) -> bool:
+        """Check whether the URL has one of the signs *, ? and [, the host of a web server aside."""
+        inside = self.url.partition("://")[2]
+        return _SIGNS.search(inside.partition("/")[2] if self.protocol in WEB else inside) is not None
+
+    def glob(self) -> dict[Self, bool]:
+        """List what matches this URL, which must be a pattern, in the order in which `pathlib` sorts paths; True for folders.
+
+        As in `glob.glob`, `**` stands for any folders, and `*` matches no dot at the beginning of a name.
+        """
+        url = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in self.url.split("/"))
+        with self._asked(fresh=True) as (system, _):
+            pattern = str(system._strip_protocol(url)).rstrip("/")
+            entries = {name.rstrip("/"): info["type"] == "directory" for name, info in system.glob(pattern, detail=True).items()}
+        protocol, inside = f"{self.protocol}://", url.partition("://")[2]
+        start, fixed = protocol + inside[: _first_sign(inside)], _first_sign(pattern)  # of the URL, and of the same place in the backend
+        shown = sorted((name for name in entries if _hidden(name) <= _hidden(pattern)), key=lambda name: name.split("/"))
+        return {replace(self, url=start + name[fixed:]): entries[name] for name in shown}
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all files below, by relative path, as the store lists them; listings may lag behind."""
@@ -220,7 +249,7 @@ class RemotePath:
         Args:
             fresh: whether to bypass its cache of listings.
         """
-        with as_os_error(self.url):
+        with backend_call(self.url):
             system, path = self.system()
             if fresh:
                 system.invalidate_cache()
@@ -228,20 +257,35 @@ class RemotePath:
 
 
 @contextmanager
-def as_os_error(url: str) -> Iterator[None]:
-    """Turn errors of a backend into `OSError`s that name the URL."""
-    try:
-        yield
-    except (FileNotFoundError, FileExistsError, NotADirectoryError, CheckpointError):
-        raise
-    except Exception as error:  # botocore, aiohttp and others raise their own classes
-        raise OSError(f"{url}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+def backend_call(url: str) -> Iterator[None]:
+    """Call a backend: no other thread forks meanwhile, and errors become `OSError`s that name the URL."""
+    with FORKS.closed():
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError, NotADirectoryError, CheckpointError):
+            raise
+        except Exception as error:  # botocore, aiohttp and others raise their own classes
+            raise OSError(f"{url}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _first_sign(pattern: str) -> int:
+    """Return the place of the first sign of a pattern."""
+    found = _SIGNS.search(pattern)
+    return len(pattern) if found is None else found.start()
+
+
+def _hidden(path: str) -> int:
+    """Count the names in a path that begin with a dot."""
+    return sum(name.startswith(".") for name in path.split("/"))
 
 
 Place = Path | RemotePath
 
 
 class _Suffixed(Protocol):
+    @property
+    def suffix(self) -> str: ...
+
     def with_suffix(self, suffix: str, /) -> Self: ...
 
 
@@ -281,8 +325,8 @@ class Upload:
 
     def __init__(self, path: RemotePath) -> None:
         self.name = path.url
-        system, inside = path.system()
-        with as_os_error(self.name):
+        with backend_call(self.name):
+            system, inside = path.system()
             try:
                 self._file = system.open(inside, "wb", block_size=_UPLOADED)
             except FileNotFoundError:  # a missing folder. Object stores report a missing bucket later; none is created
@@ -291,7 +335,7 @@ class Upload:
         self._open = True
 
     def write(self, data: bytes | memoryview) -> int:
-        with as_os_error(self.name):
+        with backend_call(self.name):
             self._file.write(data)
         return memoryview(data).nbytes
 
@@ -300,7 +344,7 @@ class Upload:
 
     def finish(self) -> None:
         """Complete the upload: the file exists from now on."""
-        with as_os_error(self.name):
+        with backend_call(self.name):
             self._file.close()
         self._open = False
 
@@ -309,7 +353,7 @@ class Upload:
         if self._open:
             self._open = False
             discard: Callable[[], None] | None = getattr(self._file, "discard", None)
-            with suppress(Exception):  # it failed before, and that was reported
+            with suppress(Exception), backend_call(self.name):  # it failed before, and that was reported
                 self._file.closed = True  # otherwise the garbage collector would upload it
                 if discard is not None:
                     discard()

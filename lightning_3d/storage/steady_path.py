@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from typing_extensions import override
 
@@ -42,6 +42,10 @@ class SteadyPath(RemotePath):
     @override
     def read_bytes(self) -> bytes:
         return self._steadily(super().read_bytes)
+
+    @override
+    def glob(self) -> dict[Self, bool]:
+        return self._steadily(super().glob)
 
     @override
     def size(self) -> int:

@@ -206,6 +206,7 @@ def take_part(
         )
     state = PipelineState(random, SequenceShards(tp))
     tensor = TensorParallel(mesh.group("tp"), tp, mesh.index("tp"), random if random.enabled else None, state.sequence)
+    tensor.gathers_again = options.blocks.recompute != "full" or options.blocks.recompute_every > 1
     # Before blocks of other stages are removed: blocks are counted, and routers numbered, in the whole model.
     routers = _wrap_blocks(module, blocks, plan, mesh, options, whole.regions, split, tensor, device)
     random.deals_sequence = whole.regions is not None

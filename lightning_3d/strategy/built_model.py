@@ -74,7 +74,6 @@ class BuiltModel:
 
     def __post_init__(self) -> None:
         self._advised = self._reported_breaks = False
-        self._unread: Callable[[], None] | None = None
         self._unreported: Callable[[], dict[str, Any]] | None = None
         self.repeatable = RepeatableStep(self.module, self.runner, self.backend, self.parts.routers, self.device)
         # Hooks on layers inside compiled blocks would compile them again.
@@ -94,7 +93,8 @@ class BuiltModel:
     def begin_fit(self) -> None:
         """Expect the first batch of an optimizer step, because an earlier fit may have ended in the middle of a step."""
         self._place = 0
-        self._unread = self._unreported = None
+        self._unreported = None
+        self._earlier: list[Computed] = []
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
@@ -108,16 +108,17 @@ class BuiltModel:
             rest: further arguments of the user's `training_step`.
 
         Returns:
-            The step, whose numbers `read` fills in, and what `training_step` returned, which `report` completes. Call `report` next, but
-            after `step_optimizer` where `launches_first`.
+            The step, and what `training_step` returned, which `report` completes. Call `report` next, but after `step_optimizer` where
+            `launches_first`.
         """
         trainer = self.module.trainer
-        micro_batches = self.splitter.split(batch, trainer, trainer.train_dataloader, trainer.fit_loop.batch_idx, training=True)
-        self._advise(micro_batches)
         place, ends = self._place, steps_after_this_batch(trainer)
+        loader, index = trainer.train_dataloader, trainer.fit_loop.batch_idx
+        micro_batches = self.splitter.split(batch, trainer, loader, index, training=True, begins=place == 0)
+        self._advise(micro_batches)
         self._place, self.ends = 0 if ends else place + 1, ends
-        if place == 0 and self.guard is not None:
-            self.guard.begin_step()
+        if place == 0:
+            self._earlier = []
         steps = trainer.global_step
         with self.tracer.batch(steps + 1, place):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
@@ -127,9 +128,9 @@ class BuiltModel:
             computed = self.twice.verify(computed, steps)
             self._measure(computed)
         self.launches_first = ends and self._may_launch_first()
-        result, outputs = StepResult(), self.runner.outputs(micro_batches, computed)
-        self._unread = partial(self._read, result, computed, ends)
-        self._unreported = partial(self._report, result, computed, outputs)
+        result = StepResult(computed, self.backend.grad_norm if ends else None)
+        outputs = self.runner.outputs(micro_batches, computed)
+        self._unreported = partial(self._report, result, computed, outputs) if ends else partial(self._report_early, computed, outputs)
         if ends and self.compilation is not None and not self._reported_breaks:
             self._reported_breaks = True
             self.compilation.warn()
@@ -150,18 +151,9 @@ class BuiltModel:
             return False
         return self.guard.how == IGNORE or self.backend.can_skip_on_device
 
-    def read(self) -> None:
-        """Fill in the numbers of the step that runs, if that was not done. Waits until the device has computed them. Local."""
-        if self._unread is not None:
-            read, self._unread = self._unread, None
-            read()
-
-    def _read(self, step: StepResult, computed: Computed, ends: bool) -> None:
-        step.loss, step.weight, step.routers = computed.totals.mean_loss, computed.totals.weight, computed.routers
-        step.grad_norm = self.backend.grad_norm() if ends else None
-
     def report(self) -> dict[str, Any]:
-        """Read the numbers of the step that runs, log what it has logged, and judge it. Collective, once for each batch.
+        """Log what the batch that was computed last has logged. After the last batch of a step, read the numbers of all of them, and judge
+        the step. Collective, once for each batch.
 
         Returns:
             What `training_step` returned, on ranks before the last stage the scalars of it.
@@ -169,29 +161,44 @@ class BuiltModel:
         Raises:
             NonFiniteError: see `_judge`.
         """
-        self.read()
         assert self._unreported is not None
         report, self._unreported = self._unreported, None
         return report()
 
-    def _report(self, step: StepResult, computed: Computed, outputs: dict[str, Any]) -> dict[str, Any]:
-        self.runner.report(computed, outputs)
-        self._judge(step)
+    def _report_early(self, computed: Computed, outputs: dict[str, Any]) -> dict[str, Any]:
+        """Report a batch that others of its step follow. Its numbers are read with theirs: the device need not wait for the host."""
+        self._earlier.append(computed)
+        self.runner.report_early(outputs)
         return outputs
 
-    def _judge(self, step: StepResult) -> None:
-        """Stop, or mark the step to be skipped, if its loss or gradient norm is not finite. The optimizer has not changed anything then.
+    def _report(self, step: StepResult, computed: Computed, outputs: dict[str, Any]) -> dict[str, Any]:
+        batches, self._earlier = [*self._earlier, computed], []
+        for batch in batches:  # one after the other, so that a hang is told from several batches that take long
+            _ = batch.totals
+            self.tracer.recorder.heartbeat.beat()
+        step.read()
+        self.runner.report(computed, outputs)
+        self._judge(step, batches)
+        return outputs
 
-        Loss and norm are the same on every rank, so that all ranks take the same branches here.
+    def _judge(self, step: StepResult, batches: list[Computed]) -> None:
+        """Stop, or mark the step to be skipped, if a loss or the gradient norm is not finite. The optimizer has not changed anything then.
+
+        Losses and norm are the same on every rank, so that all ranks take the same branches here.
+
+        Args:
+            batches: all batches of the step, in order.
 
         Raises:
             NonFiniteError: one of them is not finite, and the guard is to stop then.
         """
         if self.guard is None:
             return
-        self.guard.note(step.loss, step.weight, lost_here=not isfinite(step.loss) and not self.runner.has_finite_loss())
-        if step.grad_norm is None:
-            return
+        assert step.grad_norm is not None
+        self.guard.begin_step()
+        for batch in batches:
+            loss = batch.totals.mean_loss
+            self.guard.note(loss, batch.totals.weight, lost_here=not isfinite(loss) and batch.is_lost_here())
         if self.guard.accepts(step.grad_norm):
             judge_spike(self, self.guard, step)
             return

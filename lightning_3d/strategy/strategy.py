@@ -267,9 +267,8 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @property
     def last_step(self) -> StepResult | None:
-        """The numbers of the latest optimizer step, the same on every rank; None before the first. Waits for them while the step runs."""
-        if self._built is not None:
-            self._built.read()
+        """The numbers of the latest batch or optimizer step, the same on every rank; None before the first. Whoever reads one of them while
+        the step runs waits for the device."""
         return self._last_step
 
     @property

@@ -37,8 +37,10 @@ class RouterLog(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         last: Any = getattr(trainer.strategy, "last_step", None)
+        if not trainer.is_global_zero or trainer.global_step % self._every or getattr(last, "grad_norm", None) is None:
+            return  # first what can be known without waiting for the device
         routers = getattr(last, "routers", None)
-        if routers is None or last.grad_norm is None or trainer.global_step % self._every or not trainer.is_global_zero:
+        if routers is None:
             return
         if not self._started:
             self._begin(trainer.global_step - 1)

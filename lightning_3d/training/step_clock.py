@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class StepNumbers:
             of `optimizer.groups` matches, or that of the first entry if there are none.
         tokens: target tokens of the global batch (all its tokens if the strategy does not count targets).
         seconds: time from having the batch to the end of the optimizer step, over all its batches; without waiting for data,
-            validation and checkpoints.
+            validation and checkpoints. On an accelerator, what the host does between the batches of a step counts: the device may compute.
         routers: a `lightning_3d.parallel.expert.RouterStatistics` for a mixture of experts; None for a dense model.
         trace: the trace, if the step was traced.
         skipped: True if the optimizer skipped the step (`nonfinite="skip"`).
@@ -55,8 +56,9 @@ class StepClock:
     def __init__(self) -> None:
         self._started = 0.0
         self._step = -1
-        self._lr = 0.0
-        self._batches: list[tuple[float, float, float]] = []
+        self._lr = self._seconds = 0.0
+        self._goes_on = False
+        self._batches: list[Callable[[], tuple[float, float]]] = []
 
     def start(self, trainer: Trainer) -> None:
         """Record that a batch has arrived."""
@@ -64,27 +66,38 @@ class StepClock:
             self._step = trainer.global_step
             # Read before the step: schedulers advance before `on_train_batch_end`.
             self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
-        self._started = time.perf_counter()
+        if not self._goes_on:
+            self._started = time.perf_counter()
 
     def stop(self, trainer: Trainer, outputs: Any, batch: Any) -> StepNumbers | None:
         """Record that the batch has ended. Returns the numbers of its step; None while gradients accumulate."""
         last = getattr(trainer.strategy, "last_step", None)
-        if last is not None:
-            loss, grad_norm, tokens = float(last.loss), last.grad_norm, float(last.tokens)
-        else:
-            loss, grad_norm, tokens = _loss_of(trainer, outputs), None, _tokens_of(trainer, batch)
-        # Read the loss first: on an accelerator, reading it waits for the end of the step.
-        self._batches.append((loss, tokens, time.perf_counter() - self._started))
-        if trainer.global_step == self._step:
+        self._batches.append(_reader(last, trainer, outputs, batch))
+        ended = trainer.global_step != self._step
+        # Read the losses first: on an accelerator, reading one waits for the end of its batch. While further batches follow, nothing is
+        # read: the device computes on, and the clock goes on with it.
+        numbers = [read() for read in self._batches] if ended else []
+        self._goes_on = not ended and last is not None and trainer.strategy.root_device.type != "cpu"
+        if not self._goes_on:
+            self._seconds += time.perf_counter() - self._started
+        if not ended:
             return None
-        losses, counts, seconds = zip(*self._batches, strict=True)
-        self._batches = []
+        (losses, counts), seconds = zip(*numbers, strict=True), self._seconds
+        self._batches, self._seconds = [], 0.0
         total = sum(counts)
         weights = [count / total for count in counts] if total else [1 / len(counts)] * len(counts)
         loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
-        norm = None if grad_norm is None else float(grad_norm)
+        norm = getattr(last, "grad_norm", None)
         more = getattr(last, "routers", None), getattr(last, "trace", None), getattr(last, "skipped", False), getattr(last, "slowest", None)
-        return StepNumbers(trainer.global_step, loss, norm, self._lr, total, sum(seconds), *more)
+        return StepNumbers(trainer.global_step, loss, None if norm is None else float(norm), self._lr, total, seconds, *more)
+
+
+def _reader(last: Any, trainer: Trainer, outputs: Any, batch: Any) -> Callable[[], tuple[float, float]]:
+    """Return a function that reads (loss, tokens) of a batch, from the strategy's `last_step` where it has one."""
+    if last is not None:
+        return lambda: (float(last.loss), float(last.tokens))
+    numbers = _loss_of(trainer, outputs), _tokens_of(trainer, batch)
+    return lambda: numbers
 
 
 def _loss_of(trainer: Trainer, outputs: Any) -> float:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -11,6 +12,7 @@ import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from parity import quiet_trainer
@@ -21,10 +23,12 @@ from lightning_3d.compat.lightning import (
     find_last_at_urls,
     has_outputs,
     hush_tree_warning,
+    logged_entry,
     logging_in_training_step,
     throughputs_of,
 )
 from lightning_3d.compat.lightning_uses import reporting_uses
+from lightning_3d.compat.torchmetrics import forward_value
 
 
 def test_uses_are_reported_inside_the_context_only() -> None:
@@ -54,6 +58,24 @@ def test_another_hook_logs_as_training_step() -> None:
     with logging_in_training_step(module):
         assert module._current_fx_name == "training_step"
     assert module._current_fx_name == "optimizer_step"
+
+
+def test_weights_of_logged_values_may_be_on_the_device() -> None:
+    """Means are those of weights that are whole numbers in Python, to the last bit, and a weight of 0 changes nothing."""
+    sizes, values, found = [7, 0, 13, 2**25 + 1], [0.1, 0.0, 1 / 3, -2.7], []
+    for as_tensors in (False, True):
+        results = _ResultCollection(training=True)
+        module: Any = SimpleNamespace(trainer=SimpleNamespace(_results=results), _current_fx_name="training_step")
+        assert logged_entry(module, "x") is None
+        for size, value in zip(sizes, values, strict=True):
+            if size or as_tensors:
+                batch_size: Any = torch.tensor(size) if as_tensors else size
+                results.log("training_step", "x", torch.tensor(value), on_step=True, on_epoch=True, batch_size=batch_size)
+        assert forward_value(logged_entry(module, "x")) == torch.tensor(-2.7)
+        found.append(results.metrics(on_step=False)["callback"]["x_epoch"].item())
+        results.reset()
+        assert logged_entry(module, "x") is None
+    assert found[0] == found[1]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch warns of it since 2.13")

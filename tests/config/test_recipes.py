@@ -126,12 +126,16 @@ def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int, parts: int) ->
 
     In bytes of a token: the float32 and bf16 copies of two norms and the residuals, 20 h, four tensors as wide as the MLP and four as
     wide as all heads, of 2 bytes. Tensor-parallel ranks share all of them, with sequence parallelism. A mixture has the MLPs that see
-    a token, with even loads, and for each of them four copies of the token, on its way and back.
+    a token, with even loads, and for each of them four copies of the token, on its way and back. Compiled dense blocks keep the residuals,
+    three tensors as wide as the MLP, and four as wide as all heads.
     """
     layout, blocks = plan.layout, plan.blocks
     assert blocks.sequence_parallel is None
     heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     everything = tokens * (20 * spec.hidden + 8 * mlp_width(spec) + 8 * heads + 8 * spec.top_k * spec.hidden) / layout.tp
+    if blocks.compile:
+        assert not spec.experts
+        everything = tokens * (4 * spec.hidden + 6 * mlp_width(spec) + 8 * heads) / layout.tp
     repeated = tokens * (4 * heads - 4 * kv_heads) / layout.tp
     kept = {"none": everything, "selective": everything - repeated, "full": tokens * 2 * spec.hidden / layout.tp}[blocks.recompute]
     held = layout.pp  # stages' forwards before the first backward, on the first rank

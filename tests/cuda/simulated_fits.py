@@ -61,6 +61,41 @@ def averaged(layout: str, average: pl.Callback | None = None, **more: Any) -> li
     return [*values.losses, float(trainer.callback_metrics["val_loss"])]
 
 
+class ReadsBatches(StepValues):
+    """Reads what each batch has returned and logged, on every rank, as callbacks of users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:  # type: ignore[override]
+        super().on_train_batch_end(trainer, module, outputs, *args)
+        self.read += [float(outputs["loss"]), float(outputs["twice"]), float(trainer.callback_metrics["loss_step"])]
+
+
+class Returns(Module):
+    """Logs its loss and returns more."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, torch.Tensor]:
+        loss = super().training_step(batch, batch_idx)
+        assert isinstance(loss, torch.Tensor)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+
+def accumulated(layout: str) -> list[float]:
+    """What callbacks read after each batch of steps of three, and losses and norms of the steps."""
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    recipe, reads, plan = Recipe(steps=3, global_batch=12), ReadsBatches(), Lightning3DStrategy(layout, micro_batch_size=2, seed=0)
+    assert plan.layout is not None
+    trainer = quiet_trainer(
+        strategy=plan, devices=plan.layout.world_size, max_epochs=1, accumulate_grad_batches=3, callbacks=[reads]
+    )
+    trainer.fit(Returns(recipe), datamodule=parity.Data(Rows(data(recipe)), 4 // plan.layout.dp))
+    return [*reads.read, float(trainer.callback_metrics["loss_epoch"]), *reads.losses, *reads.grad_norms]
+
+
 def averaged_in_shards() -> list[float]:
     """The same with an average of each rank's shard, which all ranks gather."""
     from lightning_3d import ExponentialAverage

@@ -121,15 +121,16 @@ def as_a_configuration_builds_it(module: Any) -> torch.optim.Optimizer:
 
 
 def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
-    """How often the host waits for the device in the last step until it has launched the optimizer, but for Transformers' looks at
-    positions."""
+    """How often the host waits for the device in the training steps of the batches of the last step, of the last one until it has launched
+    the optimizer, but for Transformers' looks at positions. The model logs its loss and returns more."""
     import simulated_cuda
     from transformers import masking_utils
 
     from lightning_3d.strategy import Lightning3DStrategy
 
-    counted: list[int] = []
+    counted: list[int] = [0]
     apart = [0]
+    begun = [0]
 
     def total() -> int:
         return sum(simulated_cuda.synchronizations().values())
@@ -143,30 +144,45 @@ def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
 
         return looked
 
-    train, step = Lightning3DStrategy.training_step, BuiltModel.step_optimizer
+    train, step, own_step = Lightning3DStrategy.training_step, BuiltModel.step_optimizer, parity.Module.training_step
 
     def training_step(plan: Any, *args: Any) -> Any:
-        apart[0] = 0
-        counted.append(-total())
-        return train(plan, *args)
+        apart[0], begun[0] = 0, total()
+        outputs = train(plan, *args)
+        if not plan.built.ends:
+            counted[-1] += total() - begun[0] - apart[0]
+        return outputs
 
     def step_optimizer(built: Any) -> None:
         step(built)
-        counted[-1] += total() - apart[0]
+        counted[-1] += total() - begun[0] - apart[0]
+        counted.append(0)
+
+    def logging_step(module: Any, *args: Any) -> Any:
+        loss = own_step(module, *args)
+        module.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "twice": 2 * loss.detach()}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masking_utils, "find_packed_sequence_indices", begin_apart(masking_utils.find_packed_sequence_indices))
         patch.setattr(Lightning3DStrategy, "training_step", training_step)
         patch.setattr(BuiltModel, "step_optimizer", step_optimizer)
         patch.setattr(parity.Module, "configure_optimizers", as_a_configuration_builds_it)
+        patch.setattr(parity.Module, "training_step", logging_step)
         parity.train_on_rank(recipe, **strategy)
-    return counted[-1]
+    return counted[STEPS - 1]
 
 
-@pytest.mark.parametrize("cell", WAITING[:-1], ids=lambda cell: cell.name)
-def test_the_host_launches_a_default_optimizer_before_it_waits(cell: Cell) -> None:
+ACCUMULATING = [*((cell, 1) for cell in WAITING[:-1]), (WAITING[0], 2), (WAITING[1], 4), (WAITING[3], 4)]
+
+
+@pytest.mark.parametrize(("cell", "accumulate"), ACCUMULATING, ids=lambda value: getattr(value, "name", str(value)))
+def test_the_host_launches_a_default_optimizer_before_it_waits(cell: Cell, accumulate: int) -> None:
+    """After the last of several batches, too."""
     recipe = dataclasses.replace(cell.recipe, steps=STEPS)
-    for found in simulated_ranks.run(waits_before_the_launch, cell.world_size, recipe, environment=LATE, **parity.strategy_arguments(cell)):
+    rows = min(cell.micro_batch, recipe.global_batch // cell.dp // accumulate)
+    arguments = parity.strategy_arguments(cell) | {"accumulate": accumulate, "micro_batch_size": rows}
+    for found in simulated_ranks.run(waits_before_the_launch, cell.world_size, recipe, environment=LATE, **arguments):
         assert found == 0
 
 

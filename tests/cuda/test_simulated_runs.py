@@ -74,6 +74,11 @@ def test_accumulated_batches() -> None:
     assert_close(found.losses + found.grad_norms, expected.losses + expected.grad_norms)
 
 
+@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+def test_what_callbacks_read_of_accumulated_batches(layout: str) -> None:
+    assert_close(*both(simulated_fits.accumulated, layout))
+
+
 @pytest.mark.parametrize("mode", ["zero0", "zero2", "zero3 by block"])
 def test_lora(mode: str) -> None:
     stage, options = MODES[mode]

@@ -580,7 +580,7 @@ def test_bounds_are_below_what_is_simulated() -> None:
     for shape in shapes(job, where, Fixed(micro_batch=1, order=("tp", "cp", "pp", "dp"))):
         for scheduled in schedules(shape, Fixed()):
             tried += 1
-            assert least_memory(scheduled) <= memory_of(scheduled).total
+            assert next(least_memory(scheduled, [scheduled.recompute]))[1] <= memory_of(scheduled).total
             assert least_seconds(shape, where) <= step_of(scheduled, where).seconds
             assert step_of(scheduled, where, pipeline="bound").seconds <= step_of(scheduled, where).seconds * (1 + 1e-9)
     assert tried > 50

@@ -10,8 +10,8 @@ from lightning_3d.config.compose import compose
 from lightning_3d.config.plan_run import check_keys
 from lightning_3d.config.run_config import complete_run
 from lightning_3d.layout.layout import Layout
-from lightning_3d.planner.advice import plan
-from lightning_3d.planner.tables import describe
+from lightning_3d.planner.advice import Advice, faster_compiled, plan
+from lightning_3d.planner.tables import compiled_line, describe
 
 
 def page() -> ModuleType:
@@ -50,3 +50,17 @@ def test_bytes_of_megatron_are_those_of_its_formulas() -> None:
     # Its formula for activations counts dropout, but neither a gated MLP nor grouped queries; it knows no cp
     table_2 = 8192 / 2 * hidden * (18 + 4 * ffn / hidden) * layers * (1 + 3 / 20) / 4
     assert memory.activations == pytest.approx(table_2, rel=0.06)
+
+
+def test_compiled_blocks_are_suggested_where_they_help() -> None:
+    """As what makes the published layout of 70B on 64 GPUs fit, and as what a plan without them would gain."""
+    words = PAGE.JOBS[0].words.split()
+    run = complete_run(check_keys(compose([*words, "data=tokens", "trainer.dry=true", "parallelism.zero_stage=1"])))
+    warnings = Advice().refuse(run, "bf16", Layout.parse(PAGE.JOBS[0].layout), "Interleaved1F1B", 1)
+    assert "Use parallelism.loss_chunks=auto parallelism.compile=true (" in warnings[0]
+    first = plan(run, "bf16", most=1).best[0]
+    faster = faster_compiled(run, "bf16", first)
+    assert faster is not None and faster.step.seconds < 0.98 * first.step.seconds
+    assert compiled_line(faster, first).startswith(f"With parallelism.compile=true parallelism.loss_chunks=auto, {faster.job.layout.name} ")
+    compiles = complete_run(check_keys(compose([*words, "data=tokens", "trainer.dry=true", "parallelism.compile=true"])))
+    assert faster_compiled(compiles, "bf16", faster) is None

@@ -1,6 +1,7 @@
 """A training step launches all of its work, the optimizer's too, before the host reads a number that the device computes."""
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -14,6 +15,8 @@ from sweeps import by_default
 
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
+from lightning_3d.strategy.step import checks
+from lightning_3d.strategy.step.checks import SameBatch
 
 STEPS = 5
 CHECKED = 3
@@ -23,6 +26,7 @@ ON_HOST = (
     "_require_held",  # of CPU tensors only; on a device an assertion takes its place
     "with_writes",  # of CPU tensors only; on a device nothing is compared
     "most_micro_batches",  # the rest is counted by hosts and sent over gloo
+    "agree_about_logs",
     "_require_same_order",
     "finish",  # of `EagerReduction`
     "find_packed_sequence_indices",  # of Transformers, for each micro-batch: not ours
@@ -143,16 +147,18 @@ def test_an_optimizer_that_the_device_cannot_skip_waits() -> None:
 
 
 class Overflows(Logs):
-    """Its second loss is infinite, but no gradient is."""
+    """The loss of one batch, its second unless another is given, is infinite, but no gradient is."""
+
+    bad = 1
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
         outputs = super().training_step(batch, batch_idx)
-        outputs["loss"] = outputs["loss"] + (torch.inf if batch_idx == 1 else 0.0)
+        outputs["loss"] = outputs["loss"] + (torch.inf if batch_idx == self.bad else 0.0)
         return outputs
 
 
-def weights_by_step(**options: Any) -> tuple[list[torch.Tensor], list[bool]]:
-    """(a weight, skipped) at the end of each step, on one rank."""
+def weights_by_step(accumulate: int = 1, **options: Any) -> tuple[list[torch.Tensor], list[bool], list[str]]:
+    """(a weight, skipped, warnings) at the end of each step, on one rank. The first batch of the second step overflows."""
     recipe = Recipe("llama", 1, steps=STEPS, global_batch=2)
     plan = Lightning3DStrategy("dp1", nonfinite="skip", **options)
     kept: list[torch.Tensor] = []
@@ -160,20 +166,27 @@ def weights_by_step(**options: Any) -> tuple[list[torch.Tensor], list[bool]]:
 
     class Keeps(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            kept.append(next(module.parameters()).detach().clone())
-            skipped.append(trainer.strategy.last_step.skipped)
+            if trainer.strategy.last_step.grad_norm is not None:
+                kept.append(next(module.parameters()).detach().clone())
+                skipped.append(trainer.strategy.last_step.skipped)
 
-    trainer = parity.quiet_trainer(strategy=plan, devices=1, max_steps=STEPS, callbacks=[Keeps()])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(Overflows(recipe), datamodule=parity.Data(parity.Rows(data(recipe)), 2))
-    return kept, skipped
+    trainer = parity.quiet_trainer(strategy=plan, devices=1, max_steps=STEPS, callbacks=[Keeps()], accumulate_grad_batches=accumulate)
+    module = Overflows(recipe)
+    module.bad = accumulate
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=parity.Data(parity.Rows(data(recipe)), 2 // accumulate))
+    return kept, skipped, [str(one.message) for one in warned]
 
 
-def test_the_device_looks_at_loss_and_norm() -> None:
-    [(kept, skipped)] = run_ranks(weights_by_step, 1)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_device_looks_at_loss_and_norm(accumulate: int) -> None:
+    """At the losses of all batches of the step."""
+    [(kept, skipped, warned)] = run_ranks(weights_by_step, 1, accumulate)
     assert skipped == [False, True, False, False, False]
     assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
+    [said] = [text for text in warned if "The optimizer skips this step" in text]
+    assert said.startswith("Step 2: the loss is inf and the gradient norm is ") and "norm is nan" not in said
 
 
 class Hooked(Overflows):
@@ -205,8 +218,29 @@ def test_hooks_before_the_optimizer_run_in_steps_that_are_taken() -> None:
     assert seen == pytest.approx([0.0] * (STEPS - 1), abs=1e-5)
 
 
-@pytest.mark.full
-def test_each_further_batch_of_a_step_is_read_when_it_is_launched() -> None:
-    for reads, seen, _ in run_ranks(fit, 2, "dp2", accumulate=2):
-        assert [bool(names) for names in reads[2 * CHECKED :]] == [True, False] * (STEPS - CHECKED)
-        assert len(seen) == 2 * STEPS
+@pytest.mark.parametrize(("layout", "accumulate"), by_default([("dp1", 4), ("dp2", 2), ("tp2_pp2", 2), ("tp2_pp2", 4)], 0, 1))
+def test_batches_that_accumulate_are_not_read(layout: str, accumulate: int) -> None:
+    """Until the last one of their step is launched, whether the device decides about the step or not."""
+    once = run_ranks(fit, ranks_of(layout), layout)
+    for fused in (True, False):
+        several = run_ranks(fit, ranks_of(layout), layout, accumulate=accumulate, fused=fused)
+        for (reads, seen, numbers), (_, seen_once, numbers_once) in zip(several, once, strict=True):
+            at_last = 0 if fused else accumulate + 2  # all losses, the norm, and what the last batch logs
+            assert [len(names) for names in reads[accumulate * CHECKED :]] == ([0] * (accumulate - 1) + [at_last]) * (STEPS - CHECKED)
+            assert numbers[0] == pytest.approx(numbers_once[0], rel=1e-5) and numbers[1] == pytest.approx(numbers_once[1], rel=1e-4)
+            assert len(seen) == accumulate * len(seen_once)
+            assert all(logged == pytest.approx(accumulate * loss, rel=1e-2) for loss, _, logged in seen)
+
+
+@pytest.mark.parametrize(("accumulate", "compared"), [(1, [1, 2, 3, 64, 128]), (4, [1, 5, 65, 129]), (64, [1, 65, 129])])
+def test_batches_are_compared_before_the_first_kernel_of_a_step(
+    accumulate: int, compared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For which the host waits for the device."""
+    found: list[int] = []
+    mesh: Any = SimpleNamespace(size=lambda axis: 2 if axis == "tp" else 1, group=lambda *axes: None)
+    same = SameBatch(mesh, torch.device("cpu"))
+    for number in range(1, 131):
+        monkeypatch.setattr(checks.dist, "all_reduce", lambda *args, at=number, **kwargs: found.append(at))
+        same.check({"input_ids": torch.ones(2, 2)}, begins=(number - 1) % accumulate == 0)
+    assert found == compared

@@ -47,6 +47,8 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
     ("dp2", {"zero_stage": 3, "dtype": "bfloat16", "clip": None, "fused": True}),
     ("dp2_ep2", {"model": "deepseek_v3", "moe_bias_update": 0.01, "fused": True}),
     ("dp2", {"accumulate": 2, "fused": True}),
+    ("dp1", {"accumulate": 4}),  # the first batch of four is the bad one
+    ("dp1", {"accumulate": 4, "fused": True}),
 ]
 
 
@@ -192,7 +194,7 @@ def world_size(layout: str) -> int:
     return Layout.parse(layout).world_size
 
 
-@pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 3, 10), ids=str)
+@pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 3, 10, 18), ids=str)
 def test_a_step_that_is_not_finite_stops_all_ranks_before_the_weights_change(layout: str, options: dict[str, Any]) -> None:
     parts = run_ranks(train, world_size(layout), layout, "stop", **options)
     where = f" (not finite on data-parallel rank 0 of {Layout.parse(layout).dp})" if "dp2" in layout else ""
@@ -207,7 +209,7 @@ def test_a_step_that_is_not_finite_stops_all_ranks_before_the_weights_change(lay
     assert len({left.error for left in parts}) == 1
 
 
-@pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 2, 3, 7, 10, 11), ids=str)
+@pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 2, 3, 7, 10, 11, 18), ids=str)
 def test_a_skipped_step_is_as_if_its_batch_had_been_left_out(layout: str, options: dict[str, Any]) -> None:
     parts = run_ranks(train, world_size(layout), layout, "skip", **options)
     expected = run_ranks(train, world_size(layout), layout, "stop", without=True, **options)

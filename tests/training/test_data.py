@@ -318,7 +318,7 @@ def test_f24_the_position_is_that_in_the_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_3d.training.data.base._FULL_SCAN", 0)
+    monkeypatch.setattr("lightning_3d.training.data.base.FULL_SCAN", 0)
     data = Counting(vocab_size=500)
     data.setup("fit")
     assert data.train_set is not None

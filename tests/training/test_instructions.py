@@ -10,8 +10,8 @@ from conversations import TEMPLATE, WORDS, a_tokenizer, write
 
 from lightning_3d.errors import DataError
 from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.best_fit import first_fit
-from lightning_3d.training.data.instructions import TARGET, Instructions, encode, pack
+from lightning_3d.training.data.instructions import Instructions, encode, marked
+from lightning_3d.training.data.padded import TARGET, pack
 
 # As some that leave out the reasoning of earlier turns.
 REWRITING = "{% for m in messages %}{{ m.role + ' : ' + (m.content if loop.last else 'w0') + ' [end] ' }}{% endfor %}"
@@ -67,7 +67,7 @@ def test_what_cannot_be_encoded(tokenizer: Path, plain: Path, tmp_path: Path) ->
 def test_packing_keeps_conversations_whole() -> None:
     generator = np.random.default_rng(0)
     examples = [([place + 1] * size, [False] + [True] * (size - 1)) for place, size in enumerate(generator.integers(1, 17, 200))]
-    tokens, targets = (values.reshape(-1, 16) for values in pack(examples, first_fit([len(ids) for ids, _ in examples], 16), 16, 0))
+    tokens, targets = (values.reshape(-1, 16) for values in pack([marked(*example) for example in examples], "first_fit", 16, 0))
     for place, (ids, which) in enumerate(examples):
         rows, columns = np.nonzero(tokens == place + 1)
         assert len(rows) == len(ids) and len(set(rows)) == 1 and list(columns) == list(range(columns[0], columns[0] + len(ids)))

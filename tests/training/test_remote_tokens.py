@@ -19,6 +19,7 @@ from data_modules import trainer_of
 from file_server import FileServer, serving
 from piece_reader import read_all
 from quick_runs import QUICK, losses
+from token_shards import write_shards
 
 from lightning_3d.config.options.data_urls import check_data_urls, data_cache
 from lightning_3d.errors import ConfigError, DataError, UnreachableData
@@ -28,13 +29,10 @@ from lightning_3d.storage.steady_path import SteadyPath, without_secrets
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.data.indexed_file import pack_index
-from lightning_3d.training.data.shard_manifest import Manifest, TokenizerIdentity
-from lightning_3d.training.data.tokenization.encoding import Encoded
-from lightning_3d.training.data.tokenization.shard_writer import Place, ShardWriter
+from lightning_3d.training.data.shard_manifest import TokenizerIdentity
 from lightning_3d.training.data.tokens import TokenFiles
 
-LENGTH, DOCUMENT = 2048, 1000
-WORDS = TokenizerIdentity("words", 3000, 0, "a" * 64, "b" * 64)
+LENGTH = 2048
 PIECE = 2**16
 LIMIT = 2**20
 """Bytes of the smallest cache."""
@@ -53,18 +51,6 @@ def server(tmp_path: Path) -> Iterator[FileServer]:
     (tmp_path / "files").mkdir()
     with serving(tmp_path / "files") as found:
         yield found
-
-
-def write_shards(folder: Path, documents: int, shard_tokens: int, identity: TokenizerIdentity = WORDS) -> Path:
-    """Random documents of `DOCUMENT` tokens."""
-    folder.mkdir()
-    tokens = np.random.default_rng(0).integers(1, 3000, documents * DOCUMENT, dtype=np.uint16)
-    tokens[DOCUMENT - 1 :: DOCUMENT] = 0
-    writer = ShardWriter(folder, Manifest(False, "uint16", identity, {}), shard_tokens)
-    writer.add(Place(), Encoded(tokens, np.full(documents, DOCUMENT)))
-    writer.finish()
-    Manifest(**{**writer.manifest.__dict__, "complete": True}).write(folder)
-    return folder
 
 
 def tokens_of(path: Any, replicas: int = 1, rank: int = 0, **more: Any) -> Any:
@@ -301,7 +287,6 @@ def test_a_bad_url_is_refused_before_ranks_are_started(server: FileServer, tmp_p
         ("https://me:secret@host/x", "train_path has a password in its URL, or a token"),
         ("https://host/x.bin?X-Amz-Signature=secret", "train_path has a password in its URL, or a token"),
         ("https://host/x.bin?version=secret", r"has a query \(https://host/x.bin\?...\)"),
-        ("s3://bucket/*.bin", "is a pattern. Patterns are for the local disk"),
         ("nothing://bucket/x", 'fsspec does not support "nothing://"'),
     ],
 )

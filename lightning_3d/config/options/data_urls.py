@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning_3d.config.secrets import check_secrets
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.piece_cache import PieceCache
-from lightning_3d.storage.remote_path import Place, RemotePath, place
+from lightning_3d.storage.remote_path import WEB, Place, RemotePath, place
 from lightning_3d.storage.steady_path import SteadyPath
 from lightning_3d.storage.user_cache import default_cache
 
@@ -21,9 +22,21 @@ _WIDEST_ID = 4
 """Bytes of an id at most, as `lightning-3d tokenize` writes them."""
 
 
+def path_list(value: Any) -> list[Any]:
+    """Return the paths of a value of `train_path` or `val_path`, which is a path or a list of them; None has none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
 def is_url(path: Any) -> bool:
     """Check whether a path of `data=tokens` is a URL, `file://` included."""
     return "://" in str(path)
+
+
+def has_url(*values: Any) -> bool:
+    """Check whether one of these values of `train_path` and `val_path` has a URL."""
+    return any(is_url(path) for value in values for path in path_list(value))
 
 
 def data_place(path: Any) -> Place:
@@ -57,10 +70,11 @@ def data_cache(folder: Any, limit: float | None, sequence_length: int) -> PieceC
 
 
 def check_data_urls(data: Mapping[str, Any]) -> None:
-    """Check the URLs of a group `data` and the options of their cache. Does nothing without a URL.
+    """Check the paths of a group `data`, their URLs and the options of their cache.
 
     Raises:
-        ConfigError: a URL has a secret in it, is a pattern, or needs a package that is not installed; or the cache is too small.
+        ConfigError: a list of paths is empty; a URL has a secret in it, is a pattern of a web server, or needs a package that is not
+            installed; or the cache is too small.
     """
     found = [(key, url) for key, url in _paths(data) if is_url(url)]
     for key, url in found:
@@ -75,7 +89,15 @@ def _paths(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if data.get("name") == "blend" and isinstance(data.get("sources"), Mapping):
         groups = {f"data.sources.{name}": source for name, source in data["sources"].items() if isinstance(source, Mapping)}
     for group, entries in groups.items():
-        yield from ((f"{group}.{key}", entries[key]) for key in ("train_path", "val_path") if isinstance(entries.get(key), str))
+        for key in ("train_path", "val_path"):
+            yield from _paths_of(f"{group}.{key}", entries.get(key))
+
+
+def _paths_of(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    paths = [path for path in path_list(value) if isinstance(path, str | PathLike) and path]
+    if isinstance(value, Sequence) and len(paths) != max(1, len(path_list(value))):
+        raise ConfigError(f"{key} must be a path, a URL, or a list with at least one of them; got {value!r}.")
+    yield from ((key, str(path)) for path in paths)
 
 
 def _check_url(key: str, url: str) -> None:
@@ -83,12 +105,15 @@ def _check_url(key: str, url: str) -> None:
     path = data_place(url)
     if not isinstance(path, SteadyPath):
         return
-    if "?" in url and path.protocol in ("http", "https"):
+    if "?" in url and path.protocol in WEB:
         raise ConfigError(
             f"{key} has a query ({url.partition('?')[0]}?...), and the files next to it would have none. Use a URL without a query."
         )
-    if any(sign in url.partition("://")[2].partition("/")[2] for sign in "*?["):
-        raise ConfigError(f"{key}={url} is a pattern. Patterns are for the local disk: name a folder of shards or a .bin file.")
+    if path.is_pattern and path.protocol in WEB:
+        raise ConfigError(
+            f"{key}={url} is a pattern, and web servers do not list their files. Name a folder of lightning-3d tokenize, whose"
+            f" manifest.json lists them, or give a list of URLs: {key}=[{path.protocol}://.../0.bin,{path.protocol}://.../1.bin]."
+        )
     try:
         path.require_backend()
     except CheckpointError as error:

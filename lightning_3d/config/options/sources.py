@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
+from lightning_3d.config.options.data_urls import path_list
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 
@@ -21,7 +22,7 @@ class Source:
 
     Attributes:
         name: its name in `data.sources`.
-        train_path: files to train on; see `corpus.find_corpus`.
+        train_path: files to train on, a path or a list of paths; see `corpus.find_corpus`.
         weight: share of the rows, in any unit; 0 is only validated.
         tokens: tokens to take from it in the whole run, in place of a weight.
         epochs: how often it may be read, such as 1 or 2.5; None: as often as needed.
@@ -31,11 +32,11 @@ class Source:
     """
 
     name: str
-    train_path: str
+    train_path: str | Sequence[str]
     weight: float | None = None
     tokens: float | None = None
     epochs: float | None = 1
-    val_path: str | None = None
+    val_path: str | Sequence[str] | None = None
     val_fraction: float = 0.01
     document_separator: int | None = None
 
@@ -119,8 +120,8 @@ def _read_source(name: str, entry: Any, sequence_length: int | None) -> Source:
     for option in given:
         if option not in known:
             raise ConfigError(f"{key} has no option '{option}'. Its options are {listed(known)}.{did_you_mean(option, known)}")
-    if not isinstance(given.get("train_path"), str) or given["train_path"] == "???":
-        raise ConfigError(f"{key}.train_path must be given: a folder, a .bin file or a pattern.")
+    if not _names_files(given.get("train_path")) or given["train_path"] == "???":
+        raise ConfigError(f"{key}.train_path must be given: a folder, a .bin or .npy file, a pattern, or a list of these.")
     source = Source(name, **given)
     if (source.weight is None) == (source.tokens is None):
         raise ConfigError(f"{key} must have either weight or tokens, for example {key}.weight=0.5.")
@@ -139,8 +140,14 @@ def _check_numbers(key: str, source: Source) -> None:
         raise ConfigError(f"{key}.val_fraction must be at least 0 and less than 1; got {fraction!r}.")
     if separator is not None and (isinstance(separator, bool) or not isinstance(separator, int)):
         raise ConfigError(f"{key}.document_separator must be a whole number; got {separator!r}.")
-    if source.val_path is not None and not isinstance(source.val_path, str):
-        raise ConfigError(f"{key}.val_path must be a string; got {source.val_path!r}.")
+    if source.val_path is not None and not _names_files(source.val_path):
+        raise ConfigError(f"{key}.val_path must be a string or a list of strings; got {source.val_path!r}.")
+
+
+def _names_files(value: Any) -> bool:
+    """Check for a string, or a list of strings that is not empty."""
+    paths = path_list(value)
+    return bool(paths) and all(isinstance(path, str) for path in paths)
 
 
 def whole_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:

@@ -35,6 +35,8 @@ class TensorParallel:
         random: dropout streams, None without dropout.
         sequence: split of the hidden states between layers in this forward.
         gathered: the input of the region that is running, where it was gathered from parts of the sequence.
+        gathers_again: whether a compiled block keeps its part of such inputs and gathers them again in the backward; false where the
+            backward runs whole blocks again, which gathers them, too.
     """
 
     group: dist.ProcessGroup
@@ -43,6 +45,7 @@ class TensorParallel:
     random: RandomState | None = None
     sequence: SequenceShards = field(default_factory=SequenceShards)
     gathered: GatheredInput | None = None
+    gathers_again: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         """A copied model (weight averaging) talks to the same ranks."""

@@ -15,12 +15,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.compat.peft_layers import is_adapter
 from lightning_3d.compat.torch import is_recomputed
@@ -241,7 +242,7 @@ class GatheredRegion:
         context = self.tp_context
         flat = hidden.ndim == 2
         hidden = hidden.unflatten(0, (-1, context.sequence.part)) if flat else hidden
-        whole = _Gather.apply(hidden, context)
+        whole = _gathered_again(_Gather, hidden, context)
         args, kwargs = _put(whole, place, args, kwargs)
         outer, context.gathered = context.gathered, Gathered(whole, hidden, context) if _may_gather_again() else None
         try:
@@ -261,7 +262,7 @@ class WholeRegion:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, place = _hidden_states(args, kwargs)
-        args, kwargs = _put(_Collect.apply(hidden, self.tp_context), place, args, kwargs)
+        args, kwargs = _put(_gathered_again(_Collect, hidden, self.tp_context), place, args, kwargs)
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         whole = output[0] if isinstance(output, tuple) else output
         flat = whole.ndim == 2 and hidden.ndim == 3
@@ -270,9 +271,19 @@ class WholeRegion:
         return (part, *output[1:]) if isinstance(output, tuple) else part
 
 
+def _gathered_again(gather: type[_Gather | _Collect], part: Tensor, context: TensorParallel) -> Tensor:
+    """The parts of all ranks. A compiled block gathers them again in its backward: torch's partitioner keeps the results of collectives,
+    except those in a recomputed part.
+    """
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and context.gathers_again:
+        whole: Tensor = checkpoint(gather.apply, part, context, use_reentrant=False)
+        return whole
+    return cast(Tensor, gather.apply(part, context))
+
+
 def _may_gather_again() -> bool:
-    """True if layers keep their part of a gathered input for the backward. A recomputed block gathers again as it is, a compiler
-    decides by itself.
+    """True if layers keep their part of a gathered input for the backward. A recomputed block gathers again as it is, a compiled one
+    as `_gathered_again` says.
     """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recomputed()
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import zlib
+from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_3d.errors import DataError
+from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.strategy.step.totals import DIFFERENT_NAMES
 
 ALWAYS = 3
-"""Steps at the beginning that are all checked."""
+"""Batches at the beginning that are all checked."""
 
 EVERY = 64
-"""Later, one step in so many is checked."""
+"""Later, one batch in so many is checked."""
 
 
 def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> None:
@@ -45,24 +47,55 @@ def most_micro_batches(own: int, mesh: Mesh) -> int:
     return int(most)
 
 
+def agree_about_logs(checksum: float | None, extras: int, mesh: Mesh) -> tuple[int, int]:
+    """Tell all ranks what those with the last stage know: one all-reduce of three numbers over all ranks, in host memory.
+
+    Args:
+        checksum: of the log keys of this rank (see `StepLog.checksum`); None before the last stage.
+        extras: how many numbers the step of this rank has returned beside the loss.
+
+    Returns:
+        The checksum, and the largest number of extras.
+
+    Raises:
+        ConfigError: on all ranks, if they logged different names.
+    """
+    extremes = [-inf, -inf] if checksum is None else [checksum, -checksum]
+    most = torch.tensor([*extremes, extras], dtype=torch.float64)
+    if mesh.layout.world_size > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.world_control)
+    highest, lowest, most_extras = most.tolist()
+    if highest != -lowest:
+        raise ConfigError(DIFFERENT_NAMES)
+    return round(highest), round(most_extras)
+
+
 class SameBatch:
     """Refuses different batches on ranks that must read the same one.
 
     Tensor-, context- and pipeline-parallel ranks work on one batch together; a data loader that shuffles by the global rank would give each
-    rank a different batch, and training would silently be wrong. One all-reduce of two numbers over ("tp", "cp", "pp") in the first 3 steps
-    and in every 64th.
+    rank a different batch, and training would silently be wrong. One all-reduce of two numbers over ("tp", "cp", "pp") in the first 3
+    batches and in every 64th. Because the host waits for the device then, a batch in the middle of an optimizer step is not compared: the
+    first one of the next step is.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
         self._device = device
         self._seen = 0
+        self._due = False
 
-    def check(self, batch: Any) -> None:
-        """Compare the bytes of a batch between ranks, in a step that is checked. Raises DataError on all ranks."""
+    def check(self, batch: Any, *, begins: bool = True) -> None:
+        """Compare the bytes of a batch between ranks, if it is time. Raises DataError on all ranks.
+
+        Args:
+            begins: whether no other batch of the same optimizer step came before.
+        """
         self._seen += 1
-        if self._mesh.size("tp") * self._mesh.size("cp") * self._mesh.size("pp") == 1 or (self._seen > ALWAYS and self._seen % EVERY):
+        self._due = self._due or self._seen <= ALWAYS or self._seen % EVERY == 0
+        if self._mesh.size("tp") * self._mesh.size("cp") * self._mesh.size("pp") == 1 or not (self._due and begins):
             return
+        self._due = False
         checksum = 0
         for tensor in tensors_of(batch):
             if tensor.numel():

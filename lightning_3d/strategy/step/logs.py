@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_3d.compat.lightning import hush_sync_dist_advice
+from lightning_3d.compat.lightning import hush_sync_dist_advice, logged_entry
 from lightning_3d.compat.torchmetrics import forward_value, mark_updated, set_forward_value
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.collectives import all_reduce_flat
@@ -126,26 +126,47 @@ class StepLog:
             checksum += 1
         return float(checksum)
 
-    def replay(self, checksum: int) -> None:
+    def replay(self, checksum: int, *, waits: bool = True) -> None:
         """Reduce the values and log them for real, on every rank.
 
         Args:
             checksum: checksum of the keys that all last stages collected (see `BatchTotals`); 0 when nothing was logged.
+            waits: whether to wait for the device, which knows whether a value counts. Without, Lightning gets weights on the device.
         """
         if checksum == 0:
             return
         keys = self._agree(checksum)
-        reduced = self._reduce(keys)
+        values, weights = self._reduce(keys)
+        if not waits:
+            for key, value, weight in zip(keys, values, weights, strict=True):
+                self._log_unread(key, value, weight)
+            return
+        for key, value, known in zip(keys, values, weights.tolist(), strict=True):  # one read for all keys
+            if known > 0:
+                self._log(key, value, max(1, round(known)))
+
+    def _log_unread(self, key: LogKey, value: Tensor, weight: Tensor) -> None:
+        """Log a value whose weight only the device knows. Where that is 0, nothing that Lightning adds up or shows changes."""
+        counts = weight > 0
+        entry = logged_entry(self._module, key.name)
+        earlier = None if entry is None else forward_value(entry)
+        earlier = torch.nan if earlier is None else earlier
+        nothing = {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}[key.combine] if key.metric is None else earlier
+        rows = torch.where(counts, weight.round().clamp(min=1), 0.0).to(torch.int64)
+        self._log(key, torch.where(counts, value, nothing), rows)
+        entry = logged_entry(self._module, key.name)
+        if entry is not None and forward_value(entry) is not None:  # logged with on_step
+            set_forward_value(entry, torch.where(counts, forward_value(entry), earlier))
+
+    def _log(self, key: LogKey, value: Tensor, batch_size: int | Tensor) -> None:
+        """Log a number, or the torchmetrics object that was logged, with this value for the step."""
+        logged: Any = value.to(torch.get_default_dtype())
+        if key.metric is not None:
+            logged = self._module.get_submodule(key.metric)
+            set_forward_value(logged, value.to(torch.get_default_dtype()))
+            mark_updated(logged)
         log: Callable[..., None] = self._module.log
-        for key, (value, weight) in zip(keys, reduced, strict=True):
-            if weight <= 0:
-                continue
-            logged: Any = value.to(torch.get_default_dtype())
-            if key.metric is not None:
-                logged = self._module.get_submodule(key.metric)
-                set_forward_value(logged, value.to(torch.get_default_dtype()))
-                mark_updated(logged)
-            log(key.name, logged, batch_size=max(1, round(weight)), reduce_fx=key.combine, **dict(key.arguments))
+        log(key.name, logged, batch_size=batch_size, reduce_fx=key.combine, **dict(key.arguments))
 
     def _agree(self, checksum: int) -> tuple[LogKey, ...]:
         """Look up the keys behind a checksum; the first time, the last stage broadcasts them over the pipeline."""
@@ -159,8 +180,8 @@ class StepLog:
                 hush_sync_dist_advice(key.name)
         return self._keys[checksum]
 
-    def _reduce(self, keys: tuple[LogKey, ...]) -> list[tuple[Tensor, float]]:
-        """Reduce (value, weight) of each key over all micro-batches and data-parallel ranks."""
+    def _reduce(self, keys: tuple[LogKey, ...]) -> tuple[list[Tensor], Tensor]:
+        """Reduce values and weights of all keys over all micro-batches and data-parallel ranks. Does not wait for the device."""
         sums = torch.zeros(len(keys), 2, dtype=torch.float64, device=self._device)
         peaks = torch.full((len(keys),), -torch.inf, dtype=torch.float64, device=self._device)
         for i, key in enumerate(keys):
@@ -176,13 +197,11 @@ class StepLog:
         all_reduce_flat(sums, group)
         if any(key.combine in ("max", "min") for key in keys):
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
-        result = []
-        known = sums[:, 1].tolist()  # one read for all keys
-        for key, (total, weight), peak, number in zip(keys, sums, peaks, known, strict=True):
+        reduced: list[Tensor] = []
+        for key, (total, weight), peak in zip(keys, sums, peaks, strict=True):
             signed = -peak if key.combine == "min" else peak
-            value = {"mean": total / weight, "sum": total}.get(key.combine, signed)
-            result.append((value, number))
-        return result
+            reduced.append({"mean": total / weight, "sum": total}.get(key.combine, signed))
+        return reduced, sums[:, 1]
 
 
 def _combination(reduce_fx: Any) -> str:

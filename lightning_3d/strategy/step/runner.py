@@ -10,8 +10,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -27,60 +25,36 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine
 from lightning_3d.parallel.random_streams import RandomState
 from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.step.checks import agree_about_logs
 from lightning_3d.strategy.step.logs import StepLog
 from lightning_3d.strategy.step.loss_weights import LossWeights
 from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
 from lightning_3d.strategy.step.rank_zero_uses import RankZeroUses
+from lightning_3d.strategy.step.stage_outputs import StageOutputs
 from lightning_3d.strategy.step.totals import BatchTotals
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.trace import REDUCE, StepTrace
 
 
-@dataclass
-class StepResult:
-    """The numbers of one optimizer step, the same on every rank.
-
-    Attributes:
-        loss: mean over the global batch (per target token, or per row where the loss did not come through `loss_function`).
-        weight: target tokens (or rows) of the global batch.
-        grad_norm: norm of all gradients before clipping; None until it is computed.
-        routers: statistics of the routers of a mixture of experts, whose losses are not in `loss`.
-        trace: trace of the step; None where it was not traced. Only rank 0 has its events.
-        skipped: whether the optimizer skipped the step, because loss or norm is not finite.
-        slowest: the rank that computes longest compared with its peers; None where that is not known.
-    """
-
-    loss: float = float("nan")
-    weight: float = 0.0
-    grad_norm: float | None = None
-    routers: RouterStatistics | None = None
-    trace: StepTrace | None = None
-    skipped: bool = False
-    slowest: SlowRank | None = None
-
-    @property
-    def tokens(self) -> float:
-        """Target tokens (or rows) of the global batch."""
-        return self.weight
-
-
 @dataclass(frozen=True)
 class Computed:
     """What forward, backward and reduction of a batch give, besides gradients; the same on every rank. Reading a number waits for the
-    device, so nothing is read before all work of the batch is under way.
+    device, so nothing is read before all work of the step is under way.
 
     Attributes:
         read_totals: function that reads the sums over all micro-batches and ranks.
         mean_loss: mean over the global batch, on the device, float64, shape ().
         finite: whether it and that of all earlier batches of the step are finite, on the device, shape (). A batch without any target
             counts as finite.
+        own_sums: (loss times weight, weight) of each micro-batch of this rank, on the device; none before the last stage.
         sums_of_routers: statistics of the routers of a mixture of experts.
     """
 
     read_totals: Callable[[], BatchTotals]
     mean_loss: Tensor
     finite: Tensor
+    own_sums: tuple[Tensor, ...] = ()
     sums_of_routers: RouterSums | None = None
 
     @cached_property
@@ -96,6 +70,61 @@ class Computed:
     def routers(self) -> RouterStatistics | None:
         """Statistics of the routers of a mixture of experts; None for a dense model."""
         return self.sums_of_routers.read(self.totals.weight) if self.sums_of_routers is not None else None
+
+    def is_lost_here(self) -> bool:
+        """Return whether this rank's own part of the loss is not finite; False before the last stage. Waits for the device."""
+        return bool(self.own_sums) and not bool(torch.stack(self.own_sums).isfinite().all())
+
+
+class StepResult:
+    """The numbers of one optimizer step, or of one of the batches that accumulate for it; the same on every rank.
+
+    Whoever asks for `loss`, `weight`, `grad_norm` or `routers` first waits until the device has computed them.
+
+    Args:
+        computed: what the batch has given.
+        read_norm: function that reads the gradient norm of the step; None where further batches of it follow.
+
+    Attributes:
+        trace: trace of the step; None where it was not traced. Only rank 0 has its events.
+        skipped: whether the optimizer skipped the step, because loss or norm is not finite.
+        slowest: the rank that computes longest compared with its peers; None where that is not known.
+    """
+
+    def __init__(self, computed: Computed, read_norm: Callable[[], float] | None) -> None:
+        self._computed, self._read_norm = computed, read_norm
+        self.trace: StepTrace | None = None
+        self.skipped = False
+        self.slowest: SlowRank | None = None
+
+    @cached_property
+    def loss(self) -> float:
+        """Mean over the global batch (per target token, or per row where the loss did not come through `loss_function`)."""
+        return self._computed.totals.mean_loss
+
+    @cached_property
+    def weight(self) -> float:
+        """Target tokens (or rows) of the global batch."""
+        return self._computed.totals.weight
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        """Norm of all gradients before clipping; None where further batches of the step follow, without waiting."""
+        return self._read_norm() if self._read_norm is not None else None
+
+    @cached_property
+    def routers(self) -> RouterStatistics | None:
+        """Statistics of the routers of a mixture of experts, whose losses are not in `loss`."""
+        return self._computed.routers
+
+    @property
+    def tokens(self) -> float:
+        """Target tokens (or rows) of the global batch."""
+        return self.weight
+
+    def read(self) -> None:
+        """Read all numbers while they are there: the gradient norm is gone when the next step begins. Waits for the device."""
+        _ = self.loss, self.weight, self.routers, self.grad_norm
 
 
 class StepRunner:
@@ -149,6 +178,7 @@ class StepRunner:
         self.after_first_backward = after_first_backward
         self._routers = routers
         self._log = StepLog(module, mesh, engine.last_rank, device)
+        self._shared = StageOutputs(mesh, engine, device)
         self._uses = RankZeroUses(module, mesh, engine)
         self.inside = False
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
@@ -200,7 +230,7 @@ class StepRunner:
                 self._tracer.before_reduction(backend)
                 with self._tracer.recorder.span(REDUCE):
                     backend.reduce(torch.where(self._accumulated > 0, 1.0 / self._accumulated, 0.0))
-        return Computed(partial(self._read, copy), mean_loss, self._finite, routers)
+        return Computed(partial(self._read, copy), mean_loss, self._finite, tuple(self._sums), routers)
 
     def outputs(self, micro_batches: MicroBatches, computed: Computed) -> dict[str, Any]:
         """Return what the user's `training_step` returned for the batch that was computed last: on the last stage all, elsewhere only the
@@ -215,7 +245,17 @@ class StepRunner:
         totals = computed.totals
         self._log.replay(totals.checksum)
         if totals.extras:
-            outputs.update({**self._broadcast(outputs, whole=False), "loss": outputs["loss"]})
+            outputs.update({**self._shared.broadcast(outputs, whole=False), "loss": outputs["loss"]})
+
+    def report_early(self, outputs: dict[str, Any]) -> None:
+        """Do what `report` does for a batch that others of its step follow, without waiting for the device. All that the host must know
+        before, the ranks tell each other in host memory."""
+        extras = {key: value for key, value in outputs.items() if key != "loss"}
+        own = self._log.checksum() if self._engine.owns_last else None
+        checksum, most = agree_about_logs(own, self._shared.count(extras), self._mesh)
+        self._log.replay(checksum, waits=False)
+        if most > 0:
+            outputs.update(self._shared.share(extras, most))
 
     def evaluate(self, hook: str, micro_batches: MicroBatches, rest: tuple[Any, ...]) -> Any:
         """Run the forward of one batch. `hook` is "validation", "test" or "predict".
@@ -232,7 +272,7 @@ class StepRunner:
         forget_masks()
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
             self._log.replay(self._read(HostCopy(self._share())).checksum)
-        return self._broadcast(self._merged(micro_batches), whole=hook == "predict")
+        return self._shared.broadcast(self._merged(micro_batches), whole=hook == "predict")
 
     def _merged(self, micro_batches: MicroBatches) -> Any:
         """Join what the user's step returned for the batch; None before the last stage and where it returned nothing."""
@@ -320,10 +360,6 @@ class StepRunner:
         self._sums.append(torch.stack([counted, weight]))
         return loss * weight.to(loss.dtype)
 
-    def has_finite_loss(self) -> bool:
-        """Return whether this rank's own part of the last batch's loss is finite; True before the last stage. No communication."""
-        return not self._sums or bool(torch.stack(self._sums).isfinite().all())
-
     def _share(self) -> Tensor:
         """Sum the packed totals over all micro-batches and data-parallel ranks: one all-reduce over ("cp", "pp", "dp")."""
         packed = BatchTotals.nothing(self._device)
@@ -342,14 +378,6 @@ class StepRunner:
         self.totals = BatchTotals.unpack(packed.wait()) if self.known_totals is None else self.known_totals
         self.totals.require_equal_keys()
         return self.totals
-
-    def _broadcast(self, outputs: Any, *, whole: bool) -> Any:
-        """Broadcast outputs of the last stage over the pipeline. Without `whole`, the other ranks get the scalars among them."""
-        if self._mesh.size("pp") == 1:
-            return outputs
-        objects = [move_data_to_device(outputs if whole else _scalars(outputs), "cpu")]
-        dist.broadcast_object_list(objects, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control)
-        return outputs if self._engine.owns_last else move_data_to_device(objects[0], self._device)
 
 
 @dataclass(frozen=True)
@@ -387,11 +415,3 @@ def _loss_of(output: Any) -> Tensor:
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
-
-def _scalars(value: Any) -> Any:
-    """Select the numbers among an output."""
-    if isinstance(value, Mapping):
-        return {key: _scalars(item) for key, item in value.items() if _scalars(item) is not None}
-    if isinstance(value, Tensor):
-        return value if value.ndim == 0 else None
-    return value if isinstance(value, (int, float, str, bool)) else None

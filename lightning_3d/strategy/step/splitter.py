@@ -28,7 +28,9 @@ from lightning_3d.strategy.step.micro_batches import (
 class Splitter(Protocol):
     """Splits a rank's batches into micro-batches, see `BatchSplitter.split`."""
 
-    def split(self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool) -> MicroBatches: ...
+    def split(
+        self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool, begins: bool = True
+    ) -> MicroBatches: ...
 
 
 @dataclass
@@ -51,12 +53,15 @@ class BatchSplitter:
     def __post_init__(self) -> None:
         self._same_batch = SameBatch(self.mesh, self.device)
 
-    def split(self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool) -> MicroBatches:
+    def split(
+        self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool, begins: bool = True
+    ) -> MicroBatches:
         """Check a batch against the other ranks' and split it.
 
         Args:
             loader: the data loader that the batch came from; None where it is unknown.
             index: of the batch in the loader.
+            begins: whether no other batch of the same optimizer step came before.
 
         Communicates: a few all-reduces of two numbers, see `checks`.
 
@@ -72,7 +77,7 @@ class BatchSplitter:
             check_equal_batches(to_come, self.mesh, self.device)
         if to_come is not None and not trainer.predicting:
             require_equal_orders(loader, self.device)
-        self._same_batch.check(batch)
+        self._same_batch.check(batch, begins=begins)
         return self.split_unchecked(batch, loader, index, training=training)
 
     def split_unchecked(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigError
 
+DIFFERENT_NAMES = "The names passed to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
+
 
 @dataclass(frozen=True)
 class BatchTotals:
@@ -80,9 +82,7 @@ class BatchTotals:
             ConfigError: on every rank.
         """
         if self.log_keys_squared * self.sources != self.log_keys**2:
-            raise ConfigError(
-                "The names passed to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
-            )
+            raise ConfigError(DIFFERENT_NAMES)
 
     @property
     def mean_loss(self) -> float:

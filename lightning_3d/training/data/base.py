@@ -24,7 +24,7 @@ from lightning_3d.training.data.packing import PackedDataset, Samples, Tokens, s
 from lightning_3d.training.data.permutation import Permutation
 from lightning_3d.training.data.read_ahead import read_ahead, rows_ahead
 
-_FULL_SCAN = 1 << 30
+FULL_SCAN = 1 << 30
 """Bytes up to which all tokens are checked before training, and from which entropies are computed. Each sample is also checked when it is
 read."""
 
@@ -154,7 +154,7 @@ class PackedDataModule(LightningDataModule):
                 continue
             if tokens.largest is not None:
                 tokens.check_largest(self.vocab_size)
-            elif tokens.values.nbytes <= _FULL_SCAN and tokens.cache is None:
+            elif tokens.values.nbytes <= FULL_SCAN and tokens.cache is None:
                 tokens.check_vocabulary(self.vocab_size)
 
     def _validation_set(self, val: Tokens) -> PackedDataset:
@@ -319,7 +319,7 @@ class PackedDataModule(LightningDataModule):
         """Unigram and bigram entropy of the held-out split (its first GiB) in nats per token; None without one, and for one at a URL."""
         if self._entropy is None and self.val_set is not None and self.val_set.cache is None:
             values = self.val_set.tokens.values
-            self._entropy = entropy(np.asarray(values[: _FULL_SCAN // values.dtype.itemsize]))
+            self._entropy = entropy(np.asarray(values[: FULL_SCAN // values.dtype.itemsize]))
         return self._entropy
 
     @override

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_3d.config.options.data_urls import check_data_urls, is_url
+from lightning_3d.config.options.data_urls import check_data_urls, has_url
 from lightning_3d.config.options.sources import Source, read_sources
 from lightning_3d.errors import DataError, plural
 from lightning_3d.storage.piece_cache import Piece, PieceCache
@@ -58,7 +58,7 @@ class Blend(PackedDataModule):
     @override
     def prepare_data(self) -> None:
         """Make the checks that take time, and look at URLs. Lightning calls this on one rank per node while the others wait."""
-        remote = any(is_url(path) for source in self.sources for path in (source.train_path, source.val_path))
+        remote = has_url(*(path for source in self.sources for path in (source.train_path, source.val_path)))
         if self.tokenizer is not None or self.check_hashes or remote:
             find_sources(self.sources, self.tokenizer, self.check_hashes, Finder(vars(self), fresh=True))
 

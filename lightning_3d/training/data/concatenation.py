@@ -26,26 +26,36 @@ class TokenPart:
         dtype: name of NumPy's type of ids.
         tokens: number of ids.
         identity: hash that tells its contents from others: that of a manifest, and of a URL that of its version; None if not known.
+        offset: bytes before the first id.
     """
 
     path: Place | CachedFile
     dtype: str
     tokens: int
     identity: str | None = None
+    offset: int = 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read the ids [start, stop): a view of the mapped file, or a copy of what a cache has of a URL."""
         if not isinstance(self.path, CachedFile):
             return _map(self)[start:stop]
-        ids = self.numpy_dtype
-        return np.frombuffer(self.path.read(start * ids.itemsize, stop * ids.itemsize), ids)
+        return np.frombuffer(self.path.read(*self._span(start, stop)), self.numpy_dtype)
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces of the cache that the ids [start, stop) are in; none for a file on the disk."""
         if not isinstance(self.path, CachedFile):
             return []
+        return [(self.path, number) for number in self.path.pieces(*self._span(start, stop))]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._span(0, self.tokens)[1]
+
+    def _span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the bytes that the ids [start, stop) are in."""
         width = self.numpy_dtype.itemsize
-        return [(self.path, number) for number in self.path.pieces(start * width, stop * width)]
+        return self.offset + start * width, self.offset + stop * width
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -117,4 +127,4 @@ def first_held_out(samples: int, fraction: float) -> int:
 @lru_cache(maxsize=_OPEN_FILES)
 def _map(part: TokenPart) -> np.ndarray:
     assert isinstance(part.path, Path), "a URL needs a cache"
-    return np.memmap(part.path, dtype=part.numpy_dtype, mode="r", shape=(part.tokens,))
+    return np.memmap(part.path, dtype=part.numpy_dtype, mode="r", offset=part.offset, shape=(part.tokens,))

@@ -1,18 +1,20 @@
-"""What a path of `data=tokens` names: a token file, a folder of shards, a glob, or a data set of Megatron, on the
-disk or at a URL. Reads no tokens. NumPy only."""
+"""What a path of `data=tokens` names: a token file, an array of NumPy, a data set of Megatron, a folder of shards, or a glob of these, on
+the disk or at a URL. Reads no tokens. NumPy only."""
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.config.options.data_urls import data_place
+from lightning_3d.config.options.data_urls import data_place, path_list
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.storage.remote_path import Place
+from lightning_3d.storage.remote_path import AnyPlace, Place
 from lightning_3d.storage.steady_path import SteadyPath
+from lightning_3d.training.data.array_file import read_array_header
 from lightning_3d.training.data.concatenation import TokenPart
 from lightning_3d.training.data.indexed_file import index_of, read_header
 from lightning_3d.training.data.shard_manifest import NAME, Manifest, TokenizerIdentity, check_shards, read_manifest
@@ -47,8 +49,8 @@ def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
     """Find the files of a path and check them by their sizes, manifests and indices.
 
     Args:
-        path: a `.bin` with a `.json` (`token_file`) or an `.idx` (`indexed_file`), the common path of such a pair without the suffix, a
-            folder of `lightning-3d tokenize`, or a glob of these.
+        path: a `.npy` (`array_file`), a `.bin` with a `.json` (`token_file`) or an `.idx` (`indexed_file`), the `.idx`, or the common path
+            of such a pair without the suffix; a folder of `lightning-3d tokenize`; or a glob of these.
         hashes: read the shards of folders and compare their hashes.
 
     Raises:
@@ -56,33 +58,69 @@ def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
     """
     manifests: dict[Place, Manifest | None] = {}
     matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-    found = [_one(match, manifests, hashes) for match in matches if match == path or match.is_dir() or match.suffix == ".bin"]
+    named = _data_files({match: match.is_dir() for match in matches}, path)
+    found = [_one(match, folder, manifests, hashes) for match, folder in named.items()]
     if not found:
         pair = path.with_name(f"{path.name}.bin")
-        found = [_one(pair if index_of(pair).is_file() else path, manifests, hashes)]
+        found = [_of_file(pair if index_of(pair).is_file() else _ids_of(path), manifests, hashes)]
     return found[0] if len(found) == 1 else _joined(str(path), found)
 
 
 def find_at_url(url: SteadyPath, *, hashes: bool = False) -> Corpus:
-    """Find the files of a URL and check them, as `find_corpus` does: a folder of shards, a `.bin`, or its URL without the suffix.
+    """Find the files of a URL and check them, as `find_corpus` does.
 
     Raises:
         DataError: nothing is there, or as `find_corpus`. OSError: the URL cannot be read.
     """
-    if not url.name.endswith(".bin") and (url / NAME).is_file():
+    if url.is_pattern:
+        return _of_pattern(url, hashes)
+    if url.suffix not in _SUFFIXES and (url / NAME).is_file():
         return _of_manifest(url, read_manifest(url), None, hashes)
-    pair = url if url.name.endswith(".bin") else url.with_name(f"{url.name}.bin")
-    if pair.is_file():
-        return _of_file(pair, {}, hashes)
-    other = "" if pair == url else f", neither a {NAME} below it nor {pair.name} next to it"
-    raise DataError(f"There is no data at {url}{other}. Name a folder of lightning-3d tokenize or a .bin file.")
+    file = _ids_of(url) if url.suffix in _SUFFIXES else url.with_name(f"{url.name}.bin")
+    if file.is_file() or url.suffix == ".idx" and url.is_file():
+        return _of_file(file, {}, hashes)
+    other = "" if url.suffix in _SUFFIXES else f", neither a {NAME} below it nor {file.name} next to it"
+    raise DataError(f"There is no data at {url}{other}. Name a folder of lightning-3d tokenize, a .bin or a .npy file.")
 
 
-def _one(path: Path, manifests: dict[Place, Manifest | None], hashes: bool) -> Corpus:
-    return _of_manifest(path, read_manifest(path), None, hashes) if path.is_dir() else _of_file(path, manifests, hashes)
+def _of_pattern(url: SteadyPath, hashes: bool) -> Corpus:
+    named = _data_files(url.glob())
+    if not named:
+        raise DataError(f"There is no data at {url}: no folder, .bin or .npy file matches this pattern.")
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        found = list(pool.map(lambda match: _one(match[0], match[1], {}, hashes), named.items()))
+    return found[0] if len(found) == 1 else _joined(str(url), found)
+
+
+_SUFFIXES = (".bin", ".idx", ".npy")
+_REQUESTS = 16
+"""Files of a pattern of URLs that are checked at the same time."""
+
+
+def _data_files(matches: dict[AnyPlace, bool], wanted: Path | None = None) -> dict[AnyPlace, bool]:
+    """Keep what may be tokens, of what has a name; `.idx` and `.bin` are one.
+
+    Args:
+        matches: places, and whether each is a folder.
+        wanted: place that is kept whatever its suffix is.
+    """
+    kept = {match: folder for match, folder in matches.items() if folder or match == wanted or match.suffix in _SUFFIXES}
+    return {match if folder else _ids_of(match): folder for match, folder in kept.items()}
+
+
+def _ids_of(path: AnyPlace) -> AnyPlace:
+    """Return the file with the ids: the `.bin` of an `.idx`."""
+    return path.with_suffix(".bin") if path.suffix == ".idx" else path
+
+
+def _one(path: Place, folder: bool, manifests: dict[Place, Manifest | None], hashes: bool) -> Corpus:
+    return _of_manifest(path, read_manifest(path), None, hashes) if folder else _of_file(path, manifests, hashes)
 
 
 def _of_file(path: Place, manifests: dict[Place, Manifest | None], hashes: bool) -> Corpus:
+    if path.suffix == ".npy":
+        array = read_array_header(path)
+        return Corpus((TokenPart(path, array.dtype, array.tokens, offset=array.offset),), str(path))
     if index_path(path).is_file() or not index_of(path).is_file():
         index = require_size(path)
         return Corpus((TokenPart(path, index.dtype, index.tokens),), str(path), index.document_separator)
@@ -181,13 +219,19 @@ def find_corpora(
     Raises:
         DataError: a file is missing, truncated or damaged, or of another tokenizer.
     """
-    paths = [data_place(path) for path in (train_path, val_path) if path is not None]
-    found = [_separated(find(path, hashes=bool(check_hashes)), document_separator) for path in paths]
+    given = [path for path in (train_path, val_path) if path is not None]
+    found = [_separated(_find_all(path, find, bool(check_hashes)), document_separator) for path in given]
     if len(found) == 2:
         require_same_tokenizer(*found)
     if tokenizer is not None:
         require_tokenizer(found, tokenizer)
     return found[0], found[1] if len(found) == 2 else None
+
+
+def _find_all(path: Any, find: Callable[..., Corpus], hashes: bool) -> Corpus:
+    """Find a path, or the paths of a list one after the other."""
+    found = [find(data_place(one), hashes=hashes) for one in path_list(path)]
+    return found[0] if len(found) == 1 else _joined(f"{found[0].name} and {len(found) - 1} more", found)
 
 
 def _separated(corpus: Corpus, separator: int | None) -> Corpus:

@@ -14,19 +14,21 @@ from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed
 from lightning_3d.storage.user_cache import default_cache
-from lightning_3d.training.data.base import PackedDataModule
+from lightning_3d.training.data.base import FULL_SCAN
+from lightning_3d.training.data.entropy import Entropy, entropy
 from lightning_3d.training.data.packing import Tokens, join_documents, smallest_dtype
+from lightning_3d.training.data.padded import PADDING, PaddedDataModule, PaddedDataset, mark_targets, pack, split_documents
 from lightning_3d.training.data.token_file import index_path, open_tokens, write_tokens
 
 _READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 _BATCH = 1000
 
 
-class HuggingFaceText(PackedDataModule):
+class HuggingFaceText(PaddedDataModule):
     """Documents of a data set, tokenized once per node into a cached token file that all ranks map into memory.
 
     Each document ends with the tokenizer's end-of-sequence token. Documents keep the order of the data set; samples are
-    shuffled.
+    shuffled. With a packing, samples hold whole documents and padding, and are made in memory on one process per node.
 
     Args:
         path: name on the hub, a folder written by `save_to_disk`, a folder of json, jsonl, parquet, csv, txt or arrow
@@ -39,6 +41,8 @@ class HuggingFaceText(PackedDataModule):
             validation.
         text_column: column that holds the text.
         max_documents: number of documents to use, the first ones of each split; None for all.
+        packing: `best_fit` for samples of whole documents and padding; a document longer than a sample is cut, and its rest packed like a
+            document. None: consecutive tokens.
         cache_dir: folder of the token files; None is `lightning_3d` in the user's cache folder (XDG_CACHE_HOME).
         **kwargs: see `PackedDataModule`.
     """
@@ -56,10 +60,13 @@ class HuggingFaceText(PackedDataModule):
         val_fraction: float = 0.01,
         text_column: str = "text",
         max_documents: int | None = None,
+        packing: str | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        if packing not in (None, "best_fit"):
+            raise ConfigError(f"data.packing must be best_fit, or null for samples of consecutive tokens; got {packing!r}.")
+        super().__init__(packing=packing, **kwargs)
         if not 0 <= val_fraction < 1:
             raise ConfigError(f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}.")
         if is_local(path) and not Path(path).exists():
@@ -78,10 +85,11 @@ class HuggingFaceText(PackedDataModule):
         """Tokenize what is not in the cache yet. Lightning calls this on one rank per node while the others wait."""
         for split in self._splits():
             path = self.token_path(split)
-            if index_path(path).is_file() and path.is_file():
-                continue
-            tokens, vocab_size, separator = self._tokenize(split)
-            write_tokens(path, tokens, vocab_size=vocab_size, document_separator=separator)
+            if not (index_path(path).is_file() and path.is_file()):
+                tokens, vocab_size, separator = self._tokenize(split)
+                write_tokens(path, tokens, vocab_size=vocab_size, document_separator=separator)
+            if self.packing is not None:
+                self._write_samples(split, self.packing)
 
     @override
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
@@ -94,8 +102,13 @@ class HuggingFaceText(PackedDataModule):
         return [self.split] if self.val_split is None else [self.split, self.val_split]
 
     def _map(self, split: str) -> Tokens:
-        values, index = open_tokens(self.token_path(split))
-        return Tokens(values, f"split '{split}' of {self.path}", index.document_separator)
+        name = f"split '{split}' of {self.path}"
+        if self.packing is None:
+            values, index = open_tokens(self.token_path(split))
+            return Tokens(values, name, index.document_separator)
+        tokens, marks = (open_tokens(path)[0] for path in self.sample_paths(split))
+        self._marks[name] = marks
+        return Tokens(tokens, name)
 
     def token_path(self, split: str) -> Path:
         """Token file of a split. Its name is a hash of everything its content depends on, including sizes and times of local files."""
@@ -104,6 +117,31 @@ class HuggingFaceText(PackedDataModule):
             "tokenizer": [self.tokenizer, state_of(self.tokenizer)],
         }
         return self.cache_dir / f"{hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]}.bin"
+
+    def sample_paths(self, split: str) -> tuple[Path, Path]:
+        """Files with the samples of a packed split, and with the marks of their tokens."""
+        path = self.token_path(split)
+        name = f"{path.stem}_{self.packing}_{self.sequence_length}"
+        return path.with_name(f"{name}.bin"), path.with_name(f"{name}_marks.bin")
+
+    def _write_samples(self, split: str, packing: str) -> None:
+        """Pack the documents of the token file of a split, if they are not packed yet."""
+        paths = self.sample_paths(split)
+        if all(path.is_file() and index_path(path).is_file() for path in paths):
+            return
+        values, index = open_tokens(self.token_path(split))
+        assert index.document_separator is not None, "each document ends with it"
+        documents = split_documents(np.asarray(values), index.document_separator, self.sequence_length)
+        ids, marks = pack(mark_targets(documents), packing, self.sequence_length, index.document_separator, values.dtype)
+        write_tokens(paths[1], marks, vocab_size=2 * PADDING)
+        write_tokens(paths[0], ids, vocab_size=index.vocab_size)
+
+    @override
+    def entropy(self) -> Entropy | None:
+        """Return the entropy of the held-out split as usual, but without its padding."""
+        if self._entropy is None and isinstance(self.val_set, PaddedDataset):
+            self._entropy = entropy(self.val_set.without_padding(FULL_SCAN // self.val_set.tokens.values.dtype.itemsize))
+        return super().entropy()
 
     def _tokenize(self, split: str) -> tuple[np.ndarray, int, int]:
         """Return (tokens, vocabulary size, separator) of a split."""

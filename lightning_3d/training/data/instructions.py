@@ -5,31 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed, plural
 from lightning_3d.storage.user_cache import default_cache
-from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.best_fit import PACKINGS
-from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.data.entropy import Entropy
 from lightning_3d.training.data.huggingface import is_local, load_split, state_of
-from lightning_3d.training.data.packing import PackedDataset, Tokens, smallest_dtype, spread
-from lightning_3d.training.data.permutation import Permutation
+from lightning_3d.training.data.packing import Tokens, smallest_dtype
+from lightning_3d.training.data.padded import BEGINS, PADDING, TARGET, Document, PaddedDataModule, pack
 from lightning_3d.training.data.token_file import index_path, open_tokens, write_tokens
-
-TARGET, BEGINS, PADDING = 1, 2, 4
-"""Marks of a token, which add up: it is a target, it begins a conversation or the padding, it is padding."""
 
 _TOKENIZER = (".json", ".jinja", ".model", ".txt")
 """Suffixes of a tokenizer's files."""
@@ -38,7 +29,7 @@ Example = tuple[list[int], list[bool]]
 """Tokens of a conversation, and True for those that are targets."""
 
 
-class Instructions(PackedDataModule):
+class Instructions(PaddedDataModule):
     """Conversations, packed whole into padded samples of `sequence_length`; attention crosses their borders without a document mask.
 
     The sample that holds a conversation depends only on the data; the order of samples on the seed and the global batch. Tokenization keeps
@@ -53,6 +44,7 @@ class Instructions(PackedDataModule):
     """
 
     tokenizer: str
+    packing: str
 
     def __init__(
         self,
@@ -68,7 +60,9 @@ class Instructions(PackedDataModule):
         cache_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        if packing not in PACKINGS:
+            raise ConfigError(f"data.packing must be {listed(PACKINGS, last='or')}; got {packing!r}.{did_you_mean(str(packing), PACKINGS)}")
+        super().__init__(packing=packing, **kwargs)
         if not 0 <= val_fraction < 1:
             raise ConfigError(f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}.")
         for what, name in (("data set", path), ("tokenizer", tokenizer)):
@@ -77,11 +71,7 @@ class Instructions(PackedDataModule):
         self.path, self.tokenizer, self.dataset = path, tokenizer, dataset
         self.split, self.val_split, self.val_fraction = split, val_split, val_fraction
         self.max_examples = max_examples
-        if packing not in PACKINGS:
-            raise ConfigError(f"data.packing must be {listed(PACKINGS, last='or')}; got {packing!r}.{did_you_mean(packing, PACKINGS)}")
-        self.packing = packing
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache()
-        self._targets: dict[str, np.ndarray] = {}
 
     @override
     def prepare_data(self) -> None:
@@ -112,37 +102,8 @@ class Instructions(PackedDataModule):
     def _map(self, split: str) -> Tokens:
         tokens, targets = (open_tokens(path)[0] for path in self.paths(split))
         name = f"split '{split}' of {self.path}"
-        self._targets[name] = targets
+        self._marks[name] = targets
         return Tokens(tokens, name)
-
-    @override
-    def _pack(self, tokens: Tokens, wanted: int | None) -> PackedDataset:
-        targets = self._targets[tokens.name][tokens.first : tokens.first + len(tokens)]
-        samples = spread(len(tokens) // self.sequence_length, wanted)
-        mask = self.document_mask
-        return AnswerDataset(tokens, targets, self.sequence_length, vocab_size=self.vocab_size, document_mask=mask, samples=samples)
-
-    @override
-    def setup(self, stage: str | None = None) -> None:
-        first = self.train_set is None
-        super().setup(stage)
-        if first:
-            self._report_padding()
-
-    @rank_zero_only
-    def _report_padding(self) -> None:
-        """Print the share of padding, which every rank could compute, on one."""
-        share = 100 * self.padding_share()
-        print(f"lightning_3d: {share:.2f} % of the tokens of samples are padding (data.packing={self.packing})", file=sys.stderr)
-
-    def padding_share(self) -> float:
-        """Share of the tokens of all samples to train on that are padding. Reads the mark of every token."""
-        assert isinstance(self.train_set, AnswerDataset), "setup() comes first"
-        return self.train_set.padding_share()
-
-    @override
-    def _order_depends_on(self) -> dict[str, Any]:
-        return {**super()._order_depends_on(), "packing": self.packing}
 
     @override
     def resume_from(self, state: dict[str, Any]) -> None:
@@ -180,10 +141,7 @@ class Instructions(PackedDataModule):
                 " data.sequence_length."
             )
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        samples = PACKINGS[self.packing]([len(ids) for ids, _ in kept], length)
-        if self.packing == "best_fit":  # the last samples, which may be held out, would be those of the shortest conversations
-            samples = [samples[place] for place in Permutation(len(samples), 0, 0).follow(range(len(samples)))]
-        packed = pack(kept, samples, length, padding)
+        packed = pack([marked(*example) for example in kept], self.packing, length, padding)
         vocab_size = max(len(tokenizer), int(packed[0].max()) + 1)
         return packed[0].astype(smallest_dtype(vocab_size - 1)), packed[1], vocab_size
 
@@ -191,37 +149,6 @@ class Instructions(PackedDataModule):
         rows = load_split(self.path, self.dataset, split)
         for index in range(len(rows) if self.max_examples is None else min(self.max_examples, len(rows))):
             yield rows[index]
-
-
-class AnswerDataset(PackedDataset):
-    """Samples in which only some tokens are targets; the labels of the others are -100.
-
-    Args:
-        marks: (tokens,); sums of `TARGET`, `BEGINS` and `PADDING`.
-    """
-
-    def __init__(self, tokens: Tokens, marks: np.ndarray, sequence_length: int, **kwargs: Any) -> None:
-        super().__init__(tokens, sequence_length, **kwargs)
-        self._marks = marks
-
-    def padding_share(self) -> float:
-        """Share of all tokens that are padding."""
-        return float(np.count_nonzero(self._marks & PADDING)) / max(1, len(self._marks))
-
-    @override
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        start = int(self._samples[index]) * self.sequence_length
-        sample["labels"][~self._marked(TARGET, start)] = IGNORE_INDEX
-        return sample
-
-    @override
-    def _begins(self, input_ids: Tensor, start: int) -> Tensor | None:
-        return self._marked(BEGINS, start)
-
-    def _marked(self, mark: int, start: int) -> Tensor:
-        """Tokens of a sample that have a mark, (sequence,) of bool."""
-        return torch.from_numpy(self._marks[start : start + self.sequence_length] & mark != 0)
 
 
 def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
@@ -259,28 +186,12 @@ def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
     return ids, targets
 
 
+def marked(ids: list[int], targets: list[bool]) -> Document:
+    """Mark the tokens of a conversation. Its first token is no target: its context would be the previous conversation."""
+    marks = np.where(targets, TARGET, 0)
+    marks[0] = BEGINS
+    return np.asarray(ids), marks
+
+
 def _apply_template(turns: Any, tokenizer: Any, *, answer: bool = False) -> list[int]:
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=answer, tokenize=True, return_dict=True)["input_ids"])
-
-
-def pack(examples: list[Example], samples: list[list[int]], length: int, padding: int) -> tuple[np.ndarray, np.ndarray]:
-    """Write the examples of each sample one after the other, and padding behind them.
-
-    Args:
-        samples: examples of each sample.
-
-    Returns:
-        (tokens, marks), both (samples * length,).
-    """
-    tokens = np.full((len(samples), length), padding, dtype=np.uint32)
-    marks = np.full((len(samples), length), PADDING, dtype=np.uint16)
-    for row, sample in enumerate(samples):
-        start = 0
-        for ids, which in (examples[place] for place in sample):
-            tokens[row, start : start + len(ids)] = ids
-            marks[row, start : start + len(ids)] = np.where(which, TARGET, 0)
-            marks[row, start] = BEGINS  # and not a target: its context would be the previous conversation
-            start += len(ids)
-        if start < length:
-            marks[row, start] |= BEGINS
-    return tokens.reshape(-1), marks.reshape(-1)

@@ -56,11 +56,12 @@ class Finder:
         cache.prepare()
         name = hashlib.sha256(path.url.encode()).hexdigest()[:32]
         file = cache.folder / _FOLDER / f"{name}.json"
-        with cache.locked(f"corpus-{name}.lock"):
+        with cache.locked(f"corpus-{name}.lock", DataError):
             corpus = None if self.fresh or hashes else _read(file)
             if corpus is None:
                 corpus = _look(path, hashes)
-                _write(file, corpus)
+                with cache.usable(DataError):
+                    _write(file, corpus)
         parts = tuple(_cached(part, cache) for part in corpus.parts)
         _require_room(cache, sum(part.path.size for part in parts if isinstance(part.path, CachedFile)))
         return replace(corpus, parts=parts)
@@ -69,7 +70,7 @@ class Finder:
 def _cached(part: TokenPart, cache: PieceCache) -> TokenPart:
     """Let a part be read through the cache."""
     assert isinstance(part.path, SteadyPath) and part.identity is not None
-    return replace(part, path=CachedFile(part.path, part.identity[:32], part.tokens * part.numpy_dtype.itemsize, cache))
+    return replace(part, path=CachedFile(part.path, part.identity[:32], part.size, cache))
 
 
 def _require_room(cache: PieceCache, needed: int) -> None:

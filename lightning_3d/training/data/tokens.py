@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_3d.config.options.data_urls import check_data_urls, is_url
+from lightning_3d.config.options.data_urls import check_data_urls, has_url
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.concatenation import Concatenation
@@ -23,7 +23,8 @@ class TokenFiles(PackedDataModule):
     """Samples from token files, one after the other. The operating system keeps one copy in memory for all ranks of a node.
 
     Args:
-        train_path: files to train on: a `.bin`, a folder of `lightning-3d tokenize`, or a glob; see `find_corpus`.
+        train_path: files to train on: a `.bin` or `.npy`, a folder of `lightning-3d tokenize`, or a glob (see `find_corpus`), or a list of
+            these, which are read one after the other.
         val_path: held-out files; None holds out the end of `train_path`.
         val_fraction: fraction of `train_path` that is held out if there is no `val_path`; 0 for no validation.
         tokenizer: tokenizer that made the files, a folder or a name on the hub, to compare with their manifest; None: no comparison.
@@ -36,8 +37,8 @@ class TokenFiles(PackedDataModule):
     def __init__(
         self,
         *,
-        train_path: str | os.PathLike[str],
-        val_path: str | os.PathLike[str] | None = None,
+        train_path: str | os.PathLike[str] | list[str],
+        val_path: str | os.PathLike[str] | list[str] | None = None,
         val_fraction: float = 0.01,
         tokenizer: str | None = None,
         document_separator: int | None = None,
@@ -58,7 +59,7 @@ class TokenFiles(PackedDataModule):
     @override
     def prepare_data(self) -> None:
         """Make the checks that take time, and look at URLs. Lightning calls this on one rank per node while the others wait."""
-        if self.tokenizer is not None or self.check_hashes or any(map(is_url, (self.train_path, self.val_path))):
+        if self.tokenizer is not None or self.check_hashes or has_url(self.train_path, self.val_path):
             find = Finder(vars(self), fresh=True)
             find_corpora(self.train_path, self.val_path, self.tokenizer, self.document_separator, self.check_hashes, find)
 
@@ -80,6 +81,6 @@ def map_corpora(train: Corpus, val: Corpus | None, val_fraction: float, sequence
 def _map(corpus: Corpus) -> Tokens:
     """Map the files of a corpus into memory: one at once, several when they are read. Those of URLs are read through a cache."""
     first = corpus.parts[0].path
-    alone = len(corpus.parts) == 1 and isinstance(first, Path) and index_path(first).is_file()
+    alone = len(corpus.parts) == 1 and isinstance(first, Path) and first.suffix != ".npy" and index_path(first).is_file()
     values = open_tokens(str(first))[0] if alone else Concatenation(corpus.parts)
     return Tokens(values, corpus.name, corpus.separator, largest=corpus.largest)

@@ -18,6 +18,7 @@ from sweeps import by_default
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -365,6 +366,11 @@ COMPILED: list[dict[str, Any]] = [
     {"layout": "tp2_pp2", "sequence_parallel": False},
     {"layout": "pp2_dp2", "zero_stage": 3, "offload_activations": True},
     {"layout": "dp2", "zero_stage": 2},
+    {"layout": "tp2_pp2", "sequence_parallel": True, "zero_stage": 1},
+    {"layout": "tp2", "sequence_parallel": True, "recompute": "selective"},
+    {"layout": "tp2_pp2", "sequence_parallel": True, "schedule": "ZBVZeroBubble"},
+    {"layout": "tp2_dp2", "sequence_parallel": True, "zero_stage": 3, "offload_activations": True},
+    {"layout": "tp2_cp2", "sequence_parallel": True, "recompute": "full"},
 ]
 
 
@@ -394,7 +400,7 @@ def operators_of_graphs(**options: Any) -> tuple[Counter[str], Counter[str]]:
         return make_boxed_func(graph.forward)
 
     with pytest.MonkeyPatch.context() as patch:
-        backend = aot_autograd(fw_compiler=count, bw_compiler=count)
+        backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
         torch._dynamo.reset()
         recipe = Recipe(steps=1)
@@ -419,6 +425,15 @@ def test_what_a_compiler_recomputes(layout: str, recomputed: tuple[str, int], ke
     options = {"layout": layout, "sequence_parallel": False, "recompute": "selective"}
     for forward, backward in run_ranks(operators_of_graphs, size, **options):
         assert (forward[recomputed[0]], backward[recomputed[0]]) == (recomputed[1], recomputed[1])
+        assert {name: (forward[name], backward[name]) for name in kept} == kept
+
+
+@pytest.mark.parametrize(("recompute", "again"), by_default([("none", 2), ("selective", 2), ("full", 0)], 0))
+def test_a_compiler_gathers_inputs_again(recompute: str, again: int) -> None:
+    """In the backward of a block, beside the two gathers of gradients: the inputs of attention and MLP, but no sums and no products. A
+    block that is recomputed as a whole runs its forward again instead."""
+    kept = {"reduce_scatter_tensor": (2, 2), "mm": (7, 14), "all_gather_into_tensor": (2, 2 + again)}
+    for forward, backward in run_ranks(operators_of_graphs, 2, layout="tp2", sequence_parallel=True, recompute=recompute):
         assert {name: (forward[name], backward[name]) for name in kept} == kept
 
 
