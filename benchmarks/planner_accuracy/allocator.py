@@ -18,9 +18,6 @@ from lightning_3d.planner.step_time import Step
 _WORD = 4
 """Bytes of a number in 32 bits."""
 
-_AHEAD_SHARPNESS = 10
-"""How sharply a host that is faster than the GPU runs ahead of it: its lead grows until its queue of kernels is full."""
-
 
 def software_of(job: Job) -> Published:
     """Return the software of a job.
@@ -34,14 +31,10 @@ def software_of(job: Job) -> Published:
 
 
 def queue_of(step: Step, job: Job) -> float:
-    """Predict how far the host runs ahead of the GPU: 0 where it is the slower one, 1 where it is much faster.
-
-    In a pipeline the first rank starts pp - 1 forward passes before it waits for a gradient. At pp - 2 of them the GPU is busy with one, as
-    far as the host is not the slower one.
-    """
-    ahead = step.waiting
-    started = (job.layout.pp - 2) / (job.layout.pp - 1) if job.layout.pp > 2 else 0.0
-    return max(started * min(1.0, ahead), 1 / (1 + ahead**-_AHEAD_SHARPNESS))
+    """Predict how far the host runs ahead of the GPU: the GPU's work, divided by this work and the time that it waits for the host. It is 1
+    where the host is much faster."""
+    busy = step.compute + step.communication
+    return busy / (busy + step.host - job.stack.host.step)
 
 
 def allocated(job: Job, *, queue: float = 1.0, room: float = float("inf"), first: bool = False) -> Memory:

@@ -18,6 +18,9 @@ from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, gro
 _WORD = 4
 """Bytes of a number in 32 bits."""
 
+_LOSS_FORWARD = 14 / 36
+"""Share of the loss's traffic in its forward pass (`OURS.traffic.logit`: float32 copies and log-softmax)."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -142,16 +145,20 @@ def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
     Numbers read and written: a norm 2 h, a sum 3 h, rotation 2 (queries + keys), an activation with gate 3 inner widths; all multiplied by
     `Traffic.elementwise`.
     """
-    model, layout = job.model, job.layout
-    tp = layout.tp
-    shared = model.hidden / (tp if job.sequence_parallel else 1)
-    rotated = (model.query_width + model.key_width / 2) / tp
+    model = job.model
+    shared = model.hidden / (job.layout.tp if job.sequence_parallel else 1)
+    rotated = _rotated(job)
     gates = 3 if model.gated else 2
     traffic = job.width * job.tokens * job.stack.traffic.elementwise * (10 * shared + 2 * rotated + gates * inner)
     if job.precision in ("fp8", "fp4"):
         traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)  # casts of the inputs of products
     forward = traffic / machine.memory_rate
     return Part(forward=forward, backward=2 * forward)
+
+
+def _rotated(job: Job) -> float:
+    """Count the numbers of a token's queries and keys on a rank."""
+    return (job.model.query_width + job.model.key_width / 2) / job.layout.tp
 
 
 def _tensor_parallel(job: Job, machine: Machine) -> Part:
@@ -238,17 +245,26 @@ def _block(job: Job, machine: Machine, kind: Kind) -> Part:
 
 
 def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
-    """Predict a block with recomputation, averaged over blocks: the backward pass of one in `recompute_every` repeats all of its forward,
-    or attention and element-wise operations."""
+    """Predict a block with recomputation, averaged over blocks: the backward pass of one in `recompute_every` repeats a part of its
+    forward."""
     block = _block(job, machine, kind)
     if job.recompute == "full":
         again = Part(backward=block.forward, backward_communication=block.forward_communication)
     elif job.recompute == "selective":
-        inner = (job.model.expert_ffn * job.model.top_k if kind.mixture else job.model.ffn) / job.layout.tp
-        again = Part(backward=(_attention(job, machine, kind) + _elementwise(job, machine, inner)).forward)
+        again = Part(backward=_selected(job, machine, kind))
     else:
         return block
     return block + again * (1 / job.recompute_every)
+
+
+def _selected(job: Job, machine: Machine, kind: Kind) -> float:
+    """Return the forward seconds of what `recompute=selective` repeats: attention without its projections, which are rotation, scores and
+    values (`parallel/blocks/wrap.py`, and `ATTENTION_KEEPS` in `parallel/blocks/recompute.py`)."""
+    attention = _attention(job, machine, kind).forward
+    if job.stack.repeats_block:
+        inner = (job.model.expert_ffn * job.model.top_k if kind.mixture else job.model.ffn) / job.layout.tp
+        return attention + _elementwise(job, machine, inner).forward
+    return attention + job.width * job.tokens * job.stack.traffic.elementwise * 2 * _rotated(job) / machine.memory_rate
 
 
 def _embedding(job: Job, machine: Machine) -> Part:
@@ -262,7 +278,7 @@ def _head(job: Job, machine: Machine) -> Part:
     model = job.model
     head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
     logits = job.tokens * model.vocab / job.layout.tp * job.stack.traffic.logit / machine.memory_rate
-    part = head + Part(forward=logits * 0.6, backward=logits * 0.4)
+    part = head + Part(forward=logits * _LOSS_FORWARD, backward=logits * (1 - _LOSS_FORWARD))
     if job.loss_parts > 1:  # each part adds its product to the gradient of the weight in float32
         moved = 2 * _WORD + (2 * job.width if job.width < _WORD else 0)
         part += Part(forward=job.loss_parts * moved * job.model.vocab / job.layout.tp * job.model.hidden / machine.memory_rate)

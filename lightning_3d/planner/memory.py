@@ -186,14 +186,15 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
         loss += vocabulary * model.hidden * sum(4 + job.width * count for stage, count in own if stage.head)
     activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0)
     if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
-        kept_gradients += footprint.kept_gradient * job.trained * _largest_parameter(job, stages)
+        kept_gradients = max(kept_gradients, footprint.kept_gradient * job.trained * _largest_parameter(job, stages))
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
     other = (footprint.allocator - 1) * (activations + loss) + footprint.context
     return Memory(weights, gradients, optimizer, activations, loss, other)
 
 
 def _largest_parameter(job: Job, stages: Sequence[Stage]) -> float:
-    """Count the elements of the largest parameter of some stages on a rank: its gradient is there twice while a bucket takes it."""
+    """Count the elements of the largest parameter of some stages on a rank. Its gradient is there twice while a bucket takes a copy of it,
+    before the rank has room for what it keeps (`parallel/zero/gradient_buffers.py`; `tests/planner/test_gradient_memory.py`)."""
     model, layout = job.model, job.layout
     sizes = [model.embedding / layout.tp] if any(stage.embedding or stage.head for stage in stages) else []
     for index, kind in enumerate(model.kinds):

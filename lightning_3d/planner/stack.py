@@ -26,12 +26,13 @@ class Host:
     """Seconds that the host needs to start kernels.
 
     Attributes:
-        block: forward and backward of one block for a micro-batch.
+        block: forward and backward of one block for a micro-batch. The default is 200 kernels of 7 us, an estimate without a measurement;
+            with 1 ms no median error of the published runs changes by 0.02 points.
         collectives: addition for each block that tensor parallelism shards.
         step: constant for each optimizer step.
     """
 
-    block: float = 1.0e-3
+    block: float = 1.4e-3
     collectives: float = 0.0
     step: float = 0.0
 
@@ -42,8 +43,10 @@ class Traffic:
 
     Attributes:
         elementwise: element-wise operations of a block, as a multiple of what fused ones move.
-        logit: one logit in the loss.
-        parameter: one parameter in the optimizer's step.
+        logit: one logit in the loss. The default is for a loss that is not known: between 6 for one in a single kernel and 36 for one with
+            a kernel for each operation.
+        parameter: one parameter in the optimizer's step. The default is what a fused AdamW in float32 moves: 16 read and 12 written, and 2
+            written for the weight in 16 bits.
     """
 
     elementwise: float = 1.5
@@ -128,6 +131,16 @@ class Stack:
     def scatters(self) -> bool:
         """True if ZeRO scatters gradients; otherwise it reduces all of them on every rank."""
         return True
+
+    @property
+    def waits_for_stages(self) -> bool:
+        """True if ZeRO 3, and ranks whose group has messages of cp or ep too, send gradients when the last backward of a stage is over."""
+        return True
+
+    @property
+    def repeats_block(self) -> bool:
+        """True if selective recomputation repeats all element-wise operations of a block, otherwise those inside attention."""
+        return False
 
     def host_seconds(self, layout: Layout, machine: Machine) -> float:
         """Return the seconds that the host needs to start forward and backward of a block."""

@@ -1,23 +1,51 @@
-"""Memory of gradients that the planner counts, by hand."""
+"""Memory of gradients that the planner counts, by hand and against a dry run."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from composed_configs import dry
+from ranks import run_ranks
 
 from lightning_3d.planner.advice import job_of
+from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import memory_of
+
+WORDS = ("parallelism=dp4", "model=llama3_1_8b", "cluster=h100_1x8", "data=tokens", "data.sequence_length=16")
+WORDS += ("data.global_batch_size=4", "parallelism.micro_batch_size=1", "cluster.gpus_per_node=4", "precision=bf16")
+
+
+def job(*words: str) -> Job:
+    _, plan = dry(*WORDS, *words, "force=true")
+    return job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size)
 
 
 def test_the_planner_counts_a_buffer_of_all_gradients_where_they_are_not_scattered() -> None:
-    """Without activations to speak of, it is as large as the gradients; scattered, each rank keeps its part, and the largest bucket."""
-    words = ("parallelism=dp4", "model=llama3_1_8b", "cluster=h100_1x8", "data=tokens", "data.sequence_length=16")
-    words += ("data.global_batch_size=4", "parallelism.micro_batch_size=1", "cluster.gpus_per_node=4", "force=true")
+    """Without activations to speak of, it is as large as the gradients; scattered, each rank keeps its part."""
     found = []
     for scatter in ("true", "false"):
-        _, plan = dry(*words, f"parallelism.zero_reduce_scatter={scatter}")
-        job = job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size)
-        memory = memory_of(job)
+        memory = memory_of(job(f"parallelism.zero_reduce_scatter={scatter}"))
         found.append(memory.gradients + memory.activations + memory.loss)
     whole = 4 * 8_030_261_248
-    assert found == pytest.approx([whole + whole / 4 + 4 * 128_256 * 4096, 2 * whole], rel=1e-3)
+    assert found == pytest.approx([whole + whole / 4, 2 * whole], rel=1e-3)
+
+
+def dry_rank(*words: str) -> Counter[str]:
+    from lightning_3d.cli.dryrun import job_of
+    from lightning_3d.dryrun.run import dry_run
+    from lightning_3d.runs.check import check_shapes
+
+    config, plan = check_shapes(words)
+    return dry_run(job_of(config, plan), 0).usage.peak
+
+
+@pytest.mark.parametrize("words", [(), pytest.param(("parallelism=dp2", "cluster.gpus_per_node=2"), marks=pytest.mark.full)])
+def test_gradients_at_their_peak_are_those_of_a_dry_run(words: tuple[str, ...]) -> None:
+    """Of a model with one block. With dp4 the copy of the head's gradient in its bucket is larger than what a rank keeps; with dp2 it is
+    smaller."""
+    words += ("model.config.num_hidden_layers=1",)
+    [peak] = run_ranks(dry_rank, 1, *WORDS, *words, process_group=False)
+    memory = memory_of(job(*words))
+    counted = peak["gradients"] + peak["temporary"]
+    assert memory.gradients + memory.activations + memory.loss == pytest.approx(counted, rel=1e-3), peak

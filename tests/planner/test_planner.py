@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from math import exp
@@ -34,11 +35,11 @@ from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Group, Machine, group, shard_groups
+from lightning_3d.planner.machine import Group, Machine, gather, group, shard_groups
 from lightning_3d.planner.memory import block_activations, least_memory, memory_of
 from lightning_3d.planner.search import Candidate, Fixed, fits, node_shard_size, schedules, search, shapes
 from lightning_3d.planner.stack import Footprint, Overlap, Stack
-from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks
+from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.step_time import Step, least_seconds, step_of
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "conf/model").glob("*.yaml") if path.stem != "pretrained")
@@ -112,9 +113,54 @@ def test_time_in_shard_groups_is_that_of_two_tiers() -> None:
     assert step_of(replace(job, shard_size=64), cluster) == step_of(replace(job, shard_size=None), cluster)
 
 
+@pytest.mark.parametrize(
+    ("changes", "layout", "shown"),
+    [
+        ({}, Layout(pp=2, dp=8), 0.1),
+        ({}, Layout(pp=2, dp=4, cp=2), 0.1),
+        ({"zero": 0}, Layout(pp=2, dp=8), 0.1),
+        ({"reduce_scatter": False}, Layout(pp=2, dp=8), 1.0),
+        ({"reduce_scatter": False}, Layout(pp=2, dp=8, vp=2), 0.5),
+        ({"zero": 3}, Layout(pp=2, dp=8), 1.0),
+        ({"zero": 3}, Layout(pp=2, dp=8, vp=2), 0.5),
+        ({}, Layout(pp=2, cp=8), 1.0),
+        ({}, Layout(pp=2, cp=8, vp=2), 0.5),
+        ({"zero": 0}, Layout(pp=2, cp=8), 1.0),
+    ],
+    ids=str,
+)
+def test_a_reduction_hides_as_far_as_the_engine_sends_it_inside_a_backward(changes: dict[str, Any], layout: Layout, shown: float) -> None:
+    """docs/zero.md: in one tensor, at stage 3, and over the ranks of cp, gradients of a stage follow when its last backward is over. Of two
+    chunks the first has half of the parameters, and ends last."""
+    model, cluster = gpt(layers=8, hidden=4096, heads=32, vocab=64), machine(64)
+    schedule = "1F1B" if layout.vp == 1 else "Interleaved1F1B"
+    options = {"zero": 1, "stack": constants.OURS, **changes}
+    job = Job(model, layout, 4096, 64 * layout.dp, 16, schedule=schedule, **options)
+    waiting = replace(job, stack=replace(constants.OURS, overlap=Overlap(all_reduce=False, data=False, gather=False)))
+    exposed = [step_of(one, cluster).data for one in (job, waiting)]
+    size = max(sum(parameters_of(job, stage)) for stage in stages_of(replace(job, layout=replace(layout, vp=1))))
+    whole = (2 if job.zero == 0 else 1) * gather(cluster, group(layout, ("dp", "cp"), 8), 4 * size)
+    assert exposed[1] - exposed[0] == pytest.approx((1 - shown) * whole, rel=0.02, abs=1e-6)
+
+
+def test_ranks_that_sum_gradients_are_those_of_cp_or_ep_where_the_groups_are_equal() -> None:
+    model, found = gpt(layers=8, hidden=64, heads=8, vocab=64), Counter[bool]()
+    for tp, cp, dp, ep in product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)):
+        for order in (("tp", "cp", "pp", "dp"), ("dp", "cp", "tp", "pp")) if ep <= tp * cp * dp else ():
+            layout = Layout(tp=tp, cp=cp, dp=dp, ep=ep, order=order)
+            of_cp = layout.groups("cp") if cp > 1 else []
+            for size in (size for size in (1, 2, 4) if size <= dp):
+                summing = layout.shard_groups(size)
+                equal = summing in (of_cp, layout.expert_groups() if ep > 1 else [])
+                assert Job(model, layout, 64, 64, 1, shard_size=size).shares_group == equal, (layout, size)
+                found[equal] += 1
+    assert min(found.values()) > 20
+
+
 @pytest.mark.parametrize(("scatters", "shown"), [(True, 0.1), (False, 1.0)])
 def test_the_sum_over_replicas_hides_behind_the_last_backward(scatters: bool, shown: float) -> None:
-    """A tenth of it is never hidden; with an all-reduce in the shard group all of it comes after the backward."""
+    """A tenth of it is never hidden; with an all-reduce in the shard group all of it comes after the backward, and so does the reduction in
+    the group: one tensor has all gradients."""
     model, cluster = gpt(layers=8, hidden=4096, heads=32, vocab=1024), machine(64)
     stack = replace(constants.OURS, host=replace(constants.OURS.host, step=0.0))
     job = Job(model, Layout(dp=64), 4096, 1024, 16, zero=1, shard_size=8, reduce_scatter=scatters, stack=stack)
@@ -284,12 +330,13 @@ def test_copies_that_fit_in_no_block_come_on_top() -> None:
     assert copies(512, 1) == 0.0, "nothing is gathered"
 
 
-@pytest.mark.parametrize(("slower", "least", "most"), [(100.0, 2 / 3, 1.0), (0.5, 1 / 3, 1 / 3), (0.01, 0.0, 0.01)])
-def test_a_first_rank_runs_ahead_as_far_as_its_host_is_not_the_slower_one(slower: float, least: float, most: float) -> None:
-    """Of the three forward passes that the first of four ranks starts at once, two find the GPU busy. `slower`: the GPU than the host."""
-    job = replace(published(PUBLISHED[4]).job, layout=Layout(pp=4), stack=replace(software.NANOTRON, allocator=software.Allocator()))
-    step = Step(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, waiting=slower)
-    assert least - 1e-9 <= queue_of(step, job) <= most + 1e-9
+@pytest.mark.parametrize(("waits", "ahead"), [(0.0, 1.0), (1.0, 0.5), (99.0, 0.01)])
+def test_a_host_runs_ahead_as_far_as_the_gpu_does_not_wait_for_it(waits: float, ahead: float) -> None:
+    """`waits`: seconds that the GPU waits for kernels, of which it computes and communicates one second."""
+    run = published(PUBLISHED[4])
+    host = waits + run.job.stack.host.step
+    step = Step(seconds=2.0, compute=0.75, communication=0.25, host=host, bubble=0.0, data=0.0, optimizer=0.0)
+    assert queue_of(step, run.job) == pytest.approx(ahead)
 
 
 def test_pipelines_that_sleep_between_messages() -> None:
