@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from lightning_3d.layout.balance import Cost
 from lightning_3d.layout.layout import AXES, Layout
-from lightning_3d.planner.block_costs import pipeline_hops
 from lightning_3d.planner.constants import EAGER, LINK_LATENCY, NETWORK_LATENCY, efficiency_of
 from lightning_3d.planner.machine import Group, Machine
 from lightning_3d.planner.stack import Footprint, Host, Overlap, Split, Stack, Traffic, balanced
@@ -165,7 +164,7 @@ class Published(Stack):
         seconds = super().host_seconds(layout, machine)
         if layout.tp == 1:
             return seconds
-        if layout.pp > 1 and pipeline_hops(layout, machine):
+        if layout.pp > 1 and machine.group(layout, ("pp",)).nodes > 1:
             seconds += self.host_tensor * layout.tp
         return seconds
 

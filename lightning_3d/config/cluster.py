@@ -52,6 +52,8 @@ class ClusterConfig:
         peak_flops: operations per second of one GPU in matrix products without sparsity.
         intra_node: link between the GPUs of a node.
         inter_node: link between nodes.
+        pod_nodes: number of neighbouring nodes whose ports may all send to each other at their full rate. None: all nodes.
+        pod_oversubscription: bandwidth of the ports of a pod, divided by the bandwidth that leaves the pod.
     """
 
     name: str = "local"
@@ -65,6 +67,8 @@ class ClusterConfig:
     peak_flops: PeakFlops = field(default_factory=PeakFlops)
     intra_node: Link = field(default_factory=Link)
     inter_node: Link = field(default_factory=Link)
+    pod_nodes: int | None = None
+    pod_oversubscription: float | None = None
 
     @property
     def lacks_fp8(self) -> bool:
@@ -79,7 +83,8 @@ class ClusterConfig:
         """
         if self.accelerator not in ACCELERATORS:
             raise ConfigError(f"cluster.accelerator must be auto, cpu or gpu; got {self.accelerator!r}.")
-        check_sizes(**{"cluster.nodes": self.nodes, "cluster.nvlink_gpus": self.nvlink_gpus})
+        check_sizes(**{"cluster.nodes": self.nodes, "cluster.nvlink_gpus": self.nvlink_gpus, "cluster.pod_nodes": self.pod_nodes})
+        self._check_pods()
         if self.gpus_per_node or self.accelerator == "gpu":  # 0: a node of CPU cores
             check_sizes(**{"cluster.gpus_per_node": self.gpus_per_node})
         rates = {"memory": self.memory, "memory_bandwidth": self.memory_bandwidth}
@@ -91,3 +96,13 @@ class ClusterConfig:
         for name, link in (("intra_node", self.intra_node), ("inter_node", self.inter_node)):
             if link.latency is not None:
                 check_number(f"cluster.{name}.latency", link.latency, least=0)
+
+    def _check_pods(self) -> None:
+        if (self.pod_nodes is None) != (self.pod_oversubscription is None):
+            missing = "pod_oversubscription" if self.pod_oversubscription is None else "pod_nodes"
+            raise ConfigError(
+                f"cluster.{missing} is missing. Set both cluster.pod_nodes, the nodes of a pod, and cluster.pod_oversubscription, the"
+                " bandwidth of their ports divided by the bandwidth that leaves the pod; for example 16 and 2."
+            )
+        if self.pod_oversubscription is not None:
+            check_number("cluster.pod_oversubscription", self.pod_oversubscription, least=1)

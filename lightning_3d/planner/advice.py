@@ -26,7 +26,7 @@ from lightning_3d.planner.constants import OURS, compiled, efficiency_of
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.host_memory import available_memory
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, group
+from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
 from lightning_3d.planner.memory_risk import fit_probability, largest_share
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
@@ -90,7 +90,17 @@ def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | 
             " Profile two nodes with torchrun, or set cluster.inter_node.bandwidth."
         )
     machine = machine_of_profile(measured, stated, nodes=cluster.nodes)
-    return machine if stated is not None or not cluster.gpus_per_node else replace(machine, gpus_per_node=cluster.gpus_per_node)
+    if stated is not None:
+        return machine
+    return _with_pods(replace(machine, gpus_per_node=cluster.gpus_per_node or machine.gpus_per_node), cluster)
+
+
+def _with_pods(machine: Machine, cluster: ClusterConfig) -> Machine:
+    """Add the pods of a cluster, if it has several."""
+    if cluster.pod_nodes is None or cluster.pod_oversubscription is None or cluster.pod_nodes >= cluster.nodes:
+        return machine
+    gpus = cluster.pod_nodes * machine.gpus // cluster.nodes
+    return replace(machine, pod_gpus=max(gpus, machine.gpus_per_node), oversubscription=cluster.pod_oversubscription)
 
 
 def _stated(cluster: ClusterConfig) -> Machine | None:
@@ -101,7 +111,7 @@ def _stated(cluster: ClusterConfig) -> Machine | None:
         return None
     assert cluster.gpus_per_node and cluster.memory and cluster.memory_bandwidth and rates.bf16 and cluster.intra_node.bandwidth
     together = max(cluster.gpus_per_node, min(cluster.nvlink_gpus or 1, cluster.nodes * cluster.gpus_per_node))
-    return Machine(
+    machine = Machine(
         gpu=cluster.gpu or cluster.name,
         nodes=cluster.nodes * cluster.gpus_per_node // together,
         gpus_per_node=together,  # GPUs that fast links connect count as one node
@@ -116,6 +126,7 @@ def _stated(cluster: ClusterConfig) -> Machine | None:
         network_latency=cluster.inter_node.latency or _LATENCY,
         efficiency=efficiency_of(cluster.gpu or cluster.name),
     )
+    return _with_pods(machine, cluster)
 
 
 def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, schedule: str = "1F1B", micro_batch: int = 1) -> Job:
@@ -293,7 +304,7 @@ _WORTH_A_WARNING = 0.002
 
 def spanning(job: Job, machine: Machine) -> tuple[str, ...]:
     """Return a warning for tp and for cp if their ranks are on several nodes, with the seconds of a step that this is predicted to cost."""
-    axes = [axis for axis in ("tp", "cp") if group(job.layout, (axis,), machine.gpus_per_node).nodes > 1]
+    axes = [axis for axis in ("tp", "cp") if machine.group(job.layout, (axis,)).nodes > 1]
     if not axes:
         return ()
     nearer = replace(machine, nodes=1, gpus_per_node=machine.gpus)  # the same GPUs, all joined by fast links
@@ -304,7 +315,7 @@ def spanning(job: Job, machine: Machine) -> tuple[str, ...]:
     names = {"tp": "tensor", "cp": "context"}
     return tuple(
         f"The {job.layout.size(axis)} {names[axis]}-parallel ranks of {job.layout.name} are on"
-        f" {group(job.layout, (axis,), machine.gpus_per_node).nodes} nodes. Communication between nodes is predicted to cost"
+        f" {machine.group(job.layout, (axis,)).nodes} nodes. Communication between nodes is predicted to cost"
         f" {lost:.3g} s of each step of {whole:.3g} s. Use at most {machine.gpus_per_node} ranks for tp and cp together."
         for axis in axes
     )

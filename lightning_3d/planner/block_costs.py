@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import comb
 
-from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.architecture import Architecture, Kind, Matrix
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, group, send
+from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, send
 
 _WORD = 4
 """Bytes of a number in 32 bits."""
@@ -89,14 +88,9 @@ def work_of(job: Job, machine: Machine) -> Work:
         blocks=tuple(_recomputed(job, machine, kind) for kind in job.model.kinds),
         embedding=_embedding(job, machine),
         head=_head(job, machine),
-        message=send(machine, pipeline_hops(layout, machine), shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
+        message=send(machine, layout, shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
         host_block=job.stack.host_seconds(layout, machine),
     )
-
-
-def pipeline_hops(layout: Layout, machine: Machine) -> bool:
-    """Check whether some neighbouring stages are on different nodes."""
-    return group(layout, ("pp",), machine.gpus_per_node).nodes > 1
 
 
 def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:
@@ -131,8 +125,7 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
         forward = 4.0 * job.tokens * job.seq * width / machine.matmul_rate("bf16") + 16 * scores / machine.memory_rate
         part = Part(forward=forward, backward=2 * forward)
     if layout.cp > 1:
-        ring = Group(layout.cp, group(layout, ("cp",), machine.gpus_per_node).local)
-        kv = gather(machine, ring, job.tokens * layout.cp * model.key_width / layout.tp * job.width)
+        kv = gather(machine, machine.group(layout, ("cp",)), job.tokens * layout.cp * model.key_width / layout.tp * job.width)
         part += Part(forward_communication=max(0.0, kv - part.forward), backward_communication=max(0.0, 2 * kv - part.backward))
         merged = (layout.cp - 1) * 3 * _WORD * job.tokens * width / machine.memory_rate  # results of a round join those before
         part += Part(forward=merged, backward=merged)
@@ -167,7 +160,7 @@ def _tensor_parallel(job: Job, machine: Machine) -> Part:
     layout = job.layout
     if layout.tp == 1:
         return Part()
-    ranks = group(layout, ("tp",), machine.gpus_per_node)
+    ranks = machine.group(layout, ("tp",))
     once = gather(machine, ranks, job.tokens * job.model.hidden * job.width)
     exposed = job.stack.overlap.layers
     return Part(forward_communication=4 * once * exposed, backward_communication=(6 if job.sequence_parallel else 4) * once * exposed)
@@ -208,7 +201,7 @@ def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> 
     if ranks.nodes == 1 or ranks.size % ranks.local:
         first, inside = all_to_all(machine, ranks, tokens * model.top_k * row), 0.0
     else:
-        first = all_to_all(machine, Group(ranks.nodes, 1), tokens * nodes_of_a_token(model, ranks.nodes) * row)
+        first = all_to_all(machine, Group(ranks.nodes, 1, ranks.near), tokens * nodes_of_a_token(model, ranks.nodes) * row)
         inside = all_to_all(machine, Group(ranks.local, ranks.local), tokens * model.top_k * row)
     return Part(
         forward_communication=2 * (first + inside) - min(first, shared.forward),
@@ -232,7 +225,7 @@ def nodes_of_a_token(model: Architecture, nodes: int) -> float:
 
 def expert_group(job: Job, machine: Machine) -> Group:
     """Return the ranks that share the experts of a stage: neighbours counted over tp, cp, dp."""
-    return Group(job.layout.ep, min(job.layout.ep, machine.gpus_per_node))
+    return machine.neighbours(job.layout.ep)
 
 
 def _block(job: Job, machine: Machine, kind: Kind) -> Part:
@@ -283,7 +276,7 @@ def _head(job: Job, machine: Machine) -> Part:
         moved = 2 * _WORD + (2 * job.width if job.width < _WORD else 0)
         part += Part(forward=job.loss_parts * moved * job.model.vocab / job.layout.tp * job.model.hidden / machine.memory_rate)
     if job.layout.tp > 1:
-        ranks = group(job.layout, ("tp",), machine.gpus_per_node)
+        ranks = machine.group(job.layout, ("tp",))
         once = gather(machine, ranks, job.tokens * model.hidden * job.width) * job.stack.overlap.layers
         part += Part(forward_communication=once, backward_communication=2 * once)
     return part

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Group, Machine, group, shard_groups
+from lightning_3d.planner.machine import Group, Machine
 from lightning_3d.planner.stages import parameters_of, stages_of
 
 
@@ -48,8 +48,8 @@ def _parameters(job: Job, rank: int) -> float:
 def _collectives(job: Job, machine: Machine, parameters: float) -> Iterator[tuple[Group, float]]:
     """Yield (ranks, bytes that are gathered or scattered over them in a step)."""
     layout, stack = job.layout, job.stack
-    everyone = group(layout, ("dp", "cp"), machine.gpus_per_node)
-    inside, replicas = shard_groups(layout, job.shards, machine.gpus_per_node)
+    everyone = machine.group(layout, ("dp", "cp"))
+    inside, replicas = machine.shard_groups(layout, job.shards)
     gradients = stack.reduced_bytes * parameters * job.trained
     if job.zero == 0:
         yield everyone, 2 * gradients

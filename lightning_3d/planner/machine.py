@@ -55,6 +55,8 @@ class Machine:
         network_latency: seconds of one message between nodes.
         efficiency: shares of these rates that software reaches.
         peak4: the same as `peak8` in 4 bits (NVFP4); 0 for a GPU that has no such products, which then run in float8.
+        pod_gpus: GPUs of each pod: neighbouring nodes between which all ports may send at their full rate; 0: all nodes are in one.
+        oversubscription: bytes a second that the ports of a pod have, per byte a second that may leave it.
     """
 
     gpu: str
@@ -71,6 +73,8 @@ class Machine:
     network_latency: float
     efficiency: Efficiency
     peak4: float = 0.0
+    pod_gpus: int = 0
+    oversubscription: float = 1.0
 
     @property
     def gpus(self) -> int:
@@ -83,6 +87,18 @@ class Machine:
             return peak * self.efficiency.matmul
         return (self.peak32 if precision == "fp32" else self.peak) * self.efficiency.matmul
 
+    def group(self, layout: Layout, axes: tuple[str, ...]) -> Group:
+        """Return the ranks along these axes that communicate with rank 0."""
+        return group(layout, axes, self.gpus_per_node, self.pod_gpus)
+
+    def shard_groups(self, layout: Layout, shards: int) -> tuple[Group, Group]:
+        """Return (ranks over which ZeRO shards, ranks with the same shard) of rank 0; `shards`: see `shard_groups`."""
+        return shard_groups(layout, shards, self.gpus_per_node, self.pod_gpus)
+
+    def neighbours(self, ranks: int) -> Group:
+        """Return a group of so many ranks, one after the other."""
+        return _group([(ranks, 1)], self.gpus_per_node, self.pod_gpus)
+
     @property
     def memory_rate(self) -> float:
         """Bytes a second that operations bound by memory reach."""
@@ -91,10 +107,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, how many of them share a node, and over how many nodes they are spread."""
+    """Ranks that communicate.
+
+    Attributes:
+        size: how many.
+        local: how many of them share a node.
+        near: over how many nodes those in one pod are spread; 0: all are in one pod.
+    """
 
     size: int
     local: int
+    near: int = 0
 
     @property
     def nodes(self) -> int:
@@ -102,21 +125,21 @@ class Group:
 
 
 @lru_cache(maxsize=4096)
-def group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
+def group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int, pod_gpus: int = 0) -> Group:
     """Return the group of rank 0 along these axes; ranks fill nodes in order."""
-    return _group([(layout.size(axis), _stride(layout, axis)) for axis in axes], gpus_per_node)
+    return _group([(layout.size(axis), _stride(layout, axis)) for axis in axes], gpus_per_node, pod_gpus)
 
 
 @lru_cache(maxsize=4096)
-def shard_groups(layout: Layout, shards: int, gpus_per_node: int) -> tuple[Group, Group]:
+def shard_groups(layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int = 0) -> tuple[Group, Group]:
     """Return (ranks over which ZeRO shards, ranks with the same shard) of rank 0.
 
     Args:
         shards: neighbouring data-parallel indices of a shard group.
     """
     stride = _stride(layout, "dp")
-    inside = _group([(layout.cp, _stride(layout, "cp")), (shards, stride)], gpus_per_node)
-    return inside, _group([(layout.dp // shards, stride * shards)], gpus_per_node)
+    inside = _group([(layout.cp, _stride(layout, "cp")), (shards, stride)], gpus_per_node, pod_gpus)
+    return inside, _group([(layout.dp // shards, stride * shards)], gpus_per_node, pod_gpus)
 
 
 def on_one_node(layout: Layout, shards: int, gpus_per_node: int) -> bool:
@@ -130,19 +153,34 @@ def _stride(layout: Layout, axis: str) -> int:
     return prod(layout.size(inner) for inner in layout.order[: layout.order.index(axis)])
 
 
-def _group(parts: Sequence[tuple[int, int]], gpus_per_node: int) -> Group:
+def _group(parts: Sequence[tuple[int, int]], gpus_per_node: int, pod_gpus: int) -> Group:
     """Return the group of ranks that differ in (degree, stride) of each part."""
     size = prod(degree for degree, _ in parts)
-    return Group(size, min(size, prod(max(1, min(degree, gpus_per_node // stride)) for degree, stride in parts)))
+    local = _within(parts, gpus_per_node)
+    found = Group(size, local, _within(parts, pod_gpus) // local) if pod_gpus else Group(size, local)
+    return found if found.near < found.nodes else Group(size, local)
+
+
+def _within(parts: Sequence[tuple[int, int]], gpus: int) -> int:
+    """Count the ranks among the first `gpus`."""
+    return prod(max(1, min(degree, gpus // stride)) for degree, stride in parts)
 
 
 def ring_rate(machine: Machine, ranks: Group) -> float:
-    """Return the bytes a second that leave each rank in a ring. Between nodes, each member in a node uses the network port of its GPU."""
-    efficiency = machine.efficiency
-    inside = machine.link * efficiency.link
+    """Return the bytes a second that leave each rank in a ring. Between nodes, each member in a node uses the network port of its GPU.
+
+    A ring leaves each pod once. All groups of these axes do so at the same time: in each pod one group for each `ranks.near` nodes.
+    """
+    inside = machine.link * machine.efficiency.link
     if ranks.nodes == 1:
         return inside
-    return min(inside, machine.network * efficiency.network * ranks.local)
+    return min(inside, _network(machine, ranks.near) * ranks.local)
+
+
+def _network(machine: Machine, near: float) -> float:
+    """Return the bytes a second of each port, if one of `near` nodes of a pod sends to another pod at a time; 0: none does."""
+    rate = machine.network * machine.efficiency.network
+    return rate * min(1.0, near / machine.oversubscription) if near else rate
 
 
 def gather(machine: Machine, ranks: Group, size: float) -> float:
@@ -162,18 +200,21 @@ def all_reduce(machine: Machine, ranks: Group, size: float) -> float:
 
 def all_to_all(machine: Machine, ranks: Group, size: float) -> float:
     """Predict the seconds in which each rank sends `size` bytes, in equal parts, to all ranks of the group: over links within the node, and
-    over the rank's own network port to other nodes."""
+    over the rank's own network port to other nodes, of which those to other pods share what leaves the pod."""
     n = ranks.size
     if n == 1:
         return 0.0
-    efficiency = machine.efficiency
-    inside = size * (ranks.local - 1) / n / (machine.link * efficiency.link)
-    outside = size * (n - ranks.local) / n / (machine.network * efficiency.network)
+    inside = size * (ranks.local - 1) / n / (machine.link * machine.efficiency.link)
+    outside = size * (n - ranks.local) / n / _network(machine, 0)
+    if ranks.near:
+        outside = max(outside, size * (n - ranks.near * ranks.local) / n / _network(machine, 1))
     return max(inside, outside) + machine.network_latency * (ranks.nodes > 1) + machine.link_latency
 
 
-def send(machine: Machine, across_nodes: bool, size: float) -> float:
-    """Predict the seconds of a message between two ranks."""
-    if across_nodes:
-        return machine.network_latency + size / (machine.network * machine.efficiency.network)
+def send(machine: Machine, layout: Layout, size: float) -> float:
+    """Predict the seconds of a message to the next pipeline stage, where it takes longest. One stage of a pod sends to another pod."""
+    ranks = machine.group(layout, ("pp",))
+    if ranks.nodes > 1:
+        near = max(1.0, machine.pod_gpus / _stride(layout, "pp")) if ranks.near else 0
+        return machine.network_latency + size / _network(machine, near)
     return machine.link_latency + size / (machine.link * machine.efficiency.link)

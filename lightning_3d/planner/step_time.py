@@ -11,7 +11,7 @@ from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.planner.block_costs import Part, Work, work_of
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, all_reduce, gather, group, shard_groups
+from lightning_3d.planner.machine import Machine, all_reduce, gather
 from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
@@ -78,8 +78,8 @@ def _with_late(job: Job, machine: Machine, work: Work) -> Work:
 def _late(job: Job, machine: Machine, block: Part, size: float) -> Part:
     """Return the exposed communication of a block with `size` parameters on a rank."""
     stack = job.stack
-    ranks, _ = shard_groups(job.layout, job.shards, machine.gpus_per_node)
-    reducing = group(job.layout, ("dp", "cp"), machine.gpus_per_node) if job.is_uneven else ranks
+    ranks, _ = machine.shard_groups(job.layout, job.shards)
+    reducing = machine.group(job.layout, ("dp", "cp")) if job.is_uneven else ranks
     if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.width * size)) is not None:
         again = 1 + (job.recompute == "full") + job.reduces_often
         return Part(forward_communication=once, backward_communication=again * once)
@@ -215,8 +215,8 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
     layout, stack = job.layout, job.stack
     dense, routed = map(sum, zip(*held, strict=True))
     sharers = shard_ranks(job)
-    everyone = group(layout, ("dp", "cp"), machine.gpus_per_node)
-    ranks, replicas = shard_groups(layout, job.shards, machine.gpus_per_node)
+    everyone = machine.group(layout, ("dp", "cp"))
+    ranks, replicas = machine.shard_groups(layout, job.shards)
     across = 0.0
     size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
     stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
