@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import numpy as np
 import pytest
 from command_line import assert_refused, run_commands
 from data_modules import trainer_of
-from file_server import FileServer, serving
+from file_server import FileServer
 from quick_runs import QUICK
 from token_shards import write_shards
 
 from lightning_3d.config.options.data_urls import check_data_urls
 from lightning_3d.config.options.sources import read_sources
 from lightning_3d.errors import ConfigError, DataError, UnreachableData
-from lightning_3d.storage import steady_path
 from lightning_3d.storage.steady_path import SteadyPath
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.data.corpus import find_at_url, find_corpus
@@ -33,21 +31,9 @@ from lightning_3d.training.data.indexed_file import pack_index
 LENGTH, TOKENS, VOCABULARY = 1024, 400_000, 3000
 LIMIT = 2**20
 """Bytes of the smallest cache."""
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
 IDS = np.random.default_rng(0).integers(1, VOCABULARY, TOKENS, dtype=np.int32)
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(steady_path, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(steady_path, "LONGEST_WAIT_SECONDS", 0.01)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
-    (tmp_path / "files").mkdir()
-    with serving(tmp_path / "files") as found:
-        yield found
 
 
 def upload(folder: Path) -> str:
