@@ -423,6 +423,14 @@ AROUND_TRAINING = (
         ("checkpoint/test_checkpoint_damage.py::test_f37_two_runs_cannot_write_to_one_folder",),
     ),
     Fault(
+        "fork-while-a-thread-reads",
+        "A process is forked while a thread reads a URL: it inherits a lock of a library that nobody releases, and a loader of data hangs.",
+        "storage/fork_gate.py",
+        "self._changed.wait_for(lambda: not self._inside.keys() - {own}, self.longest)",
+        "pass",
+        ("storage/test_fork_gate.py::test_a_reader_of_pieces_that_is_forked_while_a_thread_fetches_one", "storage/test_fork_gate.py"),
+    ),
+    Fault(
         "sweep-keeps-failed-jobs",
         "A sweep that is started again takes jobs that have failed for finished ones.",
         "runs/sweep/folder.py",
