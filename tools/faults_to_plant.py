@@ -423,6 +423,14 @@ AROUND_TRAINING = (
         ("checkpoint/test_checkpoint_damage.py::test_f37_two_runs_cannot_write_to_one_folder",),
     ),
     Fault(
+        "score-without-the-last-token",
+        "Scores of texts leave out their last token: answers of one token all score 0, and benchmarks are wrong in silence.",
+        "evaluation/engine.py",
+        "targets[row, len(tokens) - 1 - scored : len(tokens) - 1] = torch.tensor(tokens[len(tokens) - scored :])",
+        "targets[row, len(tokens) - 1 - scored : len(tokens) - 2] = torch.tensor(tokens[len(tokens) - scored : -1])",
+        ("evaluation/test_evaluate.py::test_scores_equal_log_probabilities_on_one_process",),
+    ),
+    Fault(
         "fork-while-a-thread-reads",
         "A process is forked while a thread reads a URL: it inherits a lock of a library that nobody releases, and a loader of data hangs.",
         "storage/fork_gate.py",
