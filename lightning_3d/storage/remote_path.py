@@ -139,7 +139,8 @@ class RemotePath:
             entries = matches(system, pattern)
         protocol, inside = f"{self.protocol}://", url.partition("://")[2]
         start, fixed = protocol + inside[: _first_sign(inside)], _first_sign(pattern)  # of the URL, and of the same place in the backend
-        return {replace(self, url=start + name[fixed:]): entries[name] for name in sorted(entries, key=lambda name: name.split("/"))}
+        names = sorted(entries, key=lambda name: name.split("/"))
+        return {replace(self, url=start + name[fixed:]): entries[name] for name in names}
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all files below, by relative path, as the store lists them; listings may lag behind."""

@@ -28,8 +28,7 @@ def matches(system: Any, pattern: str) -> dict[str, bool]:
     """
     parts = pattern.split("/")
     first = next(place for place, part in enumerate(parts) if SIGNS.search(part))
-    folders = _Folders(system)
-    return dict(_below(folders, "/".join(parts[:first]), parts[first:]))
+    return dict(_below(_Folders(system), "".join(f"{part}/" for part in parts[:first]), parts[first:]))
 
 
 class _Folders:
@@ -40,10 +39,10 @@ class _Folders:
         self._listed: dict[str, dict[str, bool]] = {}
 
     def entries(self, folder: str) -> dict[str, bool]:
-        """Return the names in a folder; True for folders."""
+        """Return the names in a folder; True for folders. The folder ends with a slash, unless it is the root of a store without one."""
         if folder not in self._listed:
             try:
-                listed = self._system.ls(folder, detail=True)
+                listed = self._system.ls(folder.rstrip("/") or folder, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 listed = []
             found = {info["name"].rstrip("/"): info["type"] == "directory" for info in listed}
@@ -55,19 +54,19 @@ def _below(folders: _Folders, folder: str, parts: Sequence[str]) -> Iterator[tup
     """Yield what the parts of a pattern match below a folder."""
     part, rest = parts[0], parts[1:]
     if rest and SIGNS.search(part) is None:  # its folder may be one that may not be listed
-        yield from _below(folders, f"{folder}/{part}", rest)
+        yield from _below(folders, f"{folder}{part}/", rest)
         return
     if part == ANY_FOLDERS and rest:
         yield from _below(folders, folder, rest)
     for name, is_folder in folders.entries(folder).items():
         if _fits(name, part):
-            path = f"{folder}/{name}"
+            path = f"{folder}{name}"
             if part == ANY_FOLDERS and is_folder:
-                yield from _below(folders, path, parts)
+                yield from _below(folders, f"{path}/", parts)
             if not rest:
                 yield path, is_folder
             elif part != ANY_FOLDERS and is_folder:
-                yield from _below(folders, path, rest)
+                yield from _below(folders, f"{path}/", rest)
 
 
 def _fits(name: str, part: str) -> bool:

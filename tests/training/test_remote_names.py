@@ -181,8 +181,8 @@ def test_a_folder_that_does_not_match_need_not_be_listed(tmp_path: Path) -> None
         write_pair(tmp_path / f"{name}.bin", IDS[:5000])
     upload(tmp_path)
     fsspec.register_implementation("guarded", Guarded, clobber=True)
-    for pattern in ("a*/*.bin", "[a]/0.bin", "?/c/*.bin"):
-        assert len(find_at_url(SteadyPath(f"guarded://bucket/{pattern}")).parts) == 1
+    for pattern, name in (("bucket/a*/*.bin", "a/0"), ("bucket/[a]/0.bin", "a/0"), ("bucket/?/c/*.bin", "b/c/0"), ("b*/a/*.bin", "a/0")):
+        assert [str(part.path) for part in find_at_url(SteadyPath(f"guarded://{pattern}")).parts] == [f"guarded://bucket/{name}.bin"]
     with pytest.raises(DataError, match="no folder, .bin or .npy file matches this pattern"):
         find_at_url(SteadyPath("guarded://nowhere/*.bin"))
 
