@@ -17,7 +17,7 @@ from lightning_3d.evaluation.job import run as run_ranks
 from lightning_3d.evaluation.subject import Subject
 from lightning_3d.evaluation.tasks import Tasks, find_tasks, find_tasks_apart, require_lm_eval
 from lightning_3d.evaluation.text import Text, find_tokenizer, open_text, refuse_bytes, require_chat_template, stop_tokens
-from lightning_3d.ranks.environment import OutsideRank, print_once
+from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once
 from lightning_3d.ranks.progress import task
 from lightning_3d.training.job import prepare_rank
 
@@ -134,7 +134,8 @@ def evaluate_tasks_rank(config: dict[str, Any], checkpoint: str | None, request:
     if request["options"].get("apply_chat_template"):
         require_chat_template(text, request["tokenizer"])
     session = Session(config, checkpoint, average=request.get("average", False))
-    evaluate = _evaluation(session, text, request) if session.trainer.is_global_zero else None
+    place = outside_rank()  # the Trainer does not know its rank before it works
+    evaluate = _evaluation(session, text, request) if place is None or place.rank == 0 else None
     results = session.work(lambda trainer: run_together(Engine(trainer, session.max_length), text, evaluate))
     if results is not None:
         print(results.table(), flush=True)
