@@ -240,7 +240,7 @@ def normed_fit(folder: str, layout: str, resume: str | None = None, **options: A
 STATISTICS, COUNT = ("scale.running_mean", "scale.running_var"), "scale.num_batches_tracked"
 
 
-@pytest.mark.parametrize("zero_stage", by_default([3, 0]))
+@pytest.mark.parametrize("zero_stage", by_default([3, 0], 0))
 def test_running_statistics_are_averaged_as_lightning_does(zero_stage: int, tmp_path: Path) -> None:
     [(expected, losses)] = run_ranks(normed_alone, 1, str(tmp_path))
     [(_, own, unchanged)] = run_ranks(normed_fit, 1, str(tmp_path), "dp1", zero_stage=zero_stage)
