@@ -356,7 +356,7 @@ class Lightning3DStrategy(CheckpointHooks):
         if fitting:
             self.setup_optimizers(trainer)
             if (average := average_of(trainer)) is not None:
-                self.built.backend.keep_average(average.decay)
+                self.built.backend.keep_average(self.user_module, average.decay)
             self._hold_checkpoint_folders(trainer)
         self.setup_precision_plugin()
         # Last: averaging callbacks copy the module as it is now.
