@@ -64,6 +64,8 @@ class EagerRandomness:
         self._device = device
         self._restart = restart
         self._modes: list[_Draws] = []
+        for function in (self._begin, self._end):
+            torch.fx.node.has_side_effect(function)
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph of Dynamo."""
@@ -93,8 +95,8 @@ class EagerRandomness:
             state = graph.placeholder("random_state")
         state._dynamo_source = None
         with graph.inserting_after(state):
-            begin = graph.call_function(_begin, (self, state))
-        end = graph.call_function(_end, (self,))
+            begin = graph.call_function(self._begin, (state,))
+        end = graph.call_function(self._end)
         for node in (state, begin, end):
             node.meta["example_value"] = example
         graph.output((*outputs, end))
@@ -102,13 +104,13 @@ class EagerRandomness:
         changed.meta, changed._param_name_to_source = module.meta, module._param_name_to_source
         return changed
 
-    def begin(self, state: Tensor) -> Tensor:
+    def _begin(self, state: Tensor) -> Tensor:
         """Follow the state from here on."""
         self._modes.append(_Draws(self._device.type, self._restart, state))
         self._modes[-1].__enter__()
         return state
 
-    def end(self) -> Tensor:
+    def _end(self) -> Tensor:
         """Stop following it; returns what it is now."""
         mode = self._modes.pop()
         mode.__exit__(None, None, None)
@@ -122,17 +124,7 @@ class EagerRandomness:
             yield
         finally:
             while len(self._modes) > before:
-                self.end()
-
-
-@torch.fx.node.has_side_effect
-def _begin(backend: EagerRandomness, state: Tensor) -> Tensor:
-    return backend.begin(state)
-
-
-@torch.fx.node.has_side_effect
-def _end(backend: EagerRandomness) -> Tensor:
-    return backend.end()
+                self._end()
 
 
 class _Draws(TorchDispatchMode):
