@@ -85,7 +85,8 @@ class EagerRandomness:
 
     def _with_state(self, module: torch.fx.GraphModule, example: Tensor) -> torch.fx.GraphModule:
         """A copy with the state as last input and last output. Between two nodes that begin and end it, tracing follows the state."""
-        graph, copies = torch.fx.Graph(), {}
+        graph = torch.fx.Graph()
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
         outputs: Any = graph.graph_copy(module.graph, copies)
         for node, copied in copies.items():
             if node.op == "placeholder":

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class RandomState:
         self.device = torch.device(device)
         self._key = 0
         self._key_of_graphs = _host_tensor(0)
+        self._in_graphs = False
         self.deals_sequence = False
 
     @classmethod
@@ -91,14 +92,28 @@ class RandomState:
         """Draw from a stream of this object from here on."""
         if not self.enabled:
             return
-        if torch.compiler.is_compiling():
+        if self._in_graphs and torch.compiler.is_compiling():
             random_state(self._key_of_graphs, stream.place, self.device)
         else:
             default_generator(self.device).manual_seed(_seed(self._key, stream.number, stream.rank))
 
-    def compiler(self) -> EagerRandomness | None:
-        """Backend of `torch.compile` for code that starts streams, None if none is enabled."""
-        return EagerRandomness(self.device, torch.ops.lightning_3d.random_state.default) if self.enabled else None
+    def compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.compile` for code that starts streams: it draws what it draws uncompiled."""
+        compiled = torch.compile(forward, backend=self._backend)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outside, self._in_graphs = self._in_graphs, True
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                self._in_graphs = outside
+
+        # A user who compiles the whole model would otherwise get all of it in graphs of another backend.
+        return torch.compiler.disable(call, recursive=False)
+
+    @cached_property
+    def _backend(self) -> EagerRandomness:
+        return EagerRandomness(self.device, torch.ops.lightning_3d.random_state.default)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

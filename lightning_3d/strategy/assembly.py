@@ -276,7 +276,7 @@ def _wrap_blocks(
     # then this rank's part of a block's input, and a recomputed block gathers again.
     moment = tensor.sequence.moment if regions is not None else None
     # Tensor-parallel ranks draw alike, or not, as the streams in a block say; a compiler would draw as it likes.
-    compiler = tensor.random.compiler() if tensor.random is not None and tensor.size > 1 else None
+    compiler = tensor.random.compile if tensor.random is not None and tensor.size > 1 else None
     process_blocks(blocks, options.blocks, moment, compiler)
     if regions is not None:
         shard_sequence(module, regions, tensor)

@@ -44,7 +44,7 @@ def process_blocks(
     Args:
         blocks: of the whole model.
         moment: see `Recompute`.
-        compiler: backend of `torch.compile`, None for its default.
+        compiler: what compiles a forward, None for `torch.compile`.
 
     Raises:
         ConfigError: there is nothing to which an option could apply, or an operator that does not exist.
@@ -123,7 +123,7 @@ class _Process:
         self._recompute = recompute
         self._offload = offload
         self._compile = compile
-        self._options: dict[str, Any] = {} if compiler is None else {"backend": compiler}
+        self._compiler = compiler
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,8 +137,8 @@ class _Process:
             return self._recomputing(forward, args, kwargs)
         within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
         if self._compiled is None:
-            compiled = (lambda *args, **kwargs: self._recomputing(forward, args, kwargs)) if within else forward
-            self._compiled = torch.compile(compiled, **self._options)
+            whole = (lambda *args, **kwargs: self._recomputing(forward, args, kwargs)) if within else forward
+            self._compiled = (self._compiler or torch.compile)(whole)
         return self._compiled(*args, **kwargs) if within else self._recomputing(self._compiled, args, kwargs)
 
     def _recomputing(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,8 +148,9 @@ class _Process:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
         """A copied block compiles its own forward."""
-        compiler = self._options.get("backend")
-        return _Process(self._recompute, offload=self._offload, compile=self._compile, inside=self.inside, compiler=compiler)
+        return _Process(
+            self._recompute, offload=self._offload, compile=self._compile, inside=self.inside, compiler=self._compiler
+        )
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -139,19 +139,29 @@ class Jittering(nn.Module):
         return F.dropout(summed, 0.5)
 
 
-def jittered_gradients(options: BlockOptions, breaks: bool) -> list[Tensor]:
-    """Losses of two micro-batches that are under way at once, what is drawn after them, and gradients of all parameters."""
+def jittered_gradients(options: BlockOptions, *, breaks: bool = False, whole: bool = False) -> list[Tensor]:
+    """Losses of two micro-batches that are under way at once, what is drawn after them, and gradients of all parameters.
+
+    Args:
+        whole: the user compiles the model, too.
+    """
     torch.manual_seed(0)
     random = RandomState(3, tp_rank=1)
     blocks = nn.ModuleList(Jittered(random, number, breaks) for number in range(3)).double()
-    process_blocks(list(blocks), options, compiler=random.compiler())
+    process_blocks(list(blocks), options, compiler=random.compile)
     losses, after = [], []
-    for number in range(2):
-        random.begin(5, number)
-        x = torch.full((2, 6, 16), 0.5 + number, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
         for index, block in enumerate(blocks):
             random.layer(index)
             x = block(x)
+        return x
+
+    run = torch.compile(run, backend="aot_eager") if whole else run
+    for number in range(2):
+        random.begin(5, number)
+        x = torch.full((2, 6, 16), 0.5 + number, dtype=torch.float64, requires_grad=True)
+        x = run(x)
         losses.append(x.square().mean())
         after.append(torch.rand(3))
     for number, loss in enumerate(losses):
@@ -180,10 +190,19 @@ def test_whatever_a_compiled_block_draws(options: BlockOptions, backend: str, br
     torch_compat.allow_notes_in_recomputation()
     torch._dynamo.reset()
     before = torch_compat.compiled_graphs()
-    expected = jittered_gradients(BlockOptions(), breaks)
+    expected = jittered_gradients(BlockOptions(), breaks=breaks)
     assert torch_compat.compiled_graphs() == before
-    found = jittered_gradients(options, breaks)
+    found = jittered_gradients(options, breaks=breaks)
     for value, other in zip(found, expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
     if not breaks:
         assert torch_compat.compiled_graphs() - before == 1
+
+
+@pytest.mark.parametrize("options", by_default([BlockOptions(compile=True), BlockOptions()], 0), ids=["blocks", "nothing"])
+def test_a_model_that_the_user_compiles_draws_the_same(options: BlockOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their backend knows nothing of streams, so their graphs end where one starts."""
+    monkeypatch.setattr(torch_random, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    for value, other in zip(jittered_gradients(options, whole=True), jittered_gradients(BlockOptions()), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
