@@ -49,9 +49,14 @@ class Dropping(Module):
             inject_adapter_in_model(LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear"), self.model)
 
 
+def dtype_of(strategy: dict[str, Any]) -> str:
+    """ZeRO has no float64; and Lightning's float64 is another default type in the forward than in a backward, which runs a block again."""
+    return "float32" if "zero_stage" in strategy or strategy.get("recompute") == "full" else "float64"
+
+
 def run_both(kind: str, backend: str, **strategy: Any) -> tuple[Part, Part, dict[str, int], int]:
     """The run without and with compilation, and the latter's graph breaks and graphs."""
-    recipe = Recipe(model=kind if kind in models.FAMILIES else "llama", steps=2, dtype="float64")
+    recipe = Recipe(model=kind if kind in models.FAMILIES else "llama", steps=2, dtype=dtype_of(strategy))
     parts = []
     torch._dynamo.reset()
     before, broken = torch_compat.compiled_graphs(), torch_compat.graph_breaks()
@@ -97,12 +102,14 @@ def _name(value: Any) -> str:
 def test_compiled_blocks_drop_the_same(kind: str, options: dict[str, Any], backend: str) -> None:
     degrees = [int(part[2:]) for part in options["layout"].split("_")]
     results = run_ranks(run_both, math.prod(degrees), kind, backend, micro_batch_size=4, timeout=500, **options)
+    exact = {"float32": 1e-6, "float64": 1e-12}[dtype_of(options)]
+    kinds = 2 if kind == "adapted" else 1  # the input of its first block needs no gradient
     for plain, compiled, breaks, graphs in results:
-        assert compiled.losses == pytest.approx(plain.losses, rel=1e-12)
-        assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=1e-10)
+        assert (breaks, graphs) == ({}, kinds)
+        assert compiled.losses == pytest.approx(plain.losses, rel=exact)
+        assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=10 * exact)
         for name, weight in plain.weights.items():
-            torch.testing.assert_close(compiled.weights[name], weight, rtol=1e-8, atol=1e-10)
-        assert (breaks, graphs) == ({}, 1)
+            torch.testing.assert_close(compiled.weights[name], weight, rtol=100 * exact, atol=10 * exact)
 
 
 class Jittered(nn.Module):
