@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BACKEND: Any = "inductor"
@@ -180,10 +181,16 @@ def _written(operator: Any) -> list[int]:
 
 @cache
 def _explicit(operator: Any) -> Any:
-    """The function of a random operator: (state, its arguments) -> (next state, new values of arguments that it writes into, results)."""
+    """The function of a random operator: (state, its arguments) -> (next state, new values of arguments that it writes into, results).
+
+    Raises:
+        UnsupportedOperatorException: it returns more than tensors. Dynamo then runs the function that it compiles as it is.
+    """
     schema, written = operator._schema, _written(operator)
     fused = schema.name in _FUSED_ATTENTION
     kept = (0, 1, 6, 7) if fused else tuple(place for place, result in enumerate(schema.returns) if result.alias_info is None)
+    if any(str(schema.returns[place].type) != "Tensor" for place in kept) or any(schema.arguments[place].kwarg_only for place in written):
+        raise UnsupportedOperatorException(operator)
     name = f"drawn_{schema.name.replace('::', '_')}_{operator._overloadname}"
     arguments = re.sub(r"\(\w+!?\)", "", str(schema)).partition("(")[2].rpartition(") -> ")[0]
     arguments = arguments.replace(" from=", " low=").replace(" from,", " low,")  # names in Python

@@ -37,9 +37,7 @@ class RandomState:
         deals_sequence: between its regions a block works on another part of the sequence on each tensor-parallel rank.
     """
 
-    def __init__(
-        self, seed: int, *, tp_rank: int = 0, device: torch.device | str = "cpu", enabled: bool = True
-    ) -> None:
+    def __init__(self, seed: int, *, tp_rank: int = 0, device: torch.device | str = "cpu", enabled: bool = True) -> None:
         self.enabled = enabled
         self._seed = seed
         self._tp_rank = tp_rank
@@ -50,9 +48,7 @@ class RandomState:
         self.deals_sequence = False
 
     @classmethod
-    def for_model(
-        cls, module: nn.Module, *, seed: int, tp_rank: int = 0, device: torch.device | str = "cpu"
-    ) -> RandomState:
+    def for_model(cls, module: nn.Module, *, seed: int, tp_rank: int = 0, device: torch.device | str = "cpu") -> RandomState:
         """Streams for `module`, enabled unless it is known to use no dropout."""
         return cls(seed, tp_rank=tp_rank, device=device, enabled=may_use_dropout(module))
 
@@ -180,9 +176,7 @@ def may_use_dropout(module: nn.Module) -> bool:
     in the code of the user's own classes.
     """
     return any(
-        _drops(child)
-        or _has_probability(vars(child))
-        or _has_probability(getattr(getattr(child, "config", None), "__dict__", {}))
+        _drops(child) or _has_probability(vars(child)) or _has_probability(getattr(getattr(child, "config", None), "__dict__", {}))
         for child in module.modules()
     ) or any(_mentions_dropout(kind) for kind in {type(child) for child in module.modules()})
 
@@ -210,9 +204,7 @@ def _mentions_dropout(kind: type[nn.Module]) -> bool:
     code = getattr(kind.forward, "__code__", None)
     if code is None:
         return True
-    return any(
-        "drop" in name or "bernoulli" in name or "rand" in name for name in (*code.co_names, *_strings(code.co_consts))
-    )
+    return any("drop" in name or "bernoulli" in name or "rand" in name for name in (*code.co_names, *_strings(code.co_consts)))
 
 
 def _strings(constants: tuple[Any, ...]) -> Iterator[str]:

@@ -148,9 +148,7 @@ class _Process:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
         """A copied block compiles its own forward."""
-        return _Process(
-            self._recompute, offload=self._offload, compile=self._compile, inside=self.inside, compiler=self._compiler
-        )
+        return _Process(self._recompute, offload=self._offload, compile=self._compile, inside=self.inside, compiler=self._compiler)
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

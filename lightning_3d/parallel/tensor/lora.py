@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.parallel.random_streams import Stream
+from lightning_3d.parallel.random_streams import RandomState, Stream
 from lightning_3d.parallel.specialize import combined
 from lightning_3d.parallel.tensor.collectives import gather_from_region, split_to_region
 from lightning_3d.parallel.tensor.layers import ColumnParallelLinear, GatheredColumnLinear, Region, RowParallelLinear, SplitRowLinear
@@ -92,12 +92,10 @@ _LORA = {
 
 def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[str, Any]) -> None:
     """Turn a LoRA layer, whose parameters are shards already, into the counterpart of `kind`, in place."""
-    own, random = type(layer), attributes["tp_region"].context.random
+    own = type(layer)
     layer.__class__ = combined(own.__name__, _LORA[cast(Any, kind)], own)
-    adapter = f"{name}.lora_dropout"
-    if random is not None:
-        stream = random.outside(adapter) if issubclass(kind, ColumnParallelLinear) else random.inside(adapter)
-    for key, value in {**attributes, "tp_adapter_stream": None if random is None else stream}.items():
+    stream = _adapter_stream(attributes["tp_region"].context.random, name, alike=issubclass(kind, ColumnParallelLinear))
+    for key, value in {**attributes, "tp_adapter_stream": stream}.items():
         object.__setattr__(layer, key, value)
     base = layer.base_layer
     if issubclass(kind, RowParallelLinear):
@@ -106,3 +104,11 @@ def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[s
         base.__class__ = combined(plain.__name__, *bases)
     for linear in (base, *layer.lora_A.values(), *layer.lora_B.values()):
         linear.out_features, linear.in_features = linear.weight.shape
+
+
+def _adapter_stream(random: RandomState | None, name: str, *, alike: bool) -> Stream | None:
+    """The stream of dropout on the input of a layer's adapters, which ranks hold alike or not; None without dropout."""
+    if random is None:
+        return None
+    adapter = f"{name}.lora_dropout"
+    return random.outside(adapter) if alike else random.inside(adapter)

@@ -185,7 +185,7 @@ JITTERED = [
 ]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("breaks", by_default([True, False], 0))
 @pytest.mark.parametrize(
     ("options", "backend"),
     by_default([(options, backend) for backend in ("aot_eager", "inductor") for options in JITTERED], 0),
@@ -213,3 +213,35 @@ def test_a_model_that_the_user_compiles_draws_the_same(options: BlockOptions, mo
     torch._dynamo.reset()
     for value, other in zip(jittered_gradients(options, whole=True), jittered_gradients(BlockOptions()), strict=True):
         torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
+
+
+class Unknown(nn.Module):
+    """Draws by an operator whose results are not all tensors."""
+
+    def __init__(self, random: RandomState) -> None:
+        super().__init__()
+        self.inside, self.scale = random.inside("q"), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside.start()
+        drawn, size = torch.ops.lightning_3d_tests.draw(x * self.scale)
+        return F.dropout(x * self.scale * drawn, 0.5) + size
+
+
+def test_an_unknown_random_operator_leaves_its_block_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.library._scoped_library("lightning_3d_tests", "DEF") as library:
+        library.define("draw(Tensor x) -> (Tensor, SymInt)", tags=torch.Tag.nondeterministic_seeded)
+        library.impl("draw", lambda x: (torch.rand_like(x), x.shape[0]), "CompositeExplicitAutograd")
+        monkeypatch.setattr(torch_random, "BACKEND", "aot_eager")
+        torch._dynamo.reset()
+        uncompiled, found = torch_compat.uncompiled_frames(), []
+        for compiled in (False, True):
+            random = RandomState(3)
+            block = Unknown(random)
+            process_blocks([block], BlockOptions(compile=compiled), compiler=random.compile)
+            random.begin(0, 0)
+            output = block(torch.ones(64))
+            output.sum().backward()
+            found += [output.detach(), block.scale.grad]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert torch_compat.uncompiled_frames() > uncompiled
