@@ -102,7 +102,8 @@ def _name(value: Any) -> str:
 def test_compiled_blocks_drop_the_same(kind: str, options: dict[str, Any], backend: str) -> None:
     degrees = [int(part[2:]) for part in options["layout"].split("_")]
     results = run_ranks(run_both, math.prod(degrees), kind, backend, micro_batch_size=4, timeout=500, **options)
-    exact = {"float32": 1e-6, "float64": 1e-12}[dtype_of(options)]
+    # Llama's norms round to float32 inside, which Inductor fuses; another mask would change the third digit.
+    exact = 1e-6 if dtype_of(options) == "float32" else 1e-12 if backend == "aot_eager" else 1e-9
     kinds = 2 if kind == "adapted" else 1  # the input of its first block needs no gradient
     for plain, compiled, breaks, graphs in results:
         assert (breaks, graphs) == ({}, kinds)
