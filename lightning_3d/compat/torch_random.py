@@ -91,7 +91,7 @@ class EagerRandomness:
         outputs: Any = graph.graph_copy(module.graph, copies)
         for node, copied in copies.items():
             if node.op == "placeholder":
-                copied._dynamo_source = node._dynamo_source
+                copied._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
         inputs = graph.find_nodes(op="placeholder")
         with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
             state = graph.placeholder("random_state")

@@ -104,13 +104,14 @@ def test_compiled_blocks_drop_the_same(kind: str, options: dict[str, Any], backe
     results = run_ranks(run_both, math.prod(degrees), kind, backend, micro_batch_size=4, timeout=500, **options)
     # Llama's norms round to float32 inside, which Inductor fuses; another mask would change the third digit.
     exact = 1e-6 if dtype_of(options) == "float32" else 1e-12 if backend == "aot_eager" else 1e-9
+    moved = 10 * exact if backend == "aot_eager" else 1e-5  # Adam divides small gradients by their size
     kinds = 2 if kind == "adapted" else 1  # the input of its first block needs no gradient
     for plain, compiled, breaks, graphs in results:
         assert (breaks, graphs) == ({}, kinds)
         assert compiled.losses == pytest.approx(plain.losses, rel=exact)
         assert compiled.grad_norms == pytest.approx(plain.grad_norms, rel=10 * exact)
         for name, weight in plain.weights.items():
-            torch.testing.assert_close(compiled.weights[name], weight, rtol=100 * exact, atol=10 * exact)
+            torch.testing.assert_close(compiled.weights[name], weight, rtol=100 * exact, atol=moved)
 
 
 class Jittered(nn.Module):
