@@ -337,6 +337,22 @@ STEP = (
         ("parallel/test_dropout.py::test_replicated_streams_do_not_depend_on_the_rank",),
     ),
     Fault(
+        "dropout-compiled-without-its-streams",
+        "A compiled block goes on with the numbers of its beginning where a region starts: ranks drop the same of different heads.",
+        "compat/torch_random.py",
+        "self.state = result if func is self._restart else self.state",
+        "self.state = self.state",
+        ("parallel/blocks/test_compiled_dropout.py::test_whatever_a_compiled_block_draws",),
+    ),
+    Fault(
+        "dropout-compiled-from-one-state",
+        "A compiled block leaves the generator where it found it: what is drawn after it, or behind a graph break, repeats its numbers.",
+        "compat/torch_random.py",
+        "            generator.set_state(after)\n",
+        "",
+        ("parallel/blocks/test_compiled_dropout.py::test_whatever_a_compiled_block_draws",),
+    ),
+    Fault(
         "seed-of-weights-differs-between-processes",
         "Initial weights are drawn from Python's hash of their names, which is another number in every interpreter.",
         "weights",
