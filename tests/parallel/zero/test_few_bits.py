@@ -1,5 +1,7 @@
 """Optimizers of torchao with states of few bits: the bits of one process, and checkpoints from which they resume exactly."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ from lightning_3d.parallel.zero.wrapped_state import inner_states, new_wrapped_s
 
 KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed (extra fp8)")
 
 
 def make(name: str, parameters: Any, **options: Any) -> Any:
-    return getattr(pytest.importorskip("torchao.optim"), name)(parameters, lr=1e-2, **options)
+    return getattr(import_module("torchao.optim"), name)(parameters, lr=1e-2, **options)
 
 
 def uncompiled(function: Any, *args: Any, **more: Any) -> Any:
@@ -136,7 +138,7 @@ def run_fit(layout: str, *args: Any, **more: Any) -> list[float]:
         pytest.param(FourBits, "pp2", "dp2", marks=pytest.mark.full),
         pytest.param(Float8, "pp2_dp2", "dp4", marks=pytest.mark.full),
         pytest.param(FourBits, "dp2", "pp2_dp2", marks=pytest.mark.full),
-        pytest.param(FewBits, "pp4", "cp2", marks=pytest.mark.full),
+        pytest.param(FewBits, "cp2", "pp4", marks=pytest.mark.full),
     ],
 )
 def test_a_run_resumes_bit_for_bit(model: type[FewBits], layout: str, other: str, tmp_path: Path) -> None:
@@ -198,14 +200,15 @@ def test_states_that_another_program_saved_are_refused(name: str) -> None:
 def test_layouts_that_split_blocks_are_refused(name: str) -> None:
     optimizer = make(name, [nn.Parameter(torch.ones(3, 2))])
     check_optimizer(optimizer, [], 0, CPU, Layout.parse("pp2_dp2"))
-    with pytest.raises(ConfigError, match=rf"{name} keeps its states in few bits, .* which zero_stage=1 would split. Use pp2_dp2 with zero_stage=0"):
+    message = rf"{name} keeps its states in few bits, .* which zero_stage=1 would split. Use pp2_dp2 with zero_stage=0"
+    with pytest.raises(ConfigError, match=message):
         check_optimizer(optimizer, [], 1, CPU, Layout.parse("pp2_dp2"))
 
 
 # Memory
 
 
-@pytest.mark.parametrize(("name", "expected"), [("AdamW8bit", 2 * (1 + 4 / 256)), ("AdamW4bit", 2 * (0.5 + 4 / 128)), ("AdamWFp8", 2 * (1 + 4 / 256))])
+@pytest.mark.parametrize(("name", "expected"), [("AdamW8bit", 2 + 8 / 256), ("AdamW4bit", 1 + 8 / 128), ("AdamWFp8", 2 + 8 / 256)])
 def test_bytes_of_a_parameter(name: str, expected: float) -> None:
     parameter = nn.Parameter(torch.randn(256, 1024))
     parameter.grad = torch.randn(256, 1024)
