@@ -164,6 +164,7 @@ def refused(model: type[FewBits], resume: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_other_states_are_refused(tmp_path: Path) -> None:
     few, full = str(tmp_path / "few.ckpt"), str(tmp_path / "full.ckpt")
     run_fit("dp1", 1, model=FewBits, at_end=few)
