@@ -115,7 +115,7 @@ class DryStrategy(Lightning3DStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with self.metered():
+        with self.metered(), torch.compiler.set_stance("force_eager"):  # nothing can be compiled here, and torch would warn of that
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @contextmanager

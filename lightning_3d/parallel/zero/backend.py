@@ -200,7 +200,7 @@ class DataParallelBackend:
     def _check(self, trained: Sequence[Trained], optimizer: Optimizer, device: torch.device) -> None:
         zero = self._composition.zero
         check_dtypes(trained, self._precision)
-        check_optimizer(optimizer, trained, zero.stage, device)
+        check_optimizer(optimizer, trained, zero.stage, device, self._mesh.layout)
         check_place(optimizer, offloaded=zero.offload != NONE)
         if zero.stage > 0:
             check_zero(trained, zero.stage)
