@@ -1,5 +1,6 @@
 # make train      the main job: a small Llama on Python's own source code, as shards of tokens, 8 ranks, tensor x pipeline x data
-# make test       lint, types and tests, in two workers; WORKERS=1 runs one test after the other
+# make test       lint, types and the quick tests, in two workers, ten minutes on two cores; WORKERS=1 runs one test after the other
+# make test-slow  the other default tests, twenty minutes on two cores
 # make test-full  the long sweeps, hours, in 12 shards whose results are kept; SHARD=3/12 is one of them; AGAIN=1 and AGAIN=failed run again
 # make test-cuda  the CUDA paths on simulated GPUs, with torch's CUDA build in an environment of its own; see tools/cuda_sim/README.md
 # make docs       the documentation, into site/
@@ -21,14 +22,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
 CPU_TORCH := torch==2.13.0
 
-.PHONY: train test test-full test-faults test-chaos test-cuda fuzz lint types style imports docs browser clean-venv
+DEFAULT := not full and not faults and not cuda
+
+.PHONY: train test test-slow test-full test-faults test-chaos test-cuda fuzz lint types style imports docs browser clean-venv
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(if $(filter data=% recipe=%,$(ARGS)),,data=python_tokens) $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and $(DEFAULT)" -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "slow and $(DEFAULT)" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python tools/test_full.py --shard "$(SHARD)" --again="$(AGAIN)" -- $(ARGS)

@@ -133,12 +133,13 @@ class _Source:
     """A file with what was found in it.
 
     Attributes:
+        nodes: all nodes of its tree, the module first: a walk through a tree takes longer than anything that is done with its nodes.
         taken: ids of the nodes that were listed, or are part of what was listed.
         named: kind and origin by the name of a function or variable whose strings are shown.
     """
 
     path: str
-    tree: ast.Module
+    nodes: list[ast.AST]
     taken: set[int]
     named: dict[str, tuple[str, str]]
     found: list[Message]
@@ -165,7 +166,7 @@ class _Sinks(ast.NodeVisitor):
             self._take_printed(node, kind, name)
         elif name in self.showing:
             for argument in _arguments(node):
-                _take_strings(self.source, argument, *self.showing[name])
+                _take_strings(self.source, ast.walk(argument), *self.showing[name])
         self.generic_visit(node)
 
     def _take_printed(self, node: ast.Call, kind: str, name: str) -> None:
@@ -245,30 +246,30 @@ def _mark(source: _Source, node: ast.AST) -> None:
 
 def _take_named(source: _Source, named: dict[str, tuple[str, str]]) -> None:
     """List the strings that are returned by functions, or kept in variables, whose names appear where something is shown."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in named:
             for inner in ast.walk(node):
                 if isinstance(inner, (ast.Return, ast.Yield)) and inner.value is not None:
-                    _take_strings(source, inner.value, *named[node.name], is_phrase)
+                    _take_strings(source, ast.walk(inner.value), *named[node.name], is_phrase)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
                 kind = "help" if isinstance(target, ast.Name) and _HELP_NAME.search(name) else None
                 if kind or name in named:
-                    _take_strings(source, node.value, *((kind, "") if kind else named[name]), is_phrase)
+                    _take_strings(source, ast.walk(node.value), *((kind, "") if kind else named[name]), is_phrase)
 
 
-def _take_strings(source: _Source, node: ast.AST, kind: str, how: str, wanted: Callable[[str], bool] = is_sentence) -> None:
-    for inner in ast.walk(node):
+def _take_strings(source: _Source, nodes: Iterable[ast.AST], kind: str, how: str, wanted: Callable[[str], bool] = is_sentence) -> None:
+    for inner in nodes:
         if id(inner) not in source.taken and (text := rendered(inner)) is not None and wanted(text):
             _add(source, inner, kind, how, text)
             _mark(source, inner)
 
 
-def _showing(tree: ast.AST, errors: set[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+def _showing(nodes: Iterable[ast.AST], errors: set[str]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Functions that show one of their arguments, as `def refuse(reason): raise ConfigError(reason)`, with its kind and origin."""
-    for function in ast.walk(tree):
+    for function in nodes:
         if isinstance(function, ast.FunctionDef):
             parameters = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
             for node in ast.walk(function):
@@ -278,26 +279,26 @@ def _showing(tree: ast.AST, errors: set[str]) -> Iterator[tuple[str, tuple[str, 
                         yield function.name, (kind, _called(node))
 
 
-def _docstrings(tree: ast.AST) -> Iterator[ast.AST]:
+def _docstrings(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """String expressions that stand alone: docstrings, and the ones below attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
             yield node.value
 
 
-def _parts(tree: ast.AST) -> Iterator[ast.AST]:
+def _parts(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """The literal parts of f-strings, which are listed with the whole or not at all."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield from (part for part in node.values if isinstance(part, ast.Constant))
 
 
-def _error_classes(trees: Iterable[ast.AST]) -> set[str]:
+def _error_classes(trees: Iterable[Iterable[ast.AST]]) -> set[str]:
     """Names of the classes that derive from an exception, over all files."""
     bases = {
         node.name: [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-        for tree in trees
-        for node in ast.walk(tree)
+        for nodes in trees
+        for node in nodes
         if isinstance(node, ast.ClassDef)
     }
     found = {name for name, above in bases.items() if any(_EXCEPTION_NAME.search(base) for base in above)}
@@ -312,21 +313,21 @@ def messages_of_python(files: dict[str, str]) -> list[Message]:
     Args:
         files: source code by path.
     """
-    trees = {path: ast.parse(text) for path, text in files.items()}
+    trees = {path: list(ast.walk(ast.parse(text))) for path, text in files.items()}
     errors = _error_classes(trees.values())
-    showing = dict(pair for tree in trees.values() for pair in _showing(tree, errors))
+    showing = dict(pair for nodes in trees.values() for pair in _showing(nodes, errors))
     named: dict[str, tuple[str, str]] = {}
     sources = []
-    for path, tree in trees.items():
-        source = _Source(path, tree, {id(node) for node in (*_docstrings(tree), *_parts(tree))}, {}, [])
-        _Sinks(source, errors, showing).visit(tree)
+    for path, nodes in trees.items():
+        source = _Source(path, nodes, {id(node) for node in (*_docstrings(nodes), *_parts(nodes))}, {}, [])
+        _Sinks(source, errors, showing).visit(nodes[0])
         for name, (kind, how) in source.named.items():
             if len(name) > 3:  # `key`, `path` or `_` are variables everywhere
                 _note(named, name, kind, how)
         sources.append(source)
     for source in sources:
         _take_named(source, named | source.named)
-        _take_strings(source, source.tree, "text", "")
+        _take_strings(source, source.nodes, "text", "")
     return sorted(message for source in sources for message in source.found)
 
 

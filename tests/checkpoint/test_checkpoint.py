@@ -83,6 +83,7 @@ def pairs() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.full  # by default test_checkpoint_matrix.py has such pairs
 @pytest.mark.parametrize(("source", "layout", "strategy"), pairs())
 def test_any_layout_restores_every_bit_and_goes_on(
@@ -94,10 +95,12 @@ def test_any_layout_restores_every_bit_and_goes_on(
     assert losses == pytest.approx(uninterrupted[STEPS_PER_EPOCH:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_resuming_on_the_same_layout_is_exact(saved: dict[str, Path], uninterrupted: list[float]) -> None:
     assert run_fit("tp2_pp2", 2, resume=str(saved["zero0"])) == uninterrupted[STEPS_PER_EPOCH:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "other"), by_default([(0, 1), (1, 3), (3, 0)], 1))
 def test_bf16_resumes_with_its_master_weights(zero: int, other: int, tmp_path: Path) -> None:
     first, again, wide = (str(tmp_path / f"{name}.ckpt") for name in ("first", "again", "wide"))
@@ -110,6 +113,7 @@ def test_bf16_resumes_with_its_master_weights(zero: int, other: int, tmp_path: P
     assert torch.equal(load_full_state_dict(wide)[f"model.{name}"], tensors[f"optimizer.state.model.{name}.master"])
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_one_number_resumes_as_well(tmp_path: Path) -> None:
     first, again = tmp_path / "first.ckpt", tmp_path / "again.ckpt"
     run_fit("tp1", 1, at_end=str(first), model=ScaledModel, precision="bf16-true")
@@ -161,6 +165,7 @@ def keep_best(folder: str) -> dict[str, Any]:
     return {"scores": scores, "best": callback.best_model_path, "best_again": best_again}
 
 
+@pytest.mark.slow
 def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
     outcomes = run_ranks(keep_best, 2, str(tmp_path))
     outcome = outcomes[0]
@@ -212,6 +217,7 @@ def test_f32_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     assert load_full_state_dict(tmp_path / "a.ckpt")
 
 
+@pytest.mark.slow
 def test_replacing_leaves_nothing_beside(saved: dict[str, Path], tmp_path: Path) -> None:
     """An interrupted save to the same name is cleared away by the next one."""
     path = tmp_path / "last.ckpt"

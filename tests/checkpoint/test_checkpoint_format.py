@@ -75,6 +75,7 @@ def save_and_count(path: str, model: type[Wide], layout: str, precision: str, **
     return sent.bytes, sorted(map(str, sent.types))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "strategy", "precision"),
     [
@@ -103,6 +104,7 @@ def test_every_byte_is_written_once_and_none_is_sent(
         assert nbytes < 0.05 * sum(files) / 8, "descriptions are short"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_all_of_a_run(tmp_path: Path) -> None:
     run_ranks(save_some, 2, str(tmp_path / "a.ckpt"))
     state = json.loads((tmp_path / "a.ckpt" / "trainer.json").read_text())
@@ -212,6 +214,7 @@ def resume_and_count(path: str, layout: str, **strategy: Any) -> tuple[int, int,
     return counted, weights + moments, slices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target", "zero_stage"),
     [

@@ -36,6 +36,7 @@ LONG = [  # 14 kills each
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", by_default([*SHORT.values()], 1), ids=SHORT)
 def test_f27_a_killed_run_goes_on_from_the_newest_complete_checkpoint(chain: Chain, tmp_path: Path) -> None:
     print(f"FAULTS_SEED={SEED}")

@@ -302,6 +302,7 @@ def test_f37_two_runs_cannot_write_to_one_folder(bucket: RemotePath, other_run: 
     assert objects(bucket) == whole("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other_run", [["another machine"]], indirect=True)
 def test_f37_a_run_that_was_killed_elsewhere_is_found_dead(bucket: RemotePath, other_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_DEAD_SECONDS", 2.0)
@@ -363,6 +364,7 @@ def fit_at(url: str, layout: str, epochs: int, resume: str | None, **more: Any) 
     return values.losses, callback.best_model_path
 
 
+@pytest.mark.slow
 def test_a_fit_saves_and_resumes_at_a_url(bucket: RemotePath) -> None:
     """Asynchronously, by `ModelCheckpoint`, "last" and a path; on another layout and ZeRO stage; with no more than asked for left."""
     whole_run = run_ranks(fit_at, 4, str(bucket / "x"), "tp2_pp2", 2, None)[0][0]

@@ -95,6 +95,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(place: str, uninterru
     assert expected[0][-3:] != expected[-1][-3:], "data-parallel ranks draw their own numbers"
 
 
+@pytest.mark.slow
 def test_f26_a_position_that_means_nothing_is_refused(uninterrupted: Any) -> None:
     folder, layout, zero, _ = uninterrupted
     with pytest.raises(DataError, match="after 4 of 6 batches of an epoch, but an epoch now has 3"):

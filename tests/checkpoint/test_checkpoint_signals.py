@@ -125,6 +125,7 @@ def interrupted_twice(run: Path) -> None:
     assert check_checkpoints(run) == 0, "the second one does not wait for the save"
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     in_fresh_process(interrupted_twice, tmp_path)
 
@@ -198,6 +199,7 @@ def fit_and_go_on(run: Path) -> None:
         patch.undo()
 
 
+@pytest.mark.slow
 def test_f39_last_and_best_are_whole_when_a_fit_ends(tmp_path: Path) -> None:
     run_ranks(fit_and_go_on, 2, tmp_path)
     expected = in_fresh_process(partial(undisturbed, Cell(dp=2, zero=2), 12), tmp_path / "undisturbed")

@@ -109,6 +109,7 @@ def full_disk(tmp_path: Path, cell: Cell, asynchronous: bool) -> tuple[list[str]
     return sorted(path.name for path in (disk / "checkpoints").iterdir()), ended.output[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cell", "asynchronous"), by_default([(TWO, True), (FOUR, True), (FOUR, False)], 0), ids=["two", "four", "four, synchronous"]
 )
@@ -160,6 +161,7 @@ def ends_on_a_full_disk(tmp_path: Path) -> None:
     assert check_checkpoints(tmp_path, "elsewhere/[!.]*") == 4
 
 
+@pytest.mark.slow
 def test_a_fit_whose_last_save_failed_does_not_end_as_if_saved(tmp_path: Path) -> None:
     with_disk(tmp_path, ends_on_a_full_disk)
 
@@ -177,6 +179,7 @@ def too_little_room(tmp_path: Path) -> None:
     assert ended.codes == [0, 0], f"one fits, and no more are to be saved: {ended}"
 
 
+@pytest.mark.slow
 def test_a_fit_whose_checkpoints_cannot_fit_is_refused_before_its_first_step(tmp_path: Path) -> None:
     with_disk(tmp_path, too_little_room)
 
@@ -204,6 +207,7 @@ def command_lines(tmp_path: Path) -> None:
     assert "could not be written" in status.reason and f"The newest complete checkpoint is {newest} (step 1)." in status.reason
 
 
+@pytest.mark.slow
 def test_full_disks_on_the_command_line(tmp_path: Path) -> None:
     with_disk(tmp_path, command_lines)
 
@@ -230,6 +234,7 @@ def predicted_and_written(run: Path) -> list[tuple[int, int]]:
     return sizes
 
 
+@pytest.mark.slow
 def test_the_size_of_a_checkpoint_is_known_before_the_first_step(tmp_path: Path) -> None:
     for sizes in run_ranks(predicted_and_written, 2, tmp_path):
         for (cell, _), (predicted, written) in zip(SIZED, sizes, strict=True):
@@ -252,6 +257,7 @@ def read_only_disk(tmp_path: Path) -> None:
         assert not values.exists(), "not a step was made"
 
 
+@pytest.mark.slow
 def test_f33_a_read_only_folder_is_refused_before_training(tmp_path: Path) -> None:
     with_disk(tmp_path, read_only_disk)
 

@@ -77,6 +77,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return pretrained, folder / "checkpoint"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), by_default(CELLS, *(CELLS.index(cell) for cell in CHOSEN)))
 def test_what_was_loaded_is_exported(family: str, layout: str, tmp_path: Path) -> None:
     pretrained = saved(family, tmp_path / "pretrained")
@@ -203,6 +204,7 @@ def train_adapters(recipe: Recipe, pretrained: Path, lora: dict[str, Any], check
     trainer.save_checkpoint(checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "lora"), by_default(ADAPTERS, 0), ids=str)
 def test_adapters_are_exported_alone_and_merged(family: str, layout: str, lora: dict[str, Any], tmp_path: Path) -> None:
     """PEFT on one process, with the checkpoint's weights, says what they are: the adapter's file and the merged model, bit for bit."""

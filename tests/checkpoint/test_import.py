@@ -69,6 +69,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return path, run_ranks(foreign.lightning_losses, 2, str(path), "ddp")[0]
 
 
+@pytest.mark.slow
 def test_a_file_of_ddp(ddp: tuple[Path, list[float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With tied parameters, two parameter groups, a scheduler, a buffer, from the middle of an epoch."""
     path, expected = ddp
@@ -86,6 +87,7 @@ def test_without_conversion_it_is_said_how(ddp: tuple[Path, list[float]]) -> Non
         load_full_state_dict(ddp[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "sharded"])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)], ids=["untied", "tied"])
 def test_fsdp(kind: str, tied: bool, tmp_path: Path) -> None:
@@ -110,6 +112,7 @@ def test_fsdp_consolidated_by_lightnings_tool(tmp_path: Path) -> None:
     assert states[0] == states[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dtype", "ranks"), [(3, "float32", 2), *(pytest.param(*case, marks=pytest.mark.full) for case in DEEPSPEED)]
 )

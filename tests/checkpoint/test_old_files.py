@@ -31,7 +31,7 @@ MADE_IN = "/tmp/run"
 FLOAT32 = 1e-5
 """Largest relative difference of losses and gradient norms. The same layout on another machine rounds differently too."""
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def unpack(name: str, folder: Path) -> Path:

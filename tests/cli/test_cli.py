@@ -50,7 +50,7 @@ def run_lines(lines: dict[str, list[str]], folder: Path, **more: str) -> list[Re
     return run_commands(commands, timeout=500, warm=True, **more)
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 STARTS = """

@@ -12,6 +12,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.verification.plan_check import check_plan
 
+pytestmark = pytest.mark.slow
+
 LINES = {
     "help": ["--help"],  # first: it does not import torch
     "nano": ["foreign_gpts:NanoGPT", "heads=8"],

@@ -51,6 +51,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_one_message_before_torch_is_imported(folder: Path) -> None:
     lines = [[word.format(folder) if word.startswith("{}") else word for word in line] for line, _ in REFUSED.values()]
     results = run_commands([["evaluate", "--help"], ["generate", "--help"], *lines])

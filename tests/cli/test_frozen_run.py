@@ -20,7 +20,7 @@ from lightning_3d.runs.frozen_config import frozen_text, move_to, read_frozen
 from lightning_3d.runs.status import RunStatus, read_status
 from lightning_3d.training import job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def prepare(folder: Path, *overrides: str) -> Path:

@@ -10,6 +10,8 @@ import pytest
 from browser import look
 from command_line import Result, run_commands
 
+pytestmark = pytest.mark.slow
+
 LARGE = ["model=llama3_70b", "cluster=h100_32x8", "data.global_batch_size=1024", "data.sequence_length=8192"]
 TIGHT = ["model=mixtral_8x7b", "cluster=h100_4x8", "data.global_batch_size=512", "data.sequence_length=4096"]
 TIGHT_BY_HAND = [*TIGHT, "trainer.dry=true", "parallelism=dp32_ep8", "parallelism.micro_batch_size=1", "parallelism.zero_stage=3"]

@@ -36,6 +36,7 @@ def checked(words: list[str]) -> RunPlan:
     return plan_run(compose([*words, "trainer.dry=true", "cluster.accelerator=gpu"]), None, Advice())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name == "a recipe" else name for name in CASES])
 def test_the_command_trains_as_the_planner_chooses(name: str) -> None:
     """With `parallelism=auto`, a run has the layout that the command names."""
@@ -72,6 +73,7 @@ def test_the_command_is_complete() -> None:
     assert "data.sequence_length=128" in words and sum("global_batch_size" in word for word in words) == 1
 
 
+@pytest.mark.slow
 def test_what_has_to_be_added_is_said() -> None:
     one, many = (machine_of(check_keys(compose([*words, "trainer.dry=true"])).cluster) for words in (ONE_NODE, RECIPE))
     assert one is not None and many is not None

@@ -13,6 +13,8 @@ from pretrained_folders import by_transformers, keep_only_a_pickle, rewritten
 
 from lightning_3d.checkpoint import load_full_state_dict
 
+pytestmark = pytest.mark.slow
+
 BYTES = {
     "vocab_size": 257,
     "hidden_size": 32,

@@ -89,6 +89,7 @@ def test_a_command_says_what_it_does_before_it_imports_what_is_slow(
     assert capsys.readouterr() == ("", "importing torch and interrupted_model ...\nimported\n")
 
 
+@pytest.mark.slow
 def test_what_a_command_prints_is_without_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", "model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "data.sequence_length=4096"]
     assert main([*line, "--out", str(tmp_path)]) == 0

@@ -11,6 +11,7 @@ def printed(program: str) -> list[str]:
     return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_the_imports_of_a_rank_leave_out_scipy_and_collections_of_garbage() -> None:
     program = """
 import gc, sys
@@ -32,6 +33,7 @@ print(torchmetrics.MeanMetric.__name__, convolve([1], [2])[0])
     assert printed(program) == ["False", "True", "True", "True", "True", "False", "MeanMetric", "2"]
 
 
+@pytest.mark.slow
 def test_the_placeholder_for_scipy_gives_way_to_whoever_needs_more() -> None:
     program = """
 import sys

@@ -30,6 +30,7 @@ def test_only_known_lines_are_dropped(name: str, line: str, kept: bool) -> None:
     assert bool(logger.filter(record)) is kept
 
 
+@pytest.mark.slow
 def test_seeds_are_printed_by_rank_0_alone() -> None:
     program = """
 import os, sys

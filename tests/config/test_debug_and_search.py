@@ -77,6 +77,7 @@ def test_what_the_trainer_refuses_is_one_message(tmp_path: Path) -> None:
         make_trainer(frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", options("hparams_search"))
 def test_a_search_varies_keys_that_exist(option: str) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")

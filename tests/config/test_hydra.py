@@ -95,6 +95,7 @@ def test_every_model_composes(model: str) -> None:
     assert planned(f"model={model}", "parallelism=dp2", "trainer.dry=true").layout.dp == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["optimizer", "precision", "logger", "callbacks", "trainer", "cluster"])
 def test_every_option_of_a_group_composes(group: str) -> None:
     for option in options(group):
@@ -112,6 +113,7 @@ def test_recipe_overrides_groups_and_values_and_the_command_line_overrides_it() 
     assert (config.model.name, config.optimizer.lr, config.parallelism.layout) == ("llama3_70b", 1e-5, "tp8_pp8_dp4")
 
 
+@pytest.mark.slow
 def test_an_optimizer_for_host_memory_needs_its_weights_there() -> None:
     overrides = ["recipe=llama3_70b_256xa100", "trainer.dry=true", "optimizer.name=cpu_adamw"]
     with pytest.raises(ConfigError, match="cpu_adamw updates weights in host memory.* parallelism.zero_offload=optimizer"):
@@ -207,6 +209,7 @@ def test_gpus_that_only_the_driver_knows_are_counted(tmp_path: Path, monkeypatch
     assert visible_gpus({}, tmp_path / "no_devices") == 2
 
 
+@pytest.mark.slow
 def test_gpus_are_used_when_there_is_one_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_3d.config.machine.visible_gpus", lambda: 4)
     assert (planned("parallelism=tp4").accelerator, planned("parallelism=tp4").precision) == ("gpu", "bf16")
@@ -287,6 +290,7 @@ def test_the_strategy_may_be_a_class_of_the_user(monkeypatch: pytest.MonkeyPatch
 # The command line
 
 
+@pytest.mark.slow
 def test_services_of_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_LINE", "train.py cluster=h10")  # what bash asks to complete
     (tmp_path / "parallelism").mkdir()
@@ -316,6 +320,7 @@ def test_services_of_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert answers[names[-1]].output.endswith("tp1: 1 rank on CPU, 1F1B, ZeRO-1, fp32, 4 micro-batches of 4\n")
 
 
+@pytest.mark.slow
 def test_files_of_a_user(tmp_path: Path) -> None:
     """Recipes of his own, recipes in his defaults list, a configuration of his own; as `experiment=` in other projects."""
     (tmp_path / "recipe").mkdir()

@@ -198,6 +198,7 @@ def test_without_what_its_comment_gives_reasons_for_it_would_not_fit(name: str, 
 COMMANDS = ["recipe={} --cfg job", "recipe={} trainer.dry=true"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [pytest.param(["llama3_70b_1024xh100"], id="largest"), pytest.param(RECIPES, id="all", marks=pytest.mark.full)]
 )

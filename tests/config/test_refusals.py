@@ -21,7 +21,7 @@ from command_line import REPOSITORY, Result, assert_refused, environment, run_co
 from lightning_3d.ranks.supervisor import _reserved_port
 from lightning_3d.training.data.token_file import write_tokens
 
-pytestmark = pytest.mark.timeout(700)  # for the test that is first, and so waits for all command lines
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # for the test that is first, and so waits for all command lines
 
 # id -> (overrides, what the message must say). The numbers are those of the and the fault list's cases.
 CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {

@@ -77,6 +77,7 @@ def test_places_in_the_run_folder_are_allowed(default: DictConfig) -> None:
     check_keys(changed(default, inside))
 
 
+@pytest.mark.slow
 def test_what_the_command_line_names_is_allowed_there_and_in_jobs_of_a_sweep() -> None:
     words = ["callbacks.checkpoint.dirpath=s3://mine/run", "+callbacks.mine={_target_: lightning_3d.PeriodicCheckpoint, dirpath: /mine}"]
     check_keys(compose([*words, "data=instructions", "data.path=x", "data.cache_dir=cache"]))

@@ -40,6 +40,7 @@ def test_help_explains_exit_codes() -> None:
     assert "torchrun" in text and "Exit code: 1 if something is wrong" in text and "--limit N" in text
 
 
+@pytest.mark.slow
 def test_refusals(tmp_path: Path) -> None:
     lines = {
         "tp2_pq2": ["doctor", "parallelism=tp2_pq2"],

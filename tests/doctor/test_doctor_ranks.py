@@ -155,6 +155,7 @@ def test_a_rank_that_computes_slowly_is_named() -> None:
     assert report["exit_code"] == 0, "on CPU ranks only a warning"
 
 
+@pytest.mark.slow
 def test_a_rank_that_sends_slowly_is_named() -> None:
     report, named = of_ranks(setup_of("dp4", "cpu"), with_measure(collectives.CHECK, sends_slowly))
     finding = named("collectives", "pairs within a host")
@@ -176,6 +177,7 @@ def test_collectives_of_every_axis_are_measured(layout: str, names: set[tuple[st
     assert all(named("collectives", f"{axis} {name.replace('_', '-')}") for axis, name in names)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_nothing_waits_for_it() -> None:
     checks = (Check("first", stops, nothing), versions.CHECK, collectives.CHECK)
     started = time.monotonic()
@@ -188,6 +190,7 @@ def test_a_stopped_rank_is_named_and_nothing_waits_for_it() -> None:
     assert named("collectives", "collectives")["verdict"] == UNKNOWN
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_or_fails_on_a_rank_is_named() -> None:
     checks = (Check("first", fails, nothing), Check("second", hangs, nothing), collectives.CHECK)
     report, named = of_ranks(setup_of("dp2", "cpu", limit=2.0), *checks)
@@ -204,6 +207,7 @@ def with_a_missing_rank(limit: float) -> Any:
     return examined(setup_of("dp3", "cpu", limit=limit), [versions.CHECK])
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_begins_is_named() -> None:
     report, code, _ = run_ranks(with_a_missing_rank, 3, 2.0, process_group=False, timeout=60)
     answers = report["findings"]["ranks"][0]
@@ -224,6 +228,7 @@ def without_rank_0(limit: float) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_wait_for_ever_for_rank_0() -> None:
     _, message = run_ranks(without_rank_0, 2, 0.5, process_group=False, timeout=60)
     assert "Rank 0 on node7 did not answer within" in message
@@ -236,6 +241,7 @@ def without_a_store() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_not_there_is_explained() -> None:
     (message,) = run_ranks(without_a_store, 1, process_group=False)
     assert "cannot reach the store at 127.0.0.1:1 (MASTER_ADDR and MASTER_PORT) within 1 s" in message

@@ -55,6 +55,7 @@ def of(*cases: tuple[dict[str, Any], dict[str, Any], bool]) -> list[tuple[Any, A
     return found
 
 
+@pytest.mark.slow
 def test_a_fused_step_needs_no_memory_of_its_own() -> None:
     """Without it, AdamW of torch holds the roots of all second moments at once: 4 bytes for each parameter."""
     told = [{**PLAIN, "fused": fused} for fused in (None, False, True)]

@@ -244,6 +244,7 @@ def called(report: Any) -> Counter[tuple[str, tuple[int, ...], int]]:
     return Counter({(call.name, call.ranks, call.bytes): count for call, count in report.usage.collectives.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case if case == "few ranks" else pytest.param(case, marks=pytest.mark.full) for case in CELLS])
 def test_is_what_a_real_run_does(case: str) -> None:
     assert_same(CELLS[case])
@@ -281,6 +282,7 @@ def assert_same(cell: Cell, ranks: Sequence[int] = ()) -> None:
         assert abs(report.usage.peak_bytes - seen.peak) <= 0.02 * seen.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", *(pytest.param(name, marks=pytest.mark.full) for name in ("GPipe", "Interleaved1F1B"))])
 def test_some_micro_batches_tell_of_all(schedule: str) -> None:
     cell = Many("llama", tp=2, pp=2, schedule=schedule)
@@ -322,6 +324,7 @@ def test_a_rank_that_is_named_twice_is_run_once() -> None:
     assert read_options(["rank=2,0,2"]).ranks == (2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_command_lines() -> None:
     *refused, _ = LINES

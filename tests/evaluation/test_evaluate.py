@@ -90,6 +90,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "more"), LAYOUTS)
 def test_the_loss_of_every_set_equals_a_plain_loop(folder: Path, tmp_path: Path, layout: str, more: list[str]) -> None:
     config = checked(folder, *data(folder), f"parallelism={layout}", *more)
@@ -110,6 +111,7 @@ def continued(config: dict[str, Any], prompts: Sequence[Sequence[int]], sampling
     return session.work(lambda trainer: generate(Engine(trainer, session.max_length), prompts, sampling))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks"), [("tp2_pp2", 4), pytest.param("cp2_dp2", 4, marks=pytest.mark.full)])
 def test_greedy_text_equals_generate_of_transformers(folder: Path, layout: str, ranks: int) -> None:
     model = reference(folder)
@@ -143,6 +145,7 @@ def continued_if_it_fits(config: dict[str, Any], prompt: list[int], sampling: Sa
     return session.work(lambda trainer: generate(Engine(trainer, session.max_length), [prompt], sampling)[0])
 
 
+@pytest.mark.slow
 def test_text_is_never_padded_beyond_the_positions(table_of_positions: Path) -> None:
     prompt, config = list(range(3, 23)), checked(table_of_positions, "parallelism=cp2", reads_data=False)
     with pytest.raises(ConfigError, match=r"20 tokens, so 9 new ones are more than the 28 .*30 positions.* Use --max-new-tokens 8"):
@@ -153,6 +156,7 @@ def test_text_is_never_padded_beyond_the_positions(table_of_positions: Path) -> 
         assert found == new[0, len(prompt) :].tolist()[: len(found)] and len(found) == 8
 
 
+@pytest.mark.slow
 def test_sampled_text_is_the_same_on_all_ranks_and_in_all_layouts(folder: Path) -> None:
     sampling = Sampling(max_new_tokens=8, temperature=1.5, top_k=20, seed=3)
     alone = run_ranks(continued, 1, checked(folder, reads_data=False), PROMPTS, sampling)
@@ -189,6 +193,7 @@ def scored(config: dict[str, Any], rows: list[tuple[list[int], int]]) -> list[tu
     return session.work(lambda trainer: Engine(trainer, session.max_length).score(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks"), [("tp2_dp2", 4), pytest.param("cp2_pp2", 4, marks=pytest.mark.full)])
 def test_scores_equal_log_probabilities_on_one_process(folder: Path, layout: str, ranks: int) -> None:
     random, model = np.random.default_rng(5), reference(folder)

@@ -88,6 +88,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "more"), LAYOUTS)
 def test_the_run_ends_with_the_loss_and_the_text_of_its_model(folder: Path, layout: str, more: list[str]) -> None:
     ranks = math.prod(int(part[-1]) for part in layout.split("_"))
@@ -107,6 +108,7 @@ def test_the_run_ends_with_the_loss_and_the_text_of_its_model(folder: Path, layo
     assert found["sample"]["text"] == bytes(token for token in new if token != 256).decode("utf-8", "replace")
 
 
+@pytest.mark.slow
 def test_a_short_run_writes_no_sample_and_a_prompt_that_does_not_fit_is_refused(folder: Path) -> None:
     run_ranks(train, 1, config_of(folder, "parallelism=dp1", "data.val_sequences=3"))
     found = json.loads((folder / "evaluation.json").read_text())
@@ -135,6 +137,7 @@ def test_a_sample_that_cannot_be_is_refused_before_ranks_start(overrides: tuple[
         plan_run(composed("cluster=local_cpu", "trainer.dry=true", *overrides))
 
 
+@pytest.mark.slow
 def test_other_data_needs_a_tokenizer_only_for_a_prompt() -> None:
     tokens = ("cluster=local_cpu", "trainer.dry=true", "data=tokens", "data.train_path=/x", "data.sequence_length=128")
     assert plan_run(composed(*tokens)).run.sample.prompt == "auto"

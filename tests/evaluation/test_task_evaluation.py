@@ -129,6 +129,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "overrides"), LAYOUTS)
 def test_results_are_those_of_lm_eval_with_transformers(
     model: Path, folder: Path, expected: dict[str, Any], tmp_path: Path, layout: str, overrides: list[str]

@@ -16,6 +16,8 @@ from command_line import environment
 
 from lightning_3d.health.watchdog import await_content
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path

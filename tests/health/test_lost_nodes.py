@@ -47,6 +47,7 @@ watch.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="this machine lets nobody make network namespaces")
 @pytest.mark.parametrize("cut", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_f48_a_node_that_is_cut_off(tmp_path: Path, cut: bool) -> None:

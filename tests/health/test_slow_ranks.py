@@ -142,6 +142,7 @@ def fit(
     return said, strategy._pace.slowest, [logger.seen for logger in loggers]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleeps", pytest.param("stops", marks=pytest.mark.full)])
 def test_f47_slow_rank_is_named(how: str, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.csv"
@@ -154,6 +155,7 @@ def test_f47_slow_rank_is_named(how: str, tmp_path: Path) -> None:
     assert [(one["step/slow_rank"], one.get("step/slow_host")) for one in seen] == [(1.0, socket.gethostname()), (1.0, None)]
 
 
+@pytest.mark.slow
 def test_f47_rank_whose_experts_have_more_tokens_is_not_slow() -> None:
     """Of experts that are sharded over ranks, some have more work in each step than others."""
     limits = {"slow_rank_steps": WINDOW, "slow_rank_factor": 2.5}  # counted, its experts would make it five times as slow

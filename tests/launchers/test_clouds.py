@@ -269,6 +269,7 @@ def test_folder_that_cannot_be_written_is_refused(recorder: Path, monkeypatch: p
     assert not (recorder / "words").exists()
 
 
+@pytest.mark.slow
 def test_command_line_of_clouds(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = ["cluster=h100_2x8", "parallelism=tp8_dp2", "launch.volumes={runs: /mnt/runs}"]
     for kind, program, package in (("skypilot", "sky", "skypilot"), ("dstack", "dstack", "dstack")):

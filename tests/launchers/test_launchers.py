@@ -57,6 +57,7 @@ def test_what_cannot_be_launched_is_refused(overrides: list[str], message: str) 
         find_target(overrides, Machine.COUNTED_NODES)
 
 
+@pytest.mark.slow
 def test_weights_that_only_the_nodes_see_are_looked_at_there() -> None:
     weights = "model.pretrained=/mnt/models/Mistral-7B-v0.1"
     assert weights in find_target([*ADAPTERS, weights], Machine.REMOTE_NODES).arguments()
@@ -270,6 +271,7 @@ def test_options_have_types() -> None:
     assert split(["a=1", "launch.x=2", "+launch.y=3"]) == (["launch.x=2", "+launch.y=3"], ["a=1"])
 
 
+@pytest.mark.slow
 def test_dry_prints_the_script_alone_wherever_it_stands(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     outputs = []

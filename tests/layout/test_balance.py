@@ -31,6 +31,7 @@ def models(draw):
     return flops, params, draw(st.integers(1, layers)), draw(st.tuples(small, small)), draw(st.tuples(small, small))
 
 
+@pytest.mark.slow
 @given(models())
 @settings(max_examples=300)
 def test_no_split_has_smaller_flops_then_smaller_parameters(model):

@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "owned"), by_default(CASES, 1), ids=str)
 def test_ranks_train_the_given_blocks_as_one_process_does(options: dict[str, Any], owned: list[set[int]]) -> None:
     """The self-check splits the model in the same way."""
@@ -104,6 +105,7 @@ def other_stages() -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_module_keeps_its_stages() -> None:
     assert all(
         "into stages of [1, 3] blocks; it cannot be partitioned again for stages=[2, 2]" in said for said in run_ranks(other_stages, 2)

@@ -57,6 +57,7 @@ def bubble(schedule: str, pp: int, vp: int, m: int) -> Fraction:
     return Fraction(timeline.bubble).limit_denominator(10_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 4), (4, 16), (8, 32)])
 def test_bubbles_are_the_published_ones(pp: int, m: int) -> None:
     # GPipe (arXiv:1811.06965, section 2.3) and 1F1B (arXiv:2104.04473, section 2.2.1): (p - 1) / (m + p - 1)

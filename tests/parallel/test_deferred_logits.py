@@ -201,6 +201,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_only_an_eighth_of_the_logits_of_a_large_vocabulary_is_in_memory() -> None:
     tokens, hidden_size, vocabulary = 1024, 12, 128_256
     assert count_chunks("auto", tokens, vocabulary, hidden_size) == 8
@@ -303,6 +304,7 @@ def train_and_count(*args: Any, **options: Any) -> tuple[parity.Part, int]:
         return parity.train_on_rank(*args, **options), len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", by_default(LAYOUTS, 1, 3), ids=lambda cell: cell.name)
 def test_layouts_train_as_one_process_does(cell: Cell) -> None:
     expected, noise = reference(cell.recipe)

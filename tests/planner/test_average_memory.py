@@ -59,6 +59,7 @@ def more(count: Any, words: tuple[str, ...]) -> float:
     return count((*words, AVERAGE)) - count(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "zero", "precision"),
     [("dp2", 3, "bf16"), pytest.param("dp2", 0, "fp32", marks=pytest.mark.full), pytest.param("tp2", 0, "bf16", marks=pytest.mark.full)],

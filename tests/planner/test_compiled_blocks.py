@@ -69,6 +69,7 @@ def predicted(name: str, *, compile: bool, layout: str = "tp1") -> float:
     return block_activations(job, model.kinds[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if "llama" in name else pytest.mark.full) for name in WIDTHS])
 def test_a_compiled_block_keeps_what_the_planner_says(name: str) -> None:
     kept = saved_by_block(fields(name), compile=True)
@@ -95,6 +96,7 @@ def saved_on_a_rank(name: str, compile: bool) -> int:
     return saved.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if "llama" in name else pytest.mark.full) for name in WIDTHS])
 def test_a_rank_with_a_part_of_the_sequence_keeps_what_the_planner_says(name: str, compile: bool) -> None:

@@ -54,6 +54,7 @@ def test_no_split_that_fits_has_a_faster_slowest_stage(layers: int, pp: int) -> 
     assert fitting_job(one, most) is one
 
 
+@pytest.mark.slow
 def test_a_layout_that_does_not_fit_with_stages_of_equal_work_fits_with_others() -> None:
     """1F1B keeps 8 micro-batches of the first stage's blocks, and one of the last's."""
     with pytest.raises(LayoutError, match="tp4_pp8 needs about 94.8 GiB on its fullest rank"):

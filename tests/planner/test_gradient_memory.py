@@ -40,6 +40,7 @@ def dry_rank(*words: str) -> Counter[str]:
     return dry_run(job_of(config, plan), 0).usage.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), pytest.param(("parallelism=dp2", "cluster.gpus_per_node=2"), marks=pytest.mark.full)])
 def test_gradients_at_their_peak_are_those_of_a_dry_run(words: tuple[str, ...]) -> None:
     """Of a model with one block. With dp4 the copy of the head's gradient in its bucket is larger than what a rank keeps; with dp2 it is

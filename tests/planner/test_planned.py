@@ -28,6 +28,7 @@ class Wrapped(torch.nn.Module):
         self.settings = LlamaConfig(**{name: value for name, value in CONFIG.items() if name != "model_type"})
 
 
+@pytest.mark.slow
 def test_a_layout_is_chosen_for_a_configuration_a_module_and_a_dict() -> None:
     chosen = [planned(model, **LARGE, seed=3) for model in (CONFIG, Wrapped(), Wrapped().settings, CausalLM({"config": CONFIG}))]
     assert all(one == chosen[0] for one in chosen)
@@ -41,6 +42,7 @@ def test_what_is_given_is_not_searched() -> None:
     assert (chosen["zero_stage"], chosen["recompute"], chosen["micro_batch_size"]) == (1, "full", 2)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_on_gpus_unless_forced() -> None:
     small = {"layout": "dp8", "micro_batch_size": 4, "zero_stage": 1}
     with pytest.raises(LayoutError, match=r"dp8 needs about [0-9.]+ GiB on its fullest rank, but NVIDIA H100 SXM has 74.5 GiB \(80 GB\)"):
@@ -49,6 +51,7 @@ def test_what_does_not_fit_is_refused_on_gpus_unless_forced() -> None:
     assert planned(CONFIG, **LARGE, layout="tp8", micro_batch_size=1) == {"layout": "tp8", "micro_batch_size": 1}
 
 
+@pytest.mark.slow
 def test_a_choice_is_likely_to_fit_and_a_named_layout_that_is_not_is_warned_of() -> None:
     mixtral = yaml.safe_load((REPOSITORY / "conf/model/mixtral_8x7b.yaml").read_text())["config"]
     where: dict[str, Any] = {"cluster": "h100_4x8", "sequence_length": 4096, "global_batch_size": 512}
@@ -64,6 +67,7 @@ def test_a_choice_is_likely_to_fit_and_a_named_layout_that_is_not_is_warned_of()
         planned(mixtral, **where, memory_risk=2)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"sequence_length": 16, "global_batch_size": 8, "cluster": "local_cpu", "layout": "dp8", "precision": "fp32"}
     parameters = 8 * 8.03  # 10^9 of them, of all ranks

@@ -568,6 +568,7 @@ def test_calibration_finds_constants_that_it_does_not_know() -> None:
     assert quantile([one.time_error or 0 for one in again], 1.0) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "change"),
     [
@@ -600,6 +601,7 @@ def test_the_search_finds_what_trying_everything_finds(model: str, gpus: int, ba
     assert len(best) > 3
 
 
+@pytest.mark.slow
 def test_bounds_are_below_what_is_simulated() -> None:
     job = Job(Architecture.from_spec(spec("llama3_1_8b")), Layout(), 4096, 64, 1, stack=constants.OURS)
     where = machine(16)

@@ -52,6 +52,7 @@ def test_bytes_of_megatron_are_those_of_its_formulas() -> None:
     assert memory.activations == pytest.approx(table_2, rel=0.06)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_suggested_where_they_help() -> None:
     """As what makes the published layout of 70B on 64 GPUs fit, and as what a plan without them would gain."""
     words = PAGE.JOBS[0].words.split()

@@ -83,6 +83,7 @@ def largest_lag(schedule: str, vp: int, unit: float) -> float:
     return max(lags) / played.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("schedule", "vp"),

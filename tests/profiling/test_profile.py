@@ -29,7 +29,7 @@ TINY = [
     *(f"model.config.{key}={value}" for key, value in {"hidden_size": 32, "intermediate_size": 64, "head_dim": 4}.items()),
     "model.config.num_hidden_layers=2",
 ]
-pytestmark = pytest.mark.timeout(1200)  # for the test that is first, and so waits for all command lines
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # for the test that is first, and so waits for all command lines
 STATED = ["model=llama3_1_8b", "data.global_batch_size=64", "data.sequence_length=4096"]
 
 

@@ -145,6 +145,7 @@ SETTINGS = gpu_single.Settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "peer"), [("ours", "plain"), ("ours full", "plain checkpointing")])
 def test_one_device_peers_do_the_same_work(name: str, peer: str) -> None:
     mine, theirs = (run_ranks(gpu_single_worker.measure, 1, contender, SETTINGS)[0] for contender in (name, peer))
@@ -220,6 +221,7 @@ def run_gpu_single(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, check=False, timeout=280)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_why_and_ends_well() -> None:
     done = run_gpu_single()
     assert (done.returncode, done.stderr) == (0, "")
@@ -261,6 +263,7 @@ assert not {"hydra", "omegaconf", "deepspeed", "wandb"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_strategy_trains_without_hydra_and_deepspeed() -> None:
     command = [sys.executable, "-c", BARE, repr(vars(SETTINGS))]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False, timeout=200)

@@ -183,6 +183,7 @@ def run_tool(words: list[str]) -> tuple[int, str]:
 SHORT = ["--layout", "dp2", "--steps", "41", "--faults", "2", "--warm"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_with_faults_is_that_without() -> None:
     code, said = in_fresh_process(run_tool, [*SHORT, "--kinds", "kill in a save", "nan"], timeout=590)

@@ -153,6 +153,7 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
             assert option in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({command.block.page for command in COMMANDS}))
 def test_commands_are_right(page: str, folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Their keys, options and layouts are taken, each alone and together."""
@@ -167,6 +168,7 @@ def test_commands_are_right(page: str, folders: Path, monkeypatch: pytest.Monkey
                 raise
 
 
+@pytest.mark.slow
 def test_refusals_are_as_shown() -> None:
     """`...` stands for anything."""
     assert len(SHOWN) > 10
@@ -187,6 +189,7 @@ def messages() -> Iterator[str]:
                 yield node.value
 
 
+@pytest.mark.slow
 def test_messages_are_those_of_the_code() -> None:
     """In docs/troubleshooting.md: of a block of text each line, of a table the first column."""
     page = REPOSITORY / "docs" / "troubleshooting.md"
@@ -248,6 +251,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", CASES)
 def test_python_runs(block: Block, tmp_path: Path) -> None:
     run_ranks(run_block, int(block.notes.get("ranks", "1")), block.text, block.given, str(tmp_path), process_group=False)
@@ -267,6 +271,7 @@ def test_hydra_block_composes(tmp_path: Path) -> None:
 # Pages
 
 
+@pytest.mark.slow
 def test_reference_is_not_stale() -> None:
     """`python docs/reference.py` would change nothing."""
     reference = script("reference")
@@ -316,6 +321,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert (REPOSITORY / "docs" / "images" / "report.png").stat().st_size < 200_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason='Not installed: pip install "lightning-3d[docs]"')
 def test_pages_are_built_without_a_warning(tmp_path: Path) -> None:
     """And ask no host for anything."""

@@ -19,6 +19,7 @@ def rows_after(page: str, comment: str) -> list[list[str]]:
     return lines[2:]
 
 
+@pytest.mark.slow
 def test_memory_of_each_option() -> None:
     """A run that needs more than the GPU has prints the table, so the GPU gets almost nothing."""
     rows = rows_after("memory.md", "memory of llama3_70b")

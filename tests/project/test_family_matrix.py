@@ -61,12 +61,14 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "why"), by_default(EXACT, 1, 4, 6), ids=name)
 def test_families_that_compute_what_one_process_computes(matrix: Matrix, family: str, layout: str, why: str) -> None:
     verdict = matrix.run(family, layout).verdict
     assert verdict.kind == "exact", (why, verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "words"), REFUSED)
 def test_families_that_are_refused(matrix: Matrix, family: str, layout: str, words: str) -> None:
     verdict = matrix.run(family, layout).verdict
@@ -85,6 +87,7 @@ VARIED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "variant", "why"), by_default(VARIED, 0, 3, 6), ids=name)
 def test_variants(family: str, layout: str, variant: str, why: str) -> None:
     verdict = Matrix(timeout=120, pool=POOL, variant=variant).run(family, layout).verdict
@@ -103,6 +106,7 @@ def test_rounding_is_told_from_error_in_float64(matrix: Matrix) -> None:
     assert verdict.error is not None and verdict.error.weight < 1e-10
 
 
+@pytest.mark.slow
 def test_two_families_on_one_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "cells.csv"
     arguments = ["--layouts", "pp2", "--families", "llama", "git", "--out", str(out)]

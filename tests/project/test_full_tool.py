@@ -109,6 +109,7 @@ def rows(output: list[str]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_shards_are_run_once_and_summed_up(checkout: Path) -> None:
     code, output, first = run(checkout, "--shard", "1/2")
     assert code == 0 and rows(output) == {"1/2": ["4", "0", "0", "0"]}
@@ -151,6 +152,7 @@ def test_a_test_that_ends_the_process_fails_and_the_rest_is_run(checkout: Path) 
     assert "FAILED (shard 1/1) t/test_a.py::test_deadly: The process of the test ended with exit code 7." in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_an_interrupted_shard_continues(checkout: Path, number: signal.Signals) -> None:
     waiting = "def test_good(n):\n    if n == 2 and not os.path.exists('repaired'):\n        time.sleep(60)\n"
@@ -173,6 +175,7 @@ def test_an_interrupted_shard_continues(checkout: Path, number: signal.Signals) 
     assert rows(output) == {"1/1": ["7", "0", "1", "0"]} and "shard 1/1: 8 tests, 2 of them done before" in output
 
 
+@pytest.mark.slow
 def test_options_of_pytest_are_passed_on(checkout: Path) -> None:
     code, output, ran = run(checkout, "--shard", "1/1", "--", "-k", "good and not 3")
     assert (code, ran) == (0, ["test_good[0]", "test_good[1]", "test_good[2]"])

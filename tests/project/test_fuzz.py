@@ -12,6 +12,7 @@ from command_line import environment
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "fuzz.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [600, pytest.param(20_000, marks=pytest.mark.full)])
 @pytest.mark.timeout(1500)
 def test_f22_whatever_is_read_ends_in_a_result_or_a_message(cases: int) -> None:
@@ -21,6 +22,7 @@ def test_f22_whatever_is_read_ends_in_a_result_or_a_message(cases: int) -> None:
     assert "each case ended in a result or in one message" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_fuzzer_would_tell() -> None:
     """A case that computes or waits too long, raises something else, writes elsewhere, or runs code of the input is an error."""
     script = f"""

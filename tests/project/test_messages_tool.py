@@ -162,6 +162,7 @@ def test_options(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table[2:] == [f"| `{place}8` | help | tool [--fast]<br><br>Does a thing. |"]
 
 
+@pytest.mark.slow
 def test_the_package_is_listed() -> None:
     """Among them one of each kind, however the modules are called."""
     found = messages()

@@ -99,6 +99,7 @@ def test_installed_command_knows_groups_and_recipes(installed: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_installed_command_runs_the_main_job(installed: Path, tmp_path: Path) -> None:
     sizes = ["trainer.max_steps=2", "trainer.limit_val_batches=1", "data.sequence_length=32", "data.global_batch_size=8"]
     done = outside([str(installed / "lightning-3d"), "train", *sizes, "hydra.run.dir=run"], tmp_path)
@@ -118,6 +119,7 @@ ask "train trainer.dry=true parallelism.zero_st" 3
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_a_shell_completes_the_installed_command(installed: Path, tmp_path: Path) -> None:
     script = COMPLETE.format(command=installed / "lightning-3d", folder=installed)
@@ -213,6 +215,7 @@ print(config.parallelism.layout, config.model.name)
 """
 
 
+@pytest.mark.slow
 def test_hydra_finds_the_groups_of_an_editable_install(checkout: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(build(checkout, "editable")) as archive:
         archive.extractall(tmp_path / "packages")
@@ -236,6 +239,7 @@ sys.exit(main(["train", "recipe=llama_tiny_8xcpu", "cluster=h100_2x4", "parallel
 """
 
 
+@pytest.mark.slow
 def test_command_line_works_where_hydra_cannot_discover_plugins(tmp_path: Path) -> None:
     """As in an editable install, where the names of the plugins' folder are mapped."""
     done = subprocess.run(

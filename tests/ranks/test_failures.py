@@ -175,6 +175,7 @@ def run_script(body: str, ranks: int = 2) -> list[tuple[int, str]]:
     return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
 
 
+@pytest.mark.slow
 def test_uncaught_exception_is_printed_by_the_rank_that_failed_only() -> None:
     ended = run_script(
         """
@@ -189,6 +190,7 @@ def test_uncaught_exception_is_printed_by_the_rank_that_failed_only() -> None:
     assert ended[1][1].count("ValueError: boom") == 1
 
 
+@pytest.mark.slow
 def test_rank_that_waits_for_ever_is_ended_when_another_fails() -> None:
     started = time.monotonic()
     ended = run_script(
@@ -242,6 +244,7 @@ def test_watcher_inside_a_store_does_not_abort_a_process_that_ends() -> None:
     assert ended == [(3, ""), (3, "")]
 
 
+@pytest.mark.slow
 def test_success_leaves_no_trace() -> None:
     ended = run_script(
         """

@@ -177,6 +177,7 @@ def test_closed_connections_are_not_the_cause(tmp_path: Path) -> None:
     assert "Connection closed" not in outcome.message
 
 
+@pytest.mark.slow
 def test_lost_peer_is_told_when_nobody_has_another_cause(tmp_path: Path) -> None:
     error = RuntimeError("Connection reset by peer")
     outcome = run(raise_on, 1, error, logs=tmp_path)
@@ -216,6 +217,7 @@ def test_f53_kill_for_lack_of_memory_is_told_from_others(
     assert said == f"it was killed by SIGKILL{because} reported no error."
 
 
+@pytest.mark.slow
 def test_rank_that_leaves_without_a_word_is_the_cause(tmp_path: Path) -> None:
     outcome = run(leave_on, 2, 7, logs=tmp_path)
     assert outcome.exit_code == 1

@@ -36,6 +36,7 @@ def free_port() -> int:
         return int(holder.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_f50_rank_that_never_joins_is_named() -> None:
     (said, printed), (_, silent), _ = run_ranks(join, 3, free_port(), 2, process_group=False)
     assert said.startswith("Rank 2 of 3 has not joined the run within 3 s. Look at the logs of the ranks that are missing"), said
@@ -43,6 +44,7 @@ def test_f50_rank_that_never_joins_is_named() -> None:
     assert RendezvousError.exit_code == 1
 
 
+@pytest.mark.slow
 def test_f50_rank_0_that_never_joins_is_named_by_one_other() -> None:
     _, (said, printed), (_, silent) = run_ranks(join, 3, free_port(), 0, process_group=False)
     assert "Rank 0 of 3 could not be reached at 127.0.0.1:" in said and "within 3 s" in said, said

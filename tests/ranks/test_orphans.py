@@ -232,6 +232,7 @@ def test_port_that_is_lost_after_it_was_chosen_is_said_so(cluster: Any, taken: i
         raise error
 
 
+@pytest.mark.slow
 def test_script_on_a_taken_port_ends_before_it_starts_ranks(taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("command_line.OUTSIDE", ())
     monkeypatch.setenv("MASTER_PORT", str(taken))

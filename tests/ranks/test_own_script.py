@@ -13,6 +13,8 @@ import psutil
 import pytest
 from command_line import environment
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os, signal, sys, time
 import torch

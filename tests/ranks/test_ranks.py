@@ -85,6 +85,7 @@ def test_the_first_failure_is_raised_with_its_traceback_and_output(ranks) -> Non
     assert ranks(all_ranks_sum, 2, 1.0)[0][0] == 3.0  # a new pool
 
 
+@pytest.mark.slow
 def test_a_hang_ends_with_the_stack_of_every_rank(ranks) -> None:
     with pytest.raises(RankTimeout, match="have not finished after 2 s") as caught:
         ranks(hangs_on, 2, 0, timeout=2)

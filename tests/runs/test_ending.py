@@ -58,6 +58,7 @@ def test_the_newest_checkpoint_is_looked_for_where_callbacks_write(tmp_path: Pat
     assert lines[0].startswith("lightning_3d: the run was stopped by SIGTERM") and "with torchrun as before" in lines[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_printed_command_resumes_an_interrupted_run(tmp_path: Path) -> None:
     """After Ctrl-C in a run with names that a shell and Hydra both have to be told; then the same by `run` from its folder."""

@@ -76,6 +76,7 @@ def test_no_secret_is_written_to_the_configuration(variable: str, monkeypatch: p
     assert "secret" not in str(entries(variable.partition("_")[0].lower()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is not None, reason="mlflow is installed")
 def test_the_command_line_refuses_before_torch() -> None:
     (result,) = run_commands([["train", "logger=mlflow", "cluster=local_cpu", "parallelism=tp1"]])

@@ -292,6 +292,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 LOOKS = [(1280, False), (390, True), *(pytest.param(*look, marks=pytest.mark.full) for look in ((1280, True), (390, False)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_a_browser_shows_the_report_of_a_run(traced: Any, width: int, dark: bool) -> None:
     folder, parts = traced
@@ -314,6 +315,7 @@ def test_a_browser_shows_the_report_of_a_run(traced: Any, width: int, dark: bool
     assert 1 - busy / whole == pytest.approx(measured, abs=0.03), "what is seen"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, pytest.param(390, marks=pytest.mark.full)])
 def test_a_browser_shows_the_report_of_a_sweep(tmp_path: Path, width: int) -> None:
     seen = look(sweep_of(tmp_path) / "sweep.html", width=width, dark=width < 500)
@@ -346,6 +348,7 @@ def test_the_browser_would_tell(tmp_path: Path) -> None:
 HOSTILE = """</script><script>document.title="ran"</script><img src=x onerror="document.title='ran'">"'&{{7*7}}${`x`}"""
 
 
+@pytest.mark.slow
 def test_f22_hostile_names_run_nothing_in_a_report(tmp_path: Path) -> None:
     """Every text of a run and of a sweep that somebody chooses is HTML with scripts."""
     run = metrics(tmp_path / "0", "1,5.5,1,1e-3,64,10,6.0,,,,,,")

@@ -268,6 +268,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_terminal_shows_the_last_line_of_the_running_job(tmp_path: Path) -> None:
     out = Terminal()
     sweep = Sweep(SweepFolder.take(tmp_path / "s", numbered=False), LocalEngine(), out=out)

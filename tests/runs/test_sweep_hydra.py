@@ -16,7 +16,7 @@ from processes import wait_until
 from quick_runs import QUICK
 from sweeps import by_default
 
-pytestmark = pytest.mark.timeout(700)  # for the test that is first, and so waits for all command lines
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # for the test that is first, and so waits for all command lines
 
 LINES: dict[str, list[str]] = {
     "checked": ["parallelism=tp2,dp2", "-m", "trainer.dry=true"],

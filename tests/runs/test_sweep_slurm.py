@@ -49,6 +49,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_interrupted_sweep_cancels_its_jobs(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell runs in the background ignore it, and so do their jobs

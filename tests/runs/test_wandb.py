@@ -26,7 +26,7 @@ from lightning_3d.training.run_record import same_run
 from lightning_3d.training.wandb_logger import WandbLogger
 from lightning_3d.training.wandb_service import answered_within
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 OFFLINE = ["logger=wandb", "logger.wandb.offline=true", "cluster=local_cpu"]
 SMALL = [*QUICK[1:], "trainer.log_every_n_steps=1"]

@@ -16,6 +16,7 @@ DP = Cell("dp", "data parallel", "dp2")
 TP = Cell("tp", "tensor parallel", "tp2")
 
 
+@pytest.mark.slow
 def test_a_wrong_collective_is_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = [DP, replace(TP, layout="tp4")]
     finished = session.run(cells, 2, "cpu", 120.0, prepare=selftest_faults.enlarge_sums)
@@ -29,6 +30,7 @@ def test_a_wrong_collective_is_found_and_written(tmp_path: Path, capsys: pytest.
     assert max(map(len, report.table(finished).splitlines())) <= report.WIDTH
 
 
+@pytest.mark.slow
 def test_a_hang_and_an_error_are_named_and_the_next_cell_runs() -> None:
     finished = session.run([replace(TP, seconds=4.0), DP], 2, "cpu", 120.0, prepare=selftest_faults.hang_in_tp)
     hang, exact = finished.verdicts

@@ -19,6 +19,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("layout", "strategy"), by_default(LAYOUTS, 2, 3), ids=str)
 def test_several_batches_are_one_step(layout: str, strategy: dict[str, Any], accumulate: int) -> None:
@@ -48,6 +49,7 @@ def reductions(accumulate: int, zero_stage: int) -> list[int]:
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_gradients_are_reduced_once_for_each_step(zero_stage: int) -> None:
     [every, _] = run_ranks(reductions, 2, 1, zero_stage)

@@ -204,6 +204,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout", "options"), by_default(RUNS, 2), ids=str)
 def test_an_average_equals_that_of_one_process(
     kind: str, layout: str, options: dict[str, Any], one_process: Any, tmp_path: Path
@@ -229,6 +230,7 @@ def test_the_average_is_another_model(one_process: Any, tmp_path: Path) -> None:
         assert max((averaged[name] - value).abs().max().item() for name, value in plain.part.weights.items()) > 10 * ABSOLUTE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options", "again"),
     [
@@ -249,6 +251,7 @@ def test_a_resumed_average_is_that_of_one_run(
     assert_same(found, rest)
 
 
+@pytest.mark.slow
 def test_averaging_may_begin_at_a_resume(tmp_path: Path) -> None:
     """From a checkpoint without an average, which is where the average begins."""
     [_] = run_ranks(fit, 1, str(tmp_path / "one"), None, None, epochs=1)
@@ -283,6 +286,7 @@ def on_and_on(folder: str, layout: str | None, **options: Any) -> tuple[list[flo
     return [best, last, *history.losses], Part([], [], weights, dict(strategy.specs) if layout else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default([("pp2", {"zero_stage": 2}), ("tp2_dp2", {"zero_stage": 1})], 0), ids=str)
 def test_one_trainer_averages_validates_and_goes_on(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
     [(losses, part)] = run_ranks(on_and_on, 1, str(tmp_path / "one"), None)
@@ -292,6 +296,7 @@ def test_one_trainer_averages_validates_and_goes_on(layout: str, options: dict[s
     assert_same([Outcome(part, [], [], "") for _, part in found], Outcome(part, [], [], ""))
 
 
+@pytest.mark.slow
 def test_master_weights_of_bf16_survive_a_resume(tmp_path: Path) -> None:
     """Not rounded to the parameters' type where the callback puts these back."""
     straight = run_ranks(fit, 2, str(tmp_path / "straight"), "dp2", "ema", epochs=2, precision="bf16-true", zero_stage=1)
@@ -321,6 +326,7 @@ def halved(zero_stage: int, precision: Any) -> bool:
     return all(torch.equal(parameter, weights / 4) and weights.any() for parameter, weights in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero_stage", "precision"), by_default([(0, "bf16-true"), (1, "bf16-true"), (2, "32-true")], 1))
 def test_what_is_written_through_data_stays(zero_stage: int, precision: str) -> None:
     assert run_ranks(halved, 2, zero_stage, precision) == [True, True]
@@ -376,6 +382,7 @@ def saved_and_read(path: str, zero_stage: int) -> bool:
     return all(torch.equal(was, now.to(torch.bfloat16)) for was, now in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", by_default([0, 1], 1))
 def test_what_is_written_last_is_saved(zero_stage: int, tmp_path: Path) -> None:
     """Not the master weights of before, which a wider type would read."""

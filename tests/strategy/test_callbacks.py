@@ -141,6 +141,7 @@ def throughput(layout: str) -> tuple[list[dict[str, float]], list[dict[str, floa
     return stages[0], stages[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "share"), by_default([("tp2_pp2", 4), ("pp2_dp2", 2), ("dp2", 1), ("tp2_pp2_dp2", 4)], 1)
 )
@@ -212,6 +213,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -266,6 +268,7 @@ def in_turn(layout: str | None, two_trainers: bool = False, **options: Any) -> t
     return losses, part_of(trainer, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two_trainers", by_default([False, True], 1), ids=["one trainer", "two trainers"])
 @pytest.mark.parametrize(
     ("layout", "options"),
@@ -304,6 +307,7 @@ CLIPPED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "value"), by_default([("value", 1e-3), ("norm", 0.05)], 0))
 @pytest.mark.parametrize(("layout", "options"), by_default(CLIPPED, 1), ids=str)
 def test_gradients_are_clipped_as_on_one_process(layout: str, options: dict, algorithm: str, value: float) -> None:
@@ -321,6 +325,7 @@ def accumulated(layout: str | None, **options: Any) -> tuple[int, Part]:
     return trainer.global_step, part_of(trainer, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     by_default([("tp2_pp2", {"zero_stage": 1}), ("pp2_dp2", {"zero_stage": 3}), ("dp2", {"zero_stage": 3})], 2),
@@ -350,6 +355,7 @@ def timed(layout: str) -> int:
     return trainer.global_step
 
 
+@pytest.mark.slow
 def test_a_timer_ends_the_fit_on_all_ranks_together() -> None:
     assert run_ranks(timed, 4, "tp2_pp2", timeout=90) == [3] * 4
 
@@ -413,6 +419,7 @@ def summary(layout: str, kind: str, example: bool, **options: Any) -> tuple[list
     return getattr(shown, "totals", []), getattr(shown, "columns", {}), counted.counts, ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", by_default([False, True], 1), ids=["no example", "example"])
 @pytest.mark.parametrize(("layout", "options"), by_default([("tp2_pp2", {}), ("tp2", {}), ("pp2_dp2", {"zero_stage": 3})], 0), ids=str)
 def test_a_summary_shows_the_whole_model_and_the_share_of_rank_0(layout: str, options: dict, example: bool) -> None:
@@ -496,6 +503,7 @@ def in_two_fits(layout: str | None, frozen: bool, **options: Any) -> Part:
     return part_of(trainer, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -524,6 +532,7 @@ def found_rate(layout: str | None, folder: str, tuned: bool, **options: Any) -> 
     return found.results["loss"], module.learning_rate, part_of(trainer, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options", "tuned"),
     [
@@ -561,6 +570,7 @@ def spikes(layout: str | None, **options: Any) -> list[int]:
     return callback.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(["pp2", "pp2_dp2", "tp2_pp2", "dp2"], 0))
 def test_spikes_of_the_loss_are_seen_on_all_ranks(layout: str) -> None:
     expected = alone(spikes)
@@ -598,6 +608,7 @@ def written(layout: str) -> dict[int, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_predictions_are_written_with_their_rows() -> None:
     rows = TextData(GLOBAL_BATCH).val_dataloader().dataset
     found = run_ranks(written, 4, "pp2_dp2")

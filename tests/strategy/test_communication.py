@@ -87,6 +87,7 @@ def _record_latest(strategy: Any, hook: str) -> Recorder:
     return latest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_layers", by_default([2, 4], 0))
 def test_a_block_costs_two_all_reduces_forward_and_two_backward(model_layers: int) -> None:
     """Beside the blocks: the vocabulary-parallel embedding (forward) and the head's input (backward) cost one each."""
@@ -109,6 +110,7 @@ def test_the_loss_never_gathers_the_vocabulary() -> None:
         assert max(others) <= 4 * tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", by_default([0, 1], 1))
 def test_gradients_are_reduced_once_whatever_the_number_of_micro_batches(zero_stage: int) -> None:
     counts = {}
@@ -157,6 +159,7 @@ def count_step_over_gloo(*arguments: Any, **strategy: Any) -> Counted:
         return count_step(*arguments, **strategy)
 
 
+@pytest.mark.slow
 def test_over_gloo_a_region_costs_two_sums_unless_sequence_parallelism_is_asked_for() -> None:
     options: dict[str, Any] = {"layout": "tp2", "micro_batch_size": ROWS}
     parts = ("all_gather_into_tensor", "reduce_scatter_tensor")
@@ -166,6 +169,7 @@ def test_over_gloo_a_region_costs_two_sums_unless_sequence_parallelism_is_asked_
     assert len(asked.of("tp", *parts)) == 2 * 10 + 2, "ten in each layer, and to split and to gather the sequence"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "sequence_parallel", "share"), by_default([(2, True, 2), (4, True, 4), (2, False, 1)], 0))
 def test_a_boundary_carries_a_part_of_the_sequence(tp: int, sequence_parallel: bool, share: int) -> None:
     micro_batch, layout = 2, f"tp{tp}_pp2"
@@ -175,6 +179,7 @@ def test_a_boundary_carries_a_part_of_the_sequence(tp: int, sequence_parallel: b
         assert sent == [activation(micro_batch) // share] * (ROWS // micro_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", by_default([True, False], 0))
 def test_a_routed_token_travels_once_to_its_expert_and_once_back(sequence_parallel: bool) -> None:
     """Whatever tensor-parallel ranks hold alike. With parts of the sequence a mixture gathers nothing; attention does, and the head."""
@@ -192,6 +197,7 @@ def test_a_routed_token_travels_once_to_its_expert_and_once_back(sequence_parall
         assert len(rank.of("tp", "reduce_scatter_tensor", validation=True)) == micro_batches * layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(["cp2", "tp2_cp2", "cp4"], 1))
 def test_a_ring_moves_the_keys_of_other_ranks_once(layout: str) -> None:
     """2 * (cp - 1) / cp of the bytes of a rank's key heads, forward; tensor-parallel ranks have some of the heads."""
@@ -204,6 +210,7 @@ def test_a_ring_moves_the_keys_of_other_ranks_once(layout: str) -> None:
         assert sum(call.bytes for call in rank.validation if call.name == "isend") == layers * 2 * keys * (cp - 1) // cp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     by_default(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from command_line import environment
 from lightning.pytorch import LightningModule, Trainer
@@ -77,6 +78,7 @@ def test_ranks_use_the_smallest_number_of_threads_among_them() -> None:
     assert run_ranks(threads_of_rank, 2, {0: 3, 1: 2}, process_group=False) == [2, 2]
 
 
+@pytest.mark.slow
 def test_ranks_of_an_own_script_are_started_with_equally_many_threads(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     variables = environment()

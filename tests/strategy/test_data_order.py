@@ -57,6 +57,7 @@ def global_batches(layout: str, shuffle: bool) -> list[list[int]]:
     return [sorted(sum(parts, [])) for parts in zip(*by_rank.values(), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, 3))
 def test_a_loader_that_does_not_shuffle_keeps_its_order(layout: str) -> None:
     """As on one process: Lightning by itself shuffles the training data of every distributed strategy."""
@@ -70,6 +71,7 @@ def shuffled() -> list[list[int]]:
     return global_batches("tp1", shuffle=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(LAYOUTS[1:], 1, 2))
 def test_shuffled_batches_are_the_same_in_every_layout(layout: str, shuffled: list[list[int]]) -> None:
     assert global_batches(layout, shuffle=True) == shuffled
@@ -214,6 +216,7 @@ def test_ranks_that_draw_unequally_read_every_sample_once() -> None:
         assert set.union(*found[3 * epoch : 3 * epoch + 3]) == set(range(SAMPLES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", by_default(["noisy", "own generator", "weighted"], 0, 1))
 def test_a_resumed_epoch_keeps_its_order_on_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
     whole = together(run_ranks(seen_in_script, 2, kind, 2, str(tmp_path), process_group=False))
@@ -225,6 +228,7 @@ def test_a_resumed_epoch_keeps_its_order_on_another_number_of_ranks(kind: str, t
         assert all(rows <= expected for rows, expected in zip(other, same, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", by_default([2, 3, 5, 6], 0, 1))
 def test_a_fit_that_max_steps_ended_goes_on_at_the_next_rows(steps: int, tmp_path: Path) -> None:
     whole = run_ranks(seen_in_script, 2, "shuffle", 2, process_group=False)

@@ -43,6 +43,7 @@ def losses(layout: str, elastic: str | bool, family: str | None = None, **option
     return run_ranks(fit, Layout.parse(layout).world_size, layout, elastic, family, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whole", "smaller", "family", "options"),
     [

@@ -74,6 +74,7 @@ def whole_outputs(recipe: Recipe) -> tuple[float, Tensor]:
         return loss, model(input_ids=rows["input_ids"]).logits
 
 
+@pytest.mark.slow
 @every_layout
 @pytest.mark.parametrize("model", by_default(["llama", "gemma3"], 1))
 def test_evaluation_equals_one_process(model: str, strategy: dict) -> None:
@@ -113,6 +114,7 @@ def predicted_ids(recipe: Recipe, **strategy: Any) -> tuple[int, Tensor]:
     return plan.mesh.index("dp"), torch.cat([batch["ids"] for batch in batches])
 
 
+@pytest.mark.slow
 def test_one_trainer_trains_and_evaluates_in_turn() -> None:
     """Without torchrun's agent, as under Lightning's own launcher: every entry point connects the ranks anew."""
     with socket.socket() as probe:

@@ -167,6 +167,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout", "precision", "options"), by_default(CELLS, 2), ids=str)
 def test_the_average_is_that_of_one_process(kind: str, layout: str, precision: str, options: dict[str, Any], tmp_path: Path) -> None:
     weights, losses = reference(kind, precision)
@@ -182,6 +183,7 @@ def test_the_average_is_that_of_one_process(kind: str, layout: str, precision: s
         assert unchanged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     by_default(
@@ -240,6 +242,7 @@ def normed_fit(folder: str, layout: str, resume: str | None = None, **options: A
 STATISTICS, COUNT = ("scale.running_mean", "scale.running_var"), "scale.num_batches_tracked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", by_default([3, 0], 0))
 def test_running_statistics_are_averaged_as_lightning_does(zero_stage: int, tmp_path: Path) -> None:
     [(expected, losses)] = run_ranks(normed_alone, 1, str(tmp_path))
@@ -320,6 +323,7 @@ def interrupted(folder: str, zero_stage: int) -> None:
         trainer.fit(Llama(learning_rate=3e-4), datamodule=TextData(GLOBAL_BATCH // 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", by_default([0, 2, 3], 1))
 def test_a_checkpoint_saved_during_a_validation_has_the_weights(zero_stage: int, tmp_path: Path) -> None:
     weights, _ = reference("llama", "32-true")
@@ -365,6 +369,7 @@ def evaluated(path: str, layout: str, zero_stage: int, averages: bool) -> float:
     return trainer.validate(Llama(), TextData(GLOBAL_BATCH // parsed.dp), ckpt_path=path, verbose=False)[0]["val_loss"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_the_average_where_asked(tmp_path: Path) -> None:
     _, losses = reference("llama", "32-true")
     run_ranks(fit, 2, str(tmp_path), "llama", "dp2", "32-true", zero_stage=3)

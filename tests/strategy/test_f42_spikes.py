@@ -59,6 +59,7 @@ def fit(layout: str, how: str, size: float, once: bool) -> tuple[list[float], li
     return jumps.losses, jumps.skipped, [str(one.message) for one in warned if "the loss jumps" in str(one.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("tp2_dp2", marks=pytest.mark.full)])
 def test_f42_jumps_are_told_apart(layout: str) -> None:
     world_size = Layout.parse(layout).world_size

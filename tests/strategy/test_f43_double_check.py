@@ -120,6 +120,7 @@ CELLS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "rank", "options"), by_default(CELLS, 0, 1, 2), ids=str)
 def test_f43_a_transient_fault_is_found_and_left_out(layout: str, rank: int, options: dict[str, Any]) -> None:
     world = Layout.parse(layout).world_size
@@ -151,6 +152,7 @@ CLEAN: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(CLEAN, 0), ids=str)
 def test_f43_healthy_steps_have_the_same_bits_twice(layout: str, options: dict[str, Any]) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, layout, every=1, **options)

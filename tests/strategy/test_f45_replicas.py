@@ -149,6 +149,7 @@ def test_f45_one_flipped_bit_on_one_rank_is_found_and_named(layout: str, flip: F
     assert "They last agreed after step 1. Resume a checkpoint of step 1 or earlier." in error
 
 
+@pytest.mark.slow
 def test_f45_no_checkpoint_is_written_of_ranks_that_differ(tmp_path: Path) -> None:
     flip = Flip(1, NORM, batch=6)
     parts = run_ranks(train, 2, "dp2", flip, every=100, steps=10, folder=tmp_path)
@@ -172,6 +173,7 @@ CLEAN: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(CLEAN, 0, 2), ids=str)
 def test_f45_healthy_ranks_are_not_accused(layout: str, options: dict[str, Any]) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, layout, every=1, **options)

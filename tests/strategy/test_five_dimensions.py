@@ -27,11 +27,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "options"), by_default(CASES, 1), ids=str)
 def test_options_change_nothing(model: str, layout: str, options: dict[str, Any]) -> None:
     assert_same_training(model, layout, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "mode"),
     by_default(

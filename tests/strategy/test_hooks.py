@@ -93,6 +93,7 @@ def calls(kind: str, accumulate: int) -> list[str]:
     return recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_hooks_are_called_as_under_ddp(accumulate: int) -> None:
     [expected, _] = run_ranks(calls, 2, "ddp", accumulate)
@@ -102,6 +103,7 @@ def test_hooks_are_called_as_under_ddp(accumulate: int) -> None:
         assert found == expected
 
 
+@pytest.mark.slow
 def test_a_pipeline_calls_them_as_one_process_does() -> None:
     [expected] = run_ranks(calls, 1, "one process", 1)
     for found in run_ranks(calls, 2, "pp2", 1):

@@ -136,6 +136,7 @@ def ranks_of(layout: str) -> int:
     return Layout.parse(layout).world_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 1), ids=str)
 def test_nothing_is_read_before_the_optimizer_is_launched(layout: str, options: dict[str, Any]) -> None:
     """Logs, numbers and outputs of the step are those of a step that reads first, on every rank."""
@@ -153,6 +154,7 @@ READS = {"llama": (1, 1, 2), "gemma3": (2, 1, 2), "mistral": (1, 0, 0), "gpt2_ti
 ASKED = [(model, mask, reads) for model, counts in READS.items() for mask, reads in zip(("none", "ones", "right"), counts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mask", "reads"), by_default(ASKED, 3, 11), ids=str)
 def test_no_mask_is_read(model: str, mask: str, reads: int) -> None:
     """And the model computes the same as where Transformers reads it."""
@@ -172,6 +174,7 @@ def test_no_mask_is_read_outside_compiled_and_recomputed_blocks() -> None:
     assert numbers == numbers_read and seen == seen_read
 
 
+@pytest.mark.slow
 def test_a_mixture_reads_once_for_each_layer() -> None:
     """For the number of tokens that come, in each of the two micro-batches of a rank."""
     for reads, *_ in run_ranks(fit, 2, "ep2_dp2", "mixtral"):
@@ -256,6 +259,7 @@ def test_hooks_before_the_optimizer_run_in_steps_that_are_taken() -> None:
     assert seen == pytest.approx([0.0] * (STEPS - 1), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "accumulate"), by_default([("dp1", 4), ("dp2", 2), ("tp2_pp2", 2), ("tp2_pp2", 4)], 0, 1))
 def test_batches_that_accumulate_are_not_read(layout: str, accumulate: int) -> None:
     """Until the last one of their step is launched, whether the device decides about the step or not."""

@@ -51,6 +51,7 @@ def noise(kind: str, expected: Run) -> Noise:
     return Noise(*relative, max((value - other.weights[name]).abs().max().item() for name, value in expected.weights.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout", "zero"), by_default(CASES, 0, 7))
 def test_images_train_as_on_one_process(kind: str, layout: str, zero: int) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, kind, layout, zero, timeout=180)
@@ -58,11 +59,13 @@ def test_images_train_as_on_one_process(kind: str, layout: str, zero: int) -> No
     assert_same_run(parts, expected, noise=noise(kind, expected) if kind == "gemma4" else QUIET)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_later_stage_that_need_the_tower_are_refused() -> None:
     with pytest.raises(PlanError, match="Self-check: Qwen3VLForConditionalGeneration as rewritten for pp2"):
         run_ranks(train, 2, "qwen3_vl", "pp2", 0, timeout=180)
 
 
+@pytest.mark.slow
 def test_images_that_the_self_check_has_not_seen_are_refused() -> None:
     with pytest.raises(PlanError, match="This batch has pixel_values, but the first one had no such input"):
         run_ranks(train, 2, "llava", "pp2", 0, TextFirst, "always", timeout=180)  # not remembered from a run with images

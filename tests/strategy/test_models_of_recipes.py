@@ -25,6 +25,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "schedule", "options"), by_default(CASES, 0, 1))
 def test_models_of_recipes_train_as_on_one_process(model: str, layout: str, schedule: str, options: dict[str, Any]) -> None:
     assert_same_training(model, layout, schedule, **{"dtype": "float64"} | options)

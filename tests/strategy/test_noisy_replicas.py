@@ -73,6 +73,7 @@ def train(cell: Cell, equal_copies: bool, bucket_bytes: int | None = None) -> Pa
             return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(list(CELLS), 0, 1))
 def test_copies_stay_equal(name: str) -> None:
     """Weights are those of one process, as without noise: the first rank, whose gradients count, has none."""

@@ -209,6 +209,7 @@ def test_a_step_that_is_not_finite_stops_all_ranks_before_the_weights_change(lay
     assert len({left.error for left in parts}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 2, 3, 7, 10, 11, 18), ids=str)
 def test_a_skipped_step_is_as_if_its_batch_had_been_left_out(layout: str, options: dict[str, Any]) -> None:
     parts = run_ranks(train, world_size(layout), layout, "skip", **options)
@@ -262,6 +263,7 @@ def train_and_save(folder: str, layout: str, how: str, breaks: bool, **options: 
     return train(layout, how, 1.0 if breaks else math.nan, callbacks=[*([Breaks()] if breaks else []), saver, ended], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "zero"), by_default([("dp2", 3), ("dp1", 0)], 0))
 def test_what_is_saved_when_a_run_stops_is_whole_and_good(layout: str, zero: int, tmp_path: Path) -> None:
     """The save of the step before is still under way, in the background, when the step fails."""

@@ -76,7 +76,13 @@ def ordered(cells: list[Cell]) -> list[Cell]:
 
 
 def small_and_large() -> list[Any]:
-    return [*ordered(in_turn() + SPLIT), *(pytest.param(cell, marks=pytest.mark.full) for cell in ordered(LARGE))]
+    small = [pytest.param(cell, marks=pytest.mark.slow) if is_slow(cell) else cell for cell in ordered(in_turn() + SPLIT)]
+    return [*small, *(pytest.param(cell, marks=pytest.mark.full) for cell in ordered(LARGE))]
+
+
+def is_slow(cell: Cell) -> bool:
+    """Whether the quick tests leave a cell out: all schedules are in those of float32."""
+    return cell.pp > 1 and cell.dtype == "float64"
 
 
 @pytest.mark.parametrize("cell", small_and_large(), ids=lambda cell: cell.name)
@@ -97,16 +103,19 @@ def test_triples(cell: Cell) -> None:
     append_result(parity.check(cell))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", by_default(models.MODELS, models.MODELS.index("gemma3")))
 def test_an_eager_model_keeps_its_values(model: str) -> None:
     parity.assert_same_training(model, "tp2_pp2_dp1", eager=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [pytest.param(("tp", "cp", "dp", "pp"), marks=pytest.mark.full), ("pp", "dp", "tp", "cp")])
 def test_rank_order_changes_nothing(order: tuple[str, ...]) -> None:
     parity.assert_same_training("llama", "tp2_pp2_dp2", order=order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "schedule"), by_default([("pp2_vp4", "Interleaved1F1B"), ("pp2_dp2_vp3", "LoopedBFS")], 1))
 def test_other_numbers_of_stages_per_rank(layout: str, schedule: str) -> None:
     parity.assert_same_training("llama", layout, schedule, zero=1)

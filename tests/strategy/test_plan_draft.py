@@ -237,6 +237,7 @@ LONG += [("loose", "tp2"), ("low_rank", "tp2_pp2"), ("raw_positions", "tp2_pp2")
 TRAINED = MODELS | {"raw_positions": foreign_gpts.RawPositions, "loose": foreign_gpts.LooseLayers, "low_rank": lambda: GPT(Chain)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), [*DEFAULT, *(pytest.param(*cell, marks=pytest.mark.full) for cell in LONG)])
 def test_drafted_plan_trains_as_one_process_does(name: str, layout: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

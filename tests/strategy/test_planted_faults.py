@@ -39,6 +39,7 @@ def _message(family: str) -> str:
     return found if isinstance(found, str) else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.full) if "inkling" not in name else name for name in PLANTED])
 def test_a_planted_fault_is_found_and_named(family: str, tmp_path: Path) -> None:
     for message in run_ranks(train, 2, family, planted=True, cache=str(tmp_path)):

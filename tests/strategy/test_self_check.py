@@ -44,6 +44,7 @@ KINDS = [own_gpt.Attention, own_gpt.NamedHeads, own_gpt.SharedKeys]
 ON_FOUR = [pytest.param(kind, "tp4", marks=pytest.mark.full) for kind in KINDS[:2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "layout"),
     [*by_default([*itertools.product(KINDS, ["tp2", "tp2_pp2"])], 1, 2, 4), *ON_FOUR],
@@ -66,11 +67,13 @@ def test_fewer_key_heads_than_ranks_are_refused_by_name_until_the_plan_shares_th
     assert_exact(fit(model, "tp4", tmp_path, {"tp": ATTENTION | shared | MLP, "pp": PIPELINE}), model)
 
 
+@pytest.mark.slow
 def test_a_packed_projection_that_says_what_it_packs_is_exact(tmp_path: Path) -> None:
     model = build(own_gpt.Packed)
     assert_exact(fit(model, "tp2", tmp_path, {"tp": PACKED | MLP, "pp": PIPELINE}), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tied": True}, {"dropout": 0.1}], ids=["tied", "dropout"])
 def test_tied_weights_and_dropout_are_no_difference(options: dict[str, Any], tmp_path: Path) -> None:
     model = build(**options)
@@ -133,6 +136,7 @@ def test_heads_that_no_rank_can_count_are_found_where_training_would_go_on(tmp_p
     assert "self-check" not in unchecked.printed
 
 
+@pytest.mark.slow
 def test_a_check_is_remembered_with_what_it_found(tmp_path: Path) -> None:
     model = build(own_gpt.NamedHeads)
     first, second = fit(model, "tp2", tmp_path), fit(model, "tp2", tmp_path)
@@ -206,12 +210,14 @@ class NotingGPT(GPT):
         return super().forward(ids)
 
 
+@pytest.mark.slow
 def test_a_value_that_does_not_pass_through_the_stages_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with pytest.raises(PlanError, match="With pp=1, the result is correct"):
         fit(NotingGPT(), "pp2", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_value_that_one_block_in_the_middle_hands_to_the_next_is_found(tmp_path: Path) -> None:
     model = NotingGPT()
     model.h = nn.ModuleList(Handing(model.notes, index) for index in range(8))
@@ -235,6 +241,7 @@ class Global(own_gpt.Block):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_value_in_a_class_does_not_pass_between_the_stages_of_a_check(tmp_path: Path) -> None:
     model = build()
     model.h = nn.ModuleList(Global(index) for index in range(8))
@@ -247,6 +254,7 @@ class OnlyInTraining(Noting):
         return super().forward(x) if self.training else own_gpt.Block.forward(self, x)
 
 
+@pytest.mark.slow
 def test_what_a_model_does_in_training_alone_is_compared_too(tmp_path: Path) -> None:
     model = NotingGPT()
     model.h = nn.ModuleList(OnlyInTraining(model.notes) for _ in range(4))
@@ -271,6 +279,7 @@ class GivesMask(own_gpt.Text):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.slow
 def test_inputs_without_gradients_or_rows_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a mask is spread over the ranks, and nobody reads it."""
     torch.manual_seed(0)
@@ -301,6 +310,7 @@ class ReadsLogits(own_gpt.Text):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", by_default(["nested", "listed", "object"], 0))
 def test_outputs_in_containers_are_compared(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -329,6 +339,7 @@ def restless() -> GPT:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(["tp2", "pp2"], 0))
 def test_random_numbers_and_locks_are_no_difference(layout: str, tmp_path: Path) -> None:
     fitted = run_ranks(fit_made, 2, restless, layout, cache=str(tmp_path))[0]
@@ -341,6 +352,7 @@ class CallsForward(own_gpt.Text):
         return nn.functional.cross_entropy(self.net.forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+@pytest.mark.slow
 def test_a_step_that_never_calls_the_model_is_not_unchecked_in_silence(tmp_path: Path) -> None:
     """Without a call no hook runs: the number of heads stays that of the whole model, and other losses come out."""
     with pytest.raises(PlanError, match=r"cannot run: .*model.forward.*sizes that 'h.0.attn' has on each rank.*Call the model itself"):
@@ -448,6 +460,7 @@ def test_the_copy_of_a_replaced_forward_runs_the_copied_modules() -> None:
     assert ran == [copied.get_submodule("model.layers.0")]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"'h.0.attn' \(FixedHeads\)"):
         run_ranks(own_gpt.validate, 2, build(own_gpt.FixedHeads), str(tmp_path))
@@ -468,6 +481,7 @@ def sharp(attention: type[nn.Module]) -> GPT:
     return model
 
 
+@pytest.mark.slow
 def test_rounding_that_a_model_magnifies_is_no_difference(tmp_path: Path) -> None:
     """It is compared again in float64, in which a mistake is seen as well."""
     assert "reproduces the whole model" in fit(sharp(own_gpt.Attention), "tp2", tmp_path).printed

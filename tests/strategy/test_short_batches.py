@@ -48,6 +48,7 @@ def degrees(strategy: dict) -> tuple[int, int]:
     return layout.dp, layout.world_size
 
 
+@pytest.mark.slow
 @some_layouts
 def test_lengths_differ_from_step_to_step_and_between_data_ranks(strategy: dict) -> None:
     recipe = Recipe(steps=6)
@@ -58,6 +59,7 @@ def test_lengths_differ_from_step_to_step_and_between_data_ranks(strategy: dict)
     assert_same_run(parts, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "extra"),
     by_default([(strategy, extra) for strategy in LAYOUTS for extra in (1, 5, 10)], 0, 4, 7, 14, 18),
@@ -73,6 +75,7 @@ def test_a_short_last_batch_counts_each_row_once(strategy: dict, extra: int) -> 
     assert_same_run(parts, expected)
 
 
+@pytest.mark.slow
 @one_layout
 def test_tokens_weigh_equally_whatever_the_padding(strategy: dict) -> None:
     recipe = Recipe(steps=4)
@@ -98,6 +101,7 @@ def train_own_loss(recipe: Recipe, rows: models.Batch, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(rows), OwnLoss(recipe), **strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", by_default([{"layout": "tp2_pp2"}, {"layout": "pp2", "zero_stage": 1}], 0), ids=["tp2_pp2", "pp2"])
 def test_a_loss_of_the_users_own_is_weighted_by_rows(strategy: dict) -> None:
     """Without data parallelism the micro-batches are the reference's; 13 rows become 13 micro-batches of one."""
@@ -109,6 +113,7 @@ def test_a_loss_of_the_users_own_is_weighted_by_rows(strategy: dict) -> None:
     assert_same_run(parts, expected)
 
 
+@pytest.mark.slow
 def test_a_hand_written_model_with_short_batches() -> None:
     recipe = Recipe(models.PLAIN, steps=4)
     rows = cut(data(recipe), 0, recipe.global_batch + 7)

@@ -103,6 +103,7 @@ def train(layout: str, times: int, model: str = "llama", accumulate: int = 1, pr
     return state_of(strategy), logged, callback.compared, torch.rand(()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 1, 2), ids=str)
 def test_a_step_computed_again_has_the_same_bits_and_leaves_no_trace(layout: str, options: dict[str, Any]) -> None:
     world = Layout.parse(layout).world_size

@@ -96,6 +96,7 @@ def trained(folder: Path, *devices: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_script_has_several_trainers(tmp_path: Path) -> None:
     done = trained(tmp_path, "1", "1", "2")
     assert re.findall(r"rank \d of \d", done.stdout) == ["rank 0 of 1"] * 2, done.stderr[-2000:]

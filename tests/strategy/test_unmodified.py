@@ -130,6 +130,7 @@ def test_the_reference_learns_and_stops_early(expected: Outcome) -> None:
     assert expected.best_path_exists
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "strategy"),
     by_default(
@@ -159,6 +160,7 @@ def test_every_rank_sees_the_true_values(layout: str, strategy: dict, expected: 
     assert all(outcome.metrics == ranks[0].metrics for outcome in ranks)
 
 
+@pytest.mark.slow
 def test_the_registered_name_works(expected: Outcome, tmp_path: Path) -> None:
     """``Trainer(strategy="lightning_3d")`` is data parallelism over all ranks."""
     for outcome in run_ranks(fit_by_name, 2, str(tmp_path)):
@@ -189,6 +191,7 @@ def refused_fit(folder: str) -> tuple[str, str]:
     return "nothing", ""
 
 
+@pytest.mark.slow
 def test_lightning_gets_its_module_back(expected: Outcome, tmp_path: Path) -> None:
     """Two fits with the same module, and no method of ours left on it."""
     for left_behind in run_ranks(attributes_after_fit, 2, str(tmp_path)):

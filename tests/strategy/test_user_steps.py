@@ -118,6 +118,7 @@ def train_with_extras(layout: str) -> list[dict[str, float]]:
     return seen.trained
 
 
+@pytest.mark.slow
 def test_callbacks_of_every_rank_see_the_numbers_beside_the_loss() -> None:
     first, *others = run_ranks(train_with_extras, 4, "tp2_pp2")
     assert len(first) == 4 and all(set(step) == {"loss", "largest"} for step in first)
@@ -243,6 +244,7 @@ def ranking_and_losses() -> tuple[float, list[float]]:
     return (1 / ranks).mean().item(), [loss_of(cut(tokens, start, 4))[0] for start in range(0, 12, 4)]
 
 
+@pytest.mark.slow
 def test_lists_in_metrics_and_plain_numbers_in_outputs() -> None:
     expected, means = ranking_and_losses()
     for layout in ("pp2", "pp2_dp2"):
@@ -280,6 +282,7 @@ def fit(layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, 
     return trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on_step", "layout"), by_default([(False, "pp2"), (True, "pp2"), (False, "dp2"), (True, "dp2")], 0))
 def test_a_metric_over_all_ranks_inside_a_step_is_refused(on_step: bool, layout: str) -> None:
     """Some ranks never get there: it would wait for ever."""
@@ -302,6 +305,7 @@ class Communicates(Module):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "how"), by_default([("pp2", "all_gather"), ("dp2", "barrier")], 0))
 def test_communication_of_the_users_own_inside_a_step_is_refused(layout: str, how: str) -> None:
     with pytest.raises(ConfigError, match="communicates with all ranks"):
@@ -317,11 +321,13 @@ class CallsLessOften(Module):
         return loss if isinstance(loss, Tensor) else loss + self.model(**batch).loss
 
 
+@pytest.mark.slow
 def test_fewer_calls_on_the_last_stage_are_refused() -> None:
     with pytest.raises(PlanError, match="On the last pipeline stage, the step calls the model 1 time, but on the first stage 2 times"):
         run_ranks(fit, 2, "pp2", "fewer")
 
 
+@pytest.mark.slow
 def test_whole_batches_may_communicate() -> None:
     """One micro-batch, no pipeline: the step runs equally often everywhere."""
     assert run_ranks(fit, 2, "dp2", "communicates", micro_batch_size=BATCH, how="all_gather") == [4, 4]
@@ -397,6 +403,7 @@ class PartlyFrozen(Module):
         return torch.optim.AdamW(chosen, lr=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filtered", by_default([False, True], 1))
 @pytest.mark.parametrize("zero", by_default([0, 1, 3], 1))
 def test_a_frozen_stage(zero: int, filtered: bool) -> None:
@@ -414,6 +421,7 @@ class Tempered(Module):
         return torch.optim.AdamW([{"params": [self.temperature]}, {"params": list(self.parameters())[1:]}])
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_on_another_stage_is_told() -> None:
     with pytest.raises(ConfigError, match="does not exist on pipeline rank 0"):
         run_ranks(fit, 2, "pp2", "tempered")
@@ -444,6 +452,7 @@ def test_a_second_trainer_goes_on_with_the_module() -> None:
     assert message == "" and losses[0] == losses[1] > losses[2]
 
 
+@pytest.mark.slow
 def test_a_second_trainer_with_another_layout_is_refused() -> None:
     for losses, message in run_ranks(second_trainer, 4, "tp2_pp2", "pp2_dp2"):
         assert len(losses) == 1
@@ -458,12 +467,14 @@ def warned(layout: str, micro_batch_size: int) -> list[str]:
     return [str(warning.message) for warning in caught if "pipeline stages" in str(warning.message)]
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_idles_for_want_of_micro_batches_is_told_once() -> None:
     told, silent = run_ranks(warned, 2, "pp2", 4)
     assert len(told) == 1 and "1 micro-batch for 2 pipeline stages" in told[0] and silent == []
     assert run_ranks(warned, 2, "pp2", 1) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "zero"), by_default([(layout, zero) for layout in ("tp2_dp4", "tp4_pp1_dp2") for zero in (0, 1, 3)], 4)
 )
@@ -480,6 +491,7 @@ def another_module() -> list[float]:
     return [trainer.validate(other, loader, verbose=False)[0]["val_loss"] for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_another_module_with_the_same_trainer() -> None:
     expected, _ = loss_of(rows().batch)
     for losses in run_ranks(another_module, 2):
@@ -517,6 +529,7 @@ def fit_and_fail(folder: str) -> None:
     trainer.fit(Steps(RECIPE), DataLoader(rows(), batch_size=BATCH))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_exception_does_not_wait_for_ranks_that_know_nothing(tmp_path: Any) -> None:
     with pytest.raises(ArithmeticError):
         run_ranks(fit_and_fail, 2, str(tmp_path))
@@ -548,6 +561,7 @@ def resumed_rates(folder: str, second: str) -> tuple[list[float], list[float], s
     return before, [group["lr"] for group in again.optimizers[0].param_groups], ""
 
 
+@pytest.mark.slow
 def test_learning_rates_of_later_stages_survive_a_resume(tmp_path: Any) -> None:
     first, last = run_ranks(resumed_rates, 2, str(tmp_path), "pp2")
     for before, after, message in (first, last):

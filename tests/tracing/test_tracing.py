@@ -183,6 +183,7 @@ def test_memory_is_counted_by_category(traced: Any) -> None:
     assert first > 1.5 * second - parts[0][1], "1F1B: the first of two stages keeps two micro-batches"
 
 
+@pytest.mark.slow
 def test_batches_of_an_accumulated_step_are_told_apart(tmp_path: Path) -> None:
     parts = run_ranks(fit, 2, str(tmp_path), "pp2", 2, accumulate=2, schedule="ZBVZeroBubble", process_group=False)
     trace = parts[0][0][1]

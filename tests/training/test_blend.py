@@ -225,6 +225,7 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_batch", [True, False], ids=["saved after the batch", "saved after the run"])
 def test_a_blend_that_was_read_to_its_end_continues_with_more_epochs(tmp_path: Path, in_batch: bool) -> None:
     sources = weighted(tmp_path)
@@ -322,6 +323,7 @@ DRY: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DRY)
 def test_a_dry_run_checks_the_options_of_sources(case: str) -> None:
     job = ["data=blend", "data.sequence_length=64", "data.global_batch_size=8", "trainer.max_steps=4", "trainer.val_check_interval=4"]

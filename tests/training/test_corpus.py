@@ -150,6 +150,7 @@ class Start:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_the_first_batch_of_ten_trillion_tokens(tmp_path: Path) -> None:
     """1000 shards of 10^10 tokens: 5 s and 200 MB at most, also where a run resumes in the middle of an epoch."""
     write_huge(tmp_path / "out", 1000, 10**10)

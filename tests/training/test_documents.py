@@ -181,6 +181,7 @@ def fit_packed(recipe: Recipe, **strategy: Any) -> parity.Part:
     return fit_on_rank(recipe, Rows(packed(recipe.steps * recipe.global_batch)), parity.Module(recipe), **strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "options"),
     [

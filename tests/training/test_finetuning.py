@@ -74,6 +74,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "layout", "schedule", "mode", "model"),
     by_default(CHOSEN, 4, 10),
@@ -100,6 +101,7 @@ def choose_on_rank(recipe: Recipe, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), ChosenByOptimizer(recipe), **strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", by_default(["zero0", "zero2 eager", "zero3 by block, eager"], 1))
 def test_parts_that_only_the_optimizer_chooses(mode: str) -> None:
     """What it was not given has gradients, which count nowhere."""
@@ -122,6 +124,7 @@ def random_case(seed: int) -> tuple[tuple[str, ...], str, str, str, str]:
     return chosen or (names[-1],), layout, schedule, mode, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1))
 def test_random_parts(seed: int) -> None:
     check(*random_case(seed))
@@ -202,6 +205,7 @@ def continue_on_rank(recipe: Recipe, path: str, mode: str, layout: str) -> Part:
     return Part(values.losses, values.grad_norms, weights, dict(strategy.specs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", by_default(["zero0", "zero1", "zero3"], 2))
 def test_a_checkpoint_of_a_fit_with_a_frozen_stage(mode: str, tmp_path: Path) -> None:
     recipe = Recipe(trained=("layers.0.", "layers.1."), steps=3)  # nothing on the second stage

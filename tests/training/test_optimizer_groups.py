@@ -113,6 +113,7 @@ def assert_same(parts: list[Part], recipe: Recipe, first: int = 0) -> None:
     assert drift == 0.0 and error.within(limits(recipe.dtype, noise)), f"{error} {noise}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "zero", "dtype"),
     [
@@ -129,6 +130,7 @@ def test_groups_and_a_schedule_in_a_layout(layout: str, zero: int, dtype: str) -
     assert_same([part for part, _ in results], recipe)
 
 
+@pytest.mark.slow
 def test_groups_of_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
     """The second stage has the embedding under another name, and parameters of other groups than the first."""
     recipe = Recipe("qwen2", 4, steps=STEPS)

@@ -381,6 +381,7 @@ def plain_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_training_is_exact_and_resumes_bit_by_bit(tmp_path: Path) -> None:
     """On two pipeline ranks, the first batches have 2 micro-batches and the last ones 6; on two data-parallel ranks, 1 and 3."""
     expected = plain_losses()
@@ -404,6 +405,7 @@ def test_training_is_exact_and_resumes_bit_by_bit(tmp_path: Path) -> None:
 JOB = ["data=tokens", "data.train_path=x", "data.sequence_length=64", "data.global_batch_size=16", "trainer.dry=true"]
 
 
+@pytest.mark.slow
 def test_a_ramp_is_checked_before_ranks_are_started() -> None:
     frozen, plan = check_shapes([*JOB, "parallelism=pp2_dp2", "data.batch_ramp={from:8,step:8,tokens:1e4}"])
     assert (plan.micro_batch_size, plan.micro_batches) == (2, 4), "the largest micro-batch for all batches"

@@ -77,6 +77,7 @@ def rows(data: Any) -> list[list[list[int]]]:
 ROWS = [("http", 0), ("memory", 2), *(pytest.param(*case, marks=pytest.mark.full) for case in (("http", 2), ("memory", 0)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("store", "workers"), ROWS)
 def test_rows_are_those_of_the_disk(store: str, workers: int, server: FileServer, tmp_path: Path) -> None:
     files, length = tmp_path / "files", 8192

@@ -63,6 +63,7 @@ def size_of_cache(folder: Path) -> int:
         return sum(file.stat().st_size for file in [*folder.glob("pieces/*/*"), *folder.glob("partial")])
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_disk_in_a_cache_that_is_too_small(server: FileServer, tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "files" / "out", 1000, 300_000)
     assert sum(file.stat().st_size for file in folder.glob("*.bin")) == 2_000_000 > 1.9 * LIMIT
@@ -315,6 +316,7 @@ def test_two_processes_fetch_a_piece_once(server: FileServer, tmp_path: Path) ->
     assert list(server.ranges("file").values()) == [1] * 8
 
 
+@pytest.mark.slow
 def test_kills_leave_whole_pieces_and_the_bound(server: FileServer, tmp_path: Path) -> None:
     file = cached(server, tmp_path / "cache")
     readers = [SPAWN.Process(target=read_all, args=(file, seed, server.folder / "file", 60)) for seed in range(2)]

@@ -136,6 +136,7 @@ def pairs_verified(strategy: dict[str, Any]) -> Difference:
     return lightning_3d.verify(OfPairs(), strategy, pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", by_default([True, False], 0), ids=["forked", "fresh interpreters"])
 def test_own_module(warm: bool) -> None:
     strategy = {"layout": "tp2_pp2", "plan": models.PlainModel.plan, "micro_batch_size": 2}
@@ -145,6 +146,7 @@ def test_own_module(warm: bool) -> None:
     assert found.weight > 0 and len(found.losses) == 2
 
 
+@pytest.mark.slow
 def test_what_differs_is_found() -> None:
     strategy = {"layout": "dp2", "micro_batch_size": 2}
     found = in_fresh_process(verified, 0.01, strategy)
@@ -276,6 +278,7 @@ LINES = {
 }
 
 
+@pytest.mark.slow
 def test_command_lines(tmp_path: Path) -> None:
     quick = ["help", "steps", "option", "layout"]
     results = dict(zip(quick, run_commands([LINES[name] for name in quick]), strict=True))

@@ -318,6 +318,7 @@ def storage(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", by_default([None, torch.bfloat16], 1))
 def test_one_full_parameter_at_a_time(dtype: torch.dtype | None) -> None:
     module = on_meta("llama", layers=4)

@@ -119,6 +119,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), by_default(CELLS, *(CELLS.index(cell) for cell in sorted(CHOSEN))))
 def test_weights_and_first_loss(family: str, layout: str, folders: dict[str, Path]) -> None:
     """A step with a learning rate of 0 leaves the weights as they were read."""
@@ -145,6 +146,7 @@ def test_weights_and_first_loss(family: str, layout: str, folders: dict[str, Pat
 ADAPTERS = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
 
 
+@pytest.mark.slow
 def test_adapters_around_pretrained_weights(folders: dict[str, Path]) -> None:
     """The weights inside are the file's, a copy in `modules_to_save` too; a new adapter adds nothing to the first loss."""
     recipe = Recipe("llama", **UNTRAINED)

@@ -40,6 +40,7 @@ def peak(schedule: str, micro_batches: int) -> int:
     return callback.bytes
 
 
+@pytest.mark.slow
 def test_micro_batches_in_flight() -> None:
     """GPipe holds all of a batch, 1F1B on stage s of p at most p - s."""
     four, eight = (run_ranks(peak, STAGES, "GPipe", count) for count in (4, 8))

@@ -117,6 +117,7 @@ def kept_bytes(attention: str, **strategy: Any) -> int:
     return marks[recipe.layers + 2] - marks[recipe.layers + 1]  # the second block in the second step, when all parameters were seen
 
 
+@pytest.mark.slow
 def test_memory_of_a_block() -> None:
     """A fully recomputed block keeps its input. A selective one keeps no attention scores."""
     recipe = Recipe()
@@ -143,6 +144,7 @@ def count_sums(**strategy: Any) -> int:
     return len(recorder.over((0, 1), "all_reduce", "reduce_scatter_tensor", numel=size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", by_default([False, True], 1))
 def test_what_is_communicated_again(sequence_parallel: bool) -> None:
     """Two sums forward and two backward in each of four blocks, with embedding and head two more. A full recomputation repeats the sum
@@ -195,6 +197,7 @@ def dropped_run(**strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), Dropping(recipe), **strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -256,6 +259,7 @@ def test_a_cache_by_position_is_not_filled_twice() -> None:
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+@pytest.mark.slow
 def test_a_cache_is_not_filled_twice_in_a_model_that_the_user_compiles() -> None:
     from lightning_3d.models.parallel_plan import ParallelPlan
     from lightning_3d.parallel.blocks import find_blocks, process_blocks
@@ -363,6 +367,7 @@ COMPILED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("options", "backend"),
@@ -398,6 +403,7 @@ def operators_of_graphs(**options: Any) -> tuple[Counter[str], Counter[str]]:
     return forward, backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "recomputed", "kept"),
     by_default(
@@ -417,6 +423,7 @@ def test_what_a_compiler_recomputes(layout: str, recomputed: tuple[str, int], ke
         assert {name: (forward[name], backward[name]) for name in kept} == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "again"), by_default([("none", 2), ("selective", 2), ("full", 0)], 0))
 def test_a_compiler_gathers_inputs_again(recompute: str, again: int) -> None:
     """In the backward of a block, beside the two gathers of gradients: the inputs of attention and MLP, but no sums and no products. A

@@ -93,6 +93,7 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) else "-".join(str(key if item is True else item) for key, item in value.items())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "options", "backend"),
@@ -187,6 +188,7 @@ JITTERED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", by_default([True, False], 0))
 @pytest.mark.parametrize(
     ("options", "backend"),
@@ -208,6 +210,7 @@ def test_whatever_a_compiled_block_draws(options: BlockOptions, backend: str, br
         assert torch_compat.compiled_graphs() - before == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", by_default([BlockOptions(compile=True), BlockOptions()], 0), ids=["blocks", "nothing"])
 def test_a_model_that_the_user_compiles_draws_the_same(options: BlockOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their backend knows nothing of streams, so their graphs end where one starts."""

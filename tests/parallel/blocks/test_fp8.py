@@ -199,6 +199,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @needs_torchao
 @pytest.mark.parametrize(("layout", "strategy"), LAYOUTS, ids=str)
 def test_a_fit_is_that_of_one_process(layout: str, strategy: dict[str, Any], expected: Run) -> None:

@@ -51,6 +51,7 @@ def counted(cell: Cell, backend: str, **strategy: Any) -> tuple[Part, int, int]:
     return part, counts["graphs"], counts["sent"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("case", "backend"),

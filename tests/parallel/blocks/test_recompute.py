@@ -31,6 +31,7 @@ def train(**strategy: Any) -> tuple[Part, int]:
     return part, module.ran[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -30,6 +30,7 @@ def of_routers(model: str) -> dict[str, float]:
     return BIAS if model == "deepseek_v3" else BOTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "options"),
     by_default(
@@ -57,6 +58,7 @@ def test_every_family(model: str, layout: str) -> None:
     assert_same_training(model, layout, dtype="float64", cp_kind=kind, **of_routers(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "zero"),
     by_default(
@@ -91,6 +93,7 @@ def assert_same_with(batches: str, model: str, layout: str, options: dict[str, A
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batches", "model", "layout", "kind"),
     by_default(
@@ -136,6 +139,7 @@ def test_a_mixture_gathers_nothing_where_its_experts_are_dealt() -> None:
     assert run_ranks(count_gathers, 2, "tp2_ep2")[0] == 3 * 2 + 2
 
 
+@pytest.mark.slow
 def test_a_shared_expert_that_is_cut_gathers_the_tokens_of_a_mixture() -> None:
     recipe = Recipe("qwen2_moe", dtype="float64", steps=4)
     strategy: dict[str, Any] = {"layout": "tp2_ep2", "micro_batch_size": 4, "plan": {"tp": SHARED_EXPERT}}

@@ -63,6 +63,7 @@ def test_same_as_one_process(model: str, layout: str, kind: str, zero: int, dtyp
     parity.assert_same_training(model, layout, zero=zero, dtype=dtype, cp_kind=kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batches", "model", "layout", "kind", "zero", "dtype"),
     by_default(
@@ -119,11 +120,13 @@ def test_every_schedule(schedule: str, kind: str) -> None:
     parity.assert_same_training("llama", "pp2_cp2", schedule, dtype="float64", cp_kind=kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", by_default([2, 3], 1))
 def test_zero_deals_to_context_ranks_too(zero: int) -> None:
     parity.assert_same_training("llama", "cp2_dp2", zero=zero)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     by_default([{"recompute": "full"}, {"recompute": "selective"}, {"recompute": "full", "offload_activations": True}], 1),
@@ -181,6 +184,7 @@ def fit_own_loss(**strategy: Any) -> parity.Part:
     return fit_on_rank(RECIPE, Rows(data(RECIPE)), OwnLoss(RECIPE), **strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(["cp2_dp2", "tp2_cp2", "cp2"], 2))
 def test_a_loss_of_the_users_own_sees_all_tokens(layout: str) -> None:
     whole = data(RECIPE)
@@ -210,6 +214,7 @@ def fit_own_function(**strategy: Any) -> parity.Part:
     return fit_on_rank(RECIPE, Rows(data(RECIPE)), OwnFunction(RECIPE), **strategy)
 
 
+@pytest.mark.slow
 def test_a_loss_function_of_the_users_own_sees_all_tokens() -> None:
     batches = [split(part, 4) for part in split(data(RECIPE), RECIPE.global_batch)]
     vocab = models.vocabulary("llama")
@@ -218,6 +223,7 @@ def test_a_loss_function_of_the_users_own_sees_all_tokens() -> None:
     assert_same_run(run_ranks(fit_own_function, 4, layout="tp2_cp2", micro_batch_size=4), expected, "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", by_default(KINDS, 0))
 def test_chunks_of_one_token(kind: str) -> None:
     assert_same_with("short", "llama", "cp4", kind)
@@ -270,6 +276,7 @@ def evaluate_on_rank(**strategy: Any) -> tuple[dict[str, float], list[Tensor]]:
     return found, predictions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(["cp4", "pp2_cp2"], 1))
 def test_logged_numbers_and_predictions_are_the_true_ones(layout: str) -> None:
     batch = cut(data(RECIPE), 0, 6)
@@ -315,6 +322,7 @@ def save_and_load(folder: str, save: bool, **strategy: Any) -> parity.Part:
     return parity.Part(values.losses, values.grad_norms, weights, dict(plan.specs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "zero"), by_default([("cp2", "dp2", 1), ("dp2", "cp2_pp2", 0), ("cp2_dp2", "cp4", 3)], 0))
 def test_a_checkpoint_goes_to_another_layout(first: str, second: str, zero: int, tmp_path: Path) -> None:
     recipe = Recipe(steps=4, dtype="float32", clip=1e9)

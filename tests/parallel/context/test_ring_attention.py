@@ -158,6 +158,7 @@ def compiled_on_rank(kind: str, names: list[str], backend: str) -> list[list[Ten
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "names", "backend"),
     [

@@ -319,6 +319,7 @@ def test_a_trial_finds_what_mixes_tokens() -> None:
     assert [type(found) for found in trials.mixing(block)] == [Shifted, WithMask, Ends]
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_large_module_on_meta_takes_little() -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP

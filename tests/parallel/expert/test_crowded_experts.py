@@ -42,6 +42,7 @@ def train_crowded(recipe: Recipe, **strategy: Any) -> parity.Part:
     return fit_on_rank(recipe, Rows(data(recipe)), Crowded(recipe), **strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "zero", "schedule"),
     by_default(
@@ -76,6 +77,7 @@ def test_crowded_and_empty_experts_train(layout: str, zero: int, schedule: str) 
             assert set(step.max_over_mean) == {4.0} and set(step.dropped) == {0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(["ep2_dp2", "tp2_pp2"], 0))
 def test_what_a_crowded_expert_drops_is_counted(layout: str) -> None:
     """Each of two experts is asked by all tokens and has room for a quarter of them."""

@@ -169,6 +169,7 @@ def train_by_deepep(recipe: Any, **strategy: Any) -> Any:
     return part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "options"),
     [

@@ -161,6 +161,7 @@ def test_ranks_with_the_same_place_on_their_nodes_are_connected() -> None:
     assert by_node(range(6), 4) == [] and by_node((0, 1, 4, 5), 4) == [(0, 1), (4, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "schedule", "options"),
     [

@@ -31,6 +31,7 @@ from lightning_3d.strategy import Lightning3DStrategy
 LAYOUTS = ("pp2_dp2", "tp2", "ep2_dp2", "ep4_dp4", "ep8_dp8", "tp2_ep2", "tp2_ep4_dp4", "ep2_pp2_dp2", "tp2_ep4_pp2_dp2", "tp4_ep2_pp2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "schedule"),
     [
@@ -57,6 +58,7 @@ def test_parity_of_all(model: str, layout: str, dtype: str) -> None:
     assert_same_training(model, layout, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "options"),
     [
@@ -77,6 +79,7 @@ def test_zero_of_all(model: str, layout: str, zero: int) -> None:
     assert_same_training(model, layout, zero=zero)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -92,6 +95,7 @@ def test_blocks_that_run_again_send_again(layout: str, options: dict[str, Any]) 
     assert_same_training("qwen2_moe", layout, dtype="float64", moe_aux_loss=0.1, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "layout", "ranks"),
     [
@@ -109,6 +113,7 @@ def test_frozen_experts_and_routers(trained: tuple[str, ...], layout: str, ranks
     parity.assert_same_run(parts, reference(recipe)[0], "float64")
 
 
+@pytest.mark.slow
 def test_a_crowded_expert_drops_tokens_and_says_so() -> None:
     """With room for half of an even share something is dropped; with room for all nothing is, and it is the training without."""
     recipe = Recipe("mixtral", dtype="float64", steps=2)
@@ -120,6 +125,7 @@ def test_a_crowded_expert_drops_tokens_and_says_so() -> None:
     assert few.losses != all_of_them.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks"), [("ep2_dp2", 2), pytest.param("ep2_pp2_dp2", 4, marks=pytest.mark.full)])
 def test_ranks_with_different_numbers_of_tokens(layout: str, ranks: int) -> None:
     """Batches of all lengths, on one rank longer than on the other; then a short last one, in which a rank repeats a row."""
@@ -162,6 +168,7 @@ def waits_of_a_step(layers: int) -> list[str]:
     return waits.names
 
 
+@pytest.mark.slow
 def test_the_host_waits_once_for_each_layer() -> None:
     """For the number of tokens that come; what a step waits for beside that does not depend on the number of layers."""
     few, many = (run_ranks(waits_of_a_step, 4, layers) for layers in (2, 5))
@@ -231,6 +238,7 @@ def predict_mixture(layout: str) -> list[Tensor]:
     return trainer.predict(Predicts(), dataloaders=rows.val_dataloader())
 
 
+@pytest.mark.slow
 def test_predictions_equal_those_of_one_process() -> None:
     alone, dealt = run_ranks(predict_mixture, 1, "tp1")[0], run_ranks(predict_mixture, 2, "tp2_ep2")
     for found in dealt:

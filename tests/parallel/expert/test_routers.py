@@ -39,6 +39,7 @@ MORE: list[tuple[str, str, str, dict[str, float]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "schedule", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
 )
@@ -110,6 +111,7 @@ def train_asked(recipe: Recipe, kind: type[Asked], layout: str) -> tuple[parity.
     return part, [str(warning.message) for warning in caught if "output_router_logits" in str(warning.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     by_default(

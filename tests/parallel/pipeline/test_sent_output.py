@@ -137,6 +137,7 @@ def trained(schedule: str, vp: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "vp"), [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
 def test_gradients_are_exact_whatever_else_needs_the_output(schedule: str, vp: int) -> None:
     for found in run_ranks(trained, 2, schedule, vp):

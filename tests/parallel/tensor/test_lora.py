@@ -58,6 +58,7 @@ def train_injected(recipe: Recipe, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), Injected(recipe), **strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks"), by_default([("tp2", 2), ("tp2_pp2", 4)], 0))
 def test_adapters_in_a_bare_model(layout: str, ranks: int) -> None:
     """The names are others and so are the values; on one rank PEFT's code runs as it is."""
@@ -78,11 +79,13 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lora", "layout", "schedule", "mode", "model"), by_default(FAMILIES, 2), ids=names)
 def test_families(lora: dict[str, Any], layout: str, schedule: str, mode: str, model: str) -> None:
     check(lora, layout, schedule, mode, model, steps=FEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "layout"),
     [
@@ -138,6 +141,7 @@ def train_scaled(recipe: Recipe, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), Finetuned(recipe, model), micro_batch_size=4, **strategy)
 
 
+@pytest.mark.slow
 def test_another_tuner() -> None:
     recipe = Recipe(steps=4)
     [alone] = run_ranks(train_scaled, 1, recipe, layout="dp1")
@@ -168,6 +172,7 @@ def count_on_rank(recipe: Recipe) -> Counter[int]:
     return Counter(call.numel for call in latest.calls)
 
 
+@pytest.mark.slow
 def test_a_block_costs_as_many_collectives_as_without_adapters() -> None:
     layers, micro_batches = 3, 2
     hidden = 8 * models.SEQUENCE * models.COMMON["hidden_size"]
@@ -211,6 +216,7 @@ def save_on_rank(recipe: Recipe, path: str) -> None:
     trainer.save_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_checkpoint_are_merged_on_one_process(tmp_path: Path) -> None:
     recipe = recipe_of(Cell(), EVERYWHERE, steps=2)
     run_ranks(save_on_rank, 4, recipe, str(tmp_path / "lora.ckpt"))
@@ -289,6 +295,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "layout", "message"), by_default(CHANGES, 0, 2), ids=lambda value: str(value)[:16])
 def test_changes_after_a_fit_are_refused_by_name(change: str, layout: str, message: str) -> None:
     recipe = recipe_of(Cell(), QUERIES, 2, in_memory=True)

@@ -139,11 +139,13 @@ PARITY: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", by_default(PARITY, 3, 4), ids=lambda mode: "-".join(map(str, mode.values())))
 def test_training_equals_one_process(mode: dict[str, Any]) -> None:
     parity.assert_same_training("llama", sequence_parallel=True, **mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), by_default([("qwen3", "tp4_pp2"), ("phi3", "tp2_dp2"), ("gpt_neox", "tp2_pp2_dp2")], 1))
 def test_without_it_training_equals_one_process(model: str, layout: str) -> None:
     parity.assert_same_training(model, layout, sequence_parallel=False)

@@ -367,6 +367,7 @@ def run_compiled() -> tuple[float, int]:
     return max((a.grad - b.grad).abs().max().item() for a, b in pairs), breaks
 
 
+@pytest.mark.slow
 def test_blocks_compile_without_a_break() -> None:
     for difference, breaks in run_ranks(run_compiled, 2):
         assert difference < 1e-14

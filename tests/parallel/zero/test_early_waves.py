@@ -204,6 +204,7 @@ def train_in_groups(mode: str, **options: Any) -> dict[str, Any]:
         return train_layers(mode, shard=2, bucket=BUCKET // 2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ranks"), by_default([(mode, n) for n in (4, 6) for mode in ("1 scattered", "2 eager")], 0, 1))
 def test_a_shard_is_summed_over_its_replicas_inside_the_last_backward(mode: str, ranks: int) -> None:
     """With three replicas, a bit of a sum depends on the place of its element in the message."""
@@ -339,6 +340,7 @@ def train_with_small_buckets(*args: Any, **options: Any) -> tuple[parity.Part, i
         return parity.train_on_rank(*args, **options), sum(wave.is_early for wave in waves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", by_default(CELLS, 1, 3, 9), ids=lambda cell: cell.name)
 def test_layouts_train_as_one_process_does(cell: Cell) -> None:
     expected, noise = reference(cell.recipe)
@@ -356,6 +358,7 @@ WAITING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", by_default(WAITING, 0, 1, 2), ids=lambda cell: cell.name)
 def test_groups_with_other_messages_and_whole_buffers_wait_for_the_end_of_the_backward(cell: Cell) -> None:
     """Ring attention and experts send over the same group: a rank that lacks a gradient would send in another order."""

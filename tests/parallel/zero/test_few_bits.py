@@ -131,6 +131,7 @@ def run_fit(layout: str, *args: Any, **more: Any) -> list[float]:
     return run_ranks(uncompiled, world_size(layout), fit, layout, *args, zero_stage=0, **more)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "other"),
     [

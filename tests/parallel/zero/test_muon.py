@@ -157,12 +157,14 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "zero", "dtype"), CASES)
 def test_equals_the_optimizers_of_torch(model: str, layout: str, zero: int, dtype: str) -> None:
     recipe = Recipe(model, 2, dtype, steps=STEPS)
     assert_same(run(recipe, layout, zero_stage=zero), recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "dtype"),
     [

@@ -38,6 +38,7 @@ BY_HAND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", by_default(BY_HAND, 1), ids=lambda run: f"{run.layout} {run.mode}")
 def test_weights_and_norms_equal_those_of_one_process(run: Run) -> None:
     """Also with messages smaller than a parameter, and with parameters that no rank has a gradient for."""
@@ -59,6 +60,7 @@ CELLS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "stage", "options"), by_default(CELLS, 3, 4, 7), ids=str)
 def test_training_is_bit_equal_to_that_without_overlap(layout: str, stage: int, options: dict[str, Any]) -> None:
     """Old values stay in place until something waits for the new ones, so that a read that does not wait shows."""
@@ -162,6 +164,7 @@ def reading(*, every_hook: bool, **options: Any) -> tuple[list[Any], list[float]
     return reader.seen, values.losses, {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_hook", by_default([True, False], 0, 1))
 def test_hooks_validation_and_the_users_step_see_new_values(every_hook: bool) -> None:
     """Read in a step alone, nothing else has waited for them."""

@@ -60,6 +60,7 @@ CELLS: list[tuple[str, int, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "stage", "schedule", "options"), by_default(CELLS, 3, 4), ids=str)
 def test_training_equals_one_process(layout: str, stage: int, schedule: str, options: dict[str, Any]) -> None:
     """Through a Trainer. Ranks that hold the same elements have the same bits at the end."""
@@ -90,6 +91,7 @@ WITH_EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "stage", "options"), by_default(WITH_EXPERTS, 2), ids=str)
 def test_experts_that_ranks_share_out(layout: str, stage: int, options: dict[str, Any]) -> None:
     """Experts are sharded over the ranks of the shard group that have the same ones."""
@@ -247,6 +249,7 @@ def messages_of_a_traced_step(folder: str, **strategy: Any) -> tuple[list[Event]
     return events, [call for call in recorder.calls if begin <= call.at <= end]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     by_default([{"zero_stage": 3}, {"zero_stage": 2, "zero_reduce_scatter": True}, {"zero_stage": 1, "zero_reduce_scatter": True}], 0),

@@ -36,6 +36,7 @@ below_3 = pytest.mark.parametrize("mode", [mode for mode, options in MODES.items
 LAYOUTS = ["tp1", "dp2", "dp4", "tp2", "tp4", "pp2", "tp2_dp2", "pp2_dp2", "tp2_pp2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stage_0_in_double_precision(layout: str) -> None:
     check(Run(layout, precision="fp64"), weights=1e-12, norm=1e-12)
@@ -52,6 +53,7 @@ def test_sharded_in_single_precision(layout: str, mode: str) -> None:
     check(Run(layout, mode=mode), weights=5e-5, norm=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(["tp1", "dp4", "tp2_dp2", "pp2_dp2"], 2))
 @every_mode
 def test_bf16_with_single_precision_masters(layout: str, mode: str) -> None:

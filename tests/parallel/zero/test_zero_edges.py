@@ -251,6 +251,7 @@ def test_as_at_stage_0(net: type[Net], mode: str) -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-6), (found - expected).abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("net", "error"), [(SkipsABlock, DataError), (SecondOrder, ConfigError), (TakesWeightsOfABlock, ConfigError)])
 def test_what_needs_whole_parameters_is_refused_block_by_block(net: type[Net], error: type[Exception]) -> None:
     with pytest.raises(error, match="Use zero_gather=step"):
@@ -298,6 +299,7 @@ def fail_and_go_on(mode: str, ranks: int, same_trainer: bool) -> Tensor:
     return weights_of(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", by_default(["3", "3 step"], 0))
 def test_a_fit_after_one_that_failed(mode: str) -> None:
     with pytest.raises(ConfigError, match="its weights are still sharded across ranks"):

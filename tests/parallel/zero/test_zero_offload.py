@@ -52,6 +52,7 @@ CELLS = [
 DEFAULT = [("pp2_dp2", "1F1B", "1"), ("tp2_dp2", "1F1B", "3 on host")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "schedule", "mode"), [cell if cell in DEFAULT else pytest.param(*cell, marks=full) for cell in CELLS], ids=str
 )
@@ -130,6 +131,7 @@ def train_with_one_kernel(recipe: Recipe, module: type[OneKernel], **strategy: A
     return fit_on_rank(recipe, Rows(data(recipe)), module(recipe), **strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "layout", "mode"),
     [
@@ -148,6 +150,7 @@ def test_one_kernel_for_the_update(module: type[OneKernel], layout: str, mode: d
     assert_same_run(parts, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "first", "other"),
     [
@@ -286,6 +289,7 @@ def without_compiler(kind: type[OneKernel]) -> str:
     return f"rank {dist.get_rank()} trained"
 
 
+@pytest.mark.slow
 def test_no_compiler() -> None:
     for message in run_ranks(without_compiler, 2, CpuAdam):
         assert "made DeepSpeedCPUAdam, whose C++ code is compiled" in message

@@ -53,7 +53,11 @@ def test_what_is_refused_by_name(schedule: str, mode: str) -> None:
         Lightning3DStrategy("pp2_dp2", schedule=schedule, zero_stage=stage, **options)
 
 
-@pytest.mark.parametrize("factors", [*pairs()[:-1], pytest.param(pairs()[-1], marks=pytest.mark.full)], ids="-".join)
+@pytest.mark.parametrize(
+    "factors",
+    [*pairs()[:-2], pytest.param(pairs()[-2], marks=pytest.mark.slow), pytest.param(pairs()[-1], marks=pytest.mark.full)],
+    ids="-".join,
+)
 def test_pairs(factors: Factors) -> None:
     parity.check(cell(factors))
 

@@ -97,6 +97,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_deepspeed_is_silent_and_imports_no_compiler(tmp_path: Path) -> None:
     """In a process of its own that was started by no launcher, with all warnings on, and without a teardown."""
     script = tmp_path / "script.py"
