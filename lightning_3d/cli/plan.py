@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,16 +14,23 @@ from lightning_3d.errors import ConfigError, plural
 
 if TYPE_CHECKING:
     from lightning_3d.config.run_config import CompleteRun
+    from lightning_3d.planner.machine import Machine
+    from lightning_3d.planner.scaling import Series
+    from lightning_3d.planner.search import Found
 
 COMMAND = Command(
     "plan",
     "Find the fastest layouts of a model on a cluster, without its GPUs. Prints the best few layouts and why each is slower than the"
     " fastest, and writes plan.json and plan.html.\n\n"
     "To compare predictions with measured runs, run in a checkout: python -m benchmarks.planner_accuracy FILE.csv",
-    examples=["model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192"],
+    examples=[
+        "model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192",
+        "--scaling 1024 model=llama3_70b cluster=h100_32x8 data.global_batch_size=1024 data.sequence_length=8192",
+    ],
     hints={"--evaluate": "--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv"},
 )
 COMMAND.option("--out", "FOLDER", "where to write plan.json and plan.html; default: the current folder", default=".")
+COMMAND.count("--scaling", "also find the fastest layouts of 1, 2, 4, ... nodes with at most N GPUs, and compare the speed of a GPU")
 COMMAND.count("--validate", "also train the N best layouts for a few steps each, on this machine, and compare them with the prediction")
 COMMAND.count("--steps", "timed steps of each layout with --validate, after one warm-up step; default: 4", default=4)
 COMMAND.word(
@@ -39,7 +47,7 @@ _OWN = " (the longest that the model supports; for another length, set data.sequ
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
-    return COMMAND.run(arguments, lambda options, overrides: _plan(overrides, Path(options.out), options.validate or 0, options.steps))
+    return COMMAND.run(arguments, _plan)
 
 
 def _own_length(run: CompleteRun, overrides: Sequence[str]) -> list[str]:
@@ -50,26 +58,17 @@ def _own_length(run: CompleteRun, overrides: Sequence[str]) -> list[str]:
     return [] if given or longest is None or (isinstance(length, int) and longest < 2 * length) else [f"data.sequence_length={longest}"]
 
 
-def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) -> int:
-    from lightning_3d.cli.plan_validation import require_here, validate
-    from lightning_3d.cli.plan_words import introduce, training_words
+def _complete(overrides: list[str]) -> tuple[CompleteRun, list[str]]:
+    """Return the run, and the overrides with the model's own length if nothing sets one."""
     from lightning_3d.config.compose import compose
-    from lightning_3d.config.machine import choose_precision
     from lightning_3d.config.plan_run import check_keys
     from lightning_3d.config.run_config import complete_run
-    from lightning_3d.planner.advice import faster_compiled, machine_of, plan, planned_accelerator, spanning
-    from lightning_3d.planner.html_page import page
-    from lightning_3d.planner.tables import as_data, compiled_line, data_line, found_table, margin, memory_table
-    from lightning_3d.runs.report.page import ASSETS
 
-    if not folder.is_dir():
-        raise ConfigError(f"--out must be an existing folder for plan.json and plan.html; there is no folder {folder}.")
     keys = check_keys(compose([*overrides, "trainer.dry=true"]))
     keys.cluster.check()
     keys.plan.check()
     run = complete_run(keys)
-    own = _own_length(run, overrides)
-    if own:
+    if own := _own_length(run, overrides):
         overrides = [*overrides, *own]
         run = complete_run(check_keys(compose([*overrides, "trainer.dry=true"])))
     if not isinstance(run.data.get("sequence_length"), int) or not isinstance(run.data.get("global_batch_size"), int):
@@ -77,16 +76,50 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
             "data.sequence_length (in tokens) and data.global_batch_size (in sequences) must be given, for example"
             " data.sequence_length=4096 data.global_batch_size=256."
         )
+    return run, overrides
+
+
+def _plan(options: Namespace, overrides: list[str]) -> int:
+    from lightning_3d.cli.plan_validation import require_here, validate
+    from lightning_3d.cli.plan_words import introduce, training_words
+    from lightning_3d.config.machine import choose_precision
+    from lightning_3d.planner.advice import machine_of, plan, planned_accelerator
+    from lightning_3d.planner.scaling import scaling, scaling_tables
+
+    folder, validated = Path(options.out), options.validate or 0
+    if not folder.is_dir():
+        raise ConfigError(f"--out must be an existing folder for plan.json and plan.html; there is no folder {folder}.")
+    given = len(overrides)
+    run, overrides = _complete(overrides)
     machine = machine_of(run.cluster, run.profile)
     if validated and machine is not None:
         require_here(machine, run.cluster)
     precision = choose_precision(run, planned_accelerator(run))
     found = plan(run, precision, most=max(5, validated))
     assert machine is not None
-    first = found.best[0]
+    series = scaling(run, precision, options.scaling) if options.scaling else None
     title = f"{run.model.get('name') or run.model['config']['model_type']} on {run.cluster.name}"
-    data, gpus, risk = run.data, machine.gpus, run.plan.memory_risk
-    print(f"{title}: {data['global_batch_size']} sequences of {data['sequence_length']} tokens a step{_OWN if own else ''}\n")
+    length = f"sequences of {run.data['sequence_length']} tokens a step{_OWN if len(overrides) > given else ''}"
+    print(f"{title}: {run.data['global_batch_size']} {length}\n")
+    _show(run, precision, found, machine)
+    if series is not None:
+        print(f"\n{scaling_tables(series)}")
+    words = training_words(overrides, found.best[0].job)
+    command = shlex.join(["lightning-3d", "train", *words])
+    _write(folder, run, found, machine, title, command, series)
+    counted = f"{found.shapes} layouts and micro-batch sizes considered, {plural(len(found.simulated), 'schedule')} simulated"
+    print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
+    code = validate(overrides, found.best[:validated], options.steps) if validated else 0
+    print(f"\n{introduce(words, machine)}\n{command}")
+    return code
+
+
+def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> None:
+    """Print the fastest layouts, and memory, messages and warnings of the first."""
+    from lightning_3d.planner.advice import faster_compiled, spanning
+    from lightning_3d.planner.tables import compiled_line, data_line, found_table, margin, memory_table
+
+    first = found.best[0]
     print(found_table(found, machine))
     print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}")
     print(f"  {margin(first.memory, machine)}")
@@ -95,26 +128,29 @@ def _plan(overrides: Sequence[str], folder: Path, validated: int, steps: int) ->
         print(f"\n{warning}")
     if (faster := faster_compiled(run, precision, first)) is not None:
         print(f"\n{compiled_line(faster, first)}")
-    words = training_words(overrides, first.job)
-    command = shlex.join(["lightning-3d", "train", *words])
+
+
+def _write(folder: Path, run: CompleteRun, found: Found, machine: Machine, title: str, command: str, series: Series | None) -> None:
+    """Write plan.json and plan.html."""
+    from lightning_3d.planner.html_page import page
+    from lightning_3d.planner.scaling import scaling_data
+    from lightning_3d.planner.tables import as_data
+    from lightning_3d.runs.report.page import ASSETS
+
     content = {
         "title": title,
-        "gpus": gpus,
-        "sequence_length": data["sequence_length"],
-        "global_batch_size": data["global_batch_size"],
+        "gpus": machine.gpus,
+        "sequence_length": run.data["sequence_length"],
+        "global_batch_size": run.data["global_batch_size"],
         "shapes": found.shapes,
         "expanded": found.expanded,
-        "memory_risk": risk,
+        "memory_risk": run.plan.memory_risk,
         "command": command,
         "best": [as_data(one, machine) for one in found.best],
         "simulated": len(found.simulated),
         "seen": [as_data(one, machine) for one in found.seen],
+        **({"scaling": scaling_data(series)} if series is not None else {}),
     }
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     style = (ASSETS / "style.css").read_text("utf-8")
-    (folder / "plan.html").write_text(page(found, machine, title, style, risk, command), encoding="utf-8")
-    counted = f"{found.shapes} layouts and micro-batch sizes considered, {plural(len(found.simulated), 'schedule')} simulated"
-    print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
-    code = validate(overrides, found.best[:validated], steps) if validated else 0
-    print(f"\n{introduce(words, machine)}\n{command}")
-    return code
+    (folder / "plan.html").write_text(page(found, machine, title, style, run.plan.memory_risk, command, series), encoding="utf-8")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
-from math import ceil, log10
 
 from lightning_3d.errors import plural
+from lightning_3d.planner.html_parts import card, legend, marks_between, svg
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory_risk import largest_share
+from lightning_3d.planner.scaling import Series
+from lightning_3d.planner.scaling_figure import scaling_card
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import step_of
 from lightning_3d.planner.tables import COMPARED, PARTS, compare, describe, margin, share_of_peak, tokens_per_second
@@ -41,7 +43,9 @@ td.layout { white-space: normal; min-width: 210px; } td.layout b { display: bloc
 _PARETO_NOTE = "numbers refer to the rows above; a line joins the layouts that no other layout beats in both speed and memory"
 
 
-def page(found: Found, machine: Machine, title: str, style: str = "", risk: float = 0.5, command: str = "") -> str:
+def page(
+    found: Found, machine: Machine, title: str, style: str = "", risk: float = 0.5, command: str = "", series: Series | None = None
+) -> str:
     """Return the whole page.
 
     Args:
@@ -51,16 +55,19 @@ def page(found: Found, machine: Machine, title: str, style: str = "", risk: floa
         style: style sheet of the reports, so that all pages look alike.
         risk: largest probability with which a layout may run out of memory.
         command: command line that trains with the first layout, for the head of the page; its keys of `parallelism` if empty.
+        series: the fastest layouts on fewer and more GPUs, if they were searched.
     """
     first = found.best[0]
     cards = [
-        _card("The fastest layouts", "predicted; the first is drawn below", _table(found, machine)),
-        _card("Memory against speed", _PARETO_NOTE, _pareto(found, machine, risk)),
-        _card("Where a step's time goes", "on the busiest rank", _bars(found.best)),
-        _card(f"{first.job.layout.name} on the nodes", _order(first), _nodes(first, machine)),
+        card("The fastest layouts", "predicted; the first is drawn below", _table(found, machine)),
+        card("Memory against speed", _PARETO_NOTE, _pareto(found, machine, risk)),
+        card("Where a step's time goes", "on the busiest rank", _bars(found.best)),
+        card(f"{first.job.layout.name} on the nodes", _order(first), _nodes(first, machine)),
     ]
     if first.job.layout.pp > 1:
         cards.append(_timeline(first, machine))
+    if series is not None:
+        cards.append(scaling_card(series))
     counted = f"{found.shapes:,} layouts and micro-batch sizes divide the model and the batch; {found.expanded:,}"
     counted += f" could be among the fastest; {plural(len(found.simulated), 'schedule')} simulated"
     body = f"<header><h1>{escape(title)}</h1><pre>{escape(command or describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
@@ -68,10 +75,6 @@ def page(found: Found, machine: Machine, title: str, style: str = "", risk: floa
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{style}{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main></body></html>\n'
-
-
-def _card(heading: str, note: str, content: str) -> str:
-    return f'<section class="card"><h2>{escape(heading)}</h2><p class="note">{escape(note)}</p>{content}</section>'
 
 
 def _tiles(first: Candidate, machine: Machine) -> str:
@@ -121,14 +124,6 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
-def marks_between(low: float, high: float, count: int) -> list[float]:
-    """Round numbers from `low` to `high`, about `count` of them."""
-    rough = (high - low) / count
-    power = 10.0 ** int(log10(rough) // 1)
-    step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= rough)
-    return [place * step for place in range(ceil(low / step - 1e-9), int(high / step + 1e-9) + 1)]
-
-
 def _pareto(found: Found, machine: Machine, risk: float) -> str:
     width, height, left, right, top, bottom = 1100, 340, 76, 24, 28, 44
     sizes = [one.memory.total / 2**30 for one in found.seen]
@@ -172,12 +167,12 @@ def _pareto(found: Found, machine: Machine, risk: float) -> str:
         marks += [f'<text class="inside" x="{x:.1f}" y="{y + 4:.1f}">{place}</text>'] if place else []
     marks.append(f'<text x="{width - right}" y="{height - 6}" text-anchor="end">GiB of the fullest rank</text>')
     marks.append('<text x="0" y="12">tokens/s</text>')
-    return _svg(width, height, marks, least=760)
+    return svg(width, height, marks, least=760)
 
 
 def _bars(best: Sequence[Candidate]) -> str:
     longest = max(one.step.seconds for one in best)
-    legend = zip(PARTS, _PARTS, strict=True)
+    entries = zip(PARTS, _PARTS, strict=True)
     rows = []
     for place, one in enumerate(best, 1):
         parts = ((part, colour, max(0.0, getattr(one.step, part))) for part, colour in zip(PARTS, _PARTS, strict=True))
@@ -188,7 +183,7 @@ def _bars(best: Sequence[Candidate]) -> str:
         )
         name = f"<span>{place} {escape(one.job.layout.name)}</span>"
         rows.append(f'<div class="part">{name}<div class="stack">{bars}</div><span class="muted">{one.step.seconds:.3g} s</span></div>')
-    return _legend(legend) + "".join(rows)
+    return legend(entries) + "".join(rows)
 
 
 def _order(candidate: Candidate) -> str:
@@ -208,7 +203,7 @@ def _nodes(candidate: Candidate, machine: Machine) -> str:
         nodes.append(f'<div class="node"><p>node {node}</p><div class="ranks">{ranks}</div></div>')
     rest = f'<p class="note" style="margin-top: 12px">and {machine.nodes - shown} more nodes</p>' if machine.nodes > shown else ""
     stages = ((f"pp{stage}", _stage(stage)) for stage in range(min(layout.pp, len(_STAGES)) if layout.pp > 1 else 0))
-    return f'{_legend(stages)}<div class="nodes">{"".join(nodes)}</div>{rest}'
+    return f'{legend(stages)}<div class="nodes">{"".join(nodes)}</div>{rest}'
 
 
 def _rank(candidate: Candidate, rank: int) -> str:
@@ -248,21 +243,6 @@ def _timeline(candidate: Candidate, machine: Machine) -> str:
             label = f"<title>stage {stage}, {words}, micro-batch {index}</title>"
             marks.append(f'<rect class="{name}" {place} stroke="var(--card)" stroke-width="0.5">{label}</rect>')
     part = f"the first {end:.3g} of {timeline.seconds:.3g} s" if end < timeline.seconds * 0.99 else "all of a step"
-    legend = [(words, name) for name, words in (seen[kind] for kind in _ACTIONS if kind in seen)]
-    content = _legend([*legend, ("bubble", "idle")]) + _svg(width, top + ranks * row + 6, marks, least=900)
-    return _card("Its pipeline", f"{candidate.job.schedule}: {part}, as predicted", content)
-
-
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Draw a legend of (words, colour); a colour is a value or a name in the style."""
-    spans = "".join(
-        f'<span><i style="background: {colour if colour.startswith("#") else f"var(--{colour})"}"></i>{escape(words)}</span>'
-        for words, colour in entries
-    )
-    return f'<div class="legend">{spans}</div>' if spans else ""
-
-
-def _svg(width: float, height: float, marks: Sequence[str], *, least: int) -> str:
-    """Draw a figure as wide as the page and at least `least` pixels; a wider figure can be scrolled."""
-    look = f'style="min-width: {least}px; max-width: {width}px"'
-    return f'<div class="figure"><svg viewBox="0 0 {width} {height}" {look} role="img">{"".join(marks)}</svg></div>'
+    entries = [(words, name) for name, words in (seen[kind] for kind in _ACTIONS if kind in seen)]
+    content = legend([*entries, ("bubble", "idle")]) + svg(width, top + ranks * row + 6, marks, least=900)
+    return card("Its pipeline", f"{candidate.job.schedule}: {part}, as predicted", content)
