@@ -31,7 +31,7 @@ COMMAND = Command(
 )
 COMMAND.option("--out", "FOLDER", "where to write plan.json and plan.html; default: the current folder", default=".")
 COMMAND.count("--scaling", "also find the fastest layouts of 1, 2, 4, ... nodes with at most N GPUs, and compare the speed of a GPU")
-COMMAND.count("--validate", "also train the N best layouts for a few steps each, on this machine, and compare them with the prediction")
+COMMAND.count("--validate", "also train the N best layouts for a few steps each, here or on the nodes of this SLURM job, and compare")
 COMMAND.count("--steps", "timed steps of each layout with --validate, after one warm-up step; default: 4", default=4)
 COMMAND.word(
     "parallelism.KEY=VALUE",
@@ -80,7 +80,7 @@ def _complete(overrides: list[str]) -> tuple[CompleteRun, list[str]]:
 
 
 def _plan(options: Namespace, overrides: list[str]) -> int:
-    from lightning_3d.cli.plan_validation import require_here, validate
+    from lightning_3d.cli.plan_validation import require_here, starter, validate
     from lightning_3d.cli.plan_words import introduce, training_words
     from lightning_3d.config.machine import choose_precision
     from lightning_3d.planner.advice import machine_of, plan, planned_accelerator
@@ -109,7 +109,8 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
     _write(folder, run, found, machine, title, command, series)
     counted = f"{found.shapes} layouts and micro-batch sizes considered, {plural(len(found.simulated), 'schedule')} simulated"
     print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
-    code = validate(overrides, found.best[:validated], options.steps) if validated else 0
+    start = starter(machine, run.cluster)
+    code = validate(overrides, found.best[:validated], options.steps, start, folder) if validated else 0
     print(f"\n{introduce(words, machine)}\n{command}")
     return code
 

@@ -84,14 +84,17 @@ def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | 
             f"profile={profile} was measured with {plural(measured.ranks_per_node, 'CPU rank')} per node, but the cluster has"
             f" {cluster.gpus_per_node} per node. Measure again with lightning-3d profile --ranks {cluster.gpus_per_node}."
         )
-    if stated is None and cluster.nodes > 1 and measured.link("between") is None:
+    given = cluster.inter_node.bandwidth if measured.link("between") is None else None
+    if stated is None and cluster.nodes > 1 and measured.link("between") is None and given is None:
         raise ConfigError(
             f"profile={profile} was measured on one node, and the bandwidth between the {cluster.nodes} nodes of {cluster.name} is unknown."
-            " Profile two nodes with torchrun, or set cluster.inter_node.bandwidth."
+            " Profile two nodes with torchrun, or set +cluster.inter_node.bandwidth=10e9 (bytes per second)."
         )
     machine = machine_of_profile(measured, stated, nodes=cluster.nodes)
     if stated is not None:
         return machine
+    if given is not None:
+        machine = replace(machine, network=given, network_latency=cluster.inter_node.latency or _LATENCY)
     return _with_pods(replace(machine, gpus_per_node=cluster.gpus_per_node or machine.gpus_per_node), cluster)
 
 
