@@ -113,11 +113,11 @@ def _stated(cluster: ClusterConfig) -> Machine | None:
     if any(value is None for value in known) or (cluster.nodes > 1 and cluster.inter_node.bandwidth is None):
         return None
     assert cluster.gpus_per_node and cluster.memory and cluster.memory_bandwidth and rates.bf16 and cluster.intra_node.bandwidth
-    together = max(cluster.gpus_per_node, min(cluster.nvlink_gpus or 1, cluster.nodes * cluster.gpus_per_node))
+    groups = _linked_groups(cluster.nodes, cluster.gpus_per_node, cluster.nvlink_gpus or 1)
     machine = Machine(
         gpu=cluster.gpu or cluster.name,
-        nodes=cluster.nodes * cluster.gpus_per_node // together,
-        gpus_per_node=together,  # GPUs that fast links connect count as one node
+        nodes=groups,
+        gpus_per_node=cluster.nodes * cluster.gpus_per_node // groups,  # GPUs that fast links connect count as one node
         memory=cluster.memory,
         bandwidth=cluster.memory_bandwidth,
         peak=rates.bf16,
@@ -130,6 +130,12 @@ def _stated(cluster: ClusterConfig) -> Machine | None:
         efficiency=efficiency_of(cluster.gpu or cluster.name),
     )
     return _with_pods(machine, cluster)
+
+
+def _linked_groups(nodes: int, gpus_per_node: int, linked: int) -> int:
+    """Return the number of groups of GPUs that fast links connect: as few as have at most `linked` GPUs and equally many nodes each."""
+    most = max(linked // gpus_per_node, 1)
+    return next(groups for groups in range(1, nodes + 1) if nodes % groups == 0 and nodes // groups <= most)
 
 
 def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, schedule: str = "1F1B", micro_batch: int = 1) -> Job:
