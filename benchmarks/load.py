@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from statistics import mean
 
 LEAST_SHARE = 0.9
 MOST_WAITING = 0.5
+SETTLE = 0.1
+"""Seconds until a process that was told to stop counts as stopped: many threads do not see the signal at once."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class LoadMeter:
         self._all, self._own = self._ticks()
 
     def look(self) -> None:
-        """Count the processes in the run queue. Call it while the measured processes are stopped."""
+        """Count the processes in the run queue. Call it just after the measured processes were told to stop: they are given time to."""
+        time.sleep(SETTLE)
         counts = [line.split()[1] for line in (self._proc / "stat").read_text().splitlines() if line.startswith("procs_running ")]
         self._queue.append(max(0, int(counts[0]) - 1))  # without the one that is looking
 

@@ -153,6 +153,10 @@ class Published(Stack):
     allocator: Allocator = field(default_factory=Allocator)
 
     @property
+    def waits_for_stages(self) -> bool:
+        return False
+
+    @property
     def repeats_block(self) -> bool:
         return self.selective_share is not None
 

@@ -94,7 +94,7 @@ def load_average(checkpoint: Mapping[str, Any], local: LocalState, average: Weig
     """Go on with the average of a checkpoint. One without leaves the average as it was at the start of a fit."""
     folder, shards = TensorFolder(place(checkpoint[PATH])), average.restart()
     if folder.names(AVERAGE):
-        local.load_average(folder, shards)
+        local.load_average(folder, shards, average.buffers.values)
         average.restore()
 
 

@@ -20,6 +20,7 @@ from lightning_3d.checkpoint.state import MASTER, OptimizerOwner
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.parallel.zero.wrapped_state import inner_states, state_without_values
 from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.remote_path import place
 
@@ -166,26 +167,21 @@ def checkpoint_bytes(
         masters = has_masters and width < 4
         state = average = 0
         if parameter.requires_grad and optimizers:
-            state = state_width(optimizers[0], torch.float32 if masters else parameter.dtype) + (4 if masters else 0)
+            dtype = torch.float32 if masters else parameter.dtype
+            state = state_bytes(optimizers[0], torch.Size(spec.global_shape), dtype) + (4 * count if masters else 0)
             average = max(4, width) if averages else 0
-        own[spec.tied_to or name] = (count * (width + average), count * (width + average + state))
+        own[spec.tied_to or name] = (count * (width + average), count * (width + average) + state)
     gathered: list[Any] = [None] * mesh.size("pp")
     dist.all_gather_object(gathered, own, group=mesh.control)
     whole = {name: sizes for part in gathered for name, sizes in part.items()}
     return sum(weights for weights, _ in whole.values()), sum(everything for _, everything in whole.values())
 
 
-def state_width(optimizer: Optimizer, dtype: torch.dtype) -> int:
-    """Find the bytes that an optimizer keeps for each element of a parameter, by a step of a similar optimizer on a tensor without
+def state_bytes(optimizer: Optimizer, shape: torch.Size, dtype: torch.dtype) -> int:
+    """Find the bytes that an optimizer keeps for a parameter, without step counts, by a step of a similar optimizer on a tensor without
     values."""
-    parameter = nn.Parameter(torch.empty(4, 3, dtype=dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
     try:
-        options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        kind: Any = type(optimizer)
-        probe = kind([{**options, "params": [parameter]}])
-        probe.step()
+        states = state_without_values(optimizer, optimizer.param_groups[0], shape, dtype)
     except Exception:  # one that takes other arguments, or steps in C++: Adam, most likely
-        return _STATES * max(4, dtype.itemsize)
-    states = probe.state[parameter].values()
-    return sum(state.element_size() for state in states if isinstance(state, Tensor) and state.shape == parameter.shape)
+        return _STATES * max(4, dtype.itemsize) * prod(shape)
+    return sum(state.nbytes for state in inner_states(states).values() if isinstance(state, Tensor) and state.ndim)

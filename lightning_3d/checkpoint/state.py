@@ -1,7 +1,7 @@
 """The state of a model in training, as a checkpoint stores it: under the names that it has on one process.
 
 Names of tensors: `model.<parameter or buffer>` and `optimizer.state.<parameter>.<state>`, as
-torch.distributed.checkpoint's own helpers call them, and `average.<parameter>`.
+torch.distributed.checkpoint's own helpers call them, and `average.<parameter or buffer>`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CURRENT = "current_model."
 CURRENT_STATE = "current_model_state"
 """Key of `WeightAveraging` for them in Lightning's checkpoint dict."""
 AVERAGE = "average."
-"""Prefix of an exponential moving average of the trained weights, beside the weights themselves."""
+"""Prefix of an exponential moving average of the trained weights and of buffers, beside these themselves."""
 MASTER = "master"
 """State key of float32 master weights, where parameters are narrower."""
 
@@ -44,6 +44,7 @@ class OptimizerOwner(Protocol):
     def weight_shards(self) -> list[OptimizerShard]: ...
     def optimizer_shards(self, *, to_save: bool = False) -> list[OptimizerShard]: ...
     def average_shards(self) -> list[OptimizerShard]: ...
+    def average_buffers(self) -> dict[str, Tensor]: ...
     @property
     def keeps_average(self) -> bool: ...
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None: ...
@@ -104,9 +105,13 @@ class LocalState:
             elif name in self._parameters:
                 canonical, spec = self._parameters[name]
                 slices[prefix + canonical] = shard(tensor, spec)
-            elif not offered or self._mesh.index("dp") == self._mesh.index("cp") == 0:
+            elif not offered or self._offers_buffers:
                 slices[prefix + name] = whole(tensor)
         return slices
+
+    @property
+    def _offers_buffers(self) -> bool:
+        return self._mesh.index("dp") == self._mesh.index("cp") == 0
 
     def _data_parallel_shards(self, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
         """By name in a state dict: this rank's elements, and the first of them, of parameters whose values the module has not.
@@ -148,9 +153,15 @@ class LocalState:
                     slices[name] = flat_range(value, held.start, spec, replica=self._is_replica(spec))
         return slices, numbers
 
-    def average(self, shards: Iterable[OptimizerShard]) -> dict[str, Slices]:
-        """Slices of an average of the trained weights, by their names in the checkpoint. Its shards are those of optimizer states."""
-        slices = {}
+    def average(self, shards: Iterable[OptimizerShard], buffers: Mapping[str, Tensor], *, offered: bool) -> dict[str, Slices]:
+        """Slices of an average of the trained weights and of buffers, by their names in the checkpoint.
+
+        Args:
+            shards: those of weights, which are sharded like optimizer states.
+            buffers: those of buffers, by their names.
+            offered: whether to return only the slices that this rank may write, as in `weights`.
+        """
+        slices = {AVERAGE + name: whole(value) for name, value in buffers.items()} if not offered or self._offers_buffers else {}
         for held in shards:
             spec = self._specs[held.name]
             [value] = held.values.values()
@@ -160,10 +171,11 @@ class LocalState:
             slices[name] = shard(value, spec) if whole_shard else flat_range(value, held.start or 0, spec, replica=self._is_replica(spec))
         return slices
 
-    def load_average(self, folder: TensorFolder, shards: Iterable[OptimizerShard]) -> None:
-        """Fill an average from a checkpoint of any layout. Parameters that were not averaged there, because they were frozen, stay."""
-        saved = folder.names(AVERAGE)
-        folder.read_into({name: part for name, part in self.average(shards).items() if name.removeprefix(AVERAGE) in saved})
+    def load_average(self, folder: TensorFolder, shards: Iterable[OptimizerShard], buffers: Mapping[str, Tensor]) -> None:
+        """Fill an average from a checkpoint of any layout. What was not averaged there stays: parameters that were frozen, and the buffers
+        in a checkpoint of an earlier version."""
+        saved, targets = folder.names(AVERAGE), self.average(shards, buffers, offered=False)
+        folder.read_into({name: part for name, part in targets.items() if name.removeprefix(AVERAGE) in saved})
 
     def generators(self) -> dict[str, Slices]:
         """Slices of the random number generators: one row for each data-parallel index; ranks with the same data have the same."""

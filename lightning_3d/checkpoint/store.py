@@ -382,7 +382,7 @@ def _collector(
         held |= local.weights(checkpoint.get(CURRENT_STATE, {}), offered=True, prefix=CURRENT)
         numbers: set[str] = set()
         if owner is not None:
-            held |= local.average(owner.average_shards())
+            held |= local.average(owner.average_shards(), owner.average_buffers(), offered=True)
         if owner is not None and with_optimizer:
             state, numbers = local.optimizer(owner.optimizer_shards(to_save=True))
             held |= state | local.generators()

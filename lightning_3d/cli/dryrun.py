@@ -161,6 +161,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
         precision=PRECISIONS[plan.precision],
         clip=config["trainer"]["gradient_clip_val"],
         gpu=plan.accelerator == "gpu",
+        average_decay=config["trainer"]["average_decay"],
         whole=whole,
     )
 

@@ -16,8 +16,8 @@ from lightning_3d.evaluation.job import check
 from lightning_3d.evaluation.job import run as run_ranks
 from lightning_3d.evaluation.subject import Subject
 from lightning_3d.evaluation.tasks import Tasks, find_tasks, find_tasks_apart, require_lm_eval
-from lightning_3d.evaluation.text import Text, find_tokenizer, open_text, stop_tokens
-from lightning_3d.ranks.environment import OutsideRank, print_once
+from lightning_3d.evaluation.text import Text, find_tokenizer, open_text, refuse_bytes, require_chat_template, stop_tokens
+from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once
 from lightning_3d.ranks.progress import task
 from lightning_3d.training.job import prepare_rank
 
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 FOLDER = "lm_eval"
 """Folder for results in the folder of a run."""
 
-_OWN = ("include_path", "num_fewshot", "limit", "max_length", "tokenizer", "log_samples")
+_OWN = ("include_path", "num_fewshot", "apply_chat_template", "limit", "max_length", "tokenizer", "log_samples")
 """Options that have no meaning without --tasks."""
+_OF_LM_EVAL = ("num_fewshot", "apply_chat_template", "limit", "log_samples")
+"""Those that lm-eval takes as they are."""
 
 
 def add_options(command: Command, tokenizer: str) -> None:
@@ -41,6 +43,7 @@ def add_options(command: Command, tokenizer: str) -> None:
     )
     command.option("--include-path", "FOLDER", "folder with tasks of your own, in the YAML format of lm-eval", type=_folder)
     command.option("--num-fewshot", "N", "examples in the prompt; default: as the task says", type=whole_number("--num-fewshot"))
+    command.flag("--apply-chat-template", "put prompts into the chat template of the tokenizer, with examples as earlier turns")
     command.option("--limit", "N", "use only the first N samples of each task, or a fraction below 1", type=_limit)
     command.count("--max-length", "longest text in tokens; longer ones lose their left end; default: what the model takes")
     command.option("--tokenizer", "FOLDER", tokenizer)
@@ -86,6 +89,8 @@ def run(options: Namespace, subject: Subject, overrides: Sequence[str], outside:
     require_lm_eval()
     tasks = Tasks(options.tasks, options.include_path)
     tokenizer = find_tokenizer(subject, options.tokenizer)
+    if options.apply_chat_template:
+        refuse_bytes(tokenizer)
     evaluation = check(subject, overrides, outside, reads_data=False)
     folder = _results_folder(subject, options)
     found = None
@@ -96,7 +101,7 @@ def run(options: Namespace, subject: Subject, overrides: Sequence[str], outside:
     request = {
         "tasks": asdict(tasks), "found": found, "tokenizer": tokenizer, "stop": stop_tokens(subject), "max_length": options.max_length,
         "about": evaluation.about(), "folder": folder, "file": None if options.json is None else str(options.json.absolute()),
-        "average": options.average, "options": {key: getattr(options, key) for key in ("num_fewshot", "limit", "log_samples")},
+        "average": options.average, "options": {key: getattr(options, key) for key in _OF_LM_EVAL},
     }
     return run_ranks(evaluation, evaluate_tasks_rank, request, outside)
 
@@ -126,8 +131,11 @@ def evaluate_tasks_rank(config: dict[str, Any], checkpoint: str | None, request:
     from lightning_3d.evaluation.session import Session
 
     text = open_text(request["tokenizer"], request["stop"])
+    if request["options"].get("apply_chat_template"):
+        require_chat_template(text, request["tokenizer"])
     session = Session(config, checkpoint, average=request.get("average", False))
-    evaluate = _evaluation(session, text, request) if session.trainer.is_global_zero else None
+    place = outside_rank()  # the Trainer does not know its rank before it works
+    evaluate = _evaluation(session, text, request) if place is None or place.rank == 0 else None
     results = session.work(lambda trainer: run_together(Engine(trainer, session.max_length), text, evaluate))
     if results is not None:
         print(results.table(), flush=True)

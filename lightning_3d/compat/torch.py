@@ -304,6 +304,16 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def innermost_function_mode() -> Any:
+    """Return the `TorchFunctionMode` that was entered last and sees functions of torch first; None if there is none.
+
+    `torch.overrides._get_current_function_mode` (torch 2.11 to 2.13): the public class leaves the innermost mode, whichever it is.
+    """
+    from torch.overrides import _get_current_function_mode
+
+    return _get_current_function_mode()
+
+
 def storage_key(tensor: Tensor) -> int:
     """A number that a tensor shares with its views and its `.data`, also on meta, where the data pointer is always 0.
 

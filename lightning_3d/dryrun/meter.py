@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from lightning_3d.compat.torch_fake import Collective, collective_of, flops_of
 
@@ -109,6 +109,8 @@ class Meter(TorchDispatchMode):
             self._snapshot = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # the class itself computes with its inner tensors, in operations that arrive here
         kwargs = kwargs or {}
         result = self.execute(func, types, args, kwargs)
         self.watch(func, args, kwargs, result)

@@ -34,6 +34,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, training_order
 from lightning_3d.parallel.pipeline.transport import AHEAD
 from lightning_3d.ranks.progress import task
+from lightning_3d.strategy.exponential_average import ExponentialAverage
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
 from lightning_3d.strategy.step import MicroBatches
 from lightning_3d.strategy.step.splitter import BatchSplitter
@@ -105,7 +106,7 @@ class DryStrategy(Lightning3DStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._metered():
+        with self.metered():
             result = super().training_step(*args, **kwargs)
         if self.engine.owns_last:
             self.found.totals = self.built.runner.totals
@@ -114,11 +115,11 @@ class DryStrategy(Lightning3DStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with self._metered():
+        with self.metered(), torch.compiler.set_stance("force_eager"):  # nothing can be compiled here, and torch would warn of that
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @contextmanager
-    def _metered(self) -> Iterator[None]:
+    def metered(self) -> Iterator[None]:
         """Enter the meter, but only once: the optimizer's step calls the training step."""
         if self._is_metered:
             yield
@@ -137,6 +138,17 @@ class DryStrategy(Lightning3DStrategy):
     @override
     def teardown(self) -> None:
         """Do nothing: nothing is kept."""
+
+
+class _Average(ExponentialAverage):
+    """Average of weights without values."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, DryStrategy)
+        with strategy.metered():  # it compares weights with what callbacks wrote into them
+            super().on_train_batch_end(trainer, *args)
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,7 @@ class Job:
         precision: precision, as Lightning's Trainer takes it.
         clip: gradient_clip_val of the Trainer.
         gpu: whether the job is for GPUs, over NCCL.
+        average_decay: decay of the average of the weights that the job keeps (`ExponentialAverage`); None if it keeps none.
         whole: whether to run every micro-batch of a step, also those that add nothing new.
     """
 
@@ -214,6 +227,7 @@ class Job:
     precision: str = "32-true"
     clip: float | None = None
     gpu: bool = False
+    average_decay: float | None = None
     whole: bool = False
 
     def order(self, micro_batches: int) -> Order:
@@ -330,6 +344,7 @@ def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
         report.micro_batches, bounded = representative(job, pipeline.index(rank))
         strategy.for_gpus = job.gpu
         strategy.micro_batches = (job.accepted()[0], report.micro_batches)
+        averages = [] if job.average_decay is None else [_Average(job.average_decay)]
         batches = Batches([job.batch(job.micro_batches)] * STEPS)
         actions = sum(len(job.order(count)[pipeline.index(rank)]) for count in strategy.micro_batches)
         trainer = silent_trainer(
@@ -339,7 +354,7 @@ def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
             precision=job.precision,
             max_steps=STEPS,
             gradient_clip_val=job.clip,
-            callbacks=[measured.follow(strategy)],
+            callbacks=[measured.follow(strategy), *averages],
             use_distributed_sampler=False,
         )
         with task(what, actions, "actions") as measured.advance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -32,7 +33,7 @@ class TaskLM(TemplateLM):
     def __init__(self, ranks: RanksTogether, text: Text, max_length: int, vocabulary: int) -> None:
         super().__init__()
         self._ranks, self._text, self.max_length, self._vocabulary = ranks, text, max_length, vocabulary
-        self.tokenizer = getattr(text, "inner", None)
+        self.tokenizer: Any = getattr(text, "inner", None)
 
     @property
     @override
@@ -43,6 +44,21 @@ class TaskLM(TemplateLM):
     @override
     def prefix_token_id(self) -> int:
         return self._text.prefix
+
+    @property
+    @override
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    @override
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Write a conversation as the tokenizer's template does, without the system's turn if the template refuses it."""
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        try:
+            return str(self.tokenizer.apply_chat_template(chat_history, **options))
+        except TemplateError:
+            turns = [turn for turn in chat_history if turn["role"] != "system"]
+            return str(self.tokenizer.apply_chat_template(turns, **options))
 
     @override
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:

@@ -25,7 +25,7 @@ class TaskResults:
         about: model, layout and precision, for the file.
         manager: `TaskManager` of lm-eval that has the tasks.
         names: their names.
-        options: further arguments of `simple_evaluate`: `num_fewshot`, `limit`, `log_samples`.
+        options: further arguments of `simple_evaluate`: `num_fewshot`, `apply_chat_template`, `limit`, `log_samples`.
     """
 
     def __init__(self, model: TaskLM, about: Mapping[str, str], manager: Any, names: Sequence[str], options: Mapping[str, Any]) -> None:

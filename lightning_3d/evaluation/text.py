@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_3d.config.options.tokenizer import BYTES
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.evaluation.subject import HUGGING_FACE_CONFIG, Subject
 from lightning_3d.training.data.byte_tokens import SEPARATOR
 
@@ -106,6 +106,26 @@ def find_tokenizer(subject: Subject, given: str | None) -> str:
     if not path.is_dir() and (path.is_absolute() or name.count("/") > 1 or name.startswith(".")):
         raise ConfigError(f"There is no tokenizer {name}. Give a folder, or a name on the Hugging Face hub, with --tokenizer.")
     return str(path) if path.is_dir() else name
+
+
+def refuse_bytes(name: str) -> None:
+    """Refuse bytes where a chat template is needed. Raises ConfigError."""
+    if name == BYTES:
+        raise ConfigError("Bytes have no chat template. Evaluate without --apply-chat-template, or with another --tokenizer FOLDER.")
+
+
+def require_chat_template(text: Text, name: str) -> None:
+    """Refuse a tokenizer without a chat template, or with several of which none is the default.
+
+    Raises:
+        ConfigError: with what works.
+    """
+    refuse_bytes(name)
+    assert isinstance(text, Tokenizer)
+    found = text.inner.chat_template
+    if not found or isinstance(found, dict) and "default" not in found:
+        what = f"has several chat templates ({listed(sorted(found))}), and none is called default" if found else "has no chat template"
+        raise ConfigError(f"The tokenizer {name} {what}. Evaluate without --apply-chat-template, or with another --tokenizer FOLDER.")
 
 
 def stop_tokens(subject: Subject) -> tuple[int, ...]:

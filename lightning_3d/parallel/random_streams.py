@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_3d.compat.torch_random import EagerRandomness, default_generator, state_bytes
 
 _MASK = (1 << 64) - 1
 _ALL_RANKS = 0
@@ -31,23 +33,22 @@ class RandomState:
         enabled: False makes every call a no-op, for models without dropout.
 
     Attributes:
+        device: as given.
         deals_sequence: between its regions a block works on another part of the sequence on each tensor-parallel rank.
     """
 
-    def __init__(
-        self, seed: int, *, tp_rank: int = 0, device: torch.device | str = "cpu", enabled: bool = True
-    ) -> None:
+    def __init__(self, seed: int, *, tp_rank: int = 0, device: torch.device | str = "cpu", enabled: bool = True) -> None:
         self.enabled = enabled
         self._seed = seed
         self._tp_rank = tp_rank
-        self._device = torch.device(device)
-        self._micro_batch_key = 0
+        self.device = torch.device(device)
+        self._key = 0
+        self._key_of_graphs = _host_tensor(0)
+        self._in_graphs = False
         self.deals_sequence = False
 
     @classmethod
-    def for_model(
-        cls, module: nn.Module, *, seed: int, tp_rank: int = 0, device: torch.device | str = "cpu"
-    ) -> RandomState:
+    def for_model(cls, module: nn.Module, *, seed: int, tp_rank: int = 0, device: torch.device | str = "cpu") -> RandomState:
         """Streams for `module`, enabled unless it is known to use no dropout."""
         return cls(seed, tp_rank=tp_rank, device=device, enabled=may_use_dropout(module))
 
@@ -59,7 +60,8 @@ class RandomState:
             micro_batch: index in the global batch, so that data-parallel ranks differ.
         """
         if self.enabled:
-            self._micro_batch_key = _mix(_mix(_mix(0, self._seed), step), micro_batch)
+            self._key = _mix(_mix(_mix(0, self._seed), step), micro_batch)
+            self._key_of_graphs = _host_tensor(self._key)  # a new one: the backward of the last micro-batch may still need its own
             self.layer(-1)
 
     def layer(self, index: int) -> None:
@@ -74,15 +76,40 @@ class RandomState:
         if self.enabled:
             self._set(f"after call {number}", _ALL_RANKS)
 
-    def enter_region(self, name: str) -> None:
-        """Start the region after the column-parallel layer `name`: another stream on each tensor-parallel rank."""
-        if self.enabled:
-            self._set(name, self._tp_rank + 1)
+    def inside(self, name: str) -> Stream:
+        """The stream of the region after the column-parallel layer `name`: another one on each tensor-parallel rank."""
+        return Stream(self, name, self._tp_rank + 1)
 
-    def leave_region(self, name: str, *, alike: bool = True) -> None:
-        """Start the region after the row-parallel layer `name`: the same stream on all tensor-parallel ranks, where they are alike."""
-        if self.enabled:
-            self._set(name, _ALL_RANKS if alike else self._tp_rank + 1)
+    def outside(self, name: str, *, alike: bool = True) -> Stream:
+        """The stream after the row-parallel layer `name`: the same on all tensor-parallel ranks, where they are `alike`."""
+        return Stream(self, name, _ALL_RANKS if alike else self._tp_rank + 1)
+
+    def start(self, stream: Stream) -> None:
+        """Draw from a stream of this object from here on."""
+        if not self.enabled:
+            return
+        if self._in_graphs and torch.compiler.is_compiling():
+            random_state(self._key_of_graphs, stream.place, self.device)
+        else:
+            default_generator(self.device).manual_seed(_seed(self._key, stream.number, stream.rank))
+
+    def compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.compile` for code that starts streams: it draws what it draws uncompiled."""
+        compiled = torch.compile(forward, backend=self._backend)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outside, self._in_graphs = self._in_graphs, True
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                self._in_graphs = outside
+
+        # A user who compiles the whole model would otherwise get all of it in graphs of another backend.
+        return torch.compiler.disable(call, recursive=False)
+
+    @cached_property
+    def _backend(self) -> EagerRandomness:
+        return EagerRandomness(self.device, torch.ops.lightning_3d.random_state.default)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -90,21 +117,56 @@ class RandomState:
         if not self.enabled:
             yield
             return
-        generator = self._generator()
+        generator = default_generator(self.device)
         before = generator.get_state()
         try:
             yield
         finally:
             generator.set_state(before)
 
-    def _set(self, name: str, stream: int) -> None:
-        self._generator().manual_seed(_mix(_mix(self._micro_batch_key, _hash(name)), stream))
+    def _set(self, name: str, rank: int) -> None:
+        default_generator(self.device).manual_seed(_seed(self._key, _hash(name), rank))
 
-    def _generator(self) -> torch.Generator:
-        if self._device.type == "cuda":
-            index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-            return torch.cuda.default_generators[index]
-        return torch.default_generator
+
+class Stream:
+    """Random numbers of a place in the model, in every micro-batch others.
+
+    Attributes:
+        number: of the place.
+        rank: number of the tensor-parallel rank, from 1; 0 for a stream that is the same on all ranks.
+        place: both as a tensor in host memory. As numbers they would be part of a compiled graph, and each layer would need its own.
+    """
+
+    def __init__(self, random: RandomState, name: str, rank: int) -> None:
+        self._random = random
+        self.number, self.rank = _hash(name), rank
+        self.place = _host_tensor(self.number, rank)
+
+    def start(self) -> None:
+        """Draw from this stream from here on."""
+        self._random.start(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
+        """A copied layer draws what the layer draws."""
+        return self
+
+
+@torch.library.custom_op("lightning_3d::random_state", mutates_args=())
+def random_state(key: Tensor, place: Tensor, device: torch.device) -> Tensor:
+    """The state of a generator at the beginning of a stream in the micro-batch `key`; compiled graphs draw from it from there on."""
+    generator = torch.Generator(device)
+    generator.manual_seed(_seed(int(key.item()), *(int(number) for number in place.tolist())))
+    return generator.get_state()
+
+
+@random_state.register_fake
+def _(key: Tensor, place: Tensor, device: torch.device) -> Tensor:
+    return key.new_empty(state_bytes(device), dtype=torch.uint8)
+
+
+def _host_tensor(*numbers: int) -> Tensor:
+    """Numbers of 64 bits in host memory, modulo 2**64."""
+    return torch.tensor([number - (number >> 63 << 64) for number in numbers], dtype=torch.int64, device="cpu")
 
 
 def may_use_dropout(module: nn.Module) -> bool:
@@ -114,9 +176,7 @@ def may_use_dropout(module: nn.Module) -> bool:
     in the code of the user's own classes.
     """
     return any(
-        _drops(child)
-        or _has_probability(vars(child))
-        or _has_probability(getattr(getattr(child, "config", None), "__dict__", {}))
+        _drops(child) or _has_probability(vars(child)) or _has_probability(getattr(getattr(child, "config", None), "__dict__", {}))
         for child in module.modules()
     ) or any(_mentions_dropout(kind) for kind in {type(child) for child in module.modules()})
 
@@ -144,9 +204,7 @@ def _mentions_dropout(kind: type[nn.Module]) -> bool:
     code = getattr(kind.forward, "__code__", None)
     if code is None:
         return True
-    return any(
-        "drop" in name or "bernoulli" in name or "rand" in name for name in (*code.co_names, *_strings(code.co_consts))
-    )
+    return any("drop" in name or "bernoulli" in name or "rand" in name for name in (*code.co_names, *_strings(code.co_consts)))
 
 
 def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
@@ -161,6 +219,10 @@ def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
 def _hash(name: str) -> int:
     """Hash of a name that is the same in every process, unlike Python's."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _seed(key: int, number: int, rank: int) -> int:
+    return _mix(_mix(key, number), rank)
 
 
 def _mix(state: int, value: int) -> int:

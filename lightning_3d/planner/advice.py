@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.blocks import RECOMPUTE
-from lightning_3d.config.options.optimizer import MUON
+from lightning_3d.config.options.optimizer import MUON, few_bits_moment
 from lightning_3d.config.run_config import CompleteRun, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, plural
 from lightning_3d.layout.given_stages import AUTO, listed_stages
@@ -168,7 +168,9 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
 
 def _state_bytes(run: CompleteRun, precision: str) -> float:
     """Return the bytes that the optimizer keeps for a parameter, with the average of the weights."""
-    return _BYTES[precision][1] + (_MOMENT[precision] if run.trainer.average_decay is not None else 0.0)
+    moment, few_bits = _MOMENT[precision], few_bits_moment(run.optimizer)
+    states = _BYTES[precision][1] - (0.0 if few_bits is None else 2 * (moment - few_bits))
+    return states + (moment if run.trainer.average_decay is not None else 0.0)
 
 
 def _given_blocks(stages: Any) -> tuple[int, ...] | None:

@@ -133,6 +133,11 @@ class Stack:
         return True
 
     @property
+    def waits_for_stages(self) -> bool:
+        """True if ZeRO 3, and ranks whose group has messages of cp or ep too, send gradients when the last backward of a stage is over."""
+        return True
+
+    @property
     def repeats_block(self) -> bool:
         """True if selective recomputation repeats all element-wise operations of a block, otherwise those inside attention."""
         return False

@@ -204,9 +204,9 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
     """Return (seconds of exposed reduction and gathering, seconds of the optimizer) of a rank.
 
     Stage 0 needs an all-reduce, other stages a reduce-scatter of gradients (or an all-reduce) and an all-gather of weights. Overlapping
-    communication hides behind the backward pass of the last micro-batch of the rank's first stage. Of gradients in one
-    tensor, only those of its other stages do. Where shards have replicas, an all-reduce of the rank's shard follows. It hides there too,
-    unless gradients are in one tensor.
+    communication hides behind the backward pass of the last micro-batch of the rank's first stage. If gradients are sent by whole stages,
+    only those of its other stages do. Where shards have replicas, an all-reduce of the rank's shard follows. It hides there too, unless
+    gradients are in one tensor.
 
     Args:
         held: (parameters, parameters of routed experts) of each stage of the rank.
@@ -231,10 +231,8 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
             across = all_reduce(machine, replicas, stack.reduced_bytes * size / ranks.size)
         reduce = 0.0 if job.reduces_often else whole * gather(machine, reducing, stack.reduced_bytes * size)
         spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
-    late = _LATE
-    if job.buffers_all_gradients:  # those of a stage are sent when its last backward is over: `early_bytes` in parallel/zero/compose.py
-        late = sum(held[0]) / max(1.0, dense + routed)
-    else:
+    late = max(_LATE, sum(held[0]) / max(1.0, dense + routed)) if job.sends_whole_stages else _LATE
+    if not job.buffers_all_gradients:
         reduce, across = reduce + across, 0.0
     if stack.overlap.data if job.zero else stack.overlap.all_reduce:
         reduce = max(reduce - _HIDDEN * last.backward, late * reduce)

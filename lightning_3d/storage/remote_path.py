@@ -19,11 +19,11 @@ from typing import Any, Protocol, Self, TypeVar
 
 from lightning_3d.errors import CheckpointError
 from lightning_3d.storage.fork_gate import FORKS
+from lightning_3d.storage.url_pattern import SIGNS, matches
 
 _LOCAL = ("file", "local")
 WEB = ("http", "https")
 """Protocols of web servers, which have no listings."""
-_SIGNS = re.compile(r"[*?\[]")
 _UPLOADED = 64 * 2**20
 """Bytes of one part of an upload. S3 accepts 10,000 parts, which makes 671 GB."""
 _FETCHED = 8 * 2**20
@@ -125,21 +125,22 @@ class RemotePath:
     def is_pattern(self) -> bool:
         """Check whether the URL has one of the signs *, ? and [, the host of a web server aside."""
         inside = self.url.partition("://")[2]
-        return _SIGNS.search(inside.partition("/")[2] if self.protocol in WEB else inside) is not None
+        return SIGNS.search(inside.partition("/")[2] if self.protocol in WEB else inside) is not None
 
     def glob(self) -> dict[Self, bool]:
         """List what matches this URL, which must be a pattern, in the order in which `pathlib` sorts paths; True for folders.
 
-        As in `glob.glob`, `**` stands for any folders, and `*` matches no dot at the beginning of a name.
+        As in `glob.glob`, `**` stands for any folders, and `*` matches no dot at the beginning of a name. A folder that cannot be listed
+        is an error.
         """
         url = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in self.url.split("/"))
         with self._asked(fresh=True) as (system, _):
             pattern = str(system._strip_protocol(url)).rstrip("/")
-            entries = {name.rstrip("/"): info["type"] == "directory" for name, info in system.glob(pattern, detail=True).items()}
+            entries = matches(system, pattern)
         protocol, inside = f"{self.protocol}://", url.partition("://")[2]
         start, fixed = protocol + inside[: _first_sign(inside)], _first_sign(pattern)  # of the URL, and of the same place in the backend
-        shown = sorted((name for name in entries if _hidden(name) <= _hidden(pattern)), key=lambda name: name.split("/"))
-        return {replace(self, url=start + name[fixed:]): entries[name] for name in shown}
+        names = sorted(entries, key=lambda name: name.split("/"))
+        return {replace(self, url=start + name[fixed:]): entries[name] for name in names}
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all files below, by relative path, as the store lists them; listings may lag behind."""
@@ -270,13 +271,8 @@ def backend_call(url: str) -> Iterator[None]:
 
 def _first_sign(pattern: str) -> int:
     """Return the place of the first sign of a pattern."""
-    found = _SIGNS.search(pattern)
+    found = SIGNS.search(pattern)
     return len(pattern) if found is None else found.start()
-
-
-def _hidden(path: str) -> int:
-    """Count the names in a path that begin with a dot."""
-    return sum(name.startswith(".") for name in path.split("/"))
 
 
 Place = Path | RemotePath

@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.errors import LayoutError, NoPlanError, PlanError, listed
+from lightning_3d.errors import NoPlanError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.parallel_plan import (
@@ -199,11 +199,6 @@ def take_part(
     whole = _describe(root, name, plan, mesh, options, assignment, split)
     # Dropout anywhere in the model gives all ranks random streams, whichever stage it is on.
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
-    if tp > 1 and random.enabled and options.blocks.compile and options.blocks.recompute == "selective":
-        raise LayoutError(
-            f"compile=true with recompute=selective cannot draw the dropout of tensor-parallel ranks again; the layout has tp {tp}. Use"
-            " recompute=full, compile=false, or a model without dropout."
-        )
     state = PipelineState(random, SequenceShards(tp))
     tensor = TensorParallel(mesh.group("tp"), tp, mesh.index("tp"), random if random.enabled else None, state.sequence)
     tensor.gathers_again = options.blocks.recompute != "full" or options.blocks.recompute_every > 1
@@ -279,7 +274,10 @@ def _wrap_blocks(
     routers = make_routers(module, plan.experts, options.experts, mesh, device, sequence)
     # Recomputation around the gathers inside a block and within the split of the sequence around it: what is kept for the backward is
     # then this rank's part of a block's input, and a recomputed block gathers again.
-    process_blocks(blocks, options.blocks, tensor.sequence.moment if regions is not None else None)
+    moment = tensor.sequence.moment if regions is not None else None
+    # Tensor-parallel ranks draw alike, or not, as the streams in a block say; a compiler would draw as it likes.
+    compiler = tensor.random.compile if tensor.random is not None and tensor.size > 1 else None
+    process_blocks(blocks, options.blocks, moment, compiler)
     if regions is not None:
         shard_sequence(module, regions, tensor)
     if split is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from lightning_3d.strategy.plan_draft.auto import choose_plan, with_draft
 from lightning_3d.strategy.refusals import refuse_skipped_blocks
 from lightning_3d.strategy.self_check.check import SelfCheck
 from lightning_3d.strategy.step import LossWeights, StepRunner
+from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.splitter import BatchSplitter
@@ -127,11 +128,12 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         before_last_backward=backend.before_last_backward,
         recorder=recorder,
     )
-    runner = _make_runner(module, parts, mesh, device, options, around, engine, backend)
+    known = KnownValues(device, wanted=device.type != "cpu" and not around.shape_only)
+    runner = _make_runner(module, parts, mesh, device, options, around, engine, backend, known)
     splitter = BatchSplitter(mesh, device, model.schedule, options.zero, options.micro_batch_size, options.split_batch)
     guard = None if around.shape_only else around.guard
     return BuiltModel(
-        module, parts, mesh, device, model.schedule, backend, engine, runner, splitter, around.tracer, guard, compilation
+        module, parts, mesh, device, model.schedule, backend, engine, runner, splitter, known, around.tracer, guard, compilation
     )
 
 
@@ -176,6 +178,7 @@ def _make_runner(
     around: Surroundings,
     engine: PipelineEngine,
     backend: DataParallelBackend,
+    known: KnownValues,
 ) -> StepRunner:
     weights = LossWeights(options.model.loss)
     weigh_loss(module, weights, context_of(mesh, options.model.cp_kind) if mesh.size("cp") > 1 else None)
@@ -189,7 +192,7 @@ def _make_runner(
         weights,
         parts.state.random,
         device,
-        context=partial(_precision_context, around.precision),
+        context=partial(_step_context, around.precision, known),
         after_first_backward=check,
         routers=parts.routers,
         tracer=around.tracer,
@@ -197,7 +200,9 @@ def _make_runner(
     )
 
 
-def _precision_context(precision: Precision, hook: str) -> AbstractContextManager[Any]:
-    """A new context of Lightning's precision plugin for one call of the user's step."""
+@contextmanager
+def _step_context(precision: Precision, known: KnownValues, hook: str) -> Iterator[None]:
+    """A context for one call of the user's step: of Lightning's precision plugin, and in training of the values that the host knows."""
     names = {"training": "train_step_context", "validation": "val_step_context", "test": "test_step_context"}
-    return getattr(precision, names.get(hook, "predict_step_context"))()
+    with getattr(precision, names.get(hook, "predict_step_context"))(), known.following() if hook == "training" else nullcontext():
+        yield

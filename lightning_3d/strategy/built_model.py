@@ -30,6 +30,7 @@ from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_w
 from lightning_3d.strategy.spikes import judge_spike
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
+from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -46,6 +47,7 @@ class BuiltModel:
         engine: the pipeline schedule.
         runner: the user's step on micro-batches, driven by the engine.
         splitter: batches to micro-batches.
+        known: values on the device that the host knows.
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
         compilation: of the blocks; None without `compile`.
@@ -64,6 +66,7 @@ class BuiltModel:
     engine: PipelineEngine
     runner: StepRunner
     splitter: Splitter
+    known: KnownValues
     tracer: StepTracer
     guard: StepGuard | None
     compilation: Compilation | None = None
@@ -95,6 +98,7 @@ class BuiltModel:
         self._place = 0
         self._unreported = None
         self._earlier: list[Computed] = []
+        self.known.begin(self.module)
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
@@ -114,7 +118,9 @@ class BuiltModel:
         trainer = self.module.trainer
         place, ends = self._place, steps_after_this_batch(trainer)
         loader, index = trainer.train_dataloader, trainer.fit_loop.batch_idx
-        micro_batches = self.splitter.split(batch, trainer, loader, index, training=True, begins=place == 0)
+        self.known.begin_batch(begins=place == 0)
+        with self.known.following():  # micro-batches are rows of the batch
+            micro_batches = self.splitter.split(batch, trainer, loader, index, training=True, begins=place == 0)
         self._advise(micro_batches)
         self._place, self.ends = 0 if ends else place + 1, ends
         if place == 0:
@@ -252,6 +258,7 @@ class BuiltModel:
                 parameters whose values are on other ranks are lost.
         """
         forget_masks()  # of a step that failed
+        self.known.end()
         if whole:
             self.backend.make_whole()
         else:

@@ -18,14 +18,15 @@ from lightning_3d.strategy.rank_hooks import RankHooks
 class ExponentialAverage(pl.Callback):
     """Keeps an exponential moving average (EMA) of the trained weights, in every layout and at every ZeRO stage.
 
-    After each optimizer step it becomes decay * average + (1 - decay) * weights. It begins as the weights after the first step. This is
-    what Lightning's `EMAWeightAveraging(decay)` computes on one process.
+    After each optimizer step it becomes decay * average + (1 - decay) * weights. It begins as the weights after the first step. Saved
+    buffers of floating-point numbers (running statistics, for example) are averaged too; the others, such as counts, keep their values.
+    This is what Lightning's `EMAWeightAveraging(decay)` computes on one process, except that it averages counts too.
 
     Each rank averages the elements that its optimizer steps, so with ZeRO 1 to 3 the average takes 1 / (dp * cp) of its size.
 
     A validation during a fit uses the average. Checkpoints have weights and average, and a fit resumes both in any layout. A validation,
-    test or prediction with `ckpt_path` reads the average of the checkpoint. Buffers are not averaged. After the fit the module has the
-    weights; `load_full_state_dict(path, average=True)` reads the average.
+    test or prediction with `ckpt_path` reads the average of the checkpoint. After the fit the module has the weights;
+    `load_full_state_dict(path, average=True)` reads the average.
 
     Args:
         decay: at least 0 and below 1. 0.999 averages about the last 1000 steps.

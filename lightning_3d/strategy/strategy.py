@@ -356,7 +356,7 @@ class Lightning3DStrategy(CheckpointHooks):
         if fitting:
             self.setup_optimizers(trainer)
             if (average := average_of(trainer)) is not None:
-                self.built.backend.keep_average(average.decay)
+                self.built.backend.keep_average(self.user_module, average.decay)
             self._hold_checkpoint_folders(trainer)
         self.setup_precision_plugin()
         # Last: averaging callbacks copy the module as it is now.
@@ -403,6 +403,14 @@ class Lightning3DStrategy(CheckpointHooks):
         self.built.module.to(self.root_device)
 
     # Steps
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device. Of a training batch, the host keeps the values by which models choose their attention."""
+        if not self.user_module.trainer.training:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with self.built.known.moving():
+            return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

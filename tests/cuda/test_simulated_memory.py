@@ -16,8 +16,9 @@ import simulated_fits
 import simulated_ranks
 import torch
 from alphabet_fits import MODEL, OPTIMIZER
+from masked_batches import with_mask
 from parity import Cell
-from reference import Recipe
+from reference import Recipe, data
 from simulated_parity import LATE, check
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,11 +53,14 @@ def test_communicators(cell: Cell) -> None:
 LAYERS, STEPS = 4, 5
 LOGGING = {"parallel/expert/routers.py": 1}
 """Reads of a step that are logged: the loads of experts. Loss and norm are copied, and the host waits for the copies."""
-MODELS_OWN = "masking_utils.py"
-"""Transformers' models look at each mask, on one GPU too."""
 
 
-def waits(recipe: Recipe, **strategy: Any) -> Counter[str]:
+def train(recipe: Recipe, mask: str, **strategy: Any) -> None:
+    """Run the recipe with masks of this kind, see `with_mask`."""
+    parity.fit_on_rank(recipe, parity.Rows(with_mask(data(recipe), mask)), parity.Module(recipe), **strategy)
+
+
+def waits(recipe: Recipe, mask: str, **strategy: Any) -> Counter[str]:
     """How often the host waits for the device in the last step, by the file that makes it wait."""
     import simulated_cuda
 
@@ -84,7 +88,7 @@ def waits(recipe: Recipe, **strategy: Any) -> Counter[str]:
     made = parity.quiet_trainer
     parity.quiet_trainer = lambda **arguments: made(**arguments | {"callbacks": [*arguments["callbacks"], LastStep()]})
     with Watch() as watch:
-        parity.train_on_rank(recipe, **strategy)
+        train(recipe, mask, **strategy)
     return found
 
 
@@ -97,17 +101,25 @@ WAITING = [
     Cell(cp=2),
     Cell("mixtral", ep=2, dp=2),
 ]
+MASKED = [
+    (Cell(tp=2, pp=2), "right"),
+    (Cell("gemma3", pp=2, dp=2), "left"),
+    (Cell("mistral", dp=2, zero=1), "packed"),
+    (Cell("qwen3", dp=2), "ones"),
+    (Cell(cp=2), "right"),
+    (Cell(cp=2), "packed"),
+]
+"""Questions about masks are answered from host memory."""
 
 
-@pytest.mark.parametrize("cell", WAITING, ids=lambda cell: cell.name)
-def test_the_host_waits_for_the_device_only_to_log(cell: Cell) -> None:
+@pytest.mark.parametrize(("cell", "mask"), [*((cell, "none") for cell in WAITING), *MASKED], ids=lambda part: getattr(part, "name", part))
+def test_the_host_waits_for_the_device_only_to_log(cell: Cell, mask: str) -> None:
     """Later than the first steps, in which batches are compared. Dispatching waits once for each mixture layer and micro-batch."""
     recipe = dataclasses.replace(cell.recipe, steps=STEPS)
-    for found in simulated_ranks.run(waits, cell.world_size, recipe, environment=LATE, **parity.strategy_arguments(cell)):
-        own = Counter({name: count for name, count in found.items() if not name.endswith(MODELS_OWN)})
+    for found in simulated_ranks.run(waits, cell.world_size, recipe, mask, environment=LATE, **parity.strategy_arguments(cell)):
         micro_batches = recipe.global_batch // cell.dp // cell.micro_batch
         allowed = Counter(LOGGING | {"parallel/expert/dispatch.py": LAYERS * micro_batches if cell.ep > 1 else 0})
-        assert own <= allowed, own - allowed
+        assert found <= allowed, found - allowed
 
 
 def as_a_configuration_builds_it(module: Any) -> torch.optim.Optimizer:
@@ -120,42 +132,31 @@ def as_a_configuration_builds_it(module: Any) -> torch.optim.Optimizer:
     return made
 
 
-def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
+def waits_before_the_launch(recipe: Recipe, mask: str, **strategy: Any) -> int:
     """How often the host waits for the device in the training steps of the batches of the last step, of the last one until it has launched
-    the optimizer, but for Transformers' looks at positions. The model logs its loss and returns more."""
+    the optimizer. The model logs its loss and returns more."""
     import simulated_cuda
-    from transformers import masking_utils
 
     from lightning_3d.strategy import Lightning3DStrategy
 
     counted: list[int] = [0]
-    apart = [0]
     begun = [0]
 
     def total() -> int:
         return sum(simulated_cuda.synchronizations().values())
 
-    def begin_apart(look: Any) -> Any:
-        def looked(*args: Any) -> Any:
-            before = total()
-            result = look(*args)
-            apart[0] += total() - before
-            return result
-
-        return looked
-
-    train, step, own_step = Lightning3DStrategy.training_step, BuiltModel.step_optimizer, parity.Module.training_step
+    train_batch, step, own_step = Lightning3DStrategy.training_step, BuiltModel.step_optimizer, parity.Module.training_step
 
     def training_step(plan: Any, *args: Any) -> Any:
-        apart[0], begun[0] = 0, total()
-        outputs = train(plan, *args)
+        begun[0] = total()
+        outputs = train_batch(plan, *args)
         if not plan.built.ends:
-            counted[-1] += total() - begun[0] - apart[0]
+            counted[-1] += total() - begun[0]
         return outputs
 
     def step_optimizer(built: Any) -> None:
         step(built)
-        counted[-1] += total() - begun[0] - apart[0]
+        counted[-1] += total() - begun[0]
         counted.append(0)
 
     def logging_step(module: Any, *args: Any) -> Any:
@@ -164,26 +165,29 @@ def waits_before_the_launch(recipe: Recipe, **strategy: Any) -> int:
         return {"loss": loss, "twice": 2 * loss.detach()}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masking_utils, "find_packed_sequence_indices", begin_apart(masking_utils.find_packed_sequence_indices))
         patch.setattr(Lightning3DStrategy, "training_step", training_step)
         patch.setattr(BuiltModel, "step_optimizer", step_optimizer)
         patch.setattr(parity.Module, "configure_optimizers", as_a_configuration_builds_it)
         patch.setattr(parity.Module, "training_step", logging_step)
-        parity.train_on_rank(recipe, **strategy)
+        train(recipe, mask, **strategy)
     return counted[STEPS - 1]
 
 
-ACCUMULATING = [*((cell, 1) for cell in WAITING[:-1]), (WAITING[0], 2), (WAITING[1], 4), (WAITING[3], 4)]
+LAUNCHES = [
+    *((cell, "none", 1) for cell in WAITING[:-1]),
+    *((WAITING[place], "none", accumulate) for place, accumulate in ((0, 2), (1, 4), (3, 4))),
+    (MASKED[0][0], "right", 2),
+]
 
 
-@pytest.mark.parametrize(("cell", "accumulate"), ACCUMULATING, ids=lambda value: getattr(value, "name", str(value)))
-def test_the_host_launches_a_default_optimizer_before_it_waits(cell: Cell, accumulate: int) -> None:
+@pytest.mark.parametrize(("cell", "mask", "accumulate"), LAUNCHES, ids=lambda value: getattr(value, "name", str(value)))
+def test_the_host_launches_a_default_optimizer_before_it_waits(cell: Cell, mask: str, accumulate: int) -> None:
     """After the last of several batches, too."""
     recipe = dataclasses.replace(cell.recipe, steps=STEPS)
     rows = min(cell.micro_batch, recipe.global_batch // cell.dp // accumulate)
     arguments = parity.strategy_arguments(cell) | {"accumulate": accumulate, "micro_batch_size": rows}
-    for found in simulated_ranks.run(waits_before_the_launch, cell.world_size, recipe, environment=LATE, **arguments):
-        assert found == 0
+    found = simulated_ranks.run(waits_before_the_launch, cell.world_size, recipe, mask, environment=LATE, **arguments)
+    assert found == [0] * cell.world_size
 
 
 def fused_in_a_run(optimizer: dict[str, Any], **strategy: Any) -> set[Any]:

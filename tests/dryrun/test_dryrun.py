@@ -40,8 +40,12 @@ class Deep(Cell):
         return replace(super().recipe, steps=STEP + TIMES)
 
 
+class Averaged(Deep):
+    """A cell that keeps an average of its weights: in float32 a third of what the optimizer keeps."""
+
+
 CELLS = {
-    "few ranks": Deep("llama", pp=2, dp=2, zero=3),
+    "few ranks": Averaged("llama", pp=2, dp=2, zero=3),
     "zero 0": Deep("llama", tp=2, pp=2, dp=2, zero=0),
     "zero 3": Deep("llama", tp=2, pp=2, dp=2, zero=3),
     "interleaved": Deep("llama", tp=2, pp=2, dp=2, zero=1, schedule="Interleaved1F1B"),
@@ -72,6 +76,7 @@ MORE = {
     "shard groups scattered": Deep("llama", dp=4, pp=2, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
     "shard groups of experts": Deep("qwen3_moe", ep=2, tp=2, dp=4, zero=3, options=(("zero_shard_size", 2),)),
     "overlapped gather": Deep("llama", tp=2, dp=2, zero=1, options=(("zero_overlap_gather", True),)),
+    "averaged": Averaged("llama", dp=2, zero=2),
     "ep pp": Deep("qwen3_moe", ep=2, pp=2, dp=4, zero=2),
 }
 
@@ -163,8 +168,13 @@ class Balance(pl.Callback):
         indices.copy_((torch.arange(indices.numel()) % router.num_experts).view_as(indices))
 
 
+def decay_of(cell: Cell) -> float | None:
+    return 0.9 if isinstance(cell, Averaged) else None
+
+
 def real_rank(cell: Cell) -> Seen:
     """Train some steps as any user would, and watch one."""
+    from lightning_3d import ExponentialAverage
     from lightning_3d.dryrun.meter import Meter
     from lightning_3d.dryrun.rank_report import Measured, RankReport
     from lightning_3d.strategy import Lightning3DStrategy
@@ -188,7 +198,8 @@ def real_rank(cell: Cell) -> Seen:
                 peaks.append(live.peak)
                 measured.step += 1
 
-    callbacks = [Balance(), Watch(seen), callback, Repeat()]
+    averages = [ExponentialAverage(decay)] if (decay := decay_of(cell)) is not None else []
+    callbacks = [Balance(), Watch(seen), callback, Repeat(), *averages]
     steps = cell.recipe.steps
     trainer = quiet_trainer(strategy=strategy, devices=cell.world_size, max_steps=steps, callbacks=callbacks, max_epochs=steps)
     rows = Rows(data(cell.recipe))
@@ -213,6 +224,7 @@ def dry_rank(cell: Cell, rank: int, **options: Any) -> Any:
         layout=layout,
         schedule=schedule,
         micro_batches=rows // cell.micro_batch,
+        average_decay=decay_of(cell),
         **options,
     )
     return dry_run(job, rank)

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_3d.evaluation import tasks as found_tasks
 from lightning_3d.evaluation.job import check
 from lightning_3d.evaluation.subject import find_subject
 from lightning_3d.evaluation.tasks import Tasks, find_tasks, find_tasks_apart, require_lm_eval
+from lightning_3d.evaluation.text import open_text, require_chat_template
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -50,6 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, folder: Path) -> dict[str, Any]:
+    return by_transformers(model, folder)
+
+
+def by_transformers(model: Path, folder: Path, **options: Any) -> dict[str, Any]:
     """What lm-eval computes with Transformers, one text at a time."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -60,7 +66,25 @@ def expected(model: Path, folder: Path) -> dict[str, Any]:
     assert reference.max_length == POSITIONS
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     with mock.patch(ENVIRONMENT, return_value=""):
-        return dict(lm_eval.simple_evaluate(reference, tasks=list(NAMES), task_manager=manager))
+        return dict(lm_eval.simple_evaluate(reference, tasks=list(NAMES), task_manager=manager, **options))
+
+
+TEMPLATE = (
+    "{{ bos_token }} {% for turn in messages %}{{ {'user': 'w30 ', 'assistant': 'w31 '}[turn.role] }}{{ turn.content }} [end] {% endfor %}"
+    "{% if add_generation_prompt %}w31 {% endif %}"
+)
+"""A chat template of words."""
+
+
+def with_template(model: Path, folder: Path) -> Path:
+    """The same model, with a tokenizer that has the template."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def request(folder: Path, output: Path, **options: Any) -> dict[str, Any]:
@@ -110,18 +134,36 @@ def test_results_are_those_of_lm_eval_with_transformers(
     model: Path, folder: Path, expected: dict[str, Any], tmp_path: Path, layout: str, overrides: list[str]
 ) -> None:
     run(model, layout, request(folder, tmp_path), *overrides)
-    found = json.loads((tmp_path / "results.json").read_text())
+    assert_same(tmp_path, expected)
+
+
+@pytest.mark.full
+def test_chat_templates_are_those_of_lm_eval_with_transformers(model: Path, folder: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+    """With examples, which are earlier turns."""
+    talks = with_template(model, tmp_path / "model")
+    wanted = by_transformers(talks, folder, apply_chat_template=True, num_fewshot=2)
+    run(talks, "dp2", request(folder, tmp_path / "out", apply_chat_template=True, num_fewshot=2))
+    found = assert_same(tmp_path / "out", wanted)
+    assert found["chat_template"] == TEMPLATE and found["fewshot_as_multiturn"]
+    for name in ("tiny_choice", "tiny_text"):
+        assert flat(samples(tmp_path / "out", name)[2]["resps"]) != flat(expected["samples"][name][2]["resps"])
+
+
+def assert_same(output: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """Compare the metrics and each answer of a run with those of lm-eval. Returns what the file of results has."""
+    found: dict[str, Any] = json.loads((output / "results.json").read_text())
     assert set(found["results"]) == set(NAMES)
     for name in NAMES:
         for metric, value in expected["results"][name].items():
             assert found["results"][name][metric] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), metric
-        pairs = list(zip(samples(tmp_path, name), expected["samples"][name], strict=True))
+        pairs = list(zip(samples(output, name), expected["samples"][name], strict=True))
         for sample, right in pairs:
             answers, others = flat(sample["resps"]), flat(right["resps"])
             assert [type(answer) for answer in answers] == [type(answer) for answer in others]
             for answer, other in zip(answers, others, strict=True):
                 assert answer == (pytest.approx(other, rel=1e-6) if isinstance(other, float) else other)
         assert [sample["doc_hash"] for sample, _ in pairs] == [right["doc_hash"] for _, right in pairs]
+    return found
 
 
 def test_the_tasks_are_not_trivial(expected: dict[str, Any]) -> None:
@@ -147,6 +189,19 @@ def test_a_length_that_the_model_does_not_take_is_refused(model: Path, folder: P
 
 
 # What is refused
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(model: Path) -> None:
+    text: Any = open_text(str(model), ())
+    with pytest.raises(ConfigError, match="has no chat template. Evaluate without --apply-chat-template"):
+        require_chat_template(text, str(model))
+    text.inner.chat_template = {"tools": TEMPLATE, "answers": TEMPLATE}
+    with pytest.raises(ConfigError, match=r"has several chat templates \(answers and tools\), and none is called default"):
+        require_chat_template(text, str(model))
+    text.inner.chat_template = {"tools": TEMPLATE, "default": TEMPLATE}
+    require_chat_template(text, str(model))
+    with pytest.raises(ConfigError, match="Bytes have no chat template"):
+        require_chat_template(open_text("bytes", ()), "bytes")
 
 
 def own_tasks_only(patch: pytest.MonkeyPatch, folder: Path) -> None:

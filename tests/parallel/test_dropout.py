@@ -35,7 +35,7 @@ def streams() -> dict[str, Tensor]:
         def set_state() -> None:
             state = RandomState(seed, tp_rank=tp_rank)
             state.begin(step, micro_batch)
-            state.enter_region(name)
+            state.inside(name).start()
 
         return set_state
 
@@ -57,8 +57,8 @@ def streams() -> dict[str, Tensor]:
         "before_blocks": kept(outside(lambda state: None)),
         "block_2": kept(outside(lambda state: state.layer(2))),
         "block_3": kept(outside(lambda state: state.layer(3))),
-        "after_region": kept(outside(lambda state: state.leave_region("h.2.o"))),
-        "same_name_outside": kept(outside(lambda state: state.leave_region("h.2.q"))),
+        "after_region": kept(outside(lambda state: state.outside("h.2.o").start())),
+        "same_name_outside": kept(outside(lambda state: state.outside("h.2.q").start())),
     }
 
 
@@ -86,9 +86,9 @@ def test_replicated_streams_do_not_depend_on_the_rank() -> None:
     def after(tp_rank: int) -> Tensor:
         state = RandomState(1, tp_rank=tp_rank)
         state.begin(0, 0)
-        state.enter_region("q")
+        state.inside("q").start()
         torch.rand(tp_rank + 3)
-        state.leave_region("o")
+        state.outside("o").start()
         outside = torch.rand(5)
         torch.rand(tp_rank + 3)
         state.layer(2)
@@ -102,8 +102,8 @@ def test_disabled_streams_touch_nothing() -> None:
     before = torch.get_rng_state()
     state.begin(0, 0)
     state.layer(1)
-    state.enter_region("q")
-    state.leave_region("o")
+    state.inside("q").start()
+    state.outside("o").start()
     assert torch.equal(torch.get_rng_state(), before)
 
 

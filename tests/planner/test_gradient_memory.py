@@ -1,4 +1,4 @@
-"""Memory of gradients that the planner counts, by hand and against a dry run."""
+"""Memory of gradients and optimizer states that the planner counts, by hand and against a dry run."""
 
 from __future__ import annotations
 
@@ -49,3 +49,14 @@ def test_gradients_at_their_peak_are_those_of_a_dry_run(words: tuple[str, ...]) 
     memory = memory_of(job(*words))
     counted = peak["gradients"] + peak["temporary"]
     assert memory.gradients + memory.activations + memory.loss == pytest.approx(counted, rel=1e-3), peak
+
+
+@pytest.mark.parametrize(
+    ("name", "moments"), [("AdamW", 8.0), ("AdamW8bit", 2 + 8 / 256), ("AdamW4bit", 1 + 8 / 128), ("AdamWFp8", 2 + 8 / 256)]
+)
+def test_the_planner_counts_states_of_few_bits(name: str, moments: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside float32 master weights: a code of each element and a float32 scale of each block."""
+    package = "torch" if name == "AdamW" else "torchao"
+    monkeypatch.setenv("LIGHTNING_3D_ALLOW_TARGETS", package)
+    chosen = job("parallelism.zero_stage=0", "optimizer=torch", f"optimizer._target_={package}.optim.{name}")
+    assert memory_of(chosen).optimizer == pytest.approx((4 + moments) * 8_030_261_248, rel=1e-6)

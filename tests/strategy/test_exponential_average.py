@@ -29,14 +29,16 @@ Weights = dict[str, Tensor]
 
 
 class Recorded(pl.Callback):
-    """The weights after each step, and the losses of validations."""
+    """The weights and the saved buffers after each step, and the losses of validations."""
 
     def __init__(self) -> None:
         self.weights: list[Weights] = []
+        self.buffers: list[Weights] = []
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
         self.weights.append({name: parameter.detach().clone() for name, parameter in module.named_parameters()})
+        self.buffers.append({name: buffer.clone() for name, buffer in module.named_buffers() if name in module.state_dict()})
 
     def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["val_loss"]))
@@ -70,7 +72,26 @@ class Mixture(Llama):
         self.model = MixtralForCausalLM(config)  # type: ignore[assignment]
 
 
-MODELS: dict[str, type[Llama]] = {"llama": Llama, "mixtral": Mixture}
+class Normed(Llama):
+    """The same with logits that a batch norm scales: in a validation, by its running statistics."""
+
+    def __init__(self, learning_rate: float = 1e-3) -> None:
+        super().__init__(learning_rate)
+        self.scale = nn.BatchNorm1d(VOCABULARY, affine=False)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        assert self.model is not None
+        logits = self.model(input_ids=batch["input_ids"]).logits[:, :-1]
+        return nn.functional.cross_entropy(self.scale(logits.flatten(0, 1)), batch["labels"][:, 1:].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+MODELS: dict[str, type[Llama]] = {"llama": Llama, "mixtral": Mixture, "normed": Normed}
 
 
 def alone(kind: str, precision: Any, epochs: int, averages: bool) -> tuple[list[Weights], list[float]]:
@@ -185,6 +206,67 @@ def test_a_fit_resumes_the_average_in_another_layout(
     path = tmp_path / f"step={2 * STEPS}.ckpt"
     assert distance(load_full_state_dict(path, average=True), formula(weights)) < BOUNDS[precision]
     assert [own for own, _ in found] == [[pytest.approx(losses[1], rel=1e-5)]] * len(found)
+
+
+def normed_alone(folder: str) -> tuple[Weights, list[float]]:
+    """One process with Lightning's average: the module with it, and the losses of validations."""
+    module = Normed(learning_rate=3e-4)
+    with torch.device("meta"):
+        module.configure_model()
+    initialize(module, 0)
+    recorded = Recorded()
+    quiet_trainer(max_epochs=2, callbacks=[recorded, EMAWeightAveraging(decay=DECAY)]).fit(module, datamodule=TextData(GLOBAL_BATCH))
+    return {name: value.clone() for name, value in module.state_dict().items()}, recorded.losses
+
+
+def normed_fit(folder: str, layout: str, resume: str | None = None, **options: Any) -> tuple[list[Weights], list[float], bool]:
+    """Each step's buffers, the losses of validations, and whether the buffers at the end are those of the last step, bit for bit."""
+    from lightning_3d import ExponentialAverage, Lightning3DStrategy
+
+    parsed, recorded = Layout.parse(layout), Recorded()
+    strategy = Lightning3DStrategy(layout, micro_batch_size=GLOBAL_BATCH // parsed.dp, **options)
+    keeps = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=STEPS, save_top_k=-1)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=parsed.world_size, max_epochs=2, enable_checkpointing=True,
+        callbacks=[recorded, keeps, ExponentialAverage(DECAY)],
+    )
+    module = Normed(learning_rate=3e-4)
+    trainer.fit(module, datamodule=TextData(GLOBAL_BATCH // parsed.dp), ckpt_path=resume)
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    last = dict(module.named_buffers())
+    return recorded.buffers, recorded.losses, all(torch.equal(last[name], value) for name, value in recorded.buffers[-1].items())
+
+
+STATISTICS, COUNT = ("scale.running_mean", "scale.running_var"), "scale.num_batches_tracked"
+
+
+@pytest.mark.parametrize("zero_stage", by_default([3, 0], 0))
+def test_running_statistics_are_averaged_as_lightning_does(zero_stage: int, tmp_path: Path) -> None:
+    [(expected, losses)] = run_ranks(normed_alone, 1, str(tmp_path))
+    [(_, own, unchanged)] = run_ranks(normed_fit, 1, str(tmp_path), "dp1", zero_stage=zero_stage)
+    assert own == pytest.approx(losses, rel=1e-5) and unchanged
+    for name in (f"step={2 * STEPS}", "after"):
+        average, plain = (load_full_state_dict(tmp_path / f"{name}.ckpt", average=chosen) for chosen in (True, False))
+        assert distance(average, {name: value for name, value in expected.items() if name != COUNT}) < BOUNDS["32-true"]
+        assert average[COUNT] == plain[COUNT] == 2 * STEPS
+        assert min(distance(average, {name: plain[name]}) for name in STATISTICS) > 1e-3  # the bound can tell the two apart
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "zero_stage"), [("dp2", 3), ("dp2", 1), ("cp2", 0)])
+def test_running_statistics_are_those_of_the_first_rank(layout: str, zero_stage: int, tmp_path: Path) -> None:
+    buffers, _, unchanged = run_ranks(normed_fit, 2, str(tmp_path), layout, zero_stage=zero_stage)[0]
+    average = load_full_state_dict(tmp_path / f"step={2 * STEPS}.ckpt", average=True)
+    assert distance(average, {name: formula(buffers)[name] for name in STATISTICS}) < BOUNDS["32-true"] and unchanged
+
+
+@pytest.mark.full
+def test_a_fit_resumes_the_average_of_running_statistics(tmp_path: Path) -> None:
+    run_ranks(normed_fit, 1, str(tmp_path), "dp1")
+    whole = load_full_state_dict(tmp_path / f"step={2 * STEPS}.ckpt", average=True)
+    again = tmp_path / "again"
+    run_ranks(normed_fit, 1, str(again), "dp1", resume=str(tmp_path / f"step={STEPS}.ckpt"), zero_stage=3)
+    assert distance(load_full_state_dict(again / f"step={2 * STEPS}.ckpt", average=True), whole) < BOUNDS["32-true"]
 
 
 def master_average(folder: str, zero_stage: int) -> float:

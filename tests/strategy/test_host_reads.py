@@ -1,6 +1,7 @@
 """A training step launches all of its work, the optimizer's too, before the host reads a number that the device computes."""
 
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from counting import HostWaits
 from lightning.pytorch.callbacks import Callback
+from masked_batches import known_on_cpu, with_mask
 from ranks import run_ranks
 from reference import Recipe, data
 from sweeps import by_default
@@ -29,16 +31,18 @@ ON_HOST = (
     "agree_about_logs",
     "_require_same_order",
     "finish",  # of `EagerReduction`
-    "find_packed_sequence_indices",  # of Transformers, for each micro-batch: not ours
+    "read_host_copy",  # of `KnownValues`
+    *("_padding", "cover"),  # of masks with context parallelism: of a copy in host memory
     "_get_value",  # of torch: an optimizer that is not fused counts its steps in host memory
 )
-"""Functions whose reads do not wait for a device, or are not ours."""
+"""Functions whose reads do not wait for a device."""
 
 CELLS: list[tuple[str, dict[str, Any]]] = [
     ("dp2", {"zero_stage": 1, "dtype": "bfloat16"}),
-    ("tp2_pp2", {}),
+    ("tp2_pp2", {"mask": "right"}),
     ("dp2", {}),
     ("cp2", {}),
+    ("cp2", {"mask": "right"}),
     ("dp2", {"zero_stage": 2, "zero_reduce": "micro_batch", "zero_overlap_gather": True}),
     ("dp2", {"zero_stage": 3, "dtype": "bfloat16"}),
     ("dp2", {"zero_stage": 3, "zero_gather": "micro_batch"}),
@@ -76,9 +80,19 @@ class Ends(parity.StepValues):
         self.seen.append((float(outputs["loss"]), float(outputs["twice"]), float(trainer.callback_metrics["loss_step"])))
 
 
-def fit(layout: str, model: str = "llama", dtype: str = "float32", *, fused: bool = True, accumulate: int = 1, **options: Any) -> Any:
-    """(reads of each step before its optimizer is launched, what callbacks see, (losses, norms)) on this rank."""
+def fit(layout: str, model: str = "llama", dtype: str = "float32", *, known: bool = True, **options: Any) -> Any:
+    """(reads of each step before its optimizer is launched, what callbacks see, (losses, norms)) on this rank.
+
+    Args:
+        known: whether the host answers questions about masks as on a GPU.
+    """
+    with known_on_cpu() if known else nullcontext():
+        return _fit(layout, model, dtype, **options)
+
+
+def _fit(layout: str, model: str, dtype: str, *, mask: str = "none", fused: bool = True, accumulate: int = 1, **options: Any) -> Any:
     recipe = Recipe(model, 4, steps=STEPS, global_batch=4)
+    rows = parity.Rows(with_mask(data(recipe), mask))
     plan = Lightning3DStrategy(layout, micro_batch_size=1, seed=0, self_check="never", **options)
     assert plan.layout is not None
     ends, module = Ends(), Logs(recipe)
@@ -114,7 +128,7 @@ def fit(layout: str, model: str = "llama", dtype: str = "float32", *, fused: boo
             plan.built.step_optimizer = launch  # type: ignore[method-assign]
 
     plan.training_step, plan.optimizer_step = counted_step, counted_optimizer  # type: ignore[method-assign]
-    trainer.fit(module, datamodule=parity.Data(parity.Rows(data(recipe)), 4 // plan.layout.dp // accumulate))
+    trainer.fit(module, datamodule=parity.Data(rows, 4 // plan.layout.dp // accumulate))
     return reads, ends.seen, (ends.losses, ends.grad_norms)
 
 
@@ -132,6 +146,30 @@ def test_nothing_is_read_before_the_optimizer_is_launched(layout: str, options: 
         assert all(reads_first)
         assert numbers == numbers_first and seen == seen_first
         assert all(logged == pytest.approx(loss, rel=1e-2) for loss, _, logged in seen)
+
+
+READS = {"llama": (1, 1, 2), "gemma3": (2, 1, 2), "mistral": (1, 0, 0), "gpt2_tiny": (1, 1, 2)}
+"""Reads that Transformers' masks cost for a micro-batch without a mask, with a mask of ones, and with padding."""
+ASKED = [(model, mask, reads) for model, counts in READS.items() for mask, reads in zip(("none", "ones", "right"), counts, strict=True)]
+
+
+@pytest.mark.parametrize(("model", "mask", "reads"), by_default(ASKED, 3, 11), ids=str)
+def test_no_mask_is_read(model: str, mask: str, reads: int) -> None:
+    """And the model computes the same as where Transformers reads it."""
+    [(answered, seen, numbers)] = run_ranks(fit, 1, "dp1", model, mask=mask)
+    [(read, seen_read, numbers_read)] = run_ranks(fit, 1, "dp1", model, mask=mask, known=False)
+    assert answered[CHECKED:] == [[]] * (STEPS - CHECKED)
+    assert [len(names) for names in read[CHECKED:]] == [4 * reads] * (STEPS - CHECKED)
+    assert numbers == numbers_read and seen == seen_read
+
+
+@pytest.mark.full
+def test_no_mask_is_read_outside_compiled_and_recomputed_blocks() -> None:
+    how: dict[str, Any] = {"mask": "left", "compile": True, "recompute": "full"}
+    [(answered, seen, numbers)] = run_ranks(fit, 1, "dp1", "gemma3", **how)
+    [(_, seen_read, numbers_read)] = run_ranks(fit, 1, "dp1", "gemma3", known=False, **how)
+    assert answered[CHECKED:] == [[]] * (STEPS - CHECKED)
+    assert numbers == numbers_read and seen == seen_read
 
 
 def test_a_mixture_reads_once_for_each_layer() -> None:

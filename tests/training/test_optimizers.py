@@ -1,6 +1,7 @@
 """The optimizers and schedules that a configuration names: closed formulas, classes of torch, and what is refused."""
 
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -363,7 +364,22 @@ def test_fused_and_foreach_steps_are_equal(name: str, options: dict[str, Any], d
         torch.testing.assert_close(ends[0], other, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
 
 
-def test_states_of_few_bits_are_refused_before_ranks_start() -> None:
-    with pytest.raises(ConfigError, match=r"AdamW8bit keeps its states in few bits.*Checkpoints"):
-        check_sharding({"_target_": "torchao.optim.AdamW8bit"}, Layout(), 0)
-    check_sharding({"_target_": "torchao.optim.CPUOffloadOptimizer"}, Layout(), 0)
+FEW_BITS = [
+    ("tp2_pp2_dp2", 0, "tp2 would split. Use pp2_dp4 with zero_stage=0."),
+    ("dp2_ep2", 0, "ep2 would split. Use dp2 with zero_stage=0."),
+    ("tp2_cp2", 1, "tp2 and zero_stage=1 would split. Use dp2_cp2 with zero_stage=0."),
+    ("pp2", 3, "zero_stage=3 would split. Use pp2 with zero_stage=0."),
+]
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"])
+@pytest.mark.parametrize(("layout", "zero", "message"), FEW_BITS)
+def test_states_of_few_bits_are_refused_before_ranks_start(name: str, layout: str, zero: int, message: str) -> None:
+    config = {"_target_": f"torchao.optim.{name}"}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_sharding(config, Layout.parse(layout), zero)
+    check_sharding(config, Layout.parse(message.partition("Use ")[2].partition(" ")[0]), 0)
+
+
+def test_only_optimizers_of_torchao_with_blocks_are_refused() -> None:
+    check_sharding({"_target_": "torchao.optim.CPUOffloadOptimizer"}, Layout.parse("tp2"), 1)

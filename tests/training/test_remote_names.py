@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ import numpy as np
 import pytest
 from command_line import assert_refused, run_commands
 from data_modules import trainer_of
-from file_server import FileServer, serving
+from file_server import FileServer
+from fsspec.spec import AbstractFileSystem
 from quick_runs import QUICK
 from token_shards import write_shards
 
 from lightning_3d.config.options.data_urls import check_data_urls
 from lightning_3d.config.options.sources import read_sources
 from lightning_3d.errors import ConfigError, DataError, UnreachableData
-from lightning_3d.storage import steady_path
 from lightning_3d.storage.steady_path import SteadyPath
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.data.corpus import find_at_url, find_corpus
@@ -33,21 +32,9 @@ from lightning_3d.training.data.indexed_file import pack_index
 LENGTH, TOKENS, VOCABULARY = 1024, 400_000, 3000
 LIMIT = 2**20
 """Bytes of the smallest cache."""
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
 IDS = np.random.default_rng(0).integers(1, VOCABULARY, TOKENS, dtype=np.int32)
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(steady_path, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(steady_path, "LONGEST_WAIT_SECONDS", 0.01)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
-    (tmp_path / "files").mkdir()
-    with serving(tmp_path / "files") as found:
-        yield found
 
 
 def upload(folder: Path) -> str:
@@ -145,6 +132,59 @@ def test_a_pattern_names_the_files_that_it_names_on_the_disk(pattern: str, tmp_p
     here = find_corpus(folder / pattern)
     facts = [[(part.dtype, part.tokens, part.offset) for part in corpus.parts] for corpus in (here, there)]
     assert facts[0] == facts[1]
+
+
+class Guarded(AbstractFileSystem):
+    """A store whose folders can be listed, but for one."""
+
+    protocol = "guarded"
+    cachable = False
+    refused, error = "/bucket/b", PermissionError("no access to this folder")
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        if f"/{path.strip('/')}" == self.refused:
+            raise self.error
+        return fsspec.filesystem("memory").ls(path, detail)
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        return fsspec.filesystem("memory").info(path)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        return fsspec.filesystem("memory").cat_file(path, start, end)
+
+
+HIDDEN = {  # the pattern, the folder that cannot be listed, and the error
+    "permission": ("*.bin", "/bucket", PermissionError("no access to this folder"), "PermissionError: no access to this folder"),
+    "below": ("*/0.bin", "/bucket/b", PermissionError("no access to this folder"), "PermissionError: no access to this folder"),
+    "host": ("**/*.bin", "/bucket", ConnectionRefusedError(111, "Connection refused"), "Connection refused (5 attempts)"),
+    "host below": ("*/*", "/bucket/b", TimeoutError("nothing came"), "TimeoutError: nothing came (5 attempts)"),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, refused, error, words = HIDDEN[case]
+    for name in ("a/0", "b/0"):
+        write_pair(tmp_path / f"{name}.bin", IDS[:5000])
+    upload(tmp_path)
+    fsspec.register_implementation("guarded", Guarded, clobber=True)
+    monkeypatch.setattr(Guarded, "refused", refused)
+    monkeypatch.setattr(Guarded, "error", error)
+    with pytest.raises(DataError) as caught:
+        check_files({"name": "tokens", "train_path": f"guarded://bucket/{pattern}", "sequence_length": LENGTH})
+    assert str(caught.value).startswith(f"Training data cannot be read: guarded://bucket/{pattern}: ") and words in str(caught.value)
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_a_folder_that_does_not_match_need_not_be_listed(tmp_path: Path) -> None:
+    for name in ("a/0", "b/0", "b/c/0"):
+        write_pair(tmp_path / f"{name}.bin", IDS[:5000])
+    upload(tmp_path)
+    fsspec.register_implementation("guarded", Guarded, clobber=True)
+    for pattern, name in (("bucket/a*/*.bin", "a/0"), ("bucket/[a]/0.bin", "a/0"), ("bucket/?/c/*.bin", "b/c/0"), ("b*/a/*.bin", "a/0")):
+        assert [str(part.path) for part in find_at_url(SteadyPath(f"guarded://{pattern}")).parts] == [f"guarded://bucket/{name}.bin"]
+    with pytest.raises(DataError, match="no folder, .bin or .npy file matches this pattern"):
+        find_at_url(SteadyPath("guarded://nowhere/*.bin"))
 
 
 def test_a_pattern_of_folders_of_shards_and_a_blend(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from command_line import assert_refused, run_commands
 from data_modules import trainer_of
-from file_server import FileServer, serving
+from file_server import FileServer
 from piece_reader import read_all
 from quick_runs import QUICK, losses
 from token_shards import write_shards
@@ -32,25 +31,13 @@ from lightning_3d.training.data.indexed_file import pack_index
 from lightning_3d.training.data.shard_manifest import TokenizerIdentity
 from lightning_3d.training.data.tokens import TokenFiles
 
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
 LENGTH = 2048
 PIECE = 2**16
 LIMIT = 2**20
 """Bytes of the smallest cache."""
 SPAWN: Any = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(steady_path, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(steady_path, "LONGEST_WAIT_SECONDS", 0.01)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
-    (tmp_path / "files").mkdir()
-    with serving(tmp_path / "files") as found:
-        yield found
 
 
 def tokens_of(path: Any, replicas: int = 1, rank: int = 0, **more: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_3d.config.options.numbers import check_keys, require_number
@@ -33,6 +34,8 @@ ELEMENTWISE = ("AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad
 """Optimizers of torch that update each element of a parameter by itself."""
 WHOLE_TENSOR = ("Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Shampoo", "SOAP", "StableAdamW")
 """Optimizers whose update of an element depends on other elements of its tensor."""
+_FEW_BITS = {"4bit": (0.5, 128), "8bit": (1.0, 256), "Fp8": (1.0, 256)}
+"""Endings of the names of torchao's optimizers with states of few bits: bytes of an element, and elements with a common float32 scale."""
 CLOSURE = ("LBFGS",)
 """Optimizers that compute the loss several times in a step."""
 
@@ -84,27 +87,37 @@ def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -
     """
     target = str(config.get("_target_") or "")
     name = target.rpartition(".")[2]
-    if has_few_bits(target):
-        raise ConfigError(few_bits_refusal(name))
     if name in CLOSURE:
         raise ConfigError(closure_refusal(name))
     axes = [f"{axis}{size}" for axis, size in (("tp", layout.tp), ("ep", layout.ep)) if size > 1]
     by = [*axes, *([f"zero_stage={zero_stage}"] if zero_stage > 0 else [])]
+    if has_few_bits(target) and by:
+        raise ConfigError(few_bits_refusal(name, listed(by), layout))
     if name in WHOLE_TENSOR and by:
         raise ConfigError(sharding_refusal(name, listed(by)))
 
 
 def has_few_bits(target: str) -> bool:
     """Return whether a class, `module.name`, is an optimizer of torchao whose states have 4 or 8 bits."""
-    return target.startswith("torchao.") and target.endswith(("4bit", "8bit", "Fp8"))
+    return target.startswith("torchao.") and target.endswith(tuple(_FEW_BITS))
 
 
-def few_bits_refusal(name: str) -> str:
-    """Message for an optimizer with states of few bits."""
+def few_bits_moment(config: Mapping[str, Any]) -> float | None:
+    """Return the bytes of one momentum of a parameter, with the scale of its block; None if the optimizer has no states of few bits."""
+    target = str(config.get("_target_") or "")
+    if not has_few_bits(target):
+        return None
+    code, block = next(sizes for ending, sizes in _FEW_BITS.items() if target.endswith(ending))
+    given = config.get("block_size")
+    return code + 4 / (given if isinstance(given, int) and given > 0 else block)
+
+
+def few_bits_refusal(name: str, by: str, layout: Layout) -> str:
+    """Message for an optimizer with states of few bits. `by`: what shards them, in this layout."""
+    whole = replace(layout, tp=1, ep=1, dp=layout.dp * layout.tp)
     return (
-        f"{name} keeps its states in few bits, in blocks of elements with a common scale. Checkpoints hold a number for each element, from"
-        " which these states cannot be restored exactly. To save memory, shard the states of AdamW (zero_stage=1), or keep them in host"
-        " memory (zero_offload=optimizer)."
+        f"{name} keeps its states in few bits, in blocks of elements with a common scale, which {by} would split. Use {whole.name} with"
+        " zero_stage=0. Or shard the states of AdamW (zero_stage=1), or keep them in host memory (zero_offload=optimizer)."
     )
 
 

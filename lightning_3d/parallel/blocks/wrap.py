@@ -36,12 +36,15 @@ def _called(modules: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def process_blocks(blocks: list[nn.Module], options: BlockOptions, moment: Moment | None = None) -> None:
+def process_blocks(
+    blocks: list[nn.Module], options: BlockOptions, moment: Moment | None = None, compiler: Callable[..., Any] | None = None
+) -> None:
     """Apply the options to the forward of each block, in place. Names, hooks and parameters stay.
 
     Args:
         blocks: of the whole model.
         moment: see `Recompute`.
+        compiler: what compiles a forward, None for `torch.compile`.
 
     Raises:
         ConfigError: there is nothing to which an option could apply, or an operator that does not exist.
@@ -67,7 +70,7 @@ def process_blocks(blocks: list[nn.Module], options: BlockOptions, moment: Momen
             _require_no_statistics(block)
         recompute = Recompute(keeps if options.recompute == "selective" else None, moment) if chosen and not of_attention else None
         if recompute or options.offload_activations or options.compile:
-            process = _Process(recompute, offload=options.offload_activations, compile=options.compile)
+            process = _Process(recompute, offload=options.offload_activations, compile=options.compile, compiler=compiler)
             specialize(block, ProcessedBlock, block_process=process)
     if of_attention and not found:
         raise ConfigError(
@@ -104,13 +107,23 @@ class _Process:
 
     Args:
         inside: whether this is a part of a compiled block, which has removed the key-value cache.
+        compiler: see `process_blocks`.
     """
 
-    def __init__(self, recompute: Recompute | None, *, offload: bool = False, compile: bool = False, inside: bool = False) -> None:
+    def __init__(
+        self,
+        recompute: Recompute | None,
+        *,
+        offload: bool = False,
+        compile: bool = False,
+        inside: bool = False,
+        compiler: Callable[..., Any] | None = None,
+    ) -> None:
         self.inside = inside
         self._recompute = recompute
         self._offload = offload
         self._compile = compile
+        self._compiler = compiler
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,7 +137,8 @@ class _Process:
             return self._recomputing(forward, args, kwargs)
         within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
         if self._compiled is None:
-            self._compiled = torch.compile((lambda *args, **kwargs: self._recomputing(forward, args, kwargs)) if within else forward)
+            whole = (lambda *args, **kwargs: self._recomputing(forward, args, kwargs)) if within else forward
+            self._compiled = (self._compiler or torch.compile)(whole)
         return self._compiled(*args, **kwargs) if within else self._recomputing(self._compiled, args, kwargs)
 
     def _recomputing(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,7 +148,7 @@ class _Process:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
         """A copied block compiles its own forward."""
-        return _Process(self._recompute, offload=self._offload, compile=self._compile, inside=self.inside)
+        return _Process(self._recompute, offload=self._offload, compile=self._compile, inside=self.inside, compiler=self._compiler)
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

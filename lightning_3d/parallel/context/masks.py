@@ -144,9 +144,10 @@ class Mask:
         return seen[:, None, None]
 
     def _on(self, device: torch.device, name: str, host: Tensor) -> Tensor:
-        """One copy for all layers."""
+        """One copy for all layers. The host does not wait until the device has it."""
         if (name, device) not in self._copies:
-            self._copies[name, device] = host.to(device)
+            source = host.pin_memory() if device.type == "cuda" else host
+            self._copies[name, device] = source.to(device, non_blocking=True)
         return self._copies[name, device]
 
 

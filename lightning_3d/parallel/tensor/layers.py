@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.parallel.deferred_logits import deferred
+from lightning_3d.parallel.random_streams import Stream
 from lightning_3d.parallel.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region, split_to_region
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
@@ -45,17 +46,17 @@ class Region:
         copied = memo[id(self)] = Region(self.context, self.members, gathered=self.gathered)
         return copied
 
-    def enter(self, x: Tensor, name: str | None = None) -> Tensor:
+    def enter(self, x: Tensor, stream: Stream | None) -> Tensor:
         """Prepare `x` for column-parallel layers.
 
-        `name` is the name of the dropout stream inside the region; None if nothing in it is sharded.
+        `stream` is the one of dropout inside the region; None without dropout, or if nothing in the region is sharded.
         """
         if x is not self._outside or self._with_gradient != torch.is_grad_enabled():
             self._outside, self._with_gradient = x, torch.is_grad_enabled()
             self._inside = x if self.gathered else copy_to_region(x, self.context.group, owned=True)
             self._left = self.members
-            if self.context.random is not None and name is not None:
-                self.context.random.enter_region(name)
+            if stream is not None:
+                stream.start()
         inside = self._inside
         assert inside is not None
         self._left -= 1
@@ -63,12 +64,12 @@ class Region:
             self._forget()
         return inside
 
-    def leave(self, partial: Tensor, name: str) -> Tensor:
-        """Sum the parts of a row-parallel layer's output, and return to the earlier dropout stream."""
+    def leave(self, partial: Tensor, stream: Stream | None) -> Tensor:
+        """Sum the parts of a row-parallel layer's output; `stream` is the one of dropout behind it."""
         self._forget()
         total = scatter_sum(partial, self.context) if self.gathered else reduce_from_region(partial, self.context.group, owned=True)
-        if self.context.random is not None:
-            self.context.random.leave_region(name, alike=not self.gathered)
+        if stream is not None:
+            stream.start()
         return total
 
     def _forget(self) -> None:
@@ -83,10 +84,10 @@ class ColumnParallelLinear(nn.Linear):
     """
 
     tp_region: Region
-    tp_name: str | None
+    tp_stream: Stream | None
 
     def forward(self, input: Tensor) -> Tensor:
-        inside = self.tp_region.enter(input, self.tp_name)
+        inside = self.tp_region.enter(input, self.tp_stream)
         gathered = self.tp_region.context.gathered
         if gathered is not None and gathered.whole is inside and self._is_plain(inside):
             return gathered.multiply(self.weight, self.bias)
@@ -121,7 +122,7 @@ class VocabParallelHead(ColumnParallelLinear):
         if self.loss_chunks == 1:
             local = super().forward(input)
         else:
-            inside = self.tp_region.enter(input, self.tp_name)
+            inside = self.tp_region.enter(input, self.tp_stream)
             local = deferred(inside, self.weight, self.bias, self.loss_chunks, columns=max(self.tp_sizes))
         return VocabParallelLogits(local, self.tp_sizes, self.tp_region.context)
 
@@ -133,10 +134,10 @@ class RowParallelLinear(nn.Linear):
     """
 
     tp_region: Region
-    tp_name: str
+    tp_stream: Stream | None
 
     def forward(self, input: Tensor) -> Tensor:
-        total = self.tp_region.leave(self.multiply(input), self.tp_name)
+        total = self.tp_region.leave(self.multiply(input), self.tp_stream)
         return total if self.bias is None else total + self.bias
 
     def multiply(self, input: Tensor) -> Tensor:
@@ -157,24 +158,24 @@ class ColumnParallelConv1D:
     """Mixin for Transformers' Conv1D with some columns of its weight (in, out): as `ColumnParallelLinear`."""
 
     tp_region: Region
-    tp_name: str | None
+    tp_stream: Stream | None
     weight: nn.Parameter
     bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.tp_region.enter(x, self.tp_name), self.weight.t(), self.bias)
+        return F.linear(self.tp_region.enter(x, self.tp_stream), self.weight.t(), self.bias)
 
 
 class RowParallelConv1D:
     """Mixin for Transformers' Conv1D with some rows of its weight (in, out): as `RowParallelLinear`."""
 
     tp_region: Region
-    tp_name: str
+    tp_stream: Stream | None
     weight: nn.Parameter
     bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tp_region.leave(F.linear(x, self.weight.t()), self.tp_name) + self.bias
+        return self.tp_region.leave(F.linear(x, self.weight.t()), self.tp_stream) + self.bias
 
 
 class LatentKeyValueLinear(nn.Linear):

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.parallel.random_streams import RandomState, Stream
 from lightning_3d.parallel.specialize import combined
 from lightning_3d.parallel.tensor.collectives import gather_from_region, split_to_region
 from lightning_3d.parallel.tensor.layers import ColumnParallelLinear, GatheredColumnLinear, Region, RowParallelLinear, SplitRowLinear
@@ -23,17 +24,16 @@ class ColumnParallelLora:
     """Mixin before PEFT's class: input (..., in) replicated, output (..., out / tp) sharded."""
 
     tp_region: Region
-    tp_name: str | None
-    tp_layer: str
+    tp_stream: Stream | None
+    tp_adapter_stream: Stream | None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        inside = self.tp_region.enter(x, self.tp_name)
-        random = self.tp_region.context.random
-        if random is not None:  # the input of the adapters' dropout is the same on all ranks
-            random.leave_region(f"{self.tp_layer}.lora_dropout")
+        inside = self.tp_region.enter(x, self.tp_stream)
+        if self.tp_adapter_stream is not None:  # the input of the adapters' dropout is the same on all ranks
+            self.tp_adapter_stream.start()
         output = super().forward(inside, *args, **kwargs)  # type: ignore[misc]
-        if random is not None and self.tp_name is not None:
-            random.enter_region(self.tp_layer)
+        if self.tp_stream is not None:
+            self.tp_stream.start()
         return output
 
 
@@ -50,11 +50,11 @@ class RowParallelLora:
     """Mixin before PEFT's class: input (..., in / tp) sharded, output (..., out) replicated. The base layer's bias is added once."""
 
     tp_region: Region
-    tp_name: str
+    tp_stream: Stream | None
     bias: Tensor | None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        total = self.tp_region.leave(super().forward(x, *args, **kwargs), self.tp_name)  # type: ignore[misc]
+        total = self.tp_region.leave(super().forward(x, *args, **kwargs), self.tp_stream)  # type: ignore[misc]
         return total if self.bias is None else total + self.bias
 
 
@@ -62,11 +62,12 @@ class SplitRowLora(RowParallelLora):
     """Row parallel inside, input (..., in) replicated."""
 
     tp_sizes: tuple[int, ...]
+    tp_adapter_stream: Stream | None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = split_to_region(x, self.tp_region.context.group, sizes=self.tp_sizes)
-        if self.tp_region.context.random is not None:
-            self.tp_region.context.random.enter_region(f"{self.tp_name}.lora_dropout")
+        if self.tp_adapter_stream is not None:
+            self.tp_adapter_stream.start()
         return super().forward(own, *args, **kwargs)
 
 
@@ -93,7 +94,8 @@ def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[s
     """Turn a LoRA layer, whose parameters are shards already, into the counterpart of `kind`, in place."""
     own = type(layer)
     layer.__class__ = combined(own.__name__, _LORA[cast(Any, kind)], own)
-    for key, value in {**attributes, "tp_layer": name}.items():
+    stream = _adapter_stream(attributes["tp_region"].context.random, name, alike=issubclass(kind, ColumnParallelLinear))
+    for key, value in {**attributes, "tp_adapter_stream": stream}.items():
         object.__setattr__(layer, key, value)
     base = layer.base_layer
     if issubclass(kind, RowParallelLinear):
@@ -102,3 +104,11 @@ def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[s
         base.__class__ = combined(plain.__name__, *bases)
     for linear in (base, *layer.lora_A.values(), *layer.lora_B.values()):
         linear.out_features, linear.in_features = linear.weight.shape
+
+
+def _adapter_stream(random: RandomState | None, name: str, *, alike: bool) -> Stream | None:
+    """The stream of dropout on the input of a layer's adapters, which ranks hold alike or not; None without dropout."""
+    if random is None:
+        return None
+    adapter = f"{name}.lora_dropout"
+    return random.outside(adapter) if alike else random.inside(adapter)

@@ -228,22 +228,24 @@ def _sharded_kind(
     local = share(name, cut, total, context.size, context.rank)
     sizes = tuple(share(name, cut, total, context.size, rank).length for rank in range(context.size))
     # Sizes that the code around a layer may read are those of the tensors it sees: whole at heads and gathers.
-    in_region = {"tp_region": region_of(name), "tp_name": name}
+    region, random = region_of(name), context.random
+    column = {"tp_region": region, "tp_stream": None if random is None else random.inside(name)}
+    row = {"tp_region": region, "tp_stream": None if random is None else random.outside(name, alike=not region.gathered)}
     match cut.style:
         case "embedding_rowwise":
             return VocabParallelEmbedding, {"tp_context": context, "tp_start": local.pieces[0][0]}
         case "embedding_colwise":
             return HiddenParallelEmbedding, {"tp_context": context, "tp_sizes": sizes}
         case "colwise" | "colwise_gather_output" if name == plan.head:
-            return VocabParallelHead, {**in_region, "tp_name": None, "tp_sizes": sizes}
+            return VocabParallelHead, {**column, "tp_stream": None, "tp_sizes": sizes}
         case "colwise" | "packed_colwise":
-            return ColumnParallelLinear, {**in_region, "out_features": local.length}
+            return ColumnParallelLinear, {**column, "out_features": local.length}
         case "colwise_gather_output":
-            return GatheredColumnLinear, {**in_region, "tp_name": None, "tp_sizes": sizes}
+            return GatheredColumnLinear, {**column, "tp_stream": None, "tp_sizes": sizes}
         case "rowwise" | "packed_rowwise":
-            return RowParallelLinear, {**in_region, "in_features": local.length}
+            return RowParallelLinear, {**row, "in_features": local.length}
         case "rowwise_split_input":
-            return SplitRowLinear, {**in_region, "tp_sizes": sizes}
+            return SplitRowLinear, {**row, "tp_sizes": sizes}
     raise PlanError(f"'{name}' cannot be sharded with the style '{cut.style}'. Use another style, or leave it out of the plan.")
 
 

@@ -28,6 +28,7 @@ from lightning_3d.compat.torch import is_recomputed
 from lightning_3d.errors import PlanError
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, ROW_STYLES, Cut, ParallelPlan
 from lightning_3d.parallel.gloo_exchange import uses_gloo
+from lightning_3d.parallel.random_streams import Stream
 from lightning_3d.parallel.specialize import specialize
 from lightning_3d.parallel.tensor.collectives import gather_tokens, part_of_tokens, scatter_tokens
 from lightning_3d.parallel.tensor.group import TensorParallel
@@ -150,12 +151,14 @@ def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorP
 def shard_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
     """Make the first block of the whole `module` split the sequence and the last one gather it, in place."""
     specialize(module, SequenceModel)
+    stream = None if context.random is None else context.random.outside("blocks")
     blocks = list(module.get_submodule(regions.layers).named_children())
     for name, block in blocks:
         specialize(
             block,
             SequenceBlock,
             tp_context=context,
+            tp_stream=stream,
             tp_is_first=block is blocks[0][1],
             tp_is_last=block is blocks[-1][1],
             tp_arguments=tuple(inspect.signature(block.forward).parameters),
@@ -189,6 +192,7 @@ class SequenceBlock:
     """
 
     tp_context: TensorParallel
+    tp_stream: Stream | None
     tp_is_first: bool
     tp_is_last: bool
     tp_arguments: tuple[str, ...]
@@ -224,8 +228,8 @@ class SequenceBlock:
 
     def _collect(self, output: Any) -> Any:
         whole = _Collect.apply(output[0] if isinstance(output, tuple) else output, self.tp_context)
-        if self.tp_context.random is not None:
-            self.tp_context.random.leave_region("blocks")
+        if self.tp_stream is not None:
+            self.tp_stream.start()
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_3d.parallel.sharding import OptimizerShard
+from lightning_3d.parallel.zero.buffer_average import BufferAverage
 from lightning_3d.parallel.zero.stepper import Stepper
 
 VALUE = "average"
@@ -20,15 +21,18 @@ class WeightAverage:
 
     Args:
         stepper: owner of the weights.
+        module: this rank's part of the model, whose buffers are averaged too.
         decay: at least 0 and below 1.
 
     Attributes:
+        buffers: the average of the buffers.
         begun: whether there is an average: after the first `update`, or after `restore`.
         shown: whether the average is in the place of the weights.
     """
 
-    def __init__(self, stepper: Stepper, decay: float) -> None:
+    def __init__(self, stepper: Stepper, module: nn.Module, decay: float) -> None:
         self._stepper, self.decay = stepper, decay
+        self.buffers = BufferAverage(module, decay)
         self._values = [weight.detach().clone() for _, weight in self._weights()]
         self.begun = self.shown = False
 
@@ -48,6 +52,10 @@ class WeightAverage:
         self._stepper.follow_writes()
         for value, weight in self._pairs():
             value.lerp_(weight, 1 - self.decay if self.begun else 1.0)
+        if self.begun:
+            self.buffers.update()
+        else:
+            self.buffers.restart()
         self.begun = True
 
     @torch.no_grad()
@@ -56,12 +64,14 @@ class WeightAverage:
         if self.begun and not self.shown:
             self._stepper.follow_writes()
             self._exchange()
+            self.buffers.show()
 
     @torch.no_grad()
     def hide(self) -> None:
         """Put the weights back, bit for bit. Collective like `show`."""
         if self.shown:
             self._exchange()
+            self.buffers.hide()
 
     def _exchange(self) -> None:
         for value, weight in self._pairs():
@@ -73,9 +83,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> list[OptimizerShard]:
-        """Copy the weights into the average, and return its tensors, for a checkpoint to be read into. Local. Call `restore` if it was."""
+        """Copy weights and buffers into the average, and return those of weights, for a checkpoint to be read into. Local. Call `restore`
+        if it was."""
         for value, weight in self._pairs():
             value.copy_(weight)
+        self.buffers.restart()
         return self._shards()
 
     def restore(self) -> None:
@@ -87,9 +99,13 @@ class WeightAverage:
         assert not self.shown, "hide() comes before a save"
         return self._shards() if self.begun else []
 
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """This rank's averages of buffers, for checkpoints, by their names. Empty before it has begun."""
+        return self.buffers.values if self.begun else {}
+
     def _shards(self) -> list[OptimizerShard]:
         places = (shard for shard, _ in self._weights())
         return [OptimizerShard(at.name, at.start, {VALUE: value}) for at, value in zip(places, self._values, strict=True)]
 
     def held(self) -> list[Tensor]:
-        return self._values
+        return [*self._values, *self.buffers.values.values()]

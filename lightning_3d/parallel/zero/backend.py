@@ -107,6 +107,7 @@ class DataParallelBackend:
         self._prepared: _Training | None = None
         self._ended: list[OptimizerShard] | None = None
         self._ended_average: list[OptimizerShard] = []
+        self._ended_buffers: dict[str, Tensor] = {}
         self._ended_decay: float | None = None
         self.average: WeightAverage | None = None
         self._norm: tuple[Tensor, HostCopy] | None = None
@@ -174,7 +175,7 @@ class DataParallelBackend:
                 on other ranks.
         """
         self._ended = self._can_skip = None
-        self._ended_average, self._ended_decay = [], None
+        self._ended_average, self._ended_buffers, self._ended_decay = [], {}, None
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         stages = self._stages if self._stages is not None else [list(module.parameters())]
         found = find_trained(module, optimizer, self._specs)
@@ -199,7 +200,7 @@ class DataParallelBackend:
     def _check(self, trained: Sequence[Trained], optimizer: Optimizer, device: torch.device) -> None:
         zero = self._composition.zero
         check_dtypes(trained, self._precision)
-        check_optimizer(optimizer, trained, zero.stage, device)
+        check_optimizer(optimizer, trained, zero.stage, device, self._mesh.layout)
         check_place(optimizer, offloaded=zero.offload != NONE)
         if zero.stage > 0:
             check_zero(trained, zero.stage)
@@ -380,9 +381,9 @@ class DataParallelBackend:
             return self._ended
         return self._prepared.stepper.shards(to_save=to_save) if self._prepared is not None else []
 
-    def keep_average(self, decay: float) -> None:
-        """Keep a moving average of the trained weights, see `WeightAverage`. Call it after `prepare`. Local."""
-        self.average = WeightAverage(self._training.stepper, decay)
+    def keep_average(self, module: nn.Module, decay: float) -> None:
+        """Keep a moving average of the trained weights and the buffers of `module`, see `WeightAverage`. Call it after `prepare`. Local."""
+        self.average = WeightAverage(self._training.stepper, module, decay)
 
     @property
     def keeps_average(self) -> bool:
@@ -400,6 +401,11 @@ class DataParallelBackend:
         """This rank's elements of the average, for checkpoints: views; after `teardown` copies in host memory. Empty if there is none yet.
         Local."""
         return self.average.shards() if self.average is not None else self._ended_average
+
+    def average_buffers(self) -> dict[str, Tensor]:
+        """The average of this rank's buffers by their names, for checkpoints; after `teardown` copies in host memory. Empty if there is
+        none yet. Local."""
+        return self.average.saved_buffers() if self.average is not None else self._ended_buffers
 
     def create_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         """Make the optimizer's state as it would be after some steps, for a checkpoint to be read into. Local.
@@ -433,6 +439,7 @@ class DataParallelBackend:
             if self.average is not None and not self.average.shown:  # else a validation has failed
                 self._ended_decay = self.average_decay
                 self._ended_average = [shard.to_host() for shard in self.average_shards()]
+                self._ended_buffers = {name: value.to("cpu", copy=True) for name, value in self.average_buffers().items()}
         if self._prepared is not None:
             self._prepared.reducer.close()
             self._prepared.stepper.release()

@@ -66,11 +66,16 @@ def _distinct_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Options of the parameter groups, each once, with a learning rate that moves the weights."""
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        options = options_of(group)
         lr = options.get("lr")
         options["lr"] = torch.full_like(lr, _LEARNING_RATE) if isinstance(lr, Tensor) else _LEARNING_RATE
         found.setdefault(repr(options), options)
     return list(found.values())
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a parameter group."""
+    return {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
 
 
 def _try(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> bool | None:
@@ -112,7 +117,7 @@ def _cut(whole: Tensor) -> list[Tensor]:
 def _trained(optimizer: Optimizer, options: Mapping[str, Any], start: Iterable[Tensor], gradients: Iterable[list[Tensor]]) -> list[Tensor]:
     """Step each tensor with an optimizer of its own, and return the results."""
     parameters = [nn.Parameter(value.clone()) for value in start]
-    steppers = [_another(optimizer, options, parameter) for parameter in parameters]
+    steppers = [another_optimizer(optimizer, options, parameter) for parameter in parameters]
     for step in gradients:
         for parameter, stepper, gradient in zip(parameters, steppers, step, strict=True):
             parameter.grad = gradient.clone()
@@ -120,7 +125,7 @@ def _trained(optimizer: Optimizer, options: Mapping[str, Any], start: Iterable[T
     return [parameter.detach() for parameter in parameters]
 
 
-def _another(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
+def another_optimizer(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
     """Build an optimizer of the same class for one parameter, which shares nothing with the original."""
     kind: Any = type(optimizer)
     accepted = signature(kind).parameters

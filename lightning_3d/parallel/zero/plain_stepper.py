@@ -16,6 +16,7 @@ from lightning_3d.parallel.zero.outside_writes import follow_writes, with_writes
 from lightning_3d.parallel.zero.shared_matrices import TrainedRange, share_matrices, step_matrices
 from lightning_3d.parallel.zero.stepper import Stepper, new_state, skipping, skips_on_device, state_tensors
 from lightning_3d.parallel.zero.trained import TrainedParameters
+from lightning_3d.parallel.zero.wrapped_state import SEPARATOR, inner_states, new_wrapped_states
 
 
 class PlainStepper(Stepper):
@@ -101,16 +102,17 @@ class PlainStepper(Stepper):
             tensor = self._masters.get(entry.parameter, entry.parameter)
             self._optimizer.state.pop(tensor, None)
             if entry.name in state:
-                group, shape = groups[id(tensor)], entry.spec.global_shape
-                made = {key: new_state(template, tensor, shape, group) for key, template in state[entry.name].items()}
-                self._optimizer.state[tensor] = made
+                group, shape, saved = groups[id(tensor)], entry.spec.global_shape, state[entry.name]
+                wrapped = new_wrapped_states(self._optimizer, group, tensor, saved, entry.name)
+                made = {key: new_state(value, tensor, shape, group) for key, value in saved.items() if SEPARATOR not in key}
+                self._optimizer.state[tensor] = made | wrapped
 
     def shards(self, *, to_save: bool) -> list[OptimizerShard]:
         shards = []
         for entry in self._trained.entries:
             master = self._masters.get(entry.parameter)
             state = self._optimizer.state.get(entry.parameter if master is None else master, {})
-            values = {key: value for key, value in state.items() if value is not None}
+            values = {key: value for key, value in inner_states(state).items() if value is not None}
             if master is not None:
                 values["master"] = with_writes(master, entry.parameter) if to_save else master
             shards.append(OptimizerShard(entry.name, None, values))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
+from lightning_3d.parallel.zero.wrapped_state import inner_states
 
 
 class Stepper(ABC):
@@ -115,7 +116,7 @@ def start_state(optimizer: Optimizer) -> None:
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """All tensors that an optimizer keeps."""
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [value for state in optimizer.state.values() for value in inner_states(state).values() if isinstance(value, Tensor)]
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

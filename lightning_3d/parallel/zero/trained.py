@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.config.options.optimizer import WHOLE_TENSOR, closure_refusal, few_bits_refusal, has_few_bits, sharding_refusal
 from lightning_3d.errors import ConfigError, listed
+from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure
@@ -233,22 +234,20 @@ def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
             )
 
 
-def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int, device: torch.device) -> None:
-    """Refuse an optimizer that needs a closure, has states of few bits, or needs whole tensors of which ranks step parts. Warn of one that
-    cannot be checked.
+def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int, device: torch.device, layout: Layout) -> None:
+    """Refuse an optimizer that needs a closure, or needs whole tensors of which ranks step parts. Warn of one that cannot be checked.
 
     Args:
         optimizer: the user's.
         trained: the parameters that it trains on this rank.
         stage: ZeRO stage.
         device: device of the parameters.
+        layout: the layout, for messages.
 
     Raises:
         ConfigError: with the optimizers that work.
     """
     name = type(optimizer).__name__
-    if has_few_bits(f"{type(optimizer).__module__}.{name}"):
-        raise ConfigError(few_bits_refusal(name))
     if needs_closure(optimizer):
         raise ConfigError(closure_refusal(name))
     if isinstance(optimizer, MuonWithAdamW):
@@ -256,6 +255,8 @@ def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int
     by = [*(["this layout"] if any(entry.spec.is_cut for entry in trained) else []), *([f"zero_stage={stage}"] if stage > 0 else [])]
     if not by:
         return
+    if has_few_bits(f"{type(optimizer).__module__}.{name}"):
+        raise ConfigError(few_bits_refusal(name, by[0], layout))
     elementwise = False if name in WHOLE_TENSOR else is_elementwise(optimizer, device)
     if elementwise is False:
         raise ConfigError(sharding_refusal(name, by[0]))

@@ -21,6 +21,28 @@ EVERY = 64
 """Later, one batch in so many is checked."""
 
 
+class NowAndThen:
+    """The first 3 batches and every 64th, in which the host may wait for the device to check something.
+
+    It does not wait in the middle of an optimizer step: a batch there passes its turn to the first one of the next step.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self._due = False
+
+    def comes(self, *, begins: bool) -> bool:
+        """Count a batch. Return whether to check it.
+
+        Args:
+            begins: whether no other batch of the same optimizer step came before.
+        """
+        self.seen += 1
+        self._due = self._due or self.seen <= ALWAYS or self.seen % EVERY == 0
+        due, self._due = self._due and begins, self._due and not begins
+        return due
+
+
 def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> None:
     """Refuse data-parallel ranks with different numbers of batches: those with more would wait for the others forever.
 
@@ -74,16 +96,13 @@ class SameBatch:
     """Refuses different batches on ranks that must read the same one.
 
     Tensor-, context- and pipeline-parallel ranks work on one batch together; a data loader that shuffles by the global rank would give each
-    rank a different batch, and training would silently be wrong. One all-reduce of two numbers over ("tp", "cp", "pp") in the first 3
-    batches and in every 64th. Because the host waits for the device then, a batch in the middle of an optimizer step is not compared: the
-    first one of the next step is.
+    rank a different batch, and training would silently be wrong. One all-reduce of two numbers over ("tp", "cp", "pp"), `NowAndThen`.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
         self._device = device
-        self._seen = 0
-        self._due = False
+        self._turn = NowAndThen()
 
     def check(self, batch: Any, *, begins: bool = True) -> None:
         """Compare the bytes of a batch between ranks, if it is time. Raises DataError on all ranks.
@@ -91,11 +110,8 @@ class SameBatch:
         Args:
             begins: whether no other batch of the same optimizer step came before.
         """
-        self._seen += 1
-        self._due = self._due or self._seen <= ALWAYS or self._seen % EVERY == 0
-        if self._mesh.size("tp") * self._mesh.size("cp") * self._mesh.size("pp") == 1 or not (self._due and begins):
+        if not self._turn.comes(begins=begins) or self._mesh.size("tp") * self._mesh.size("cp") * self._mesh.size("pp") == 1:
             return
-        self._due = False
         checksum = 0
         for tensor in tensors_of(batch):
             if tensor.numel():

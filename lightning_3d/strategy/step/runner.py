@@ -414,4 +414,3 @@ def _loss_of(output: Any) -> Tensor:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-

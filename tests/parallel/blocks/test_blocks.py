@@ -213,17 +213,6 @@ def test_the_same_dropout_is_drawn_again(options: dict[str, Any]) -> None:
         assert part.grad_norms == pytest.approx(other.grad_norms, rel=1e-5)
 
 
-def why_dropout_is_refused() -> str:
-    with pytest.raises(LayoutError) as error:
-        dropped_run(layout="tp2", recompute="selective", compile=True, micro_batch_size=4)
-    return str(error.value)
-
-
-def test_compiled_dropout_that_would_be_drawn_anew_is_refused() -> None:
-    for message in run_ranks(why_dropout_is_refused, 2):
-        assert "cannot draw the dropout of tensor-parallel ranks again; the layout has tp 2. Use recompute=full" in message
-
-
 def cached_run(**strategy: Any) -> Part:
     """A user who left the key-value cache on, with attention that notices keys too many."""
 

@@ -18,7 +18,6 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure
-from lightning_3d.parallel.zero.trained import check_optimizer
 
 CPU = torch.device("cpu")
 
@@ -95,16 +94,6 @@ class WithClosure(Own):
 class AsksForClosure(Own):
     def step(self, closure: Any = None) -> None:
         closure()
-
-
-@pytest.mark.parametrize("name", [pytest.param("AdamW8bit", marks=pytest.mark.full), pytest.param("AdamWFp8", marks=pytest.mark.full), ""])
-def test_states_of_few_bits_are_refused(name: str) -> None:
-    if name:
-        kind = getattr(pytest.importorskip("torchao.optim"), name)
-    else:
-        kind = type("AdamW4bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})  # importing torchao takes seconds
-    with pytest.raises(ConfigError, match=r"AdamW\w+ keeps its states in few bits.*zero_stage=1.*zero_offload=optimizer"):
-        check_optimizer(of(kind), [], 0, CPU)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
