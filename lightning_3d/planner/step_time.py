@@ -86,7 +86,10 @@ def _late(job: Job, machine: Machine, block: Part, size: float) -> Part:
     whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
     scatter = gather(machine, reducing, stack.reduced_bytes * size) if job.reduces_often else 0.0
     forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
-    return Part(forward_communication=max(0.0, whole - forward), backward_communication=max(0.0, whole + scatter - backward))
+    return Part(
+        forward_communication=max(_LATE * whole, whole - _HIDDEN * forward),
+        backward_communication=max(_LATE * (whole + scatter), whole + scatter - _HIDDEN * backward),
+    )
 
 
 def least_seconds(job: Job, machine: Machine) -> float:
