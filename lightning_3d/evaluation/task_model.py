@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,12 +53,16 @@ class TaskLM(TemplateLM):
 
     @override
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Write a conversation as the tokenizer's template does, without the system's turn if the template refuses it."""
+        """Write a conversation as the tokenizer's template does. If the template refuses the system's turn, warn and leave it out, as
+        lm-eval's `HFLM` does."""
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError:
             turns = [turn for turn in chat_history if turn["role"] != "system"]
+            if len(turns) == len(chat_history):
+                raise
+            warnings.warn("The chat template of the tokenizer takes no system turn: prompts are written without it.", stacklevel=2)
             return str(self.tokenizer.apply_chat_template(turns, **options))
 
     @override

@@ -21,7 +21,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     environment = kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | variables
     with (folder / "output.txt").open("w+") as output:
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=240, check=False)
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=480, check=False)
         output.seek(0)
         return subprocess.CompletedProcess(done.args, done.returncode, output.read())
 
@@ -35,7 +35,7 @@ def losses(folder: Path) -> list[float]:
 WIDE = [word for word in QUICK if not word.startswith("parallelism")]
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(560)
 def test_train_on_eight_ranks(tmp_path: Path) -> None:
     layout = ["parallelism=tp2_pp2_dp2", "parallelism.micro_batch_size=1", "precision=fp32"]
     done = run(tmp_path, "-m", "lightning_3d", "train", *layout, *WIDE)
@@ -53,7 +53,7 @@ def test_train_on_eight_ranks(tmp_path: Path) -> None:
     assert losses(tmp_path) == pytest.approx(losses(cpu), rel=1e-5)
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(560)
 def test_train_under_torchrun(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lightning_3d", "train", "parallelism=dp2"]
     done = run(tmp_path, *command, "parallelism.micro_batch_size=2", *WIDE)
@@ -62,7 +62,7 @@ def test_train_under_torchrun(tmp_path: Path) -> None:
     assert len(losses(tmp_path)) == 2
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(560)
 def test_doctor_and_selftest(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "lightning_3d", "doctor", "parallelism=tp2_dp2", CUDASIM_DEVICES="4")
     assert done.returncode == 0, done.stdout[-4000:]

@@ -267,3 +267,23 @@ def test_a_missing_package_is_named() -> None:
     message = r'pip install "lightning-3d\[eval\]"'
     with mock.patch.object(importlib.util, "find_spec", return_value=None), pytest.raises(ConfigError, match=message):
         require_lm_eval()
+
+
+def test_a_template_without_a_system_turn_warns_and_leaves_it_out() -> None:
+    """As lm-eval's `HFLM`. What a template refuses for another reason is an error."""
+    from jinja2.exceptions import TemplateError
+
+    from lightning_3d.evaluation.task_model import TaskLM
+
+    def write(turns: list[dict[str, str]], **options: Any) -> str:
+        if any(turn["role"] != "user" for turn in turns):
+            raise TemplateError("only turns of the user")
+        return "".join(turn["content"] for turn in turns)
+
+    model = TaskLM.__new__(TaskLM)
+    model.tokenizer = mock.Mock(apply_chat_template=write)
+    system, question, answer = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
+    with pytest.warns(UserWarning, match="takes no system turn"):
+        assert model.apply_chat_template([system, question]) == "user"
+    with pytest.raises(TemplateError):
+        model.apply_chat_template([question, answer])

@@ -136,10 +136,14 @@ def pad_uncounted(batch: Batch) -> None:
     assert mask._version == writes
 
 
-@pytest.mark.parametrize("number", [1, 64])
-def test_a_write_that_torch_does_not_count_is_found(number: int) -> None:
-    """In the first batches and every 64th. From then on, the model reads what it asks about."""
+@pytest.mark.parametrize(("fits", "number"), [(1, 1), (1, 64), (2, 1)])
+def test_a_write_that_torch_does_not_count_is_found(fits: int, number: int) -> None:
+    """In the first batches of a fit and every 64th. From then on, the model reads what it asks about."""
     model, known = make()
+    for _ in range(fits - 1):
+        for _ in range(5):
+            known.begin_batch(begins=True)
+        known.begin(model)
     for _ in range(number - 1):
         known.begin_batch(begins=True)
     batch = batch_of("llama", "ones")

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from lightning_3d.training.data import make_data_module
+from lightning_3d.training.data.file_check import check_files
+
 
 def trainer_of(replicas: int, rank: int) -> Any:
     """A trainer of one data-parallel rank, before its first step."""
@@ -19,3 +22,15 @@ def trainer_of(replicas: int, rank: int) -> Any:
         max_steps=-1,
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), restarting=False, _combined_loader=None),
     )
+
+
+def blend_of(sources: dict[str, Any], *, sequence_length: int, global_batch_size: int, steps: int) -> Any:
+    """A data module of a blend for a run of so many steps on one rank, ready to be read."""
+    given = {"name": "blend", "sources": sources, "sequence_length": sequence_length, "global_batch_size": global_batch_size, "seed": 3}
+    check_files(given, steps)
+    data = make_data_module(given)
+    data.trainer = trainer_of(1, 0)
+    data.trainer.max_steps = steps
+    data.prepare_data()
+    data.setup()
+    return data

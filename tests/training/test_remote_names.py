@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 from command_line import assert_refused, run_commands
-from data_modules import trainer_of
+from data_modules import blend_of, trainer_of
 from file_server import FileServer
 from fsspec.spec import AbstractFileSystem
 from quick_runs import QUICK
@@ -199,13 +199,7 @@ def test_a_pattern_of_folders_of_shards_and_a_blend(tmp_path: Path) -> None:
     for path in (str(folder), url):
         web, own = f"{path}/web-*", [f"{path}/web-2", f"{path}/web-1"]
         sources = {"web": {"train_path": web, "weight": 2}, "own": {"train_path": own, "weight": 1}}
-        given = {"name": "blend", "sources": sources, "sequence_length": LENGTH, "global_batch_size": 3, "seed": 3}
-        check_files(given, 4)
-        data = make_data_module(given)
-        data.trainer = trainer_of(1, 0)
-        data.trainer.max_steps = 4
-        data.prepare_data()
-        data.setup()
+        data = blend_of(sources, sequence_length=LENGTH, global_batch_size=3, steps=4)
         found.append([batch["input_ids"].tolist() for _, batch in zip(range(4), data.train_dataloader(), strict=False)])
     assert found[0] == found[1]
 

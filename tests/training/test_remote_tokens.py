@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import assert_refused, run_commands
-from data_modules import trainer_of
+from data_modules import blend_of, trainer_of
 from file_server import FileServer
 from piece_reader import read_all
 from quick_runs import QUICK, losses
@@ -153,14 +153,7 @@ def test_a_blend_of_urls_and_files(server: FileServer, tmp_path: Path) -> None:
     found = []
     for path in (folder, f"{server.url}/out"):
         sources = {"web": {"train_path": str(path), "weight": 2}, "own": {"train_path": str(folder), "weight": 1}}
-        given = {"name": "blend", "sources": sources, "sequence_length": LENGTH, "global_batch_size": 6, "seed": 3}
-        check_files(given, 10)
-        data = make_data_module(given)
-        data.trainer = trainer_of(1, 0)
-        data.trainer.max_steps = 10
-        data.prepare_data()
-        data.setup()
-        found.append(batches(data, 20))
+        found.append(batches(blend_of(sources, sequence_length=LENGTH, global_batch_size=6, steps=10), 20))
     assert found[0] == found[1]
 
 

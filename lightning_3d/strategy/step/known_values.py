@@ -94,6 +94,7 @@ class KnownValues(TorchFunctionMode):
     def begin(self, root: nn.Module) -> None:
         """Begin a fit of `root`: leave the mode inside its blocks. Nothing is followed if no model of Transformers is in it."""
         self.end()
+        self._turn = NowAndThen()  # the hooks of this fit may write what those of an earlier one did not
         self._wanted = self._wanted and bool(models_in(root))
         if self._wanted:
             for block in find_blocks(root, ParallelPlan({})):  # of all models in it, such as towers
