@@ -25,7 +25,7 @@ class Efficiency:
             link on A100, 20.6 of 25 on H100, and 40.1 of 50 on B200.
         network: share of the bandwidth between nodes. NCCL reaches 46 to 48 GB/s of a port of 50 (NVIDIA/nccl-tests, issue 290).
         kernel: additional seconds of each matrix product: launch, first loads and last wave. An estimate without a measurement, the same
-            for all GPUs. It matters for mixtures, whose experts are small products: without it their median error rises by 0.7 points, and
+            for all GPUs. It matters for mixtures, whose experts are small products: without it their median error rises by 1.0 points, and
             that of dense models by 0.1.
     """
 
