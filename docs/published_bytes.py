@@ -49,7 +49,7 @@ JOBS = (
         "Llama 3 70B on 128 H100",
         "model=llama3_70b cluster=h100_16x8 data.global_batch_size=256 data.sequence_length=8192",
         "tp4_pp4_dp4_cp2_vp5",
-        "parallelism=tp4_pp4_dp4_cp2_vp8 parallelism.zero_stage=3 parallelism.schedule=Interleaved1F1B",
+        "parallelism=tp4_pp4_dp4_cp2 parallelism.zero_stage=1 parallelism.schedule=1F1B",
     ),
     Published(
         "Llama 3 70B on 1024 H100",
@@ -67,7 +67,7 @@ JOBS = (
         "Qwen3-30B-A3B on 16 H100",
         "model=qwen3_30b_a3b cluster=h100_2x8 data.global_batch_size=1024 data.sequence_length=4096",
         "dp16_ep16",
-        "parallelism=dp8_cp2_ep8 parallelism.zero_stage=3",
+        "parallelism=pp2_dp4_cp2_ep8_vp8 parallelism.zero_stage=1 parallelism.schedule=InterleavedZeroBubble",
     ),
     Published(
         "Llama 3.1 405B on 1024 H100",

@@ -65,7 +65,7 @@ NETWORK = efficiency_of("").network
 
 _HEAD_WORK = 0.95
 """Work of nanotron's output head, divided by that of a block with as many weights. Its source has 1 (models/llama.py,
-get_block_compute_costs), but with 1 the median error of its `core` runs rises from 2.8 to 3.9 % of the time and from 2.7 to 3.9 % of the
+get_block_compute_costs), but with 1 the median error of its `core` runs rises by 1.1 points for the time and by 0.9 points for the
 memory. Why is not known."""
 
 _LARGE_LATENCIES = 3.4e-6, 14.0e-6

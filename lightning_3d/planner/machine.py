@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
+from typing import NamedTuple
 
 from lightning_3d.layout.layout import Layout
 
@@ -24,7 +25,7 @@ class Efficiency:
             link on A100, 20.6 of 25 on H100, and 40.1 of 50 on B200.
         network: share of the bandwidth between nodes. NCCL reaches 46 to 48 GB/s of a port of 50 (NVIDIA/nccl-tests, issue 290).
         kernel: additional seconds of each matrix product: launch, first loads and last wave. An estimate without a measurement, the same
-            for all GPUs. It matters for mixtures, whose experts are small products: without it their median error rises by 0.7 points, and
+            for all GPUs. It matters for mixtures, whose experts are small products: without it their median error rises by 1.0 points, and
             that of dense models by 0.1.
     """
 
@@ -34,6 +35,28 @@ class Efficiency:
     link: float = 0.8
     network: float = 0.93
     kernel: float = 4e-6
+
+
+class Protocol(NamedTuple):
+    """A way in which a library sends the messages of a ring.
+
+    Attributes:
+        link: latency within a node, as a multiple of that of the smallest messages.
+        network: the same between nodes.
+        share: share of the bandwidth that is left for data.
+    """
+
+    link: float
+    network: float
+    share: float
+
+
+NCCL = (Protocol(1.0, 1.0, 0.5), Protocol(1.9 / 0.6, 4.0 / 2.7, 0.92), Protocol(3.4 / 0.6, 14.0 / 2.7, 1.0))
+"""LL, LL128 and Simple, of which NCCL takes the fastest for each message: latencies and shares of its own model (NCCL 2.30,
+src/graph/tuning.cc, `hwLatencies` of rings and the factors of `busBw`)."""
+
+ONE = (Protocol(1.0, 1.0, 1.0),)
+"""A library with a single protocol, such as gloo."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,7 @@ class Machine:
         network_latency: seconds of one message between nodes.
         efficiency: shares of these rates that software reaches.
         peak4: the same as `peak8` in 4 bits (NVFP4); 0 for a GPU that has no such products, which then run in float8.
+        protocols: of rings; the fastest is taken for each message.
         pod_gpus: GPUs of each pod: neighbouring nodes between which all ports may send at their full rate; 0: all nodes are in one.
         oversubscription: bytes a second that the ports of a pod have, per byte a second that may leave it.
     """
@@ -73,6 +97,7 @@ class Machine:
     network_latency: float
     efficiency: Efficiency
     peak4: float = 0.0
+    protocols: tuple[Protocol, ...] = NCCL
     pod_gpus: int = 0
     oversubscription: float = 1.0
 
@@ -189,8 +214,9 @@ def gather(machine: Machine, ranks: Group, size: float) -> float:
     n = ranks.size
     if n == 1:
         return 0.0
-    steps = (n - ranks.nodes) * machine.link_latency + (ranks.nodes - 1) * machine.network_latency
-    return steps + (n - 1) / n * size / ring_rate(machine, ranks)
+    inside, between = (n - ranks.nodes) * machine.link_latency, (ranks.nodes - 1) * machine.network_latency
+    moved = (n - 1) / n * size / ring_rate(machine, ranks)
+    return min(each.link * inside + each.network * between + moved / each.share for each in machine.protocols)
 
 
 def all_reduce(machine: Machine, ranks: Group, size: float) -> float:

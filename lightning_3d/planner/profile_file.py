@@ -29,7 +29,7 @@ from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.constants import efficiency_of
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.machine import NCCL, ONE, Machine
 from lightning_3d.planner.memory import block_activations
 from lightning_3d.planner.stack import Host, Overlap, Stack, Traffic
 from lightning_3d.storage.json_file import parse_json
@@ -246,7 +246,8 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
         outer = between or link
         known = efficiency_of(profile.name)
         sizes = nodes, profile.ranks_per_node, profile.memory, profile.bandwidth
-        stated = Machine(profile.name, *sizes, rate, rate, rate, link[1], outer[1], link[0], outer[0], known)
+        protocols = ONE if profile.device == "cpu" else NCCL
+        stated = Machine(profile.name, *sizes, rate, rate, rate, link[1], outer[1], link[0], outer[0], known, protocols=protocols)
     peak = stated.peak32 if profile.precision in ("fp32", "fp64") else stated.peak
     reached: dict[str, Any] = {
         "matmul": rate / peak,

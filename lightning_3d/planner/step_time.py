@@ -17,11 +17,11 @@ from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
 _SHARPNESS = 6
 """Exponent of the smooth maximum of two rates where host and GPU wait for each other: (a^6 + b^6)^(1/6). Chosen by hand; with the maximum
-itself, the median error of dense published runs rises from 5.5 to 6.2 %."""
+itself, the median error of dense published runs rises from 5.5 to 6.1 %."""
 
 _HIDDEN, _LATE = 0.8, 0.1
 """Share of a pass that communication can hide behind, and share of a message that is never hidden. Chosen by hand: with 1 and 0, the median
-error of dense published runs stays the same, and the 90th percentile of nanotron's `core` runs rises from 10.2 to 10.8 %."""
+error of dense published runs rises from 5.5 to 5.6 %, and that of mixtures in 16 bits from 18.8 to 22.6 %."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ def _late(job: Job, machine: Machine, block: Part, size: float) -> Part:
     whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
     scatter = gather(machine, reducing, stack.reduced_bytes * size) if job.reduces_often else 0.0
     forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
-    return Part(forward_communication=max(0.0, whole - forward), backward_communication=max(0.0, whole + scatter - backward))
+    return Part(
+        forward_communication=max(_LATE * whole, whole - _HIDDEN * forward),
+        backward_communication=max(_LATE * (whole + scatter), whole + scatter - _HIDDEN * backward),
+    )
 
 
 def least_seconds(job: Job, machine: Machine) -> float:

@@ -35,7 +35,7 @@ from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Group, Machine, gather, group, shard_groups
+from lightning_3d.planner.machine import ONE, Group, Machine, gather, group, shard_groups
 from lightning_3d.planner.memory import block_activations, least_memory, memory_of
 from lightning_3d.planner.search import Candidate, Fixed, fits, node_shard_size, schedules, search, shapes
 from lightning_3d.planner.stack import Footprint, Overlap, Stack
@@ -53,6 +53,11 @@ def machine(gpus: int = 64, gpu: str = "H100-80GB") -> Machine:
     found = software.published_machine(gpu, gpus)
     assert found is not None
     return found
+
+
+def with_one_protocol(gpus: int) -> Machine:
+    """A machine whose collectives take as long as a formula by hand says."""
+    return replace(machine(gpus), protocols=ONE)
 
 
 def gpt(**sizes: Any) -> Architecture:
@@ -104,7 +109,7 @@ def test_a_shard_size_that_suits_no_layout_is_refused(size: Any, stage: int | No
 def test_time_in_shard_groups_is_that_of_two_tiers() -> None:
     """By hand: the links of a node carry 7/8 of all gradients and parameters, and the network 2 * 7/8 of the eighth that is a shard."""
     stack = replace(constants.OURS, overlap=Overlap(all_reduce=False, data=False, gather=False))
-    model, cluster = gpt(layers=2, hidden=1024, heads=8, vocab=1024), machine(64)
+    model, cluster = gpt(layers=2, hidden=1024, heads=8, vocab=1024), with_one_protocol(64)
     job = Job(model, Layout(dp=64), 128, 64, 1, zero=1, shard_size=8, stack=stack)
     size, eighths = model.parameters, 7 / 8
     inside = 2 * 7 * cluster.link_latency + eighths * (4 + 2) * size / (cluster.link * cluster.efficiency.link)
@@ -161,7 +166,7 @@ def test_ranks_that_sum_gradients_are_those_of_cp_or_ep_where_the_groups_are_equ
 def test_the_sum_over_replicas_hides_behind_the_last_backward(scatters: bool, shown: float) -> None:
     """A tenth of it is never hidden; with an all-reduce in the shard group all of it comes after the backward, and so does the reduction in
     the group: one tensor has all gradients."""
-    model, cluster = gpt(layers=8, hidden=4096, heads=32, vocab=1024), machine(64)
+    model, cluster = gpt(layers=8, hidden=4096, heads=32, vocab=1024), with_one_protocol(64)
     stack = replace(constants.OURS, host=replace(constants.OURS.host, step=0.0))
     job = Job(model, Layout(dp=64), 4096, 1024, 16, zero=1, shard_size=8, reduce_scatter=scatters, stack=stack)
     across = 2 * (7 * cluster.network_latency + 7 / 8 * 4 * model.parameters / 8 / (cluster.network * cluster.efficiency.network))
@@ -172,7 +177,8 @@ def test_the_sum_over_replicas_hides_behind_the_last_backward(scatters: bool, sh
 def test_an_overlapped_gather_is_hidden_behind_the_next_forward() -> None:
     """A tenth of a gather is never hidden; the forward of this job is long enough for the rest."""
     stack = replace(constants.OURS, overlap=Overlap(all_reduce=False, data=False, gather=False))
-    job, cluster = Job(gpt(layers=8, hidden=4096, heads=32, vocab=1024), Layout(dp=8), 4096, 64, 8, zero=1, stack=stack), machine(8)
+    job = Job(gpt(layers=8, hidden=4096, heads=32, vocab=1024), Layout(dp=8), 4096, 64, 8, zero=1, stack=stack)
+    cluster = with_one_protocol(8)
     gather = 7 * cluster.link_latency + 7 / 8 * 2 * job.model.parameters / (cluster.link * cluster.efficiency.link)
     plain, overlapped = step_of(job, cluster), step_of(replace(job, overlap_gather=True), cluster)
     assert plain.seconds - overlapped.seconds == pytest.approx(0.9 * gather, rel=1e-3)
