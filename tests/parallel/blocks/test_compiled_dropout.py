@@ -50,8 +50,8 @@ class Dropping(Module):
 
 
 def dtype_of(strategy: dict[str, Any]) -> str:
-    """ZeRO has no float64; and Lightning's float64 is another default type in the forward than in a backward, which runs a block again."""
-    return "float32" if "zero_stage" in strategy or strategy.get("recompute") == "full" else "float64"
+    """ZeRO has no float64."""
+    return "float32" if "zero_stage" in strategy else "float64"
 
 
 def run_both(kind: str, backend: str, **strategy: Any) -> tuple[Part, Part, dict[str, int], int]:
