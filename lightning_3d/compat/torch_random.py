@@ -18,9 +18,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-BACKEND: Any = "inductor"
-"""What compiles the graphs: a name or a function, as for `torch.compile`."""
-
 _LIBRARY = torch.library.Library("lightning_3d", "FRAGMENT")
 _FUSED_ATTENTION = ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention")
 """Attention whose nine results are (output, logarithms, None, None, length of queries, length of keys, seed, offset, debug mask)."""
@@ -59,10 +56,12 @@ class EagerRandomness:
     Args:
         device: random operators on this kind of device are followed; others are left to the compiler.
         restart: operator that returns a state. The random operators behind it draw from there on.
+        compiler: what compiles the graphs: a name or a function, as the `backend` of `torch.compile`.
     """
 
-    def __init__(self, device: torch.device, restart: Any) -> None:
+    def __init__(self, device: torch.device, restart: Any, compiler: Any = "inductor") -> None:
         self._device = device
+        self._compiler = compiler
         self._restart = restart
         self._modes: list[_Draws] = []
         for function in (self._begin, self._end):
@@ -75,7 +74,7 @@ class EagerRandomness:
         fake = torch._guards.detect_fake_mode(inputs)
         state = state if fake is None else fake.from_tensor(state, static_shapes=True)
         with self._none_left():
-            compiled = torch._dynamo.lookup_backend(BACKEND)(self._with_state(module, state), [*inputs, state])
+            compiled = torch._dynamo.lookup_backend(self._compiler)(self._with_state(module, state), [*inputs, state])
 
         def run(*arguments: Any) -> Any:
             *results, after = compiled(*arguments, generator.get_state())

@@ -20,6 +20,7 @@ from lightning_3d.config.keys import check_containers, check_group_keys, check_t
 from lightning_3d.config.machine import check_attention, check_token_exchange, choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.average import check_decay
 from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.config.options.data_counts import check_data_counts
 from lightning_3d.config.options.data_urls import check_data_urls
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.loss import LossOptions
@@ -149,6 +150,10 @@ class RunPlan:
         return ", ".join([*words, self.precision, micro, *([f"batch ramp {ramp}"] if ramp.rows else [])])
 
 
+_LARGEST_SEED = 2**32 - 1
+"""What NumPy, which Lightning seeds too, accepts."""
+
+
 def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Advice | None = None) -> RunPlan:
     """Check a composed configuration.
 
@@ -183,12 +188,15 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     precision = choose_precision(run, accelerator)
     check_attention(run, layout, accelerator)
     check_token_exchange(run, layout, experts, accelerator, precision)
+    if not 0 <= run.seed <= _LARGEST_SEED:
+        raise ConfigError(f"seed must be a whole number from 0 to {_LARGEST_SEED}; got {run.seed}.")
     _check_trainer(run.trainer)
     run.plan.check()
     run.objective.check()
     run.objective.check_run(run.model, run.data, dry=run.trainer.dry)
     run.sample.check(run.objective.name, run.model, run.data)
     _check_classes(run)
+    check_data_counts(run.data)
     check_data_urls(run.data)
     complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)

@@ -17,7 +17,7 @@ from lightning_3d.errors import ConfigError, listed
 ALLOW_VARIABLE = "LIGHTNING_3D_ALLOW_TARGETS"
 """Environment variable with more packages, modules or classes that configurations may name, separated by commas."""
 
-PACKAGES = ("lightning_3d", "lightning", "aim", "torchmetrics", "torch.optim")
+PACKAGES = ("lightning_3d", "lightning", "aim", "torchmetrics", "torch.optim", "torchao.optim")
 """Packages of which every class that a logger, a callback, the Trainer, an optimizer or a schedule can be may be named."""
 
 ARGUMENTS = ("datetime.timedelta", "pathlib.Path", "torch.device", "torch.profiler.schedule", "torch.profiler.tensorboard_trace_handler")

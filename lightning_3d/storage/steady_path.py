@@ -128,7 +128,14 @@ def _named(url: str, origin: BaseException, attempts: int) -> OSError:
     return OSError(f"{text} ({attempts} attempts)" if attempts > 1 else text)
 
 
+_WEB = r"\b(?:https?|wss?|ftps?)://"
+_CREDENTIALS = re.compile(rf"(?i)({_WEB}(?=[^/\s'\"]*@)|\w+://(?=[^/\s'\"]*:[^/\s'\"]*@))[^/\s'\"]*@")
+_QUERY = re.compile(rf"(?i)({_WEB}[^\s'\"?]*|\w+://[^\s'\"]*?(?=\?[^\s'\"/]*=))\?[^\s'\")]*")
+
+
 def without_secrets(text: str) -> str:
-    """Remove from the URLs in a text what may be secret: a password, and the query, which signs the URLs of some stores."""
-    text = re.sub(r"(\w+://)[^/\s'\"@]*:[^/\s'\"@]*@", r"\1...@", text)
-    return re.sub(r"(\w+://[^\s'\"?]*)\?[^\s'\")]*", r"\1?...", text)
+    """Remove from the URLs in a text what may be secret: user and password, and the query, which signs the URLs of some stores.
+
+    A ? begins a query in a URL of a web server. In others, it may be a sign of a pattern, unless NAME= follows.
+    """
+    return _QUERY.sub(r"\1?...", _CREDENTIALS.sub(r"\1...@", text))

@@ -151,6 +151,13 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f21_learning_rate_nan": (["optimizer.lr=nan"], ["optimizer.lr must be a number above 0", "got nan"]),
     "f21_learning_rate_negative": (["optimizer.lr=-1e-3"], ["optimizer.lr must be a number above 0", "got -0.001"]),
     "f21_checkpoint_timeout": (["parallelism.checkpoint_timeout_seconds=0"], ["checkpoint_timeout_seconds must be", "at least 1; got 0.0"]),
+    "seed": (["seed=-1"], ["seed must be a whole number from 0 to 4294967295; got -1"]),
+    "workers": (["data.num_workers=-1"], ["data.num_workers must be at least 0", "got -1"]),
+    "validation_sequences": (["data.val_sequences=0"], ["data.val_sequences must be at least 1, or null", "got 0"]),
+    "block_of_few_bits": (
+        ["optimizer=torch", "optimizer._target_=torchao.optim.AdamW8bit", "+optimizer.block_size=0"],
+        ["optimizer.block_size must be a whole number of at least 1, for example 256; got 0"],
+    ),
     "f21_clip": (["trainer.gradient_clip_val=-1"], ["trainer.gradient_clip_val must be a finite number of at least 0; got -1"]),
     "f21_micro_batch": (["parallelism.micro_batch_size=0"], ["micro_batch must be at least 1; got 0"]),
     "validation_interval": (

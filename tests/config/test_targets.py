@@ -128,6 +128,14 @@ def test_what_belongs_there_is_made() -> None:
     assert strategy_class("lightning_3d.Lightning3DStrategy").__name__ == "Lightning3DStrategy"
 
 
+@pytest.mark.parametrize("name", ["torch.optim.NAdam", "torchao.optim.AdamW8bit"])
+def test_optimizers_of_torch_and_torchao_may_be_named_anywhere(name: str) -> None:
+    check_targets({"optimizer": {"_target_": name}})
+    assert not allowed()
+    with pytest.raises(ConfigError, match=f"names code of {name.partition('.')[0]}"):
+        check_targets({"optimizer": {"_target_": name.replace(".optim.", ".other.")}})
+
+
 def test_the_user_allows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"mine": {"_target_": "mine.callbacks.Mine"}}
     with pytest.raises(ConfigError, match=f"set the environment variable {ALLOW_VARIABLE}=mine, or give mine._target_ on the command line"):

@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import foreign_gpts
@@ -17,10 +18,12 @@ from ranks import run_ranks
 from torch import nn
 
 from lightning_3d import Cut, Lightning3DStrategy
-from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.errors import ConfigError, NoPlanError, PlanError
 from lightning_3d.layout import Layout
-from lightning_3d.strategy.plan_draft import Draft, draft_plan
-from lightning_3d.strategy.plan_draft.auto import where_it_works
+from lightning_3d.strategy.plan_draft import Draft, auto, draft_plan
+from lightning_3d.strategy.plan_draft.auto import where_it_works, with_draft
+from lightning_3d.strategy.plan_draft.data_flow import DataFlow
+from lightning_3d.strategy.plan_draft.draft import parameters_to_run
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.strategy.plan_draft.text import as_python
 
@@ -265,6 +268,34 @@ def test_model_without_a_plan_is_refused_with_a_draft_and_auto_with_reasons(tmp_
         assert message.endswith('Pass it as Lightning3DStrategy("tp2", plan=plan), or pass plan="auto".')
     for message in run_ranks(refusal, 2, "tp2", "auto", str(tmp_path), foreign_gpts.with_conv1d()):
         assert "NanoGPT declares no plan for tp, and none can be derived." in message and "(Conv1D)" in message
+
+
+def test_an_error_about_a_large_model_says_how_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft runs one of the blocks and what is around them. For 8 billion parameters it takes a minute, and 9 GB."""
+    model = NanoGPT()
+    whole, block = (sum(p.numel() for p in part.parameters()) for part in (model, model.transformer.h[0]))
+    assert parameters_to_run(Text(model)) == whole - (len(model.transformer.h) - 1) * block
+    with torch.device("meta"):
+        model.lm_head = nn.Linear(WIDTH, 10**8)
+    monkeypatch.setattr(auto, "draft_plan", None)
+    mesh: Any = SimpleNamespace(layout=Layout.parse("tp4_pp2"), rank=0)
+    message = str(with_draft(NoPlanError("No plan."), Text(model), mesh, None, alone=True))
+    assert message.startswith("No plan. A draft of a plan would take minutes here: it runs ")
+    assert message.endswith('lightning-3d draft-plan MODULE:NAME --tp 4, or pass plan="auto".')
+
+
+def test_each_flow_into_a_layer_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs a backward through what is around the blocks, with the gradient of a vocabulary."""
+    followed: list[tuple[int, ...]] = []
+    original = DataFlow._sources_of
+
+    def counted(flow: DataFlow, run: Any, tensors: list[Any]) -> Any:
+        followed.append(tuple(map(id, tensors)))
+        return original(flow, run, tensors)
+
+    monkeypatch.setattr(DataFlow, "_sources_of", counted)
+    draft_plan(Text(NanoGPT()))
+    assert len(followed) == len(set(followed)) == 5, "four layers and the output"
 
 
 def test_an_incomplete_draft_names_the_layout_in_which_it_works() -> None:

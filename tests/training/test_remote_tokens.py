@@ -278,8 +278,20 @@ def test_urls_that_the_configuration_refuses(url: str, message: str) -> None:
         assert "secret" not in str(caught.value)
 
 
-def test_secrets_are_left_out_of_messages() -> None:
-    assert without_secrets("at 'https://u:p@h/x?X-Amz-Signature=abc' and s3://b/c") == "at 'https://...@h/x?...' and s3://b/c"
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("at 'https://u:p@h/x?X-Amz-Signature=abc' and s3://b/c", "at 'https://...@h/x?...' and s3://b/c"),
+        ("https://u:p@ss@h/x (https://token@h/y?abc)", "https://...@h/x (https://...@h/y?...)"),
+        ("s3://b/x?versionId=1 s3://u:p@b/?/x?&sig=a/b", "s3://b/x?... s3://...@b/?/x?..."),
+        ("There is no data at s3://b/a/?.bin: no file.", "There is no data at s3://b/a/?.bin: no file."),
+        ("gs://b/day=??/hour=?/[!0]?.bin", "gs://b/day=??/hour=?/[!0]?.bin"),
+        ("/data/a?key=1.bin", "/data/a?key=1.bin"),
+    ],
+)
+def test_secrets_are_left_out_of_messages(text: str, shown: str) -> None:
+    """The query of a URL is left out, but not the signs of a pattern of files."""
+    assert without_secrets(text) == shown
 
 
 def test_the_limit_of_the_cache_is_checked(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

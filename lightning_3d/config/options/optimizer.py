@@ -64,6 +64,8 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         _check_betas(config.get("betas", (0.9, 0.95)))
     if name == "cpu_adamw" and config.get("fused") is not None:
         raise ConfigError("optimizer.fused is an option of adamw and sgd, because cpu_adamw is always fused. Omit it, or set it to null.")
+    if has_few_bits(str(target)) and config.get("block_size") is not None:
+        _check_block_size(config["block_size"])
     if name == MUON:
         _check_muon(config)
     _check_kinds(undecayed_kinds(config))
@@ -100,6 +102,11 @@ def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -
 def has_few_bits(target: str) -> bool:
     """Return whether a class, `module.name`, is an optimizer of torchao whose states have 4 or 8 bits."""
     return target.startswith("torchao.") and target.endswith(tuple(_FEW_BITS))
+
+
+def _check_block_size(size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"optimizer.block_size must be a whole number of at least 1, for example 256; got {size!r}.")
 
 
 def few_bits_moment(config: Mapping[str, Any]) -> float | None:

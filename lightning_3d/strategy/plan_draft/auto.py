@@ -15,10 +15,13 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.models.mixtures import draft_ep
 from lightning_3d.models.parallel_plan import ParallelPlan, find_pipeline_module, is_transformers_model, models_in, read_plan
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.strategy.plan_draft.draft import Draft, draft_plan
+from lightning_3d.strategy.plan_draft.draft import Draft, draft_plan, parameters_to_run
 from lightning_3d.strategy.plan_draft.find_model import find_model
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.strategy.plan_draft.text import as_python
+
+_QUICK = 300_000_000
+"""Most parameters that a draft for a message may run: about 20 s of processor time."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,16 @@ def _completed(root: nn.Module, mesh: Mesh, name: str | None, missing: list[str]
 
 
 def with_draft(error: NoPlanError, root: nn.Module, mesh: Mesh, name: str | None, *, alone: bool) -> NoPlanError:
-    """Add a draft to an error that says that a model has no plan."""
+    """Add a draft to an error that says that a model has no plan, or for a large model how to get one."""
     layout = mesh.layout
     if layout.tp * layout.pp == 1:
         return error
     try:
+        if (count := parameters_to_run(root, name=name)) > _QUICK:
+            return NoPlanError(
+                f"{error} A draft of a plan would take minutes here: it runs {count / 1e9:.1f} billion parameters on the CPU. Print it with"
+                f' lightning-3d draft-plan MODULE:NAME --tp {layout.tp}, or pass plan="auto".'
+            )
         draft = _agreed(root, mesh, name, layout.tp, alone=alone)
     except Lightning3DError as reason:
         return NoPlanError(f"{error} No draft of a plan can be made: {reason}")

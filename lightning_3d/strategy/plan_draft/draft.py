@@ -106,6 +106,19 @@ def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draf
     return Draft(name, type(model).__name__, plan, tp, {"tp": tuple(problems), "pp": order.problems}, tuple(notes), inputs)
 
 
+def parameters_to_run(root: nn.Module, *, name: str | None = None) -> int:
+    """Return the number of parameters that a draft runs on the CPU: those of one block of each kind, and of what is around the blocks.
+
+    Raises:
+        PlanError: no list of blocks.
+    """
+    _, model = find_model(root, name)
+    blocks = list(model.get_submodule(find_blocks(model)).children())
+    kept = {kind[0] for kind in kinds_of(blocks)}
+    left_out = {id(parameter) for index, block in enumerate(blocks) if index not in kept for parameter in block.parameters()}
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in left_out)
+
+
 def _named(error: Exception | None) -> str:
     return f"{type(error).__name__}: {first_line(error)}" if error is not None else "no input"
 

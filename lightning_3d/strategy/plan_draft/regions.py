@@ -100,7 +100,7 @@ def _regions(flow: DataFlow, layers: str, whole: set[str]) -> Iterator[Region]:
         same_block = {_block(feeder, layers) for feeder in source.linears} == {_block(name, layers)}
         if name not in whole and not outside and same_block and not source.linears & set(rows):
             rows.append(name)
-    leaving = flow.sources_of_output().linears
+    leaving = flow.sources_of_output.linears
     readers: dict[str, set[str]] = {}
     for name, source in sources.items():
         for feeder in source.linears:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_3d.compat.lightning_data import begin_after_ended_epoch, count_epoch_again, has_ended_epoch, trained_batches
+from lightning_3d.config.options.data_counts import check_data_counts
 from lightning_3d.errors import ConfigError, DataError, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
@@ -106,10 +107,7 @@ class PackedDataModule(LightningDataModule):
             )
         if global_batch_size < 1:
             raise ConfigError(f"data.global_batch_size must be at least 1; got {global_batch_size}.")
-        if val_sequences is not None and val_sequences < 1:
-            raise ConfigError(
-                f"data.val_sequences must be at least 1, or null for the whole split; got {val_sequences}."
-            )
+        check_data_counts({"num_workers": num_workers, "val_sequences": val_sequences})
         self.sequence_length = sequence_length
         self.global_batch_size = global_batch_size
         self.batches = BatchRamp.read(batch_ramp, global_batch_size, sequence_length)

@@ -1,6 +1,7 @@
 """Compiled blocks on tensor-parallel ranks drop what uncompiled ones drop, in one graph that all blocks share."""
 
 import math
+from functools import partial
 from typing import Any
 
 import models
@@ -14,8 +15,9 @@ from sweeps import by_default
 from torch import Tensor, nn
 
 from lightning_3d.compat import torch as torch_compat
-from lightning_3d.compat import torch_random
+from lightning_3d.compat.torch_random import EagerRandomness
 from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.parallel import random_streams
 from lightning_3d.parallel.blocks import process_blocks
 from lightning_3d.parallel.random_streams import RandomState, Stream
 
@@ -50,8 +52,13 @@ class Dropping(Module):
 
 
 def dtype_of(strategy: dict[str, Any]) -> str:
-    """ZeRO has no float64; and Lightning's float64 is another default type in the forward than in a backward, which runs a block again."""
-    return "float32" if "zero_stage" in strategy or strategy.get("recompute") == "full" else "float64"
+    """ZeRO has no float64."""
+    return "float32" if "zero_stage" in strategy else "float64"
+
+
+def compile_by(patch: pytest.MonkeyPatch, backend: str) -> None:
+    """Let another backend of torch than Inductor compile the graphs of blocks."""
+    patch.setattr(random_streams, "EagerRandomness", partial(EagerRandomness, compiler=backend))
 
 
 def run_both(kind: str, backend: str, **strategy: Any) -> tuple[Part, Part, dict[str, int], int]:
@@ -61,7 +68,7 @@ def run_both(kind: str, backend: str, **strategy: Any) -> tuple[Part, Part, dict
     torch._dynamo.reset()
     before, broken = torch_compat.compiled_graphs(), torch_compat.graph_breaks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_random, "BACKEND", backend)
+        compile_by(patch, backend)
         for compiled in (False, True):
             module = Dropping(recipe)
             module.kind = kind
@@ -197,7 +204,7 @@ JITTERED = [
 )
 def test_whatever_a_compiled_block_draws(options: BlockOptions, backend: str, breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of uncompiled blocks, in the forward and again in the backward; also where graphs break."""
-    monkeypatch.setattr(torch_random, "BACKEND", backend)
+    compile_by(monkeypatch, backend)
     torch_compat.allow_notes_in_recomputation()
     torch._dynamo.reset()
     before = torch_compat.compiled_graphs()
@@ -214,7 +221,7 @@ def test_whatever_a_compiled_block_draws(options: BlockOptions, backend: str, br
 @pytest.mark.parametrize("options", by_default([BlockOptions(compile=True), BlockOptions()], 0), ids=["blocks", "nothing"])
 def test_a_model_that_the_user_compiles_draws_the_same(options: BlockOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their backend knows nothing of streams, so their graphs end where one starts."""
-    monkeypatch.setattr(torch_random, "BACKEND", "aot_eager")
+    compile_by(monkeypatch, "aot_eager")
     torch._dynamo.reset()
     for value, other in zip(jittered_gradients(options, whole=True), jittered_gradients(BlockOptions()), strict=True):
         torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
@@ -237,7 +244,7 @@ def test_an_unknown_random_operator_leaves_its_block_uncompiled(monkeypatch: pyt
     with torch.library._scoped_library("lightning_3d_tests", "DEF") as library:
         library.define("draw(Tensor x) -> (Tensor, SymInt)", tags=torch.Tag.nondeterministic_seeded)
         library.impl("draw", lambda x: (torch.rand_like(x), x.shape[0]), "CompositeExplicitAutograd")
-        monkeypatch.setattr(torch_random, "BACKEND", "aot_eager")
+        compile_by(monkeypatch, "aot_eager")
         torch._dynamo.reset()
         uncompiled, found = torch_compat.uncompiled_frames(), []
         for compiled in (False, True):

@@ -8,9 +8,13 @@ from typing import Any
 import handmade_gradients as handmade
 import pytest
 import torch
+from alphabet_fits import MODEL
 from checkpoint_fits import TiedModel, all_tensors, assert_equal, fit, world_size
 from handmade_gradients import Run
+from parity import Module, Part, Rows, assert_same_run, fit_on_rank
 from ranks import run_ranks
+from reference import Recipe, data
+from reference import train as train_plainly
 from torch import Tensor, nn
 
 from lightning_3d.errors import CheckpointError, ConfigError
@@ -92,6 +96,28 @@ def test_the_bits_of_torchao(name: str, layout: str, precision: str, monkeypatch
             assert torch.equal(weight, expected[full].to(weight.dtype)), f"{key}: {(weight - expected[full]).abs().max().item():.1e}"
             seen.add(full)
     assert seen == set(SHAPES)
+
+
+def train_sequences(name: str, recipe: Recipe, layout: str) -> Part:
+    module = Module(recipe)
+    module.configure_optimizers = lambda: make(name, module.parameters())  # type: ignore[method-assign]
+    return fit_on_rank(recipe, Rows(data(recipe)), module, layout=layout, micro_batch_size=4, zero_stage=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("AdamW8bit", "cp2"),
+        pytest.param("AdamW4bit", "dp2_cp2", marks=pytest.mark.full),
+        pytest.param("AdamWFp8", "pp2_cp2", marks=pytest.mark.full),
+    ],
+)
+def test_sequences_over_ranks_train_as_one_process(name: str, layout: str) -> None:
+    """In float64, where ranks that sum the gradients of their tokens round too little to change a code."""
+    recipe = Recipe("gpt_neox", layers=2, dtype="float64", steps=4)
+    expected = uncompiled(train_plainly, recipe, optimizers=lambda model: (make(name, model.parameters()), None))
+    parts = run_ranks(uncompiled, Layout.parse(layout).world_size, train_sequences, name, recipe, layout)
+    assert_same_run(parts, expected, "float64")
 
 
 # Checkpoints
@@ -220,3 +246,56 @@ def test_bytes_of_a_parameter(name: str, expected: float) -> None:
     held = sum(value.nbytes for key, value in inner_states(optimizer.state[parameter]).items() if value.ndim and key not in tables)
     assert held / parameter.numel() == expected
     assert all(table.numel() in (16, 256) for table in tables.values())
+
+
+WIDE = MODEL | {"config": MODEL["config"] | {"hidden_size": 64, "intermediate_size": 96}}  # type: ignore[operator]
+
+
+def dry_ranks(kind: str, layout: str, precision: str) -> list[tuple[int, int]]:
+    """The bytes of optimizer states that a dry run counts on each rank: between two steps, and at the peak of one."""
+    from lightning_3d.dryrun.run import Found, Job, dry_run
+    from lightning_3d.training.module import CausalLM
+
+    size, found = Layout.parse(layout), Found()
+    optimizer = {"_target_": f"torchao.optim.{kind}", "lr": 0.1, "weight_decay": 0.0}
+    rows = {key: torch.zeros(8, 4, dtype=torch.long) for key in ("input_ids", "labels")}
+    job = Job(
+        module=lambda: CausalLM(WIDE, optimizer),
+        strategy=lambda made: made(layout, micro_batch_size=2, zero_stage=0),
+        batch=lambda count: {key: value[: 2 * count] for key, value in rows.items()},
+        layout=size,
+        schedule="1F1B",
+        micro_batches=4,
+        precision=precision,
+    )
+    reports = [dry_run(job, rank, found) for rank in range(size.world_size)]
+    return [(report.kept["optimizer"], report.usage.peak["optimizer"]) for report in reports]
+
+
+def bytes_of_a_step(kind: str, precision: str) -> int:
+    """The bytes that torchao's optimizer holds after a real step of the whole model, with master weights of bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in WIDE["config"].items() if key != "model_type"}))
+    optimizer = make(kind, model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    uncompiled(optimizer.step)
+    states = [value for state in optimizer.state.values() for value in inner_states(state).values()]
+    masters = [value for value in model.parameters() if precision == "bf16-true"]
+    return sum(value.nbytes for value in (*states, *masters))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "precision"),
+    [
+        ("AdamW4bit", "dp1", "bf16-true"),
+        pytest.param("AdamW8bit", "pp2", "32-true", marks=pytest.mark.full),
+        pytest.param("AdamWFp8", "pp2", "bf16-true", marks=pytest.mark.full),
+    ],
+)
+def test_a_dry_run_counts_the_bytes_of_a_real_step(kind: str, layout: str, precision: str) -> None:
+    """The stages of a pipeline have together what one process has."""
+    [found] = run_ranks(dry_ranks, 1, kind, layout, precision, process_group=False)
+    expected = bytes_of_a_step(kind, precision)
+    assert sum(kept for kept, _ in found) == sum(peak for _, peak in found) == expected
