@@ -28,13 +28,14 @@ from lightning_3d.checkpoint.parameter_groups import (
 )
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import AVERAGE, MODEL, LocalState, OptimizerOwner, averaged
-from lightning_3d.checkpoint.store import BATCHES, ORDERS, PATH, CheckpointOptions, CheckpointStore, SaveMode
+from lightning_3d.checkpoint.store import BATCHES, ORDERS, PART, PATH, CheckpointOptions, CheckpointStore, SaveMode
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.zero.average import WeightAverage
 from lightning_3d.storage.remote_path import place
 
 __all__ = [
     "BATCHES",
+    "PART",
     "PATH",
     "CheckpointOptions",
     "CheckpointStore",
@@ -59,11 +60,13 @@ __all__ = [
 def load_weights(checkpoint: Mapping[str, Any], local: LocalState, *, strict: bool = True, average: bool = False) -> None:
     """Fill the module's parameters and buffers, with `average` from the average of weights. See `LocalState.load_weights`.
 
+    A module that has only a part of what is saved says so in its hook `on_load_checkpoint`: `checkpoint[PART] = "model."`.
+
     Raises:
         CheckpointError: what is saved does not fit the model, or has no average.
     """
     found = place(checkpoint[PATH])
-    local.load_weights(averaged(found) if average else TensorFolder(found), strict=strict)
+    local.load_weights(averaged(found) if average else TensorFolder(found), strict=strict, part=checkpoint.get(PART, ""))
 
 
 def local_states(checkpoint: Mapping[str, Any], local: LocalState) -> dict[str, dict[str, Any]]:

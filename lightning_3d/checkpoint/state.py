@@ -201,17 +201,21 @@ class LocalState:
         if row is not None:
             set_generators(row, self._device)
 
-    def load_weights(self, folder: TensorFolder, *, strict: bool) -> None:
+    def load_weights(self, folder: TensorFolder, *, strict: bool, part: str = "") -> None:
         """Fill parameters and buffers from a checkpoint of any layout.
 
         Collective over the pipeline ranks, which compare names. Each rank reads the slices that it holds.
         Parameters wider than the saved ones come from the master weights, if there are any.
 
+        Args:
+            strict: whether the names must be the same.
+            part: prefix of the saved names to load, such as "model." for one of several models; others are ignored.
+
         Raises:
             CheckpointError: names or shapes differ; on every rank, with a list. Without `strict` only for shapes.
         """
         targets = self.weights(self._module.state_dict(), offered=False)
-        saved = folder.names(MODEL)
+        saved = {name: shape for name, shape in folder.names(MODEL).items() if name.startswith(part)}
         gathered: list[Any] = [None] * self._mesh.size("pp")
         own_shapes = {name.removeprefix(MODEL): slices.shape for name, slices in targets.items()}
         dist.all_gather_object(gathered, own_shapes, group=self._mesh.control)

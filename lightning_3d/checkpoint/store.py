@@ -34,6 +34,9 @@ from lightning_3d.storage.remote_path import Place, RemotePath, place
 PATH = "lightning_3d_path"
 """Key in Lightning's checkpoint dict: the folder to read its tensors from."""
 
+PART = "lightning_3d_part"
+"""Key: prefix of the names in the user's module that are loaded, where a module has only a part of what is saved."""
+
 BATCHES = "lightning_3d_batches_per_epoch"
 """Key: the number of batches of a training epoch, in which the loop counts its position."""
 

@@ -85,7 +85,7 @@ def _ranks(value: str) -> tuple[int, ...]:
 
 def _run(options: Options) -> int:
     config, plan = check_shapes(options.overrides)
-    plan.run.objective.require_language_model("dryrun")
+    plan.run.objective.teacher_fields()  # before torch is imported
     layout = plan.layout
     for rank in options.ranks or ():
         if not 0 <= rank < layout.world_size:
@@ -135,7 +135,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
     import torch
 
     from lightning_3d.dryrun.run import DryStrategy, Job
-    from lightning_3d.training.module import CausalLM
+    from lightning_3d.training.objective import make_module
     from lightning_3d.training.objects import strategy_class
     from lightning_3d.training.run import quiet
 
@@ -147,12 +147,15 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
     def strategy(kind: type[DryStrategy]) -> DryStrategy:
         return type(own.__name__, (kind, own), {})(**arguments)
 
+    objective = plan.run.objective
+    teacher = objective.teacher_fields()
+
     def batch(micro_batches: int) -> dict[str, Any]:
         shape = (micro_batches * plan.micro_batch_size, config["data"]["sequence_length"])
-        return {key: torch.zeros(shape, dtype=torch.int64) for key in ("input_ids", "labels")}
+        return {key: torch.zeros(shape, dtype=torch.int64) for key in objective.batch_keys}
 
     return Job(
-        module=lambda: CausalLM({**config["model"], "pretrained": None}, config["optimizer"]),
+        module=lambda: make_module({**config, "model": {**config["model"], "pretrained": None}}, teacher),
         strategy=strategy,
         batch=batch,
         layout=plan.layout,
@@ -193,7 +196,7 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
     """Write the tables for the terminal."""
     from lightning_3d.dryrun.meter import CATEGORIES
 
-    lines = [f"\nThe model has {reports[0].whole:,} parameters.\n"]
+    lines = [f"\nThe model has {reports[0].whole:,} parameters.{_about_second(reports[0], plan)}\n"]
     header = f"{'rank':>6} {'tp cp pp dp':>12} {'stages':>8} {'parameters':>14} {'memory':>10}"
     lines.append(header + "".join(f" {name:>13}" for name in CATEGORIES))
     for report in reports:
@@ -215,6 +218,16 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
     return "\n".join(lines)
 
 
+def _about_second(report: RankReport, plan: RunPlan) -> str:
+    """Say how large the frozen model of the objective is, and where."""
+    name = plan.run.objective.second_model
+    if name is None:
+        return ""
+    where = "every rank" if plan.layout.pp == 1 else "every rank of the last stage"
+    sharded = "ZeRO-3 shards it over the data-parallel ranks" if plan.zero.stage == 3 else "it is not sharded"
+    return f" The frozen {name} has {report.second:,}. It is on {where}, and {sharded}."
+
+
 def _collective_lines(report: RankReport, layout: Layout) -> list[str]:
     rows: Counter[tuple[str, str, int]] = Counter()
     for call, count in report.usage.collectives.items():
@@ -234,6 +247,7 @@ def as_json(reports: Sequence[RankReport], plan: RunPlan, bars: Sequence[Sequenc
         "schedule": plan.schedule,
         "micro_batches": plan.micro_batches,
         "parameters": reports[0].whole,
+        "second_model_parameters": reports[0].second,
         "reports": [
             {
                 "rank": report.rank,

@@ -154,13 +154,14 @@ _LARGEST_SEED = 2**32 - 1
 """What NumPy, which Lightning seeds too, accepts."""
 
 
-def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Advice | None = None) -> RunPlan:
+def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Advice | None = None, *, trains: bool = True) -> RunPlan:
     """Check a composed configuration.
 
     Args:
         config: all groups; `hydra` is ignored.
         outside: this process as a rank of torchrun or SLURM; None when the ranks are still to be started.
         advice: the planner, for `parallelism=auto` and to refuse what does not fit.
+        trains: whether the model is trained; an evaluation reads neither the objective nor the sample at the end of a run.
 
     Raises:
         LayoutError: the first fault found, if it is the layout's. The number of launched ranks is checked first.
@@ -192,9 +193,10 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         raise ConfigError(f"seed must be a whole number from 0 to {_LARGEST_SEED}; got {run.seed}.")
     _check_trainer(run.trainer)
     run.plan.check()
-    run.objective.check()
-    run.objective.check_run(run.model, run.data, dry=run.trainer.dry)
-    run.sample.check(run.objective.name, run.model, run.data)
+    if trains:
+        run.objective.check()
+        run.objective.check_run(run.model, run.data, dry=run.trainer.dry)
+        run.sample.check(run.objective.name, run.model, run.data)
     _check_classes(run)
     check_data_counts(run.data)
     check_data_urls(run.data)

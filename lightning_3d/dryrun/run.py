@@ -78,9 +78,11 @@ class DryStrategy(Lightning3DStrategy):
     @override
     def _build(self) -> None:
         module = self.user_module
-        self.report.whole = sum(parameter.numel() for parameter in module.parameters())
         super()._build()
         built = self.built
+        size = built.parts.size
+        self.report.whole = size.count(built.parts.name)
+        self.report.second = size.count() - self.report.whole
         built.splitter = _FirstMicroBatches(cast(BatchSplitter, built.splitter), self.micro_batches)
         for layer in module.modules():
             if isinstance(layer, DispatchedExperts):

@@ -10,7 +10,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_3d.config.compose import compose, plain
-from lightning_3d.config.options.objective import LANGUAGE_MODEL
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.evaluation.subject import Subject
 from lightning_3d.layout.layout import Layout
@@ -48,7 +47,6 @@ def compose_evaluation(subject: Subject, overrides: Sequence[str], *, reads_data
         ConfigError: an override cannot be used here. HydraException, OmegaConfBaseException: `explain` says what is wrong.
     """
     given = _parse(overrides)
-    _require_one_model(subject)
     keys = {str(override.key_or_group) for override in given}
     config = OmegaConf.create(_of_folder(subject, given) if subject.run is None else _of_run(subject.run, given))
     with open_dict(config):
@@ -59,16 +57,6 @@ def compose_evaluation(subject: Subject, overrides: Sequence[str], *, reads_data
         else:
             _leave_out_data(config)
     return config
-
-
-def _require_one_model(subject: Subject) -> None:
-    """Refuse a run with another objective: its checkpoints also have the reference or the teacher, which an evaluation does not build."""
-    name = ((subject.run or {}).get("objective") or {}).get("name", LANGUAGE_MODEL)
-    if name != LANGUAGE_MODEL:
-        raise ConfigError(
-            f"{subject.path} is of a run with objective.name={name}, and has two models. Write the trained one with lightning-3d export"
-            f" {subject.path} --module model --output FOLDER, and use that folder."
-        )
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

@@ -61,7 +61,7 @@ def check(subject: Subject, overrides: Sequence[str], outside: OutsideRank | Non
     config = compose_evaluation(subject, overrides, reads_data=reads_data)
     with open_dict(config):
         config.run_folder = tempfile.gettempdir()  # of nothing; the ranks get a folder of their own
-    plan = plan_run(config, outside, Advice())
+    plan = plan_run(config, outside, Advice(), trains=False)
     if reads_data and outside is None:
         check_files(config.data)
     return Evaluation(subject, plan, config)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_3d.checkpoint import PART
 from lightning_3d.errors import ConfigError, plural
 from lightning_3d.evaluation.engine import longest_row, padding_unit
 from lightning_3d.evaluation.losses import SetLoss, SetLosses
@@ -32,7 +33,7 @@ class Session:
     def __init__(self, config: dict[str, Any], checkpoint: str | None, *, average: bool = False) -> None:
         prepare(config)
         self.config = config
-        self.module = CausalLM(config["model"])
+        self.module = _TrainedModel(config["model"])
         self._losses, self._work = SetLosses(), _Work()
         self.trainer: pl.Trainer = make_trainer(config, [self._losses, self._work, *([ExponentialAverage()] if average else [])])
         self._checkpoint = checkpoint
@@ -104,6 +105,14 @@ class Session:
         """Return the checkpoint for the first use of the module; afterwards it has the weights."""
         path, self._checkpoint = self._checkpoint, None
         return path
+
+
+class _TrainedModel(CausalLM):
+    """The trained model of a checkpoint, which may also have a frozen one: the reference of DPO, or a teacher."""
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[PART] = "model."
 
 
 class _NoBatches:

@@ -6,6 +6,7 @@ Hinton et al., "Distilling the Knowledge in a Neural Network", arXiv:1503.02531.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class DistilledLM(CausalLM):
     Args:
         model: see `CausalLM`.
         optimizer: see `CausalLM`.
-        teacher: folder of a pretrained causal LM with the same vocabulary.
+        teacher: folder of a pretrained causal LM with the same vocabulary, or its `model_type` and the fields of its Transformers
+            configuration: then it has new weights.
         temperature: temperature of both distributions in the teacher's part, which is multiplied by its square.
         teacher_weight: weight of the teacher's part, 0 to 1.
 
@@ -41,21 +43,24 @@ class DistilledLM(CausalLM):
         model: Mapping[str, Any],
         optimizer: Mapping[str, Any] | None = None,
         *,
-        teacher: str,
+        teacher: str | Mapping[str, Any],
         temperature: float = 2.0,
         teacher_weight: float = 0.5,
     ) -> None:
         super().__init__(model, optimizer)
         self.save_hyperparameters({"teacher": teacher, "temperature": temperature, "teacher_weight": teacher_weight})
         self.temperature, self.teacher_weight = temperature, teacher_weight
-        self.teacher_folder = find_folder(teacher)
-        fields = architecture(self.teacher_folder)
+        if isinstance(teacher, str):
+            self.teacher_folder: Path | None = find_folder(teacher)
+            fields = architecture(self.teacher_folder)
+        else:
+            self.teacher_folder, fields = None, dict(teacher)
         self.teacher_config = transformers_config(fields, known=fields)
         if self.teacher_config.vocab_size != self.config.vocab_size:
             raise ConfigError(
-                f"objective.teacher={teacher} has a vocabulary of {self.teacher_config.vocab_size} tokens, but the model has"
-                f" {self.config.vocab_size}. Use a teacher with the same tokenizer, or model.config.vocab_size="
-                f"{self.teacher_config.vocab_size}."
+                f"objective.teacher{f'={teacher}' if isinstance(teacher, str) else ''} has a vocabulary of"
+                f" {self.teacher_config.vocab_size} tokens, but the model has {self.config.vocab_size}. Use a teacher with the same"
+                f" tokenizer, or model.config.vocab_size={self.teacher_config.vocab_size}."
             )
         self.teacher: Any = None
 

@@ -101,7 +101,7 @@ class CausalLM(LightningModule):
 
         Args:
             config: its Transformers configuration.
-            folder: folder of its weights.
+            folder: folder of its weights; None: new ones, made from the seed.
 
         Raises:
             ConfigError: the model does not keep documents apart, and the data module asks for it.
@@ -109,7 +109,8 @@ class CausalLM(LightningModule):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=self.model_config.get("attn_implementation"))
         if self._separates_documents():
             require_separate_documents(model)
-        load_pretrained(model, folder)
+        if folder is not None:
+            load_pretrained(model, folder)
         return model.requires_grad_(False).eval()
 
     def _separates_documents(self) -> bool:

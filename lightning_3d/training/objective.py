@@ -11,13 +11,18 @@ from lightning_3d.training.module import CausalLM
 from lightning_3d.training.preference import PreferenceLM
 
 
-def make_module(config: Mapping[str, Any]) -> CausalLM:
-    """Build the module that the groups `model` and `optimizer` and the keys `objective` describe."""
+def make_module(config: Mapping[str, Any], teacher: Mapping[str, Any] | None = None) -> CausalLM:
+    """Build the module that the groups `model` and `optimizer` and the keys `objective` describe.
+
+    Args:
+        teacher: `model_type` and fields of a teacher with new weights, in place of the folder `objective.teacher`.
+    """
     options = ObjectiveOptions(**config.get("objective", {}))  # a configuration of an earlier version has none
     if options.name == DPO:
         return PreferenceLM(config["model"], config["optimizer"], beta=options.beta)
     if options.name == DISTILLATION:
-        assert options.teacher is not None
+        second = options.teacher if teacher is None else teacher
+        assert second is not None
         more = {"temperature": options.temperature, "teacher_weight": options.teacher_weight}
-        return DistilledLM(config["model"], config["optimizer"], teacher=options.teacher, **more)
+        return DistilledLM(config["model"], config["optimizer"], teacher=second, **more)
     return CausalLM(config["model"], config["optimizer"])

@@ -26,7 +26,7 @@ class PreferenceLM(CausalLM):
     prefers the chosen answer more than the reference does.
 
     Args:
-        model: see `CausalLM`; needs `pretrained`.
+        model: see `CausalLM`. Without `pretrained`, model and reference have new weights, which differ.
         optimizer: see `CausalLM`.
         beta: how strongly the model is kept near the reference.
     """
@@ -42,7 +42,7 @@ class PreferenceLM(CausalLM):
         if self.model is not None:
             return
         super().configure_model()
-        self.reference = self.frozen_model(self.config, self.model_config["pretrained"])
+        self.reference = self.frozen_model(self.config, self.model_config.get("pretrained"))
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

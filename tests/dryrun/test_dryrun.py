@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import models
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from parity import SCHEDULES, Cell, Data, Module, Rows, quiet_trainer, strategy_
 from ranks import run_ranks
 from reference import Recipe, data
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
 
 from lightning_3d.cli.dryrun import read_options
 from lightning_3d.dryrun.meter import CATEGORIES
@@ -44,6 +48,28 @@ class Averaged(Deep):
     """A cell that keeps an average of its weights: in float32 a third of what the optimizer keeps."""
 
 
+@dataclass(frozen=True)
+class Objective(Deep):
+    """A cell whose step calls a second, frozen model: a reference of the model's own size, or a wider teacher with fewer layers."""
+
+    objective: str = "dpo"
+    attention: str = "sdpa"
+
+    @property
+    def layers(self) -> int:
+        return 6
+
+    @property
+    def module(self) -> pl.LightningModule:
+        from lightning_3d.training.objective import make_module
+
+        fields = {"model_type": "llama", **models.COMMON, "vocab_size": 67, "num_key_value_heads": 2, "num_hidden_layers": self.layers}
+        teacher = {**fields, "hidden_size": 2 * fields["hidden_size"], "num_hidden_layers": 3}
+        optimizer = {"name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+        model = {"config": fields, "attn_implementation": self.attention}
+        return make_module({"model": model, "optimizer": optimizer, "objective": {"name": self.objective}}, teacher)
+
+
 CELLS = {
     "few ranks": Averaged("llama", pp=2, dp=2, zero=3),
     "zero 0": Deep("llama", tp=2, pp=2, dp=2, zero=0),
@@ -51,6 +77,8 @@ CELLS = {
     "interleaved": Deep("llama", tp=2, pp=2, dp=2, zero=1, schedule="Interleaved1F1B"),
     "ep": Deep("mixtral", ep=2, tp=2, dp=4, zero=1),
     "cp": Deep("llama", cp=2, tp=2, dp=2, zero=1),
+    "dpo": Objective("llama", pp=2),
+    "distillation": Objective("llama", tp=2, pp=2, objective="distillation"),
 }
 
 
@@ -78,6 +106,10 @@ MORE = {
     "overlapped gather": Deep("llama", tp=2, dp=2, zero=1, options=(("zero_overlap_gather", True),)),
     "averaged": Averaged("llama", dp=2, zero=2),
     "ep pp": Deep("qwen3_moe", ep=2, pp=2, dp=4, zero=2),
+    "dpo zero 3": Objective("llama", pp=2, dp=2, zero=3),
+    "dpo zbv": Objective("llama", pp=2, schedule="ZBVZeroBubble"),
+    "distillation zero 2": Objective("llama", tp=2, dp=2, zero=2, objective="distillation"),
+    "distillation cp": Objective("llama", cp=2, objective="distillation"),
 }
 
 
@@ -168,6 +200,18 @@ class Balance(pl.Callback):
         indices.copy_((torch.arange(indices.numel()) % router.num_experts).view_as(indices))
 
 
+def module_of(cell: Cell) -> pl.LightningModule:
+    return cell.module if isinstance(cell, Objective) else Module(cell.recipe)
+
+
+def data_of(cell: Cell) -> models.Batch:
+    """All rows of the run; of pairs with those of the rejected answers, which are the same in another order."""
+    rows = data(cell.recipe)
+    if isinstance(cell, Objective) and cell.objective == "dpo":
+        rows |= {"rejected_ids": rows["input_ids"].flip(1), "rejected_labels": rows["labels"].flip(1)}
+    return rows
+
+
 def decay_of(cell: Cell) -> float | None:
     return 0.9 if isinstance(cell, Averaged) else None
 
@@ -202,9 +246,9 @@ def real_rank(cell: Cell) -> Seen:
     callbacks = [Balance(), Watch(seen), callback, Repeat(), *averages]
     steps = cell.recipe.steps
     trainer = quiet_trainer(strategy=strategy, devices=cell.world_size, max_steps=steps, callbacks=callbacks, max_epochs=steps)
-    rows = Rows(data(cell.recipe))
+    rows = Rows(data_of(cell))
     with live, meter:
-        trainer.fit(Module(cell.recipe), datamodule=Data(rows, cell.recipe.global_batch // cell.dp))
+        trainer.fit(module_of(cell), datamodule=Data(rows, cell.recipe.global_batch // cell.dp))
     least = min(usages, key=lambda usage: usage.peak_bytes)  # gloo's threads let go of what was sent now or a moment later
     seen.peak, seen.by_category, seen.kept, seen.flops = min(peaks), least.peak, report.kept, least.flops
     return seen
@@ -216,9 +260,9 @@ def dry_rank(cell: Cell, rank: int, **options: Any) -> Any:
 
     layout, schedule = resolve_layout(cell.layout, cell.schedule, cell.vp)
     rows = cell.recipe.global_batch // cell.dp
-    batch = {key: value[:rows] for key, value in data(cell.recipe).items()}
+    batch = {key: value[:rows] for key, value in data_of(cell).items()}
     job = Job(
-        module=lambda: Module(cell.recipe),
+        module=lambda: module_of(cell),
         strategy=lambda kind: kind(**strategy_arguments(cell)),
         batch=lambda micro_batches: {key: value.clone() for key, value in batch.items()},
         layout=layout,
@@ -266,7 +310,7 @@ def assert_same(cell: Cell, ranks: Sequence[int] = ()) -> None:
     """On some ranks, else the first and the last: every collective; operations; memory within 2 % in every category and together."""
     real = run_ranks(real_rank, cell.world_size, cell, timeout=400)
     ranks = list(ranks or (0, cell.world_size - 1))
-    rows = sum(tensor.nbytes for tensor in data(cell.recipe).values())  # the whole data set, which a real rank holds
+    rows = sum(tensor.nbytes for tensor in data_of(cell).values())  # the whole data set, which a real rank holds
     for rank, report in zip(ranks, run_dry(cell, ranks), strict=True):
         seen, peak = real[rank], report.usage.peak
         seen.peak -= rows
@@ -295,6 +339,25 @@ def test_some_micro_batches_tell_of_all(schedule: str) -> None:
         assert some.usage.peak[category] == pytest.approx(size, rel=0.005, abs=256), category
 
 
+@pytest.mark.parametrize("objective", ["dpo", "distillation"])
+def test_every_call_of_both_models_is_counted(objective: str) -> None:
+    """Operations are those that torch counts in one process without this package; its counter knows no fused attention of CPUs."""
+    cell = Objective("llama", pp=2, objective=objective, attention="eager")
+    module: Any = cell.module
+    module.configure_model()
+    module.log = lambda *args, **kwargs: None
+    rows = {key: value[: cell.recipe.global_batch] for key, value in data_of(cell).items()}
+    with FlopCounterMode(display=False) as counter:
+        module.training_step(rows, 0).backward()
+    reports = run_dry(cell, [0, 1])
+    assert sum(report.usage.flops for report in reports) == counter.get_total_flops()
+    model, second = (sum(parameter.numel() for parameter in part.parameters()) for part in module.children())
+    assert [(report.whole, report.second) for report in reports] == [(model, second)] * 2
+    first, last = (report.parameters for report in reports)
+    half = sum(parameter.numel() for parameter in [module.model.model.embed_tokens.weight, *module.model.model.layers[:3].parameters()])
+    assert (first, last) == (half, model - half + second)
+
+
 class Many(Cell):
     """A cell whose step has many micro-batches."""
 
@@ -315,6 +378,7 @@ LINES = {
     "no file": ["dryrun", "--json=."],
     "unwritable": ["dryrun", "--timeline", "/proc/x.svg"],
     "number": ["dryrun", "precision=64"],
+    "no teacher": ["dryrun", "recipe=llama_tiny_distill_2xcpu"],
     "batch": ["dryrun", "model=llama3_70b", "cluster=h100_32x8", "parallelism=tp8_pp4_dp8"],
     "tiny": ["dryrun", "--json", "dry.json", "--timeline=dry.svg", "data=tokens", "data.sequence_length=128"],
 }
@@ -339,6 +403,7 @@ def test_command_lines() -> None:
         "no file": "--json . is a folder",
         "unwritable": "--timeline /proc/x.svg cannot be written",
         "number": "must be the name of one of its configurations",
+        "no teacher": "This run needs a teacher. Set objective.teacher=FOLDER.",
         "batch": "needs at least as many micro-batches as stages",
     }
     for name, words in refusals.items():
@@ -351,6 +416,21 @@ def test_command_lines() -> None:
     assert tiny.left == ["dry.json", "dry.svg"], "nothing else is written"
     assert "The model has 3,033,856 parameters." in tiny.output
     assert "Timeline of a step" in tiny.output and "parameters" in tiny.output and "all_reduce" in tiny.output
+
+
+@pytest.mark.full
+def test_command_lines_with_a_second_model(tmp_path: Path) -> None:
+    """Parameters are those of `conf/model/llama_tiny.yaml` and of the teacher's folder, whose weights are not there."""
+    fields = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(**fields, tie_word_embeddings=True).save_pretrained(tmp_path)
+    short = ["data.global_batch_size=8", "data.sequence_length=64", "--json", "dry.json"]
+    teacher = [f"objective.teacher={tmp_path}", "parallelism.zero_stage=3"]
+    lines = [["dryrun", "recipe=llama_tiny_dpo_2xcpu", *short], ["dryrun", "recipe=llama_tiny_distill_2xcpu", *teacher, *short]]
+    pairs, distilled = run_commands(lines, warm=True)
+    assert (pairs.code, distilled.code) == (0, 0), pairs.output + distilled.output
+    assert "The model has 3,033,856 parameters. The frozen reference has 3,033,856. It is on every rank of the last stage" in pairs.output
+    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert f"The frozen teacher has {257 * 32 + 2 * layer + 32:,}. It is on every rank, and ZeRO-3 shards it" in distilled.output
 
 
 def test_idle_time_is_that_of_the_published_formulas() -> None:

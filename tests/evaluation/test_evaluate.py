@@ -235,14 +235,6 @@ def of_run(folder: Path, **changes: dict[str, Any]) -> Subject:
     return Subject(folder, {**run, **{group: {**run[group], **values} for group, values in changes.items()}})
 
 
-@pytest.mark.parametrize("name", ["dpo", "distillation"])
-@pytest.mark.parametrize("reads_data", [True, False])
-def test_a_checkpoint_with_two_models_is_refused_before_ranks_start(tmp_path: Path, name: str, reads_data: bool) -> None:
-    subject = of_run(tmp_path, objective={"name": name, "teacher": str(tmp_path)})
-    with pytest.raises(ConfigError, match=f"objective.name={name}, and has two models. .*export .* --module model"):
-        check(subject, [], None, reads_data=reads_data)
-
-
 def test_a_run_with_a_batch_ramp_is_evaluated_in_another_layout(tmp_path: Path) -> None:
     ramp = {"from": 1, "step": 1, "tokens": 256}
     subject = of_run(tmp_path, data={"batch_ramp": ramp, "global_batch_size": 4}, parallelism={"micro_batch_size": 1})

@@ -8,11 +8,14 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.layout.sizes import check_number
+from lightning_3d.models.pretrained_config import architecture
+from lightning_3d.models.safetensors_folder import find_folder
 
 LANGUAGE_MODEL, DPO, DISTILLATION = "language_model", "dpo", "distillation"
 OBJECTIVES = (LANGUAGE_MODEL, DPO, DISTILLATION)
 REQUIRED = "required"
 """Stands for a folder that a recipe leaves to the user."""
+_NO_TEACHER = "This run needs a teacher. Set objective.teacher=FOLDER."
 PAIRS = ("python_pairs",)
 """Data options whose samples are pairs of a chosen and a rejected answer."""
 
@@ -60,7 +63,7 @@ class ObjectiveOptions:
             ConfigError: DPO without pretrained weights, with adapters or with other data than pairs; pairs without DPO.
         """
         if self.name == DISTILLATION and self.teacher == REQUIRED and not dry:
-            raise ConfigError("This run needs the weights of a teacher. Set objective.teacher=FOLDER.")
+            raise ConfigError(_NO_TEACHER)
         pairs = data.get("name") in PAIRS
         if pairs != (self.name == DPO):
             raise ConfigError(
@@ -78,6 +81,29 @@ class ObjectiveOptions:
             raise ConfigError(
                 f"objective.name={self.name} trains all weights. Remove model.lora.r, or use objective.name={LANGUAGE_MODEL}."
             )
+
+    @property
+    def second_model(self) -> str | None:
+        """Name of the frozen second model, an attribute of the module; None if there is none."""
+        return {DPO: "reference", DISTILLATION: "teacher"}.get(self.name)
+
+    @property
+    def batch_keys(self) -> tuple[str, ...]:
+        """Tensors of a batch, all (batch, sequence)."""
+        return ("input_ids", "labels", "rejected_ids", "rejected_labels") if self.name == DPO else ("input_ids", "labels")
+
+    def teacher_fields(self) -> dict[str, Any] | None:
+        """Read `model_type` and the fields of the teacher's configuration; None without a teacher.
+
+        Raises:
+            ConfigError: its folder is not named yet. CheckpointError: it cannot be read.
+        """
+        if self.name != DISTILLATION:
+            return None
+        if self.teacher == REQUIRED:
+            raise ConfigError(_NO_TEACHER)
+        assert self.teacher is not None
+        return architecture(find_folder(self.teacher))
 
     def require_language_model(self, command: str) -> None:
         """Raise ConfigError for an objective that a command does not know."""

@@ -42,8 +42,8 @@ class SampleOptions:
             raise ConfigError("sample.prompt must have at least one character, or be null for no sample; got an empty string.")
         if objective != LANGUAGE_MODEL:
             raise ConfigError(
-                f"sample.prompt works with objective.name={LANGUAGE_MODEL} only; got {objective}. Remove it, export the model when the run"
-                " has ended, and use lightning-3d generate."
+                f"sample.prompt works with objective.name={LANGUAGE_MODEL} only; got {objective}. Remove it, and use lightning-3d generate"
+                " when the run has ended."
             )
         if tokenizer_of(model, data) is None:
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 BYTES = "bytes"
 """Name of the tokenizer whose token ids are bytes, and whose id 256 ends a document."""
 
-_BYTE_DATA = ("python_stdlib", "python_tokens")
+_BYTE_DATA = ("python_stdlib", "python_tokens", "python_pairs")
 
 
 def tokenizer_of(model: Mapping[str, Any], data: Mapping[str, Any]) -> str | None:
