@@ -345,7 +345,7 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
     sizes = ModelSizes(
         heads=number("num_attention_heads"),
         kv_heads=number("num_key_value_heads"),
-        layers=len(list(module.get_submodule(plan.layers).children())) if plan.layers else layout.pp * layout.vp,
+        layers=len(plan.blocks_of(module)) if plan.layers else layout.pp * layout.vp,
         vocab=number("vocab_size"),
         experts=number(*EXPERT_COUNTS) or _experts_of_layer(module, plan),
     )

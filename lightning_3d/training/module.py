@@ -19,12 +19,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from typing_extensions import override
 
 from lightning_3d.config.options.lora import LoraOptions
+from lightning_3d.config.options.multi_token import MultiTokenOptions
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.document_trial import require_separate_documents
+from lightning_3d.training.multi_token import predict_ahead
 from lightning_3d.training.optimizers import decay_of, make_optimizer, try_optimizer
 from lightning_3d.training.parameter_groups import NamedGroup, find_groups
 from lightning_3d.training.schedules import make_scheduler
@@ -67,6 +69,7 @@ class CausalLM(LightningModule):
         stored = architecture(folder) if folder is not None else {}
         self.config = transformers_config(model["config"], known=stored)
         self.lora = LoraOptions.of(model)
+        self.ahead = MultiTokenOptions.of(model)
         if folder is not None and model.get("name") != TAKEN:
             there = transformers_config(stored, known=stored)
             refuse_other_architecture(self.config.to_dict(), there.to_dict(), str(model.get("name")), folder)
@@ -88,6 +91,8 @@ class CausalLM(LightningModule):
             ) from error
         if self._separates_documents():
             require_separate_documents(self.model)
+        if self.ahead.layers is not None:
+            predict_ahead(self.model, self.ahead.layers)
         if self.model_config.get("pretrained") is not None:
             load_pretrained(self.model, self.model_config["pretrained"])
         if self.lora.r is not None:
@@ -134,7 +139,13 @@ class CausalLM(LightningModule):
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+        if self.ahead.layers is None:
+            loss = self._loss(batch)
+        else:
+            output = self.model(**inputs_of(batch), labels=batch["labels"])
+            loss = output.loss + self.ahead.loss_weight * output.mtp_loss
+            self.log("cross_entropy", output.loss)
+            self.log("mtp_loss", output.mtp_loss)
         self.log("loss", loss)
         return loss
 
