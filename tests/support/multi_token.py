@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import keep_double
 from parity import Rows, fit_on_rank
 from reference import Recipe, Run, initialize
 from torch import Tensor, nn
@@ -44,16 +45,15 @@ FIELDS: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""A small mixture. Its routers compute in float32 whatever the weights are, so float64 is compared on dense blocks."""
 
 
-def model_group(*, dense: bool = False, depths: int | None = DEPTHS, **fields: Any) -> dict[str, Any]:
+def model_group(*, depths: int | None = DEPTHS, **fields: Any) -> dict[str, Any]:
     """The group `model` of a run."""
-    config = FIELDS | ({"first_k_dense_replace": LAYERS + DEPTHS} if dense else {}) | fields
-    return {"name": "ahead", "attn_implementation": "sdpa", "config": config, "mtp_layers": depths, "mtp_loss_weight": WEIGHT}
+    group = {"name": "ahead", "attn_implementation": "sdpa", "config": FIELDS | fields}
+    return group | {"mtp_layers": depths, "mtp_loss_weight": WEIGHT}
 
 
-def recipe(dtype: str = "float32") -> Recipe:
+def recipe(dtype: str = "float64") -> Recipe:
     return Recipe(dtype=dtype, steps=3, global_batch=8, clip=0.3)
 
 
@@ -74,8 +74,20 @@ class Trained(CausalLM):
 
     recipe: Recipe
 
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            in_double(self.model, self.recipe)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.recipe.learning_rate, weight_decay=self.recipe.weight_decay)
+
+
+def in_double(model: nn.Module, plan: Recipe) -> None:
+    """Let a model of float64 compute in it throughout, see `models.keep_double`."""
+    if plan.dtype == "float64":
+        model.config._experts_implementation = "eager"
+        keep_double(model)
 
 
 def module_of(group: dict[str, Any], plan: Recipe) -> Trained:
@@ -98,7 +110,8 @@ class Plain(nn.Module):
         config._attn_implementation = "sdpa"
         self.model = DeepseekV3ForCausalLM(config)
         ahead = copy.deepcopy(config)
-        ahead.first_k_dense_replace = 0 if fields["first_k_dense_replace"] <= LAYERS else 99
+        ahead.first_k_dense_replace = 0
+        ahead._experts_implementation = config._experts_implementation = "eager"
         self.mtp = nn.ModuleList(MtpLayer(ahead, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, k) for k in range(depths))
 
     def sums(self, ids: Tensor, labels: Tensor) -> list[Tensor]:
@@ -139,7 +152,7 @@ def plain_name(name: str) -> str:
 
 def initial_weights(group: dict[str, Any], plan: Recipe) -> dict[str, Tensor]:
     """Initial values of parameters and saved buffers of our model, by our names."""
-    module = Trained(group)
+    module = module_of(group, plan)
     before = torch.get_default_dtype()
     torch.set_default_dtype(plan.torch_dtype)
     try:
@@ -158,6 +171,8 @@ def plain_model(group: dict[str, Any], plan: Recipe) -> Plain:
     values = initial_weights(group, plan)
     assert {plain_name(name) for name in values} == set(plain.state_dict())
     plain.load_state_dict({plain_name(name): value for name, value in values.items()})
+    if plan.dtype == "float64":
+        keep_double(plain)
     return plain.train()
 
 
@@ -183,5 +198,5 @@ def reference_run(group: dict[str, Any], plan: Recipe) -> tuple[Run, list[list[f
 
 
 @functools.cache
-def expected(*, dense: bool, dtype: str, tied: bool = False) -> tuple[Run, list[list[float]]]:
-    return reference_run(model_group(dense=dense, tie_word_embeddings=tied), recipe(dtype))
+def expected(dtype: str = "float64", *, tied: bool = False) -> tuple[Run, list[list[float]]]:
+    return reference_run(model_group(tie_word_embeddings=tied), recipe(dtype))
