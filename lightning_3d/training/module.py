@@ -22,11 +22,11 @@ from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.multi_token import MultiTokenOptions
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, did_you_mean
+from lightning_3d.models.multi_token import predict_ahead
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.documents import IGNORE_INDEX
 from lightning_3d.training.document_trial import require_separate_documents
-from lightning_3d.training.multi_token import predict_ahead
 from lightning_3d.training.optimizers import decay_of, make_optimizer, try_optimizer
 from lightning_3d.training.parameter_groups import NamedGroup, find_groups
 from lightning_3d.training.schedules import make_scheduler

@@ -7,10 +7,11 @@ import copy
 import functools
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from models import keep_double
-from parity import Rows, fit_on_rank
+from parity import PRECISIONS, Data, Part, Rows, StepValues, quiet_trainer
 from reference import Recipe, Run, initialize
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
@@ -18,7 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 
 from lightning_3d.training.module import CausalLM, transformers_config
 
-LAYERS, DEPTHS, WEIGHT, VOCABULARY, SEQUENCE = 3, 2, 0.4, 61, 12
+LAYERS, DEPTHS, WEIGHT, VOCABULARY, SEQUENCE = 4, 2, 0.4, 61, 12
 FIELDS: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "vocab_size": VOCABULARY,
@@ -96,9 +97,43 @@ def module_of(group: dict[str, Any], plan: Recipe) -> Trained:
     return made
 
 
-def train_ahead(group: dict[str, Any], plan: Recipe, **strategy: Any) -> Any:
-    """Run on ranks."""
-    return fit_on_rank(plan, Rows(rows(plan)), module_of(group, plan), **strategy)
+class SaveAfterFirst(pl.Callback):
+    """Saves after the first step, in the middle of the epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def train_ahead(
+    group: dict[str, Any], plan: Recipe, *, save: str | None = None, resume: str | None = None, **strategy: Any
+) -> tuple[Part, dict[str, float]]:
+    """Train on ranks. Returns what `parity.fit_on_rank` does, and the last values that were logged.
+
+    Args:
+        save: where the state after the first step is saved.
+        resume: checkpoint with which training goes on.
+    """
+    from lightning_3d.strategy import Lightning3DStrategy
+
+    made = Lightning3DStrategy(**strategy, seed=plan.seed)
+    assert made.layout is not None
+    values, module = StepValues(), module_of(group, plan)
+    trainer = quiet_trainer(
+        strategy=made,
+        devices=made.layout.world_size,
+        precision=PRECISIONS[plan.dtype],
+        max_epochs=1,
+        gradient_clip_val=plan.clip,
+        callbacks=[values, *([SaveAfterFirst(save)] if save is not None else [])],
+    )
+    trainer.fit(module, datamodule=Data(Rows(rows(plan)), plan.global_batch // made.layout.dp), ckpt_path=resume)
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Part(values.losses, values.grad_norms, weights, dict(made.specs)), logged
 
 
 class Plain(nn.Module):

@@ -6,12 +6,13 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_3d.layout.sizes import check_number
+from lightning_3d.config.options.objective import LANGUAGE_MODEL
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.sizes import check_number
 
 FAMILIES = ("deepseek_v3",)
 """Values of `model_type` whose models can be trained with further tokens."""
@@ -63,12 +64,11 @@ class MultiTokenOptions:
                 " model.mtp_layers=null, or model.lora.r=null."
             )
 
-    def check_run(self, layout: Layout, objective: str, language_model: str, sequence_length: int | None) -> None:
+    def check_run(self, layout: Layout, objective: str, sequence_length: int | None) -> None:
         """Refuse what multi-token prediction cannot be trained with.
 
         Args:
             objective: name of the objective of the run.
-            language_model: name of the objective that predicts tokens.
             sequence_length: tokens of a sample; None where it is not known.
 
         Raises:
@@ -77,10 +77,10 @@ class MultiTokenOptions:
         if self.layers is None:
             return
         what = f"model.mtp_layers={self.layers}"
-        if objective != language_model:
-            raise ConfigError(f"{what} is trained with objective.name={language_model} only; got {objective}. Use model.mtp_layers=null.")
+        if objective != LANGUAGE_MODEL:
+            raise ConfigError(f"{what} is trained with objective.name={LANGUAGE_MODEL} only; got {objective}. Use model.mtp_layers=null.")
         if layout.cp > 1:
-            without = Layout(**{**vars(layout), "cp": 1, "dp": layout.dp * layout.cp})
+            without = replace(layout, cp=1, dp=layout.dp * layout.cp)
             raise ConfigError(
                 f"{what} reads the tokens that follow each position, which with cp {layout.cp} may be on another rank. Use cp=1, for"
                 f" example {without}, or model.mtp_layers=null."

@@ -81,20 +81,17 @@ def assign_stages(
 
 def _balanced(module: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, stages: int) -> list[range]:
     costs, modules = [_cost([block]) for block in blocks], dict(module.named_modules())
+    last = [*(modules[name] for name in plan.after if name in modules), *plan.ahead_of(module)]
+    flops, parameters = _cost(last)
+    if plan.head is not None:  # it runs once more for each of these blocks
+        flops += plan.ahead * _cost([modules[plan.head]])[0]
     return split_layers(
         [flops for flops, _ in costs],
         [parameters for _, parameters in costs],
         stages,
         first_extra=_cost(modules[name] for name in plan.before if name in modules),
-        last_extra=_cost([*(modules[name] for name in plan.after if name in modules), *_ahead(module, plan)]),
+        last_extra=(flops, parameters),
     )
-
-
-def _ahead(module: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
-    """What the last stage runs for further tokens: each of these blocks also runs the head once more. That has no further parameters,
-    but they count here, which only matters between splits of equal FLOPs."""
-    blocks = plan.ahead_of(module)
-    return [*blocks, *([module.get_submodule(plan.head)] * len(blocks) if plan.head is not None else ())]
 
 
 def _cost(modules: Iterable[nn.Module]) -> tuple[float, float]:

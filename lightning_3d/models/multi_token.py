@@ -5,9 +5,10 @@ k = 1, 2, ... computes for each position i
 
     h'_i = M_k [norm(emb(t_{i+k})) ; norm(h^{k-1}_i)]        h^k = norm(block_k(h'))        P(t_{i+k+1}) = head(h^k_i)
 
-with the embedding and the output head of the model. Its loss is the cross-entropy of t_{i+k+1}, divided, as in equation 24 of the report, by the
-number of targets of the model itself. The modules are further blocks in the model's own list. So their parameters have the names of DeepSeek's
-checkpoints (`model.layers.61.eh_proj.weight`), and whatever is done to blocks is done to them: sharding, recomputation, expert parallelism.
+with the embedding and the output head of the model. Its loss is the sum of the cross-entropies of t_{i+k+1}, divided, as in equation 24 of
+the report, by the number of targets of the model itself. The modules are further blocks in the model's own list. So their parameters have
+the names of DeepSeek's checkpoints (`model.layers.61.eh_proj.weight`), and whatever is done to blocks is done to them: sharding,
+recomputation, expert parallelism. At the end of a sequence the embeddings that are missing are zeros; nothing is predicted from them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.parallel.specialize import specialize
-from lightning_3d.training.data.documents import IGNORE_INDEX
+IGNORE = -100
+"""Label of a token that does not count in the loss, as in torch's cross-entropy and Transformers."""
 
 
 def predict_ahead(model: Any, depths: int) -> None:
@@ -43,13 +45,20 @@ def predict_ahead(model: Any, depths: int) -> None:
         block.enorm, block.hnorm = (norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2))
         block.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         block.shared_head = NormOfHead(norm(config.hidden_size, eps=config.rms_norm_eps))
-        specialize(block, PredictsAhead)
+        block.__class__ = _with(PredictsAhead, kind)
         if not reference.is_meta:
             for child in block.modules():
                 model._init_weights(child)
         base.layers.append(block.to(reference.dtype))
     config.num_nextn_predict_layers = depths
-    specialize(model, MultiTokenLM)
+    model.mtp_layers = depths
+    model.__class__ = _with(MultiTokenLM, type(model))
+
+
+@cache
+def _with(mixin: type, kind: type) -> type:
+    """Make a subclass of a Transformers class that keeps its name and module, by which checkpoints and the self-check know it."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 class NormOfHead(nn.Module):
@@ -99,7 +108,13 @@ class _Seen:
 
 
 class MultiTokenLM:
-    """Mixin for a causal LM whose list of blocks ends with modules of multi-token prediction."""
+    """Mixin for a causal LM whose list of blocks ends with modules of multi-token prediction.
+
+    Attributes:
+        mtp_layers: number of modules. It is part of the model's description in checkpoints.
+    """
+
+    mtp_layers: int
 
     def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None or not self.training:
@@ -141,13 +156,13 @@ def _mean_loss(model: Any, seen: _Seen, labels: Tensor) -> Tensor:
     """Mean of the losses of all modules, each a sum over its targets divided by the targets of the model; shape ()."""
     assert seen.embedding is not None and seen.hidden is not None
     hidden, head = seen.hidden, model.get_output_embeddings()
-    targets = following(labels, 1, IGNORE_INDEX)
-    count = (targets != IGNORE_INDEX).sum().clamp(min=1)
+    targets = following(labels, 1, IGNORE)
+    count = (targets != IGNORE).sum().clamp(min=1)
     losses = []
     for depth, block in enumerate(model.get_decoder().layers[model.config.num_hidden_layers :], start=1):
         hidden = block(hidden, ahead=following(seen.embedding, depth, 0.0), **seen.arguments)
         # A target counts only where the tokens between are targets, too: otherwise, one of them begins another document.
-        targets = following(labels, depth + 1, IGNORE_INDEX).masked_fill(targets == IGNORE_INDEX, IGNORE_INDEX)
+        targets = following(labels, depth + 1, IGNORE).masked_fill(targets == IGNORE, IGNORE)
         losses.append(
             model.loss_function(
                 logits=head(hidden),
