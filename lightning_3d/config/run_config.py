@@ -23,7 +23,17 @@ START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
 WHOLE_RUN_GROUPS = ("recipe", "debug", "hparams_search")
 """Groups whose options set keys of the other groups, and leave no key of their own."""
-MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "active_parameters", "config", "pretrained", "lora", "mtp_layers", "mtp_loss_weight")
+MODEL_KEYS = (
+    "name",
+    "attn_implementation",
+    "published_parameters",
+    "active_parameters",
+    "config",
+    "pretrained",
+    "lora",
+    "mtp_layers",
+    "mtp_loss_weight",
+)
 
 
 @dataclass(frozen=True)

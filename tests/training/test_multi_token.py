@@ -8,6 +8,7 @@ import torch
 from multi_token import DEPTHS, LAYERS, expected, model_group, plain_model, recipe, rows, train_ahead
 from parity import assemble, differences
 from ranks import run_ranks
+from sweeps import by_default
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
@@ -21,7 +22,7 @@ LIMITS = {"float64": 1e-12, "float32": 1e-6}
 FLOAT32 = {"dtype": "float32"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp1", {}),
-    ("tp2_pp2", {"sequence_parallel": True, "self_check": "always", "tied": True}),
+    ("tp2_pp2", {"sequence_parallel": True, "self_check": "always"}),
     ("dp2_ep2", {}),
     ("tp2", {"sequence_parallel": False}),
     ("tp2", {"sequence_parallel": True, "recompute": "full"}),
@@ -43,7 +44,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("pp2_dp2", {"zero_stage": 3, "tied": True} | FLOAT32),
     ("dp2", {"zero_stage": 3} | FLOAT32),
 ]
-DEFAULT = 3
 
 
 def assert_same(layout: str, *, dtype: str = "float64", tied: bool = False, **strategy: Any) -> list[dict[str, float]]:
@@ -57,7 +57,7 @@ def assert_same(layout: str, *, dtype: str = "float64", tied: bool = False, **st
     return [logged for _, logged in found]
 
 
-@pytest.mark.parametrize(("layout", "options"), [*CASES[:DEFAULT], *(pytest.param(*case, marks=pytest.mark.full) for case in CASES[DEFAULT:])])
+@pytest.mark.parametrize(("layout", "options"), by_default(CASES, *range(3)))
 def test_a_layout_trains_what_one_process_trains(layout: str, options: dict[str, Any]) -> None:
     logs = assert_same(layout, **options)
     run, parts = expected(options.get("dtype", "float64"), tied=options.get("tied", False))
