@@ -38,7 +38,8 @@ def predict_ahead(model: Any, depths: int) -> None:
         depths: number of modules.
     """
     config, base = model.config, model.get_decoder()
-    kind, norm = type(base.layers[-1]), type(base.norm)
+    kind: Any = type(base.layers[-1])
+    norm: Any = type(base.norm)
     reference = next(base.norm.parameters())
     for index in range(len(base.layers), len(base.layers) + depths):
         block = kind(config, index)
@@ -52,7 +53,8 @@ def predict_ahead(model: Any, depths: int) -> None:
         base.layers.append(block.to(reference.dtype))
     config.num_nextn_predict_layers = depths
     model.mtp_layers = depths
-    model.__class__ = _with(MultiTokenLM, type(model))
+    own: Any = type(model)
+    model.__class__ = _with(MultiTokenLM, own)
 
 
 @cache

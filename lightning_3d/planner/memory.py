@@ -184,7 +184,7 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
     vocabulary = model.vocab / job.layout.tp
     loss = head * vocabulary * job.tokens / job.loss_parts * job.stack.logit_bytes(job.micro_batches)
     if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
-        loss += vocabulary * model.hidden * (1 + model.ahead) * sum(4 + job.width * count for stage, count in own if stage.head)
+        loss += vocabulary * model.hidden * sum(4 + job.width * count * (1 + model.ahead) for stage, count in own if stage.head)
     activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0)
     if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
         kept_gradients = max(kept_gradients, footprint.kept_gradient * job.trained * _largest_parameter(job, stages))

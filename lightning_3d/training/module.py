@@ -43,12 +43,14 @@ class CausalLM(LightningModule):
 
     The model is built from its configuration, with new or pretrained weights. Pretrained weights may be frozen and trained through LoRA
     adapters. Logs `loss` every step and `val_loss` per validation, both in nats per target token. If the data module names its validation
-    sets (`val_names`), it logs `val_loss/NAME` for each, and `val_loss` is their mean with the weights of `validation_weights()`.
+    sets (`val_names`), it logs `val_loss/NAME` for each, and `val_loss` is their mean with the weights of `validation_weights()`. With
+    multi-token prediction, it also logs the two parts of `loss`: `cross_entropy`, which is that of the model itself, as `val_loss` is, and
+    `mtp_loss`, the mean of the losses of the modules behind it.
 
     Args:
         model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration;
-            `attn_implementation`, `pretrained` (a folder, see `load_pretrained`) and `lora` (see `LoraOptions`) are optional. Other
-            entries are stored, but not used.
+            `attn_implementation`, `pretrained` (a folder, see `load_pretrained`), `lora` (see `LoraOptions`), `mtp_layers` and
+            `mtp_loss_weight` (see `MultiTokenOptions`) are optional. Other entries are stored, but not used.
         optimizer: an `optimizer/` config file; None for a module that is only evaluated. Without `no_decay`, it is that of all these files.
 
     Raises:
@@ -70,6 +72,7 @@ class CausalLM(LightningModule):
         self.config = transformers_config(model["config"], known=stored)
         self.lora = LoraOptions.of(model)
         self.ahead = MultiTokenOptions.of(model)
+        self.loss_parts = () if self.ahead.layers is None else ("cross_entropy", "mtp_loss")
         if folder is not None and model.get("name") != TAKEN:
             there = transformers_config(stored, known=stored)
             refuse_other_architecture(self.config.to_dict(), there.to_dict(), str(model.get("name")), folder)
@@ -144,8 +147,8 @@ class CausalLM(LightningModule):
         else:
             output = self.model(**inputs_of(batch), labels=batch["labels"])
             loss = output.loss + self.ahead.loss_weight * output.mtp_loss
-            self.log("cross_entropy", output.loss)
-            self.log("mtp_loss", output.mtp_loss)
+            for name, part in zip(self.loss_parts, (output.loss, output.mtp_loss), strict=True):
+                self.log(name, part)
         self.log("loss", loss)
         return loss
 

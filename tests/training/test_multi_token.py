@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from multi_token import DEPTHS, LAYERS, expected, model_group, plain_model, recipe, rows, train_ahead
+from multi_token import DEPTHS, LAYERS, expected, in_double, model_group, plain_model, recipe, rows, train_ahead
 from parity import assemble, differences
 from ranks import run_ranks
 from sweeps import by_default
@@ -19,6 +19,8 @@ from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.training.module import CausalLM
 
 LIMITS = {"float64": 1e-12, "float32": 1e-6}
+OF_WEIGHTS = {"float64": 1e-12, "float32": 5e-5}
+"""Other micro-batches change weights of float32 by 1.4e-5 on one process: AdamW divides small gradients by small ones."""
 FLOAT32 = {"dtype": "float32"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp1", {}),
@@ -53,7 +55,8 @@ def assert_same(layout: str, *, dtype: str = "float64", tied: bool = False, **st
     found = run_ranks(train_ahead, world, model_group(tie_word_embeddings=tied), recipe(dtype), **arguments, timeout=240)
     error, drift = differences([part for part, _ in found], expected(dtype, tied=tied)[0])
     assert drift == 0.0
-    assert max(error.loss, error.grad_norm, error.weight) < LIMITS[dtype], error
+    assert max(error.loss, error.grad_norm) < LIMITS[dtype], error
+    assert error.weight < OF_WEIGHTS[dtype], error
     return [logged for _, logged in found]
 
 
@@ -84,6 +87,23 @@ def test_an_evaluation_reads_the_model_alone() -> None:
     module.train()
     assert output.loss.item() == module.model(**batch).loss.item()
     assert not hasattr(output, "mtp_loss")
+
+
+def test_documents_are_kept_apart() -> None:
+    """A packed sample has the losses of its documents alone."""
+    module = CausalLM(model_group())
+    module.configure_model()
+    model = module.model.double()
+    in_double(model, recipe())
+    documents = [rows(recipe())["input_ids"][:1, start:stop] for start, stop in ((0, 5), (5, 7), (7, 12))]
+    ids = torch.cat(documents, 1)
+    labels = ids.clone()
+    labels[0, [5, 7]] = -100
+    packed = model(input_ids=ids, labels=labels, position_ids=torch.cat([torch.arange(part.shape[1])[None] for part in documents], 1))
+    alone = [model(input_ids=part, labels=part) for part in documents]
+    for name in ("loss", "mtp_loss"):
+        total = sum(getattr(output, name).item() * (part.shape[1] - 1) for output, part in zip(alone, documents, strict=True))
+        assert getattr(packed, name).item() * 9 == pytest.approx(total, rel=1e-6)  # Transformers' loss is in float32
 
 
 def test_values_are_shifted() -> None:
