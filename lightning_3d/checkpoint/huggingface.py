@@ -22,6 +22,7 @@ from lightning_3d.checkpoint.state import MODEL, averaged
 from lightning_3d.compat.peft import inject
 from lightning_3d.compat.transformers import build_on_meta, keeps_float32, stored_form
 from lightning_3d.errors import CheckpointError, ConfigError, did_you_mean, listed
+from lightning_3d.models.multi_token import predict_ahead
 from lightning_3d.ranks.progress import task
 from lightning_3d.storage.remote_path import Place
 
@@ -45,13 +46,15 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """Summary of an export: files with weights, tensors, bytes, and whether they are PEFT adapters."""
+    """Summary of an export: files with weights, tensors, bytes, whether they are PEFT adapters, and how many modules of multi-token
+    prediction are among them."""
 
     files: int
     tensors: int
     nbytes: int
     tokenizer: bool
     adapters: bool
+    mtp_layers: int = 0
 
 
 def export(
@@ -96,6 +99,9 @@ def export(
         dtype = dtype or next((kind for name in folder.names(prefix) if (kind := folder.dtype(prefix + name)).is_floating_point), None)
         folder = averaged(inside)
     model = adapted = build_on_meta(described["class"], described["config"])
+    if described.get("mtp_layers"):
+        with torch.device("meta"):
+            predict_ahead(model, described["mtp_layers"])
     adapters: Mapping[str, Any] = described.get("adapters") or {}
     if adapters:
         adapted = build_on_meta(described["class"], described["config"])
@@ -119,7 +125,7 @@ def export(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return Exported(*counted, copied, source is None)
+    return Exported(*counted, copied, source is None, described.get("mtp_layers", 0))
 
 
 def _choose(manifest: Mapping[str, Any], module: str | None, path: Place, merge: bool) -> tuple[str, Mapping[str, Any]]:

@@ -10,7 +10,7 @@ import yaml
 
 from lightning_3d.cli.find_checkpoint import AVERAGE, CHECKPOINT, NO_VERIFY, find_checkpoint, require_average
 from lightning_3d.cli.options import Command
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, plural
 from lightning_3d.ranks.progress import task
 from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.remote_path import Place, RemotePath
@@ -73,6 +73,8 @@ def _export(options: Namespace) -> int:
     words = "with its tokenizer" if found.tokenizer else "without a tokenizer (--tokenizer FOLDER adds one)"
     files = "1 file" if found.files == 1 else f"{found.files} files"
     what = "PEFT adapters, " if found.adapters else ""
+    if found.mtp_layers:
+        what = f"with {plural(found.mtp_layers, 'module')} of multi-token prediction, which generate(..., use_mtp=True) reads: "
     print(f"{output}: {what}{found.tensors} tensors, {show_bytes(found.nbytes)} in {files}, {words}")
     return 0
 

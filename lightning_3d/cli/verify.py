@@ -126,7 +126,7 @@ def groups_of_small_model(entries: list[Any], model: Mapping[str, Any]) -> tuple
 
     All of them, where the names of its parameters are known only to Transformers or PEFT.
     """
-    names = read_spec(model["config"]).parameter_names if LoraOptions.of(model).r is None else None
+    names = read_spec(model["config"], model.get("mtp_layers")).parameter_names if LoraOptions.of(model).r is None else None
     kept = matching(entries, names) if names is not None else entries
     return kept, len(entries) - len(kept)
 

@@ -115,13 +115,15 @@ def _matches(patterns: Iterable[str] | None, name: str) -> bool:
 
 
 def describe_models(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """Describe every Transformers model in a module, by name: class, configuration, and PEFT adapters."""
+    """Describe every Transformers model in a module, by name: class, configuration, PEFT adapters, and number of
+    modules of multi-token prediction."""
     return {
         name: {
             "class": type(model).__name__,
             "config": json.loads(cast(Any, model).config.to_json_string(use_diff=False)),
             "adapted": any(is_adapter(layer) for layer in model.modules()),
             "adapters": describe_adapters(root, name),
+            "mtp_layers": getattr(model, "mtp_layers", 0),
         }
         for name, model in models_in(root).items()
     }

@@ -201,6 +201,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_data_counts(run.data)
     check_data_urls(run.data)
     complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
+    complete.ahead.check_run(layout, run.objective.name, complete.data.get("sequence_length"))
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     _check_optimizer(complete, layout, zero)
     if complete.data.get("name") == "blend":
@@ -290,7 +291,7 @@ def check_keys(config: DictConfig) -> RunConfig:
 
 def _with_defaults(given: dict[str, Any], values: Any) -> dict[str, Any]:
     """Return a configuration with the keys that it lacks, from its typed form: ranks read all of them."""
-    known = {entry.name: getattr(values, entry.name) for entry in fields(values) if entry.name not in ("spec", "lora")}
+    known = {entry.name: getattr(values, entry.name) for entry in fields(values) if entry.name not in ("spec", "lora", "ahead")}
     groups = {key: _with_defaults(given.get(key, {}), value) for key, value in known.items() if is_dataclass(value)}
     return {**known, **given, **groups}
 

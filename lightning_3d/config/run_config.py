@@ -9,6 +9,7 @@ from omegaconf import MISSING
 
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.lora import LoraOptions
+from lightning_3d.config.options.multi_token import MultiTokenOptions
 from lightning_3d.config.options.objective import ObjectiveOptions
 from lightning_3d.config.options.plan import PlanOptions
 from lightning_3d.config.options.reliability import Reliability
@@ -22,7 +23,17 @@ START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")
 WHOLE_RUN_GROUPS = ("recipe", "debug", "hparams_search")
 """Groups whose options set keys of the other groups, and leave no key of their own."""
-MODEL_KEYS = ("name", "attn_implementation", "published_parameters", "active_parameters", "config", "pretrained", "lora")
+MODEL_KEYS = (
+    "name",
+    "attn_implementation",
+    "published_parameters",
+    "active_parameters",
+    "config",
+    "pretrained",
+    "lora",
+    "mtp_layers",
+    "mtp_loss_weight",
+)
 
 
 @dataclass(frozen=True)
@@ -138,10 +149,12 @@ class CompleteRun(RunConfig):
     Attributes:
         spec: sizes of the model.
         lora: adapters that are trained instead of the weights; `lora.r` is None if all weights are trained.
+        ahead: multi-token prediction; `ahead.layers` is None without.
     """
 
     spec: ModelSpec
     lora: LoraOptions
+    ahead: MultiTokenOptions
 
 
 def complete_run(run: RunConfig) -> CompleteRun:
@@ -153,6 +166,7 @@ def complete_run(run: RunConfig) -> CompleteRun:
     if isinstance(run, CompleteRun):
         return run
     lora = LoraOptions.of(run.model)
+    MultiTokenOptions.of(run.model)  # before its numbers are used, and below again, with what a pretrained folder adds
     model, spec = complete_model(run.model, dry=run.trainer.dry)
     values = {entry.name: getattr(run, entry.name) for entry in fields(run)}
-    return CompleteRun(**{**values, "model": model}, spec=spec, lora=lora)
+    return CompleteRun(**{**values, "model": model}, spec=spec, lora=lora, ahead=MultiTokenOptions.of(model))

@@ -65,6 +65,9 @@ class Family:
         for layer in range(spec.layers):
             chosen = block if layer in dense else sparse
             shapes.update({f"{self.base}.{self.blocks}.{layer}.{name}": shape for name, shape in chosen.items()})
+        for layer in range(spec.layers, spec.layers + spec.ahead):
+            chosen = (block if layer in dense else sparse) | _predicting(spec.hidden)
+            shapes.update({f"{self.base}.{self.blocks}.{layer}.{name}": shape for name, shape in chosen.items()})
         shapes.update(_norm(f"{self.base}.{self.final_norm}", spec.hidden, bias=self.bias_of_norms))
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
@@ -85,6 +88,12 @@ def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Shap
 
 def _norm(name: str, size: int, *, bias: bool = False) -> Shapes:
     return {f"{name}.weight": (size,), **({f"{name}.bias": (size,)} if bias else {})}
+
+
+def _predicting(hidden: int) -> Shapes:
+    """Shapes that a module of multi-token prediction has besides its block, under the names of DeepSeek's checkpoints."""
+    norms = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    return norms | _linear("eh_proj", 2 * hidden, hidden)
 
 
 def _llama_like(
@@ -375,11 +384,12 @@ MOST_LAYERS = 100_000
 """More are refused as a typing error, before anything is made for each of them."""
 
 
-def read_spec(config: Mapping[str, Any]) -> ModelSpec:
+def read_spec(config: Mapping[str, Any], ahead: int | None = None) -> ModelSpec:
     """Read the fields of a Transformers configuration.
 
     Args:
         config: `model_type` and the fields, as in `conf/model/*.yaml` or `PretrainedConfig.to_dict()`.
+        ahead: modules of multi-token prediction behind the model (`model.mtp_layers`); None for none.
 
     Raises:
         ConfigError: `model_type` or a size is missing, not a whole number, or not positive.
@@ -410,6 +420,7 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec:
         top_k=reader.first(TOP_K) if experts else 0,
         windows=attention_windows(reader, layers),
         shapes=None,
+        ahead=ahead or 0,
     )
     if not known or family is None:
         return spec

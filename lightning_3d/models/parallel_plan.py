@@ -29,6 +29,8 @@ SUMMED_STYLE = "all_reduce"
 DENSE_STYLES = COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | REPLICATED_STYLES | {SUMMED_STYLE}
 EXPERT_MODULE_STYLES = frozenset({"moe_tp_experts", "ep_dispatch_experts"})
 EXPERT_STYLES = EXPERT_MODULE_STYLES | {"moe_identity_expert", "grouped_gemm", "ep_router"}
+AHEAD = "predicts_ahead"
+"""Attribute of the class of a block that predicts a further token: it runs behind the model, not in the row of its blocks."""
 OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
 
@@ -67,6 +69,8 @@ class ParallelPlan:
         head: name of the linear layer that makes the logits and is sharded by vocabulary, or None.
         experts: modules that hold the experts of a mixture, called with (tokens, experts of each token, their weights).
         ep: pattern of a module or parameter name -> how it is sharded over expert-parallel ranks, instead of `tp`.
+        ahead: number of blocks at the end of `layers` that predict further tokens (multi-token prediction). They run behind the model, on
+            the last stage, and read the token embedding of the first stage, which is one of `carried`.
     """
 
     tp: dict[str, Cut]
@@ -79,6 +83,16 @@ class ParallelPlan:
     head: str | None = None
     experts: tuple[str, ...] = ()
     ep: dict[str, Cut] = field(default_factory=dict)
+    ahead: int = 0
+
+    def blocks_of(self, module: nn.Module) -> list[nn.Module]:
+        """Return the blocks of the whole `module` through which hidden states pass from stage to stage: all but those of `ahead`."""
+        blocks = list(module.get_submodule(self.layers).children()) if self.layers else []
+        return blocks[: len(blocks) - self.ahead]
+
+    def ahead_of(self, module: nn.Module) -> list[nn.Module]:
+        """Return the blocks of `ahead`."""
+        return list(module.get_submodule(self.layers).children())[len(self.blocks_of(module)) :] if self.layers else []
 
     def for_experts(self, ep: int, module: nn.Module) -> ParallelPlan:
         """Return the plan for `ep` expert-parallel ranks: with more than one, each rank holds whole experts.
@@ -151,7 +165,10 @@ def read_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> 
     patterns = [pattern for plan in (tp, ep) for pattern, cut in plan.items() if cut.style in EXPERT_MODULE_STYLES]
     experts = tuple(name for name in names if any(_matches(pattern, name) for pattern in patterns))
     carried, sides = _travelling(order, before, layers)
-    plan = ParallelPlan(tp, layers, before, after, carried, sides, experts=experts, ep=ep)
+    ahead = _count_ahead(module, layers)
+    if ahead and embedding in before and embedding not in carried:
+        carried = tuple(name for name in before if name in carried or name == embedding)
+    plan = ParallelPlan(tp, layers, before, after, carried, sides, experts=experts, ep=ep, ahead=ahead)
     return _with_vocabulary(module, plan, embedding, head)
 
 
@@ -432,6 +449,12 @@ def _travelling(order: Any, before: tuple[str, ...], layers: str) -> tuple[tuple
     read = set(inputs[1:])
     carried = tuple(name for name in before if name in ends and read & set(ends[name][1]))
     return carried, tuple(place for place, name in enumerate(outputs[1:]) if name in read)
+
+
+def _count_ahead(module: nn.Module, layers: str) -> int:
+    """Count the blocks that say of themselves that they predict further tokens, see `PredictsAhead`."""
+    blocks = module.get_submodule(layers).children() if layers else ()
+    return sum(1 for block in blocks if getattr(block, AHEAD, False))
 
 
 def _is_entry(entry: Any) -> bool:

@@ -59,20 +59,21 @@ def complete_model(model: Mapping[str, Any], *, dry: bool = False) -> tuple[dict
         CheckpointError: the folder is missing, incomplete or damaged, or has no readable weights.
         ConfigError: no fields of a Transformers configuration, an invalid size, or another architecture than the folder's.
     """
-    path, name, config = model.get("pretrained"), model.get("name"), model.get("config")
+    path, name, config, ahead = (model.get(key) for key in ("pretrained", "name", "config", "mtp_layers"))
     if path == REQUIRED and not dry:
         raise ConfigError("No folder of pretrained weights is given. Set model.pretrained=PATH.")
     if path in (None, REQUIRED):
         if name == TAKEN:
             raise ConfigError("model=pretrained reads the architecture from a folder in Transformers' format. Set model.pretrained=PATH.")
-        return {**model, "pretrained": None}, read_spec(_fields(config))
+        return {**model, "pretrained": None}, read_spec(_fields(config), ahead)
     folder = find_folder(str(path))
     stored = architecture(folder)
     tensors = read_tensors(folder)
     config = {**stored, **(config or {})} if name == TAKEN else _fields(config)
-    spec = read_spec(config)
+    spec = read_spec(config, ahead)
     if name != TAKEN:
         _require_same(config, spec, stored, str(name), folder)
+    _require_ahead(spec, tensors, folder)
     _require_stored_shapes(spec, tensors, folder)
     return {**model, "config": config, "pretrained": str(folder)}, spec
 
@@ -144,7 +145,7 @@ def refuse_other_architecture(config: Mapping[str, Any], stored: Mapping[str, An
 def _require_same(config: Mapping[str, Any], spec: ModelSpec, stored: Mapping[str, Any], name: str, folder: Path) -> None:
     """Refuse a model with other shapes than the folder's, or one that computes something else."""
     if config.get("model_type") == stored.get("model_type"):
-        stored_spec = read_spec(stored)
+        stored_spec = read_spec(stored, spec.ahead)
         here, there = spec.shapes or {}, stored_spec.shapes or {}
         both = [key for key in here if key in there]
         other = [f"{key} has shape {list(here[key])} ({list(there[key])} in the folder)" for key in both if here[key] != there[key]]
@@ -162,6 +163,17 @@ def _require_same(config: Mapping[str, Any], spec: ModelSpec, stored: Mapping[st
                 f" architecture from the folder: model={TAKEN}."
             )
     refuse_other_architecture(config, stored, name, folder)
+
+
+def _require_ahead(spec: ModelSpec, tensors: Mapping[str, StoredTensor], folder: Path) -> None:
+    """Refuse modules of multi-token prediction that the folder does not have."""
+    missing = [name for name in spec.shapes or () if name.endswith(".enorm.weight") and name not in tensors]
+    if missing:
+        stored = spec.ahead - len(missing)
+        raise ConfigError(
+            f"{folder} has the weights of {stored} modules of multi-token prediction, but model.mtp_layers={spec.ahead}: there is no"
+            f" {missing[0]}. Use model.mtp_layers={stored or 'null'}."
+        )
 
 
 def _require_stored_shapes(spec: ModelSpec, tensors: Mapping[str, StoredTensor], folder: Path) -> None:

@@ -71,6 +71,7 @@ class ModelSpec:
         groups: groups of experts, of which each token chooses `top_groups` and its experts in them (DeepSeek-V3); 1 without groups.
         top_groups: groups from which a token chooses its experts.
         kept: bytes that its blocks keep for the backward pass.
+        ahead: modules of multi-token prediction: further blocks, which also run the output head.
     """
 
     model_type: str
@@ -92,6 +93,7 @@ class ModelSpec:
     groups: int = 1
     top_groups: int = 1
     kept: Kept = Kept()
+    ahead: int = 0
 
     @property
     def parameters(self) -> int | None:
@@ -135,9 +137,8 @@ class ModelSpec:
         looked_up = (self.embedding, self.positions)
         multiplied = {name: shape for name, shape in self.shapes.items() if _is_matrix(name, shape) and name not in looked_up}
         matrices = sum(self._active(name, shape) for name, shape in multiplied.items())
-        if self.tied:
-            matrices += self.vocab * self.hidden
-        context = sum(min(seq, window or seq) for window in self.windows)
+        matrices += (self.tied + self.ahead) * self.vocab * self.hidden
+        context = sum(min(seq, window or seq) for window in (*self.windows, *self.windows[-1:] * self.ahead))
         return 6.0 * matrices + 12.0 * self.heads * self.head_dim * context
 
 

@@ -79,6 +79,8 @@ class Architecture:
         kept: bytes that blocks of its family keep for the backward pass in Transformers.
         groups: groups of experts of a mixture (node-limited routing, arXiv:2412.19437, section 2.1.2); 1 without.
         top_groups: groups from which a token chooses its experts.
+        ahead: modules of multi-token prediction behind the blocks, on the last stage. Each is one more block like the last one, joins it
+            with the embedding, and runs the output head once more.
     """
 
     layers: int
@@ -111,6 +113,7 @@ class Architecture:
     kept: Kept = Kept()
     groups: int = 1
     top_groups: int = 1
+    ahead: int = 0
 
     @classmethod
     def plain(
@@ -164,7 +167,7 @@ class Architecture:
                 f" {', '.join(sorted(FAMILIES))}."
             )
         blocks = _blocks(spec)
-        mixtures = tuple(any(name.startswith(_ROUTED) for name in shapes) for shapes in blocks)
+        mixtures = tuple(any(name.startswith(_ROUTED) for name in shapes) for shapes in blocks[: spec.layers])
         any_block, routed = blocks[0], blocks[mixtures.index(True)] if any(mixtures) else {}
         dense = blocks[mixtures.index(False)] if not all(mixtures) else {}
         of_attention = {name: shape for name, shape in any_block.items() if "attn" in name or "attention." in name}
@@ -201,6 +204,7 @@ class Architecture:
             kept=spec.kept,
             groups=spec.groups,
             top_groups=spec.top_groups,
+            ahead=spec.ahead,
         )
 
     @classmethod
@@ -284,7 +288,18 @@ class Architecture:
         """Number of parameters, tied ones counted once."""
         sizes = [self.dense_parameters(kind) + self.routed_parameters(kind) for kind in self.kinds]
         ends = self.embedding * (1 if self.tied else 2) + self.positions + self.final_norm
-        return ends + sum(count * size for count, size in zip(self.counts, sizes, strict=True))
+        ahead = self.ahead * (sizes[self.pattern[-1]] + self.joining_parameters)
+        return ends + ahead + sum(count * size for count, size in zip(self.counts, sizes, strict=True))
+
+    @property
+    def joining(self) -> Matrix:
+        """The matrix with which a module of multi-token prediction joins hidden states and embedding; every tensor-parallel rank has it."""
+        return Matrix(self.hidden, 2 * self.hidden, "none")
+
+    @property
+    def joining_parameters(self) -> int:
+        """Count the parameters of a module of multi-token prediction besides those of its block: `joining` and three norms."""
+        return self.joining.size + 3 * self.hidden
 
     @staticmethod
     def context(seq: int, kind: Kind) -> float:
@@ -294,8 +309,9 @@ class Architecture:
 
     def model_flops(self, seq: int) -> float:
         """Count the FLOPs of one token, forward and backward, as papers do: without subtracting what the causal mask saves."""
-        flops = 6.0 * self.embedding
-        for kind, count in zip(self.kinds, self.counts, strict=True):
+        flops = 6.0 * (self.embedding * (1 + self.ahead) + self.ahead * self.joining.size)
+        for index, (kind, count) in enumerate(zip(self.kinds, self.counts, strict=True)):
+            count += self.ahead * (index == self.pattern[-1])
             flops += count * (6.0 * self.multiplied(kind) + 12.0 * self.query_width * min(kind.window or seq, seq))
         return flops
 
@@ -303,7 +319,7 @@ class Architecture:
 def _blocks(spec: ModelSpec) -> list[dict[str, tuple[int, ...]]]:
     """Shapes of each block, by names relative to it."""
     assert spec.shapes is not None
-    blocks: list[dict[str, tuple[int, ...]]] = [{} for _ in range(spec.layers)]
+    blocks: list[dict[str, tuple[int, ...]]] = [{} for _ in range(spec.layers + spec.ahead)]
     for name, shape in spec.shapes.items():
         found = _BLOCK.fullmatch(name)
         if found is not None:

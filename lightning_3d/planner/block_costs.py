@@ -63,7 +63,7 @@ class Work:
     Attributes:
         blocks: one block of each kind (`Architecture.kinds`).
         embedding: embedding look-up.
-        head: final norm, output head and loss.
+        head: final norm, output head and loss; again for each module of multi-token prediction, with the matrix in front of its block.
         message: one tensor between two stages.
         host_block: seconds that the host needs to start a block, forward and backward together.
     """
@@ -83,12 +83,13 @@ class Work:
 def work_of(job: Job, machine: Machine) -> Work:
     """Predict the work of a job's ranks for one micro-batch."""
     layout = job.layout
-    shared = job.tokens / (layout.tp if job.sequence_parallel else 1)
+    sent = job.tokens / (layout.tp if job.sequence_parallel else 1)
+    sent += job.tokens if job.model.ahead else 0.0  # the embedding travels with the hidden states to the last stage
     return Work(
         blocks=tuple(_recomputed(job, machine, kind) for kind in job.model.kinds),
         embedding=_embedding(job, machine),
-        head=_head(job, machine),
-        message=send(machine, layout, shared * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
+        head=_head(job, machine) * (1 + job.model.ahead) + products(job, machine, [job.model.joining], job.tokens) * job.model.ahead,
+        message=send(machine, layout, sent * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
         host_block=job.stack.host_seconds(layout, machine),
     )
 

@@ -179,17 +179,26 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
         block = max((sum(parameters_of(job, alone[kind])) for kind in kinds), default=0.0)
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
     kept = sum(live * sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) for stage, live in own)
-    head = sum(1 for stage in stages if stage.head)
+    kept += sum(live * _kept_for_ahead(job, stage) for stage, live in own)
+    head = sum(1 + (model.ahead if job.loss_parts == 1 else 0) for stage in stages if stage.head)
     vocabulary = model.vocab / job.layout.tp
     loss = head * vocabulary * job.tokens / job.loss_parts * job.stack.logit_bytes(job.micro_batches)
     if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
-        loss += vocabulary * model.hidden * sum(4 + job.width * count for stage, count in own if stage.head)
+        loss += vocabulary * model.hidden * sum(4 + job.width * count * (1 + model.ahead) for stage, count in own if stage.head)
     activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0)
     if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
         kept_gradients = max(kept_gradients, footprint.kept_gradient * job.trained * _largest_parameter(job, stages))
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
     other = (footprint.allocator - 1) * (activations + loss) + footprint.context
     return Memory(weights, gradients, optimizer, activations, loss, other)
+
+
+def _kept_for_ahead(job: Job, stage: Stage) -> float:
+    """Bytes of one micro-batch that a stage keeps for multi-token prediction, besides blocks and logits: the embedding that travels, and on
+    the last stage the inputs of three norms, of the joining matrix (twice as wide) and of the head."""
+    row = job.tokens * job.model.hidden * job.width
+    travels = row if job.model.ahead and job.layout.pp > 1 else 0.0
+    return travels + stage.head * job.model.ahead * 6 * row
 
 
 def _largest_parameter(job: Job, stages: Sequence[Stage]) -> float:

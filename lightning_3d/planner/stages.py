@@ -31,24 +31,28 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
     if job.blocks is not None:
         return stages_with(job, job.blocks)
     embedding, head = end_work(model)
-    return _stages(job.stack.split, model.pattern, block_work(model), job.layout.pp * job.layout.vp, embedding, head)
+    return _stages(job.stack.split, model.pattern, model.ahead, block_work(model), job.layout.pp * job.layout.vp, embedding, head)
 
 
 def stages_with(job: Job, blocks: tuple[int, ...]) -> tuple[Stage, ...]:
     """Return the stages with these numbers of blocks."""
-    return _filled(job.model.pattern, blocks, len(blocks) - 1)
+    return _filled(job.model.pattern, job.model.ahead, blocks, len(blocks) - 1)
 
 
 @lru_cache(maxsize=1024)
-def _stages(split: Split, pattern: tuple[int, ...], kinds: tuple[Cost, ...], stages: int, embedding: Cost, head: Cost) -> tuple[Stage, ...]:
+def _stages(
+    split: Split, pattern: tuple[int, ...], ahead: int, kinds: tuple[Cost, ...], stages: int, embedding: Cost, head: Cost
+) -> tuple[Stage, ...]:
     blocks, last = split([kinds[kind] for kind in pattern], stages, embedding, head)
-    return _filled(pattern, tuple(blocks), last)
+    return _filled(pattern, ahead, tuple(blocks), last)
 
 
-def _filled(pattern: tuple[int, ...], blocks: tuple[int, ...], last: int) -> tuple[Stage, ...]:
-    """Return stages of consecutive blocks, the first with the embedding, and the one with the index `last` with the head."""
+def _filled(pattern: tuple[int, ...], ahead: int, blocks: tuple[int, ...], last: int) -> tuple[Stage, ...]:
+    """Return stages of consecutive blocks, the first with the embedding, and the one with the index `last` with the head and the blocks of
+    `ahead`."""
     kinds = range(max(pattern) + 1)
     parts = [pattern[begin:end] for begin, end in pairwise(accumulate(blocks, initial=0))]
+    parts[last] += pattern[-1:] * ahead
     return tuple(Stage(tuple(map(part.count, kinds)), index == 0, index == last) for index, part in enumerate(parts))
 
 
@@ -66,8 +70,12 @@ def _weights(model: Architecture, kind: Kind) -> int:
 
 
 def end_work(model: Architecture) -> tuple[Cost, Cost]:
-    """Return the (weights that a token is multiplied with, parameters) of the embedding, and of the final norm and output head."""
-    return (0.0, float(model.embedding + model.positions)), (float(model.embedding), float(model.embedding + model.final_norm))
+    """Return the (weights that a token is multiplied with, parameters) of the embedding, and of the final norm, the output head and the
+    modules of multi-token prediction, which run the head again."""
+    work, parameters = block_work(model)[model.pattern[-1]]
+    weights = (1 + model.ahead) * model.embedding + model.ahead * (work + model.joining.size)
+    held = model.embedding + model.final_norm + model.ahead * (parameters + model.joining_parameters)
+    return (0.0, float(model.embedding + model.positions)), (float(weights), float(held))
 
 
 def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
@@ -78,7 +86,8 @@ def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
         dense += count * (split / layout.tp + whole)
         routed += count * experts
     ends = stage.embedding + stage.head - (stage.embedding and stage.head and model.tied)
-    dense += ends * model.embedding / layout.tp + stage.embedding * model.positions + stage.head * model.final_norm
+    dense += ends * model.embedding / layout.tp + stage.embedding * model.positions
+    dense += stage.head * (model.final_norm + model.ahead * model.joining_parameters)
     return dense, routed / (layout.ep if layout.ep > 1 else layout.tp)
 
 

@@ -25,7 +25,7 @@ def full_speed(config: Mapping[str, Any]) -> float | None:
         return None
     known = config["cluster"].get("peak_flops") or {}
     rate = next((known[name] for name in _RATES.get(config["precision"]["name"], ()) if known.get(name)), None)
-    spec = read_spec(config["model"]["config"])
+    spec = read_spec(config["model"]["config"], config["model"].get("mtp_layers"))
     if rate is None or spec.shapes is None:
         return None
     layout = Layout.parse(config["parallelism"]["layout"])

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.errors import NoPlanError, PlanError, listed
+from lightning_3d.errors import LayoutError, NoPlanError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.parallel_plan import (
@@ -335,6 +335,11 @@ def _find_plan(
 
 def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: ModelOptions) -> None:
     """Refuse what the model's own numbers show, before anything is allocated."""
+    if plan.ahead and layout.cp > 1:
+        raise LayoutError(
+            f"Multi-token prediction reads the tokens that follow each position, which with cp {layout.cp} may be on another rank. Use a"
+            f" layout with cp = 1, for example {replace(layout, cp=1, dp=layout.dp * layout.cp)}."
+        )
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -345,7 +350,7 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
     sizes = ModelSizes(
         heads=number("num_attention_heads"),
         kv_heads=number("num_key_value_heads"),
-        layers=len(list(module.get_submodule(plan.layers).children())) if plan.layers else layout.pp * layout.vp,
+        layers=len(plan.blocks_of(module)) if plan.layers else layout.pp * layout.vp,
         vocab=number("vocab_size"),
         experts=number(*EXPERT_COUNTS) or _experts_of_layer(module, plan),
     )

@@ -139,10 +139,11 @@ class Partition:
                 f" again for {layout} and {options.schedule}. Use the earlier layout and schedule, or save a checkpoint, rebuild"
                 " the module and load the checkpoint with ckpt_path=."
             )
-        given, stages = options.stages, tuple(len(blocks) for blocks in self.parts.assignment.layers)
-        if given is not None and tuple(given) != stages:
+        given, stages = options.stages, [len(blocks) for blocks in self.parts.assignment.layers]
+        stages[-1] -= self.parts.plan.ahead
+        if given is not None and list(given) != stages:
             raise ConfigError(
-                f"An earlier Trainer partitioned this module into stages of {list(stages)} blocks; it cannot be partitioned again for"
+                f"An earlier Trainer partitioned this module into stages of {stages} blocks; it cannot be partitioned again for"
                 f" stages={list(given)}. Use the same stages, or save a checkpoint, rebuild the module and load it with ckpt_path=."
             )
         if options.experts.exchange != self.options.experts.exchange:

@@ -19,8 +19,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from typing_extensions import override
 
 from lightning_3d.config.options.lora import LoraOptions
+from lightning_3d.config.options.multi_token import MultiTokenOptions
 from lightning_3d.config.options.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, did_you_mean
+from lightning_3d.models.multi_token import predict_ahead
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.documents import IGNORE_INDEX
@@ -41,12 +43,14 @@ class CausalLM(LightningModule):
 
     The model is built from its configuration, with new or pretrained weights. Pretrained weights may be frozen and trained through LoRA
     adapters. Logs `loss` every step and `val_loss` per validation, both in nats per target token. If the data module names its validation
-    sets (`val_names`), it logs `val_loss/NAME` for each, and `val_loss` is their mean with the weights of `validation_weights()`.
+    sets (`val_names`), it logs `val_loss/NAME` for each, and `val_loss` is their mean with the weights of `validation_weights()`. With
+    multi-token prediction, it also logs the two parts of `loss`: `cross_entropy`, which is that of the model itself, as `val_loss` is, and
+    `mtp_loss`, the mean of the losses of the modules behind it.
 
     Args:
         model: a `model/` config file: `config` holds `model_type` and the fields of the Transformers configuration;
-            `attn_implementation`, `pretrained` (a folder, see `load_pretrained`) and `lora` (see `LoraOptions`) are optional. Other
-            entries are stored, but not used.
+            `attn_implementation`, `pretrained` (a folder, see `load_pretrained`), `lora` (see `LoraOptions`), `mtp_layers` and
+            `mtp_loss_weight` (see `MultiTokenOptions`) are optional. Other entries are stored, but not used.
         optimizer: an `optimizer/` config file; None for a module that is only evaluated. Without `no_decay`, it is that of all these files.
 
     Raises:
@@ -67,6 +71,8 @@ class CausalLM(LightningModule):
         stored = architecture(folder) if folder is not None else {}
         self.config = transformers_config(model["config"], known=stored)
         self.lora = LoraOptions.of(model)
+        self.ahead = MultiTokenOptions.of(model)
+        self.loss_parts = () if self.ahead.layers is None else ("cross_entropy", "mtp_loss")
         if folder is not None and model.get("name") != TAKEN:
             there = transformers_config(stored, known=stored)
             refuse_other_architecture(self.config.to_dict(), there.to_dict(), str(model.get("name")), folder)
@@ -88,6 +94,8 @@ class CausalLM(LightningModule):
             ) from error
         if self._separates_documents():
             require_separate_documents(self.model)
+        if self.ahead.layers is not None:
+            predict_ahead(self.model, self.ahead.layers)
         if self.model_config.get("pretrained") is not None:
             load_pretrained(self.model, self.model_config["pretrained"])
         if self.lora.r is not None:
@@ -135,7 +143,13 @@ class CausalLM(LightningModule):
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
+        if self.ahead.layers is None:
+            loss = self._loss(batch)
+        else:
+            output = self.model(**inputs_of(batch), labels=batch["labels"])
+            loss = output.loss + self.ahead.loss_weight * output.mtp_loss
+            for name, part in zip(self.loss_parts, (output.loss, output.mtp_loss), strict=True):
+                self.log(name, part)
         self.log("loss", loss)
         return loss
 

@@ -29,7 +29,7 @@ class PlanOrder:
         before: names of the modules before the blocks.
         after: names of the modules after the blocks.
         layers: name of the list of blocks.
-        blocks: number of blocks.
+        blocks: number of blocks, without those that run behind the model (`ParallelPlan.ahead`).
     """
 
     model: str
@@ -97,7 +97,7 @@ class CallOrder:
     def call_after(self, name: str) -> None:
         """Check the call of a module that the plan names after the blocks."""
         plan = self._plan
-        if self._next == plan.blocks and self._inside is None:
+        if self._next >= plan.blocks and self._inside is None:  # some blocks may run behind the model
             self._followed.append(name)
             return
         self._refuse_within(name)

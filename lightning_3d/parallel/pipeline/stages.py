@@ -69,10 +69,11 @@ def assign_stages(
         LayoutError: fewer blocks than stages, or what is `given` does not fit.
     """
     stages = layout.pp * layout.vp
-    blocks = list(module.get_submodule(plan.layers).children()) if plan.layers else []
+    blocks = plan.blocks_of(module)
     if stages == 1:
-        return StageAssignment((range(len(blocks)),), (0,))
+        return StageAssignment((range(len(blocks) + plan.ahead),), (0,))
     ranges = _balanced(module, blocks, plan, stages) if given is None else given_stages(given, layout, len(blocks))
+    ranges[-1] = range(ranges[-1].start, ranges[-1].stop + plan.ahead)
     v_shaped = find_schedule(schedule).v_shaped
     owner = {s: rank for rank in range(layout.pp) for s in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)}
     return StageAssignment(tuple(ranges), tuple(owner[stage] for stage in range(stages)))
@@ -80,12 +81,16 @@ def assign_stages(
 
 def _balanced(module: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, stages: int) -> list[range]:
     costs, modules = [_cost([block]) for block in blocks], dict(module.named_modules())
+    last = [*(modules[name] for name in plan.after if name in modules), *plan.ahead_of(module)]
+    flops, parameters = _cost(last)
+    if plan.head is not None:  # it runs once more for each of these blocks
+        flops += plan.ahead * _cost([modules[plan.head]])[0]
     return split_layers(
         [flops for flops, _ in costs],
         [parameters for _, parameters in costs],
         stages,
         first_extra=_cost(modules[name] for name in plan.before if name in modules),
-        last_extra=_cost(modules[name] for name in plan.after if name in modules),
+        last_extra=(flops, parameters),
     )
 
 
@@ -129,7 +134,7 @@ def keep_owned(
         if state.random.enabled and plan.layers:
             _gate_layers(module, plan, chunks, state)
         return chunks
-    blocks = len(list(module.get_submodule(plan.layers).children()))
+    blocks = len(plan.blocks_of(module))
     state.has_towers = has_towers(module, plan)
     state.plan = PlanOrder(type(module).__name__, plan.before, plan.layers, plan.after, blocks)
     state.travels = Travels(plan.carried, plan.sides)

@@ -48,6 +48,7 @@ class SequenceRegions:
         ends: names of the row-parallel layers.
         wholes: names of attentions that are not sharded and of mixtures whose experts are: their input is gathered, and the rest is
             theirs. A mixture whose experts are sharded over expert-parallel ranks works on this rank's tokens.
+        ahead: number of blocks at the end of the list that run behind the model: each of them splits and gathers for itself.
     """
 
     layers: str
@@ -55,6 +56,7 @@ class SequenceRegions:
     closed: frozenset[str]
     ends: frozenset[str]
     wholes: frozenset[str]
+    ahead: int = 0
 
     def has_partial_gradient(self, name: str) -> bool:
         """True if each rank sees a part of the gradient of the replicated parameter called `name`."""
@@ -108,7 +110,7 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
     wholes = {name for index, block in blocks for name in _mixing(f"{plan.layers}.{index}", block, frozenset(parents), mixtures)}
     closed = {parent for parent, styles in parents.items() if styles & COLUMN_STYLES <= {"colwise_gather_output"}}
     ends = {name for name, cut in cuts.items() if name.rpartition(".")[0] in parents and cut.style in ROW_STYLES}
-    return SequenceRegions(plan.layers, frozenset(parents), frozenset(closed), frozenset(ends), frozenset(wholes))
+    return SequenceRegions(plan.layers, frozenset(parents), frozenset(closed), frozenset(ends), frozenset(wholes), plan.ahead)
 
 
 def _is_expert_parallel(cut: Cut | None) -> bool:
@@ -149,18 +151,20 @@ def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorP
 
 
 def shard_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Make the first block of the whole `module` split the sequence and the last one gather it, in place."""
+    """Make the first block of the whole `module` split the sequence and the last one gather it, in place; and each block behind them,
+    which predicts a further token, do both."""
     specialize(module, SequenceModel)
     stream = None if context.random is None else context.random.outside("blocks")
     blocks = list(module.get_submodule(regions.layers).named_children())
-    for name, block in blocks:
+    last = len(blocks) - regions.ahead - 1
+    for index, (name, block) in enumerate(blocks):
         specialize(
             block,
             SequenceBlock,
             tp_context=context,
             tp_stream=stream,
-            tp_is_first=block is blocks[0][1],
-            tp_is_last=block is blocks[-1][1],
+            tp_is_first=index == 0 or index > last,
+            tp_is_last=index >= last,
             tp_arguments=tuple(inspect.signature(block.forward).parameters),
             tp_names_inside=_names_inside(module, regions, f"{regions.layers}.{name}."),
         )

@@ -234,7 +234,8 @@ class _Comparison:
     def __init__(self, subject: _Subject, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
         self._subject, self._mesh, self._options, self._device = subject, mesh, options, device
         self._plan, self._layout = subject.plan, mesh.layout
-        blocks = list(subject.whole.get_submodule(self._plan.layers).children()) if self._plan.layers else []
+        # Blocks behind the model run only in training with labels, which no check has: they are left out.
+        blocks = self._plan.blocks_of(subject.whole)
         self._kinds = kinds_of(blocks)
         self._kept: list[int] = []
         self._stages: tuple[range, ...] | None = None  # blocks of each stage that is compared; None: one stage

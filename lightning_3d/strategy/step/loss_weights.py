@@ -72,7 +72,8 @@ class TokenMeanLoss:
     """Takes the place of a causal LM's `loss_function`: cross-entropy averaged over target tokens, on vocabulary shards.
 
     The signature is the one of Transformers' `ForCausalLMLoss`. `num_items_in_batch` is accepted and not used: the strategy
-    normalizes by the target tokens of the global batch itself.
+    normalizes by the target tokens of the global batch itself. With `further=True`, it is a second loss of the same micro-batch
+    (`MultiTokenLM`): a sum divided by `num_items_in_batch`, the targets of the first one, which alone are counted.
 
     Args:
         weights: receives the number of target tokens.
@@ -92,6 +93,7 @@ class TokenMeanLoss:
         num_items_in_batch: Tensor | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
+        further: bool = False,
         **kwargs: Any,
     ) -> Tensor:
         shift_labels, context = _targets(labels, shift_labels, ignore_index).to(logits.device), self._context
@@ -109,6 +111,9 @@ class TokenMeanLoss:
         if context is not None:
             sums = sum_over_ranks(torch.stack([total.double(), tokens.double()]), context)
             total, tokens = sums[0].to(total.dtype), sums[1].detach()
+        if further:
+            assert num_items_in_batch is not None and context is None, "model.mtp_layers is refused with cp"
+            return total / num_items_in_batch.to(total.dtype)
         self._weights.count_tokens(tokens)
         return total / tokens.to(total.dtype).clamp(min=1)
 

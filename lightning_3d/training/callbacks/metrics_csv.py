@@ -35,7 +35,8 @@ rank that used most.
 `slow_rank` is the rank that computes longest compared with its peers, `slow_host` its machine, and `slow_factor` how many times as long it
 takes, in the last ten steps.
 
-If the data module names its validation sets (`val_names`), a column `val_loss/NAME` for each follows."""
+If the loss has several parts that the module names (`loss_parts`), a column for each follows, and if the data module names its validation
+sets (`val_names`), a column `val_loss/NAME` for each."""
 
 VAL_LOSS = "val_loss/"
 """How the name of the loss of a named validation set begins."""
@@ -70,6 +71,7 @@ class MetricsCSV(Callback):
         self._clock = StepClock()
         self._file: TextIO | None = None
         self._columns: tuple[str, ...] = COLUMNS
+        self._parts: tuple[str, ...] = ()
         self._row: dict[str, Any] = {}
         self._row_start: int | None = None
         self._warned = False
@@ -83,7 +85,8 @@ class MetricsCSV(Callback):
         if self._tokens_seen is None or trainer.global_step == 0:
             self._tokens_seen = sum(column(kept, "tokens"))
         of_sets = dict.fromkeys(name for row in kept for name in row if name.startswith(VAL_LOSS))
-        self._columns = (*COLUMNS, *(of_sets | dict.fromkeys(_named_losses(trainer))))
+        self._parts = tuple(getattr(pl_module, "loss_parts", ()))
+        self._columns = (*COLUMNS, *self._parts, *(of_sets | dict.fromkeys(_named_losses(trainer))))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("w", newline="")
         with self._surviving():
@@ -114,6 +117,7 @@ class MetricsCSV(Callback):
             "step_seconds": f"{numbers.seconds:.6f}",
             "tokens_seen": round(self._tokens_seen),
         }
+        self._row |= {name: f"{float(trainer.callback_metrics[name]):.9g}" for name in self._parts}
         if self._full_speed:
             self._row["mfu"] = f"{numbers.tokens_per_second / self._full_speed:.6f}"
         if numbers.routers is not None:

@@ -1,0 +1,158 @@
+"""Multi-token prediction: every layout trains what Transformers' own layers train on one process, and files keep it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from multi_token import DEPTHS, LAYERS, expected, in_double, model_group, plain_model, recipe, rows, train_ahead
+from parity import assemble, differences
+from ranks import run_ranks
+from sweeps import by_default
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from lightning_3d import Lightning3DStrategy
+from lightning_3d.cli.export import run as export_command
+from lightning_3d.models.multi_token import following
+from lightning_3d.models.parallel_plan import read_plan
+from lightning_3d.training.module import CausalLM
+
+LIMITS = {"float64": 1e-12, "float32": 1e-6}
+OF_WEIGHTS = {"float64": 1e-12, "float32": 5e-5}
+"""Other micro-batches change weights of float32 by 1.4e-5 on one process: AdamW divides small gradients by small ones."""
+FLOAT32 = {"dtype": "float32"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dp1", {}),
+    ("tp2_pp2", {"sequence_parallel": True, "self_check": "always"}),
+    ("dp2_ep2", {}),
+    ("tp2", {"sequence_parallel": False}),
+    ("tp2", {"sequence_parallel": True, "recompute": "full"}),
+    ("tp2", {"recompute": "selective"}),
+    ("tp2", {"loss_chunks": 4}),
+    ("tp2_ep2", {"sequence_parallel": True}),
+    ("pp2", {"tied": True}),
+    ("pp2", {"schedule": "GPipe", "recompute": "full"}),
+    ("pp2", {"schedule": "ZBVZeroBubble"}),
+    ("pp2", {"schedule": "DualPipeV"}),
+    ("pp2_vp2", {"schedule": "Interleaved1F1B"}),
+    ("pp2_vp2", {"schedule": "InterleavedZeroBubble"}),
+    ("pp2", {"stages": [1, 3], "loss_chunks": 3}),
+    ("pp2", {"offload_activations": True}),
+    ("pp4", {}),
+    ("pp2_dp2_ep2", {"self_check": "always"}),
+    ("pp2_dp2", {"zero_stage": 1} | FLOAT32),
+    ("pp2_dp2", {"zero_stage": 2, "zero_reduce": "micro_batch"} | FLOAT32),
+    ("pp2_dp2", {"zero_stage": 3, "tied": True} | FLOAT32),
+    ("dp2", {"zero_stage": 3} | FLOAT32),
+]
+
+
+def assert_same(layout: str, *, dtype: str = "float64", tied: bool = False, **strategy: Any) -> list[dict[str, float]]:
+    """Compare losses, gradient norms and weights of three steps. Returns what the ranks have logged."""
+    arguments = {"layout": layout, "micro_batch_size": 1 if "pp" in layout else 2, "zero_stage": 0} | strategy
+    world = Lightning3DStrategy(layout).layout.world_size  # type: ignore[union-attr]
+    found = run_ranks(train_ahead, world, model_group(tie_word_embeddings=tied), recipe(dtype), **arguments, timeout=240)
+    error, drift = differences([part for part, _ in found], expected(dtype, tied=tied)[0])
+    assert drift == 0.0
+    assert max(error.loss, error.grad_norm) < LIMITS[dtype], error
+    assert error.weight < OF_WEIGHTS[dtype], error
+    return [logged for _, logged in found]
+
+
+@pytest.mark.parametrize(("layout", "options"), by_default(CASES, *range(3)))
+def test_a_layout_trains_what_one_process_trains(layout: str, options: dict[str, Any]) -> None:
+    logs = assert_same(layout, **options)
+    run, parts = expected(options.get("dtype", "float64"), tied=options.get("tied", False))
+    limit = LIMITS[options.get("dtype", "float64")]
+    wanted = {"loss": run.losses[-1], "cross_entropy": parts[-1][0], "mtp_loss": sum(parts[-1][1:]) / DEPTHS}
+    for logged in logs:  # Lightning keeps what is logged in float32
+        assert logged == pytest.approx(wanted, rel=max(limit, 1e-6))
+
+
+def test_without_modules_nothing_changes() -> None:
+    module = CausalLM(model_group(depths=None))
+    with torch.device("meta"):
+        module.configure_model()
+    plan = read_plan(module.model)
+    assert (len(module.model.model.layers), plan.ahead, plan.carried) == (LAYERS, 0, ())
+
+
+def test_an_evaluation_reads_the_model_alone() -> None:
+    module = CausalLM(model_group())
+    module.configure_model()
+    module.eval()
+    batch = {key: values[:2] for key, values in rows(recipe()).items()}
+    output = module.model(**batch)
+    module.train()
+    assert output.loss.item() == module.model(**batch).loss.item()
+    assert not hasattr(output, "mtp_loss")
+
+
+def test_documents_are_kept_apart() -> None:
+    """A packed sample has the losses of its documents alone."""
+    module = CausalLM(model_group())
+    module.configure_model()
+    model = module.model.double()
+    in_double(model, recipe())
+    documents = [rows(recipe())["input_ids"][:1, start:stop] for start, stop in ((0, 5), (5, 7), (7, 12))]
+    ids = torch.cat(documents, 1)
+    labels = ids.clone()
+    labels[0, [5, 7]] = -100
+    packed = model(input_ids=ids, labels=labels, position_ids=torch.cat([torch.arange(part.shape[1])[None] for part in documents], 1))
+    alone = [model(input_ids=part, labels=part) for part in documents]
+    for name in ("loss", "mtp_loss"):
+        total = sum(getattr(output, name).item() * (part.shape[1] - 1) for output, part in zip(alone, documents, strict=True))
+        assert getattr(packed, name).item() * 9 == pytest.approx(total, rel=1e-6)  # Transformers' loss is in float32
+
+
+def test_values_are_shifted() -> None:
+    row = torch.arange(1, 5)[None]
+    assert following(row, 1, -100).tolist() == [[2, 3, 4, -100]]
+    assert following(row, 9, -100).tolist() == [[-100] * 4]
+    assert following(row[..., None].expand(1, 4, 2), 3, 0.0).tolist() == [[[4, 4], [0, 0], [0, 0], [0, 0]]]
+
+
+# Files
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after the first step, by two stages."""
+    path = tmp_path_factory.mktemp("ahead") / "first.ckpt"
+    run_ranks(train_ahead, 2, model_group(), recipe(), layout="pp2", micro_batch_size=2, zero_stage=0, save=str(path), timeout=240)
+    return path
+
+
+def test_another_layout_resumes(checkpoint: Path) -> None:
+    found = run_ranks(
+        train_ahead, 2, model_group(), recipe(), layout="dp2", micro_batch_size=2, zero_stage=0, resume=str(checkpoint), timeout=240
+    )
+    run, _ = expected()
+    weights, drift = assemble([part for part, _ in found])
+    assert drift == 0.0
+    assert max((weights[name] - run.weights[name]).abs().max().item() for name in run.weights) < LIMITS["float64"]
+    assert found[0][0].losses == pytest.approx(run.losses[1:], rel=1e-12)
+
+
+def test_transformers_reads_what_is_exported(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "exported"
+    assert export_command([str(checkpoint), "--output", str(folder), "--dtype", "float32"]) == 0
+    assert f"with {DEPTHS} modules of multi-token prediction" in capsys.readouterr().out
+    kind = type(plain_model(model_group(), recipe()).model)
+    # Transformers looks for the modules where the released model has them, behind 61 blocks.
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS + depth}\..*" for depth in range(DEPTHS)])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert model.config.num_mtp_layers == DEPTHS
+    ahead = MtpModel.from_pretrained(model)
+    loaded = CausalLM(model_group() | {"pretrained": str(folder)})
+    loaded.configure_model()
+    ours = dict(loaded.model.named_parameters())
+    for depth, layer in enumerate(ahead.layers):
+        theirs = dict(layer.named_parameters())
+        for name, value in theirs.items():
+            inner = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            assert torch.equal(value, ours[f"model.layers.{LAYERS + depth}.{inner}"]), name
+        assert len(theirs) == sum(name.startswith(f"model.layers.{LAYERS + depth}.") for name in ours)
