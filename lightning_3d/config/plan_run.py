@@ -338,7 +338,20 @@ def _schema() -> DictConfig:
     return schema
 
 
+_KEYS_OF_THE_RUN = {
+    "strategy": "parallelism",
+    "devices": "cluster.gpus_per_node",
+    "num_nodes": "cluster.nodes",
+    "accelerator": "cluster.accelerator",
+    "precision": "precision",
+}
+"""Arguments of Lightning's Trainer that would replace what the checks of the run have seen, and the keys to use instead."""
+
+
 def _check_trainer(trainer: TrainerConfig) -> None:
+    for key, own in _KEYS_OF_THE_RUN.items():
+        if key in trainer.extra:
+            raise ConfigError(f"trainer.extra.{key} would replace what this run is checked and planned with. Use {own} instead.")
     steps = trainer.max_steps
     check_sizes(
         **{

@@ -87,7 +87,9 @@ class CausalLM(LightningModule):
         attention = self.model_config.get("attn_implementation")
         try:
             self.model = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
-        except ImportError as error:  # its package is not installed
+        except (ImportError, ValueError) as error:  # its package is not installed, or there is none of this name
+            if isinstance(error, ValueError) and "attn_implementation" not in str(error):
+                raise
             raise ConfigError(
                 f"model.attn_implementation={attention} cannot be used here: {error} Use model.attn_implementation=sdpa, which needs no"
                 " package."

@@ -152,6 +152,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "f21_learning_rate_negative": (["optimizer.lr=-1e-3"], ["optimizer.lr must be a number above 0", "got -0.001"]),
     "f21_checkpoint_timeout": (["parallelism.checkpoint_timeout_seconds=0"], ["checkpoint_timeout_seconds must be", "at least 1; got 0.0"]),
     "seed": (["seed=-1"], ["seed must be a whole number from 0 to 4294967295; got -1"]),
+    "strategy_of_lightning": (["+trainer.extra.strategy=ddp"], ["trainer.extra.strategy would replace", "Use parallelism instead"]),
     "workers": (["data.num_workers=-1"], ["data.num_workers must be at least 0", "got -1"]),
     "validation_sequences": (["data.val_sequences=0"], ["data.val_sequences must be at least 1, or null", "got 0"]),
     "block_of_few_bits": (

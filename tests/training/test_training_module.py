@@ -72,9 +72,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_flash_attention_that_is_not_installed_is_refused() -> None:
-    module = CausalLM({**MODEL, "attn_implementation": "flash_attention_3"})
-    with pytest.raises(ConfigError, match="attn_implementation=flash_attention_3 cannot be used here: .*Use model.attn_impl"):
+@pytest.mark.parametrize("name", ["flash_attention_3", "flash"])
+def test_attention_that_is_not_installed_or_unknown_is_refused(name: str) -> None:
+    module = CausalLM({**MODEL, "attn_implementation": name})
+    with pytest.raises(ConfigError, match=f"attn_implementation={name} cannot be used here: .*Use model.attn_impl"):
         module.configure_model()
 
 
