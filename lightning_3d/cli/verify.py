@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.config.machine import hide_gpus
@@ -24,6 +24,9 @@ from lightning_3d.models.families import read_spec
 from lightning_3d.ranks.progress import task
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shrink_model
+
+if TYPE_CHECKING:
+    from lightning_3d.verification.compare import Difference
 
 COMMAND = Command(
     "verify",
@@ -107,10 +110,15 @@ def _run(steps: int, overrides: list[str]) -> int:
         print(f"MATCH: this layout reproduces one process: {plan.layout.name}, {plan.schedule}, {plan.zero.describe()}")
         return 0
     print("MISMATCH: this layout does not reproduce one process")
+    _print_steps(difference)
+    return 1
+
+
+def _print_steps(difference: Difference) -> None:
+    """Print the loss and the gradient norm of every step, of ranks and of one process."""
     print("  step        loss: ranks   one process   gradient norm: ranks   one process")
     for step, (loss, norm) in enumerate(zip(difference.losses, difference.norms, strict=True)):
         print(f"  {step:<6} {loss[0]:>16.8g} {loss[1]:>13.8g} {norm[0]:>22.8g} {norm[1]:>13.8g}")
-    return 1
 
 
 def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) -> tuple[dict[str, Any], list[str]]:
