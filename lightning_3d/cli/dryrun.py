@@ -85,7 +85,7 @@ def _ranks(value: str) -> tuple[int, ...]:
 
 def _run(options: Options) -> int:
     config, plan = check_shapes(options.overrides)
-    plan.run.objective.teacher_fields()  # before torch is imported
+    teacher = plan.run.objective.teacher_fields(plan.model["config"]["vocab_size"])
     layout = plan.layout
     for rank in options.ranks or ():
         if not 0 <= rank < layout.world_size:
@@ -102,7 +102,7 @@ def _run(options: Options) -> int:
         from lightning_3d.dryrun.run import dry_run
         from lightning_3d.dryrun.shapes import Found
 
-        job, found = job_of(config, plan, whole=options.whole), Found()
+        job, found = job_of(config, plan, teacher, whole=options.whole), Found()
     reports = []
     for rank in _last_first(ranks, layout):
         started = time.monotonic()
@@ -130,8 +130,8 @@ def _last_first(ranks: Sequence[int], layout: Layout) -> list[int]:
     return sorted(ranks, key=lambda rank: -layout.coordinates(rank)["pp"])
 
 
-def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> Job:
-    """Build the job of a configuration."""
+def job_of(config: Mapping[str, Any], plan: RunPlan, teacher: Mapping[str, Any] | None = None, *, whole: bool = False) -> Job:
+    """Build the job of a configuration. `teacher` has `model_type` and the fields of the teacher's."""
     import torch
 
     from lightning_3d.dryrun.run import DryStrategy, Job
@@ -147,12 +147,9 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, *, whole: bool = False) -> 
     def strategy(kind: type[DryStrategy]) -> DryStrategy:
         return type(own.__name__, (kind, own), {})(**arguments)
 
-    objective = plan.run.objective
-    teacher = objective.teacher_fields()
-
     def batch(micro_batches: int) -> dict[str, Any]:
         shape = (micro_batches * plan.micro_batch_size, config["data"]["sequence_length"])
-        return {key: torch.zeros(shape, dtype=torch.int64) for key in objective.batch_keys}
+        return {key: torch.zeros(shape, dtype=torch.int64) for key in plan.run.objective.batch_keys}
 
     return Job(
         module=lambda: make_module({**config, "model": {**config["model"], "pretrained": None}}, teacher),

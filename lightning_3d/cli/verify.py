@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.config.machine import hide_gpus
 from lightning_3d.config.options.lora import LoraOptions
+from lightning_3d.config.options.objective import DPO, ObjectiveOptions
 from lightning_3d.config.options.parameter_groups import matching
 from lightning_3d.config.options.token_exchange import ALL_TO_ALL
 from lightning_3d.config.options.zero import ZeroOptions
@@ -23,6 +24,9 @@ from lightning_3d.models.families import read_spec
 from lightning_3d.ranks.progress import task
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shrink_model
+
+if TYPE_CHECKING:
+    from lightning_3d.verification.compare import Difference
 
 COMMAND = Command(
     "verify",
@@ -52,7 +56,8 @@ def run(arguments: list[str]) -> int:
 
 def _run(steps: int, overrides: list[str]) -> int:
     config, plan = check_shapes(overrides)
-    plan.run.objective.require_language_model("verify")
+    objective = plan.run.objective
+    teacher = objective.teacher_fields(config["model"]["config"]["vocab_size"])
     small, left_out = fold(plan.layout, shard_groups=plan.zero.shard_size is not None)
     model = {**config["model"], "config": shrink_model(config["model"]["config"], plan.layout, small), "pretrained": None}
     arguments, dropped = strategy_arguments(config, plan, small)
@@ -65,6 +70,10 @@ def _run(steps: int, overrides: list[str]) -> int:
     layers = sizes.get("num_hidden_layers") or sizes.get("n_layer")
     width = sizes.get("hidden_size") or sizes.get("n_embd") or sizes.get("d_model")
     print(f"{sizes['model_type']} of {layers} layers, width {width}, vocabulary {sizes['vocab_size']}")
+    if teacher is not None:
+        teacher = shrink_model(teacher, plan.layout, small)
+    if objective.second_model is not None:
+        print(f"objective.name={objective.name}, with a frozen {objective.second_model} that has new weights too")
     if left_out:
         print(f"left out: {listed(left_out)}, because all axes together need more than 8 ranks")
     if dropped:
@@ -79,7 +88,7 @@ def _run(steps: int, overrides: list[str]) -> int:
     with task("importing torch and Transformers"):
         import torch
 
-        from lightning_3d.training.module import CausalLM
+        from lightning_3d.training.objective import make_module
         from lightning_3d.training.objects import strategy_class
         from lightning_3d.training.run import quiet
         from lightning_3d.verification.compare import verify
@@ -90,9 +99,9 @@ def _run(steps: int, overrides: list[str]) -> int:
         optimizer["eps"] = max(1e-6, optimizer["eps"])
     generator = torch.Generator().manual_seed(config["seed"])
     difference = verify(
-        CausalLM(model, optimizer),
+        make_module({**config, "model": model, "optimizer": optimizer}, teacher),
         arguments,
-        [_batch(count * arguments["micro_batch_size"] * small.dp, sizes["vocab_size"], generator) for _ in range(steps)],
+        [draw_batch(objective, count * arguments["micro_batch_size"] * small.dp, sizes["vocab_size"], generator) for _ in range(steps)],
         clip=config["trainer"]["gradient_clip_val"],
         strategy_class=strategy_class(config["parallelism"]["_target_"]),
     )
@@ -101,10 +110,15 @@ def _run(steps: int, overrides: list[str]) -> int:
         print(f"MATCH: this layout reproduces one process: {plan.layout.name}, {plan.schedule}, {plan.zero.describe()}")
         return 0
     print("MISMATCH: this layout does not reproduce one process")
+    _print_steps(difference)
+    return 1
+
+
+def _print_steps(difference: Difference) -> None:
+    """Print the loss and the gradient norm of every step, of ranks and of one process."""
     print("  step        loss: ranks   one process   gradient norm: ranks   one process")
     for step, (loss, norm) in enumerate(zip(difference.losses, difference.norms, strict=True)):
         print(f"  {step:<6} {loss[0]:>16.8g} {loss[1]:>13.8g} {norm[0]:>22.8g} {norm[1]:>13.8g}")
-    return 1
 
 
 def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) -> tuple[dict[str, Any], list[str]]:
@@ -136,10 +150,18 @@ def _schedule(plan: RunPlan, small: Layout) -> str | None:
     return plan.schedule if small.pp == plan.layout.pp or small.pp > 1 else None
 
 
-def _batch(rows: int, vocabulary: int, generator: Any) -> dict[str, Any]:
-    """Draw a batch of tokens, small ones more often. The first labels of each row are ignored, so that rows have different weights."""
+def draw_batch(objective: ObjectiveOptions, rows: int, vocabulary: int, generator: Any) -> dict[str, Any]:
+    """Draw a batch of tokens, small ones more often. The first labels of each row, its prompt, are ignored, so that rows have different
+    weights. For DPO, rejected answers follow the same prompts."""
     import torch
 
-    ids = (torch.rand((rows, SEQUENCE), generator=generator).square() * vocabulary).long()
-    prompt = torch.randint(0, SEQUENCE // 2, (rows, 1), generator=generator)
-    return {"input_ids": ids, "labels": torch.where(torch.arange(SEQUENCE) < prompt, -100, ids)}
+    def tokens() -> Any:
+        return (torch.rand((rows, SEQUENCE), generator=generator).square() * vocabulary).long()
+
+    ids = tokens()
+    is_prompt = torch.arange(SEQUENCE) < torch.randint(0, SEQUENCE // 2, (rows, 1), generator=generator)
+    batch = {"input_ids": ids, "labels": torch.where(is_prompt, -100, ids)}
+    if objective.name == DPO:
+        rejected = torch.where(is_prompt, ids, tokens())
+        batch |= {"rejected_ids": rejected, "rejected_labels": torch.where(is_prompt, -100, rejected)}
+    return batch

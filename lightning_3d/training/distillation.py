@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.config.options.objective import require_same_vocabulary
 from lightning_3d.models.pretrained_config import architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.documents import IGNORE_INDEX
@@ -56,12 +56,8 @@ class DistilledLM(CausalLM):
         else:
             self.teacher_folder, fields = None, dict(teacher)
         self.teacher_config = transformers_config(fields, known=fields)
-        if self.teacher_config.vocab_size != self.config.vocab_size:
-            raise ConfigError(
-                f"objective.teacher{f'={teacher}' if isinstance(teacher, str) else ''} has a vocabulary of"
-                f" {self.teacher_config.vocab_size} tokens, but the model has {self.config.vocab_size}. Use a teacher with the same"
-                f" tokenizer, or model.config.vocab_size={self.teacher_config.vocab_size}."
-            )
+        name = f"={teacher}" if isinstance(teacher, str) else ""
+        require_same_vocabulary(name, self.teacher_config.vocab_size, self.config.vocab_size)
         self.teacher: Any = None
 
     @override

@@ -42,7 +42,12 @@ def test_the_recipes_are_planned_without_their_folder(name: str, layout: str) ->
     assert f"train.py recipe={recipe} " in (Path("recipes") / f"{recipe}.yaml").read_text()
 
 
-def test_a_command_for_language_models_says_so() -> None:
-    ObjectiveOptions().require_language_model("verify")
-    with pytest.raises(ConfigError, match="lightning-3d verify knows objective.name=language_model only; got dpo"):
-        ObjectiveOptions("dpo").require_language_model("verify")
+def test_a_command_without_weights_reads_the_configuration_of_the_teacher_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 32, "vocab_size": 67, "torch_dtype": "float32"}')
+    objective = ObjectiveOptions("distillation", teacher=str(tmp_path))
+    assert objective.teacher_fields(67) == {"model_type": "llama", "hidden_size": 32, "vocab_size": 67}
+    assert ObjectiveOptions("dpo").teacher_fields(67) is None
+    with pytest.raises(ConfigError, match="has a vocabulary of 67 tokens, but the model has 257"):
+        objective.teacher_fields(257)
+    with pytest.raises(ConfigError, match="Set objective.teacher=FOLDER"):
+        ObjectiveOptions("distillation", teacher="required").teacher_fields(67)

@@ -16,13 +16,17 @@ import yaml
 from command_line import REPOSITORY, Result, run_commands, run_here
 from starts import in_fresh_process
 from sweeps import by_default
+from transformers import LlamaConfig
 
 import lightning_3d
+from lightning_3d.cli.verify import draw_batch
+from lightning_3d.config.options.objective import ObjectiveOptions
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.models.families import read_spec
 from lightning_3d.parallel.nested import rows_of
+from lightning_3d.parallel.pipeline.calls import Calls
 from lightning_3d.parallel.pipeline.transport import Transport
 from lightning_3d.parallel.tensor import collectives
 from lightning_3d.parallel.tensor import resolve_plan as cuts
@@ -243,6 +247,11 @@ def lose_a_message() -> None:
     Transport.send = lambda self, message, tensor: send(self, message, tensor * (message.forward or message.micro_batch > 0))  # type: ignore
 
 
+def send_chosen_answers_twice() -> None:
+    pack = Calls.pack
+    Calls.pack = lambda self, sent: pack(self, [sent[0]] * len(sent))  # type: ignore
+
+
 FAULTS = [
     (forget_norms, "parallelism=tp2"),
     (forget_tied_copies, "parallelism=pp2 model=gemma3_tiny"),
@@ -252,6 +261,7 @@ FAULTS = [
     (halve_gradients, "parallelism=dp2 trainer.gradient_clip_val=null"),
     (count_replicas, "parallelism=tp2 parallelism.zero_stage=0"),
     (lose_a_message, "parallelism=pp2"),
+    (send_chosen_answers_twice, "recipe=llama_tiny_dpo_2xcpu"),
 ]
 
 
@@ -274,17 +284,20 @@ LINES = {
     "steps": ["verify", "--steps=0"],
     "option": ["verify", "--json=x"],
     "layout": ["verify", "parallelism=tp3"],
+    "teacher": ["verify", "recipe=llama_tiny_distill_2xcpu"],
     "help": ["verify", "--help"],
 }
 
 
 @pytest.mark.slow
 def test_command_lines(tmp_path: Path) -> None:
-    quick = ["help", "steps", "option", "layout"]
+    quick = ["help", "steps", "option", "layout", "teacher"]
     results = dict(zip(quick, run_commands([LINES[name] for name in quick]), strict=True))
     assert results["help"].code == 0 and "--steps N" in results["help"].output
     option = "lightning-3d verify has no option --json"
-    for name, words in (("steps", "at least 1; got 0"), ("option", option), ("layout", "Tensor parallelism assigns")):
+    teacher = "This run needs a teacher. Set objective.teacher=FOLDER."
+    refusals = {"steps": "at least 1; got 0", "option": option, "layout": "Tensor parallelism assigns", "teacher": teacher}
+    for name, words in refusals.items():
         result = results[name]
         assert (result.code, result.torch, result.left) == (2, False, []), result.output
         assert result.output.startswith("lightning_3d: ") and words in result.output
@@ -308,8 +321,31 @@ def test_command_lines(tmp_path: Path) -> None:
         " parallelism.zero_shard_size=8",
         "model=llama3_1_8b parallelism=cp4_dp2 cluster=h100_1x8 parallelism.zero_stage=2 data.sequence_length=1024"
         " parallelism.recompute=full",
+        "recipe=llama_tiny_dpo_2xcpu parallelism=tp2_pp2",
+        "recipe=llama_tiny_dpo_2xcpu parallelism=pp2_dp2 parallelism.zero_stage=3 parallelism.schedule=gpipe",
     ],
 )
 def test_jobs(overrides: str) -> None:
     [result] = run_commands([["verify", *overrides.split()]], timeout=500)
     assert result.code == 0, result.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2_dp2", "tp2_cp2"])
+def test_a_teacher_is_made_small_from_its_configuration(tmp_path: Path, layout: str) -> None:
+    LlamaConfig(vocab_size=257, num_hidden_layers=6, hidden_size=512).save_pretrained(tmp_path)
+    line = ["verify", "recipe=llama_tiny_distill_2xcpu", f"objective.teacher={tmp_path}", f"parallelism={layout}"]
+    [result] = run_commands([line], timeout=500)
+    assert result.code == 0, result.output
+    assert "with a frozen teacher" in result.output and f"MATCH: this layout reproduces one process: {layout}" in result.output
+
+
+def test_pairs_have_one_prompt_and_answers_of_different_lengths() -> None:
+    batch = draw_batch(ObjectiveOptions("dpo"), 6, 64, torch.Generator().manual_seed(0))
+    ids, labels, rejected_ids, rejected_labels = (batch[key] for key in ("input_ids", "labels", "rejected_ids", "rejected_labels"))
+    prompt = labels == -100
+    assert (prompt == (rejected_labels == -100)).all() and len(set(prompt.sum(1).tolist())) > 1
+    assert (ids == rejected_ids)[prompt].all() and not (ids == rejected_ids)[~prompt].all()
+    assert (labels == ids)[~prompt].all() and (rejected_labels == rejected_ids)[~prompt].all()
+    plain = draw_batch(ObjectiveOptions(), 6, 64, torch.Generator().manual_seed(0))
+    assert plain.keys() == {"input_ids", "labels"} and plain["labels"].equal(labels)

@@ -92,23 +92,36 @@ class ObjectiveOptions:
         """Tensors of a batch, all (batch, sequence)."""
         return ("input_ids", "labels", "rejected_ids", "rejected_labels") if self.name == DPO else ("input_ids", "labels")
 
-    def teacher_fields(self) -> dict[str, Any] | None:
+    def teacher_fields(self, vocabulary: int) -> dict[str, Any] | None:
         """Read `model_type` and the fields of the teacher's configuration; None without a teacher.
 
+        Args:
+            vocabulary: vocabulary size of the model.
+
         Raises:
-            ConfigError: its folder is not named yet. CheckpointError: it cannot be read.
+            ConfigError: its folder is not named yet, or it has another vocabulary size. CheckpointError: it cannot be read.
         """
         if self.name != DISTILLATION:
             return None
         if self.teacher == REQUIRED:
             raise ConfigError(_NO_TEACHER)
         assert self.teacher is not None
-        return architecture(find_folder(self.teacher))
+        fields = architecture(find_folder(self.teacher))
+        require_same_vocabulary(f"={self.teacher}", fields.get("vocab_size", vocabulary), vocabulary)
+        return fields
 
-    def require_language_model(self, command: str) -> None:
-        """Raise ConfigError for an objective that a command does not know."""
-        if self.name != LANGUAGE_MODEL:
-            raise ConfigError(
-                f"lightning-3d {command} knows objective.name={LANGUAGE_MODEL} only; got {self.name}. Add objective.name={LANGUAGE_MODEL},"
-                " with data that fit it, to examine the layout without the second model."
-            )
+
+def require_same_vocabulary(name: str, found: int, wanted: int) -> None:
+    """Refuse a teacher with another vocabulary size than the model.
+
+    Args:
+        name: the value of the key, with an equals sign in front; may be empty.
+
+    Raises:
+        ConfigError: with both sizes.
+    """
+    if found != wanted:
+        raise ConfigError(
+            f"objective.teacher{name} has a vocabulary of {found} tokens, but the model has {wanted}. Use a teacher with the same"
+            f" tokenizer, or model.config.vocab_size={found}."
+        )
