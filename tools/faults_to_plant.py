@@ -281,6 +281,14 @@ STEP = (
         ("strategy/test_accumulation.py", "strategy/test_short_batches.py"),
     ),
     Fault(
+        "step-counts-further-targets",
+        "The targets of multi-token prediction count in the weight of a micro-batch, as if the model itself had predicted them.",
+        "strategy/step/loss_weights.py",
+        "if further:\n            assert",
+        "if further:\n            self._weights.count_tokens(tokens)\n            assert",
+        ("training/test_multi_token.py::test_a_layout_trains_what_one_process_trains",),
+    ),
+    Fault(
         "step-weighted-by-rows",
         "Micro-batches weigh as many rows as they have, whatever the number of their target tokens.",
         "strategy/step/loss_weights.py",

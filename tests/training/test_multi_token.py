@@ -1,14 +1,16 @@
 """Multi-token prediction: every layout trains what Transformers' own layers train on one process, and files keep it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from multi_token import DEPTHS, LAYERS, expected, in_double, model_group, plain_model, recipe, rows, train_ahead
-from parity import assemble, differences
+from multi_token import DEPTHS, LAYERS, WEIGHT, expected, in_double, model_group, module_of, plain_model, recipe, rows, train_ahead
+from parity import Rows, assemble, differences, quiet_trainer
 from ranks import run_ranks
 from sweeps import by_default
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
@@ -16,6 +18,8 @@ from lightning_3d import Lightning3DStrategy
 from lightning_3d.cli.export import run as export_command
 from lightning_3d.models.multi_token import following
 from lightning_3d.models.parallel_plan import read_plan
+from lightning_3d.runs.metrics_file import read_rows
+from lightning_3d.training.callbacks import MetricsCSV
 from lightning_3d.training.module import CausalLM
 
 LIMITS = {"float64": 1e-12, "float32": 1e-6}
@@ -104,6 +108,17 @@ def test_documents_are_kept_apart() -> None:
     for name in ("loss", "mtp_loss"):
         total = sum(getattr(output, name).item() * (part.shape[1] - 1) for output, part in zip(alone, documents, strict=True))
         assert getattr(packed, name).item() * 9 == pytest.approx(total, rel=1e-6)  # Transformers' loss is in float32
+
+
+def test_metrics_have_both_parts_of_the_loss(tmp_path: Path) -> None:
+    plan = replace(recipe("float32"), steps=1)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[MetricsCSV(tmp_path / "metrics.csv")], default_root_dir=tmp_path)
+    trainer.fit(module_of(model_group(), plan), DataLoader(Rows(rows(plan)), plan.global_batch))
+    (row,) = read_rows(tmp_path / "metrics.csv")
+    loss, model, modules = (float(row[name]) for name in ("loss", "cross_entropy", "mtp_loss"))
+    assert model > 0
+    assert modules > 0
+    assert loss == pytest.approx(model + WEIGHT * modules, rel=1e-6)
 
 
 def test_values_are_shifted() -> None:
