@@ -61,7 +61,7 @@ JOBS = (
         "Mixtral 8x7B on 64 H100",
         "model=mixtral_8x7b cluster=h100_8x8 data.global_batch_size=256 data.sequence_length=4096",
         "pp4_dp16_ep8_vp8",
-        "parallelism=dp64_ep8 parallelism.zero_stage=3",
+        "parallelism=pp8_dp8_ep8_vp2 parallelism.zero_stage=1 parallelism.schedule=ZBVZeroBubble",
     ),
     Published(
         "Qwen3-30B-A3B on 16 H100",

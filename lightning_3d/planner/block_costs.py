@@ -225,8 +225,8 @@ def nodes_of_a_token(model: Architecture, nodes: int) -> float:
 
 
 def expert_group(job: Job, machine: Machine) -> Group:
-    """Return the ranks that share the experts of a stage: neighbours counted over tp, cp, dp."""
-    return machine.neighbours(job.layout.ep)
+    """Return the ranks that share the experts of a stage."""
+    return machine.expert_groups(job.layout, job.layout.dp)[0]
 
 
 def _block(job: Job, machine: Machine, kind: Kind) -> Part:

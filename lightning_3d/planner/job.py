@@ -106,6 +106,12 @@ class Job:
         return self.zero >= 2 and (self.reduce == "micro_batch" if self.reduce else self.layout.pp == 1)
 
     @property
+    def reduces_experts_late(self) -> bool:
+        """True if ep distributes experts over ranks and their gradients are reduced once in a step, when the last backward of a stage is
+        over: all of them at once, in one buffer (`_may_be_early` in parallel/zero/trained.py; parallel/zero/compose.py)."""
+        return self.layout.ep > 1 and self.stack.waits_for_stages
+
+    @property
     def gathers_often(self) -> bool:
         """True if ZeRO 3 gathers a block's parameters for its forward pass and again for its backward pass."""
         return self.zero == 3 and self.gather != "step"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from lightning_3d.layout.layout import Layout
@@ -120,9 +120,9 @@ class Machine:
         """Return (ranks over which ZeRO shards, ranks with the same shard) of rank 0; `shards`: see `shard_groups`."""
         return shard_groups(layout, shards, self.gpus_per_node, self.pod_gpus)
 
-    def neighbours(self, ranks: int) -> Group:
-        """Return a group of so many ranks, one after the other."""
-        return _group([(ranks, 1)], self.gpus_per_node, self.pod_gpus)
+    def expert_groups(self, layout: Layout, shards: int) -> tuple[Group, Group]:
+        """Return (ranks that share the experts of a stage, ranks over which ZeRO shards an expert); see `expert_groups`."""
+        return expert_groups(layout, shards, self.gpus_per_node, self.pod_gpus)
 
     @property
     def memory_rate(self) -> float:
@@ -165,6 +165,25 @@ def shard_groups(layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int 
     stride = _stride(layout, "dp")
     inside = _group([(layout.cp, _stride(layout, "cp")), (shards, stride)], gpus_per_node, pod_gpus)
     return inside, _group([(layout.dp // shards, stride * shards)], gpus_per_node, pod_gpus)
+
+
+@lru_cache(maxsize=4096)
+def expert_groups(layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int = 0) -> tuple[Group, Group]:
+    """Return (ranks that share the experts of a stage, ranks that have the same experts and are in one shard group) of rank 0.
+
+    The first are `ep` neighbours where the ranks of a stage are numbered with tp innermost, then cp, then dp; the second are every `ep`-th
+    of those numbers (`Layout.expert_groups`, `Layout.expert_shard_groups`).
+
+    Args:
+        shards: neighbouring data-parallel indices of a shard group.
+    """
+    sharing, same, missing = [], [], layout.ep
+    for axis, degree in (("tp", layout.tp), ("cp", layout.cp), ("dp", shards)):
+        taken, stride = gcd(degree, missing), _stride(layout, axis)
+        sharing.append((taken, stride))
+        same.append((degree // taken, stride * taken))
+        missing //= taken
+    return _group(sharing, gpus_per_node, pod_gpus), _group(same, gpus_per_node, pod_gpus)
 
 
 def on_one_node(layout: Layout, shards: int, gpus_per_node: int) -> bool:

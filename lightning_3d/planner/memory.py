@@ -164,11 +164,12 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
     sharers = shard_ranks(job)
     weights = gradients = kept_gradients = optimizer = 0.0
     sums = (map(sum, zip(*numbers, strict=True)) for numbers in (counts, inner))
-    for parameters, of_blocks, ranks in zip(*sums, sharers, strict=True):
+    early = job.reduces_often, job.reduces_often and not job.reduces_experts_late
+    for parameters, of_blocks, ranks, often in zip(*sums, sharers, early, strict=True):
         weights += parameters * job.weight_bytes / (ranks if job.zero == 3 else 1)
-        often, at_end = footprint.gradient / ranks, footprint.gradient + footprint.spare_gradient
-        gradients += parameters * job.trained * (often if job.reduces_often else at_end)
-        if job.zero > 0 and not job.reduces_often:
+        at_end = footprint.gradient + footprint.spare_gradient
+        gradients += parameters * job.trained * (footprint.gradient / ranks if often else at_end)
+        if job.zero > 0 and not often:
             kept_gradients += parameters * job.trained * footprint.kept_gradient / (1 if job.buffers_all_gradients else ranks)
         state = parameters * job.state_bytes - of_blocks * job.saved_block_bytes
         optimizer += job.trained * state / (ranks if job.zero >= 1 else 1)
@@ -187,6 +188,10 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
         loss += vocabulary * model.hidden * sum(4 + job.width * count * (1 + model.ahead) for stage, count in own if stage.head)
     activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0)
     if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
+        if job.reduces_experts_late:
+            buffer = footprint.kept_gradient * job.trained * sum(routed for _, routed in counts)
+            has_parts = job.zero == 3 and job.reduces_often  # before the buffer is made
+            kept_gradients = kept_gradients + buffer if has_parts else max(kept_gradients, buffer)
         kept_gradients = max(kept_gradients, footprint.kept_gradient * job.trained * _largest_parameter(job, stages))
     gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
     other = (footprint.allocator - 1) * (activations + loss) + footprint.context

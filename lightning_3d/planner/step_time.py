@@ -10,18 +10,15 @@ from itertools import accumulate
 from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.planner.block_costs import Part, Work, work_of
+from lightning_3d.planner.exposed_messages import exposed_in_block, exposed_in_step
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, all_reduce, gather
+from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
 _SHARPNESS = 6
 """Exponent of the smooth maximum of two rates where host and GPU wait for each other: (a^6 + b^6)^(1/6). Chosen by hand; with the maximum
 itself, the median error of dense published runs rises from 5.5 to 6.1 %."""
-
-_HIDDEN, _LATE = 0.8, 0.1
-"""Share of a pass that communication can hide behind, and share of a message that is never hidden. Chosen by hand: with 1 and 0, the median
-error of dense published runs rises from 5.5 to 5.6 %, and that of mixtures in 16 bits from 18.8 to 22.6 %."""
 
 
 @dataclass(frozen=True)
@@ -70,26 +67,9 @@ def _with_late(job: Job, machine: Machine, work: Work) -> Work:
     """Add to each block the exposed communication where ZeRO gathers parameters or reduces gradients for every micro-batch."""
     if not job.gathers_often and not job.reduces_often:
         return work
-    sizes = [sum(parameters_of(job, stage)) for stage in one_block(job)]
-    blocks = zip(work.blocks, sizes, strict=True)
-    return replace(work, blocks=tuple(block + _late(job, machine, block, size) for block, size in blocks))
-
-
-def _late(job: Job, machine: Machine, block: Part, size: float) -> Part:
-    """Return the exposed communication of a block with `size` parameters on a rank."""
-    stack = job.stack
-    ranks, _ = machine.shard_groups(job.layout, job.shards)
-    reducing = machine.group(job.layout, ("dp", "cp")) if job.is_uneven else ranks
-    if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.width * size)) is not None:
-        again = 1 + (job.recompute == "full") + job.reduces_often
-        return Part(forward_communication=once, backward_communication=again * once)
-    whole = gather(machine, ranks, job.width * size) if job.gathers_often else 0.0
-    scatter = gather(machine, reducing, stack.reduced_bytes * size) if job.reduces_often else 0.0
-    forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
-    return Part(
-        forward_communication=max(_LATE * whole, whole - _HIDDEN * forward),
-        backward_communication=max(_LATE * (whole + scatter), whole + scatter - _HIDDEN * backward),
-    )
+    held = [parameters_of(job, stage) for stage in one_block(job)]
+    blocks = zip(work.blocks, held, strict=True)
+    return replace(work, blocks=tuple(block + exposed_in_block(job, machine, block, own) for block, own in blocks))
 
 
 def least_seconds(job: Job, machine: Machine) -> float:
@@ -206,39 +186,12 @@ def _with_host(part: Part, host: float) -> StageSeconds:
 def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last: StageSeconds) -> tuple[float, float]:
     """Return (seconds of exposed reduction and gathering, seconds of the optimizer) of a rank.
 
-    Stage 0 needs an all-reduce, other stages a reduce-scatter of gradients (or an all-reduce) and an all-gather of weights. Overlapping
-    communication hides behind the backward pass of the last micro-batch of the rank's first stage. If gradients are sent by whole stages,
-    only those of its other stages do. Where shards have replicas, an all-reduce of the rank's shard follows. It hides there too, unless
-    gradients are in one tensor.
-
     Args:
         held: (parameters, parameters of routed experts) of each stage of the rank.
         last: seconds of its first stage.
     """
-    layout, stack = job.layout, job.stack
     dense, routed = map(sum, zip(*held, strict=True))
     sharers = shard_ranks(job)
-    everyone = machine.group(layout, ("dp", "cp"))
-    ranks, replicas = machine.shard_groups(layout, job.shards)
-    across = 0.0
-    size = (dense + (routed if sharers[0] == sharers[1] else 0.0)) * job.trained
     stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
-    optimizer = stepped * stack.traffic.parameter / machine.memory_rate
-    if job.zero == 0:
-        reduce, spread = all_reduce(machine, everyone, stack.reduced_bytes * size), 0.0
-    else:
-        whole, reducing = 1 if stack.scatters else 2, ranks
-        if replicas.size > 1 and job.is_uneven:
-            whole, reducing = 2, everyone
-        elif replicas.size > 1:
-            across = all_reduce(machine, replicas, stack.reduced_bytes * size / ranks.size)
-        reduce = 0.0 if job.reduces_often else whole * gather(machine, reducing, stack.reduced_bytes * size)
-        spread = 0.0 if job.gathers_often else gather(machine, ranks, job.width * size)
-    late = max(_LATE, sum(held[0]) / max(1.0, dense + routed)) if job.sends_whole_stages else _LATE
-    if not job.buffers_all_gradients:
-        reduce, across = reduce + across, 0.0
-    if stack.overlap.data if job.zero else stack.overlap.all_reduce:
-        reduce = max(reduce - _HIDDEN * last.backward, late * reduce)
-    if stack.overlap.gather or (job.overlap_gather and job.zero in (1, 2)):
-        spread = max(spread - _HIDDEN * last.forward, _LATE * spread)
-    return reduce + across + spread, optimizer
+    optimizer = stepped * job.stack.traffic.parameter / machine.memory_rate
+    return exposed_in_step(job, machine, held, forward=last.forward, backward=last.backward), optimizer
