@@ -57,12 +57,11 @@ def test_a_choice_is_likely_to_fit_and_a_named_layout_that_is_not_is_warned_of()
     where: dict[str, Any] = {"cluster": "h100_4x8", "sequence_length": 4096, "global_batch_size": 512}
     full = planned(mixtral, **where, memory_risk=0.5)
     assert full["layout"] != planned(mixtral, **where)["layout"]
-    named = {"layout": full["layout"], "micro_batch_size": full["micro_batch_size"], "zero_stage": full["zero_stage"]}
-    with pytest.warns(UserWarning, match=r"is predicted to fill 97% of 74.5 GiB on its fullest rank. That leaves [0-9.]+ GiB"):
-        assert planned(mixtral, **where, **named) == named
+    with pytest.warns(UserWarning, match=r"is predicted to fill 99% of 74.5 GiB on its fullest rank. That leaves [0-9.]+ GiB"):
+        assert planned(mixtral, **where, **full) == full
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert planned(mixtral, **where, **named, memory_risk=0.45) == planned(mixtral, **where, **named, force=True) == named
+        assert planned(mixtral, **where, **full, memory_risk=0.5) == planned(mixtral, **where, **full, force=True) == full
     with pytest.raises(ConfigError, match="plan.memory_risk must be .*; got 2"):
         planned(mixtral, **where, memory_risk=2)
 
