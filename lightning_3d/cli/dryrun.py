@@ -143,6 +143,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, teacher: Mapping[str, Any] 
     arguments = {key: value for key, value in config["parallelism"].items() if not key.startswith("_")}
     arguments |= {"seed": config["seed"], "compile": False, "elastic": False}
     own = strategy_class(config["parallelism"]["_target_"])
+    groups = {group: config[group] for group in ("optimizer", "objective")}
 
     def strategy(kind: type[DryStrategy]) -> DryStrategy:
         return type(own.__name__, (kind, own), {})(**arguments)
@@ -152,7 +153,7 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, teacher: Mapping[str, Any] 
         return {key: torch.zeros(shape, dtype=torch.int64) for key in plan.run.objective.batch_keys}
 
     return Job(
-        module=lambda: make_module({**config, "model": {**config["model"], "pretrained": None}}, teacher),
+        module=lambda: make_module({**groups, "model": {**config["model"], "pretrained": None}}, teacher),
         strategy=strategy,
         batch=batch,
         layout=plan.layout,
