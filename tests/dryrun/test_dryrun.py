@@ -339,6 +339,7 @@ def test_some_micro_batches_tell_of_all(schedule: str) -> None:
         assert some.usage.peak[category] == pytest.approx(size, rel=0.005, abs=256), category
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", "distillation"])
 def test_every_call_of_both_models_is_counted(objective: str) -> None:
     """Operations are those that torch counts in one process without this package; its counter knows no fused attention of CPUs."""

@@ -119,6 +119,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "trained", "layout"), RUNS)
 def test_the_trained_model_is_read_from_the_checkpoint(folder: Path, objective: str, trained: str, layout: str) -> None:
     checkpoint = train_run(folder, objective, trained)

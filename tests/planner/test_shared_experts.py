@@ -119,6 +119,7 @@ def dry_rank(*words: str) -> Counter[str]:
     return dry_run(job_of_dry_run(config, plan), 0).usage.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -64,6 +64,7 @@ def assert_same(layout: str, *, dtype: str = "float64", tied: bool = False, **st
     return [logged for _, logged in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(CASES, *range(3)))
 def test_a_layout_trains_what_one_process_trains(layout: str, options: dict[str, Any]) -> None:
     logs = assert_same(layout, **options)
@@ -93,6 +94,7 @@ def test_an_evaluation_reads_the_model_alone() -> None:
     assert not hasattr(output, "mtp_loss")
 
 
+@pytest.mark.slow
 def test_documents_are_kept_apart() -> None:
     """A packed sample has the losses of its documents alone."""
     module = CausalLM(model_group())
@@ -110,6 +112,7 @@ def test_documents_are_kept_apart() -> None:
         assert getattr(packed, name).item() * 9 == pytest.approx(total, rel=1e-6)  # Transformers' loss is in float32
 
 
+@pytest.mark.slow
 def test_metrics_have_both_parts_of_the_loss(tmp_path: Path) -> None:
     plan = replace(recipe("float32"), steps=1)
     trainer = quiet_trainer(max_epochs=1, callbacks=[MetricsCSV(tmp_path / "metrics.csv")], default_root_dir=tmp_path)
@@ -139,6 +142,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_another_layout_resumes(checkpoint: Path) -> None:
     found = run_ranks(
         train_ahead, 2, model_group(), recipe(), layout="dp2", micro_batch_size=2, zero_stage=0, resume=str(checkpoint), timeout=240
@@ -150,6 +154,7 @@ def test_another_layout_resumes(checkpoint: Path) -> None:
     assert found[0][0].losses == pytest.approx(run.losses[1:], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_transformers_reads_what_is_exported(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

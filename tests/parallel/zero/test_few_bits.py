@@ -104,6 +104,7 @@ def train_sequences(name: str, recipe: Recipe, layout: str) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), module, layout=layout, micro_batch_size=4, zero_stage=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -286,6 +287,7 @@ def bytes_of_a_step(kind: str, precision: str) -> int:
     return sum(value.nbytes for value in (*states, *masters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "precision"),
     [
