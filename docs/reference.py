@@ -49,6 +49,8 @@ Row = tuple[str, str, str, str]
 
 # Types of values whose default is null and for which there is no dataclass.
 NULLS = {
+    "mtp_layers": "int",
+    "mtp_loss_weight": "float",
     "fused": "bool",
     "decay_steps": "int",
     "cooldown_steps": "int",

@@ -60,7 +60,8 @@ def answers(folder: Path) -> dict[str, Result]:
         "no ranks": ["profile", *TINY, "--ranks", "0"],
         "no folder": ["profile", *TINY, "--out", "/nowhere/at/all.json"],
         "no such option": ["profile", *TINY, "--rank=2"],
-        "larger than the machine": ["plan", *STATED, "cluster=h100_32x8", "--validate", "2"],
+        "larger than the machine": ["plan", *STATED, "cluster=h100_1x8", "--validate", "2"],
+        "larger than a machine": ["plan", *STATED, "cluster=h100_32x8", "--validate", "2"],
         "no number": ["plan", *TINY, "--validate", "some"],
     }
     warm = {name: lines.pop(name) for name in ("profile", "plan", "auto")}  # they start ranks, so that torch is needed anyway
@@ -135,7 +136,8 @@ def test_training_asks_a_planner_that_has_read_the_profile(answers: dict[str, Re
         ("no ranks", "--ranks must be a whole number of at least 1; got 0."),
         ("no folder", "there is no folder /nowhere/at"),
         ("no such option", 'lightning-3d profile has no option --rank. Did you mean "--ranks"?'),
-        ("larger than the machine", "--validate runs layouts on this machine, which has no GPU, but the plan is for 256 GPUs (h100_32x8)"),
+        ("larger than the machine", "--validate runs layouts on this machine, which has no GPU, but the plan is for 8 GPUs (h100_1x8)"),
+        ("larger than a machine", "The plan is for 32 nodes, and --validate starts ranks on several nodes with srun, in a SLURM job."),
         ("no number", "--validate must be a whole number of at least 1; got some."),
     ],
 )
