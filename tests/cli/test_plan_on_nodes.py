@@ -1,5 +1,6 @@
 """`lightning-3d plan --validate` on several nodes: srun starts the ranks."""
 
+import contextlib
 import json
 import os
 import signal
@@ -86,14 +87,26 @@ def test_an_interruption_ends_the_ranks_of_all_nodes(profile: Path, tmp_path: Pa
     log = tmp_path / "bin" / "srun.log"
     line = ["plan", *TINY, f"profile={profile}", "--out", str(tmp_path), "--validate", "1", "--steps", "100000"]
     command = [sys.executable, "-m", "lightning_3d", *line]
-    with subprocess.Popen(command, env=environment(**install(tmp_path / "bin")), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as plan:
-        while not (log.exists() and log.read_text().endswith("\n")):
-            assert plan.poll() is None, plan.stderr and plan.stderr.read()
-            time.sleep(0.1)
-        ranks = [int(word) for word in log.read_text().split()[:2]]
-        assert all(is_running(rank) for rank in ranks)
-        plan.send_signal(signal.SIGINT)
-        plan.wait(120)
-    assert plan.returncode not in (0, 1)
-    assert not any(is_running(rank) for rank in ranks)
-    assert not list(tmp_path.glob("lightning_3d_validation_*"))
+    variables = environment(**install(tmp_path / "bin"))
+    with subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=listen) as plan:
+        try:
+            while not (log.exists() and log.read_text().endswith("\n")):
+                assert plan.poll() is None, plan.stderr and plan.stderr.read()
+                time.sleep(0.1)
+            ranks = [int(word) for word in log.read_text().split()[:2]]
+            assert all(is_running(rank) for rank in ranks)
+            plan.send_signal(signal.SIGINT)
+            plan.wait(120)
+            assert plan.returncode not in (0, 1)
+            assert not any(is_running(rank) for rank in ranks)
+            assert not list(tmp_path.glob("lightning_3d_validation_*"))
+        finally:
+            plan.kill()
+            for rank in map(int, log.read_text().split()[:2] if log.exists() else []):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+
+
+def listen() -> None:
+    """Processes that a shell runs in the background ignore interruptions, and so do those that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
