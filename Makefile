@@ -1,6 +1,6 @@
 # make train      the main job: a small Llama on Python's own source code, as shards of tokens, 8 ranks, tensor x pipeline x data
 # make test       lint, types and the quick tests, in two workers, ten minutes on two cores; WORKERS=1 runs one test after the other
-# make test-slow  the other default tests, twenty minutes on two cores
+# make test-slow  the other default tests, 25 minutes on two cores
 # make test-full  the long sweeps, hours, in 12 shards whose results are kept; SHARD=3/12 is one of them; AGAIN=1 and AGAIN=failed run again
 # make test-cuda  the CUDA paths on simulated GPUs, with torch's CUDA build in an environment of its own; see tools/cuda_sim/README.md
 # make docs       the documentation, into site/
