@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from models import keep_double
 from parity import PRECISIONS, Data, Part, Rows, StepValues, quiet_trainer
-from reference import Recipe, Run, initialize
+from reference import Recipe, Run, default_dtype, initialize
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3ForCausalLM, DeepseekV3RMSNorm
@@ -188,13 +188,8 @@ def plain_name(name: str) -> str:
 def initial_weights(group: dict[str, Any], plan: Recipe) -> dict[str, Tensor]:
     """Initial values of parameters and saved buffers of our model, by our names."""
     module = module_of(group, plan)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(plan.torch_dtype)
-    try:
-        with torch.device("meta"):
-            module.configure_model()
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(plan.torch_dtype), torch.device("meta"):
+        module.configure_model()
     module.to(plan.torch_dtype)
     initialize(module, plan.seed)
     return {name.removeprefix("model."): value.detach() for name, value in module.state_dict().items()}
