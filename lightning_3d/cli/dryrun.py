@@ -194,7 +194,7 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
     """Write the tables for the terminal."""
     from lightning_3d.dryrun.meter import CATEGORIES
 
-    lines = [f"\nThe model has {reports[0].whole:,} parameters.{_about_second(reports[0], plan)}\n"]
+    lines = [f"\nThe model has {reports[0].whole:,} parameters.{_about_second(reports, plan)}\n"]
     header = f"{'rank':>6} {'tp cp pp dp':>12} {'stages':>8} {'parameters':>14} {'memory':>10}"
     lines.append(header + "".join(f" {name:>13}" for name in CATEGORIES))
     for report in reports:
@@ -216,14 +216,16 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
     return "\n".join(lines)
 
 
-def _about_second(report: RankReport, plan: RunPlan) -> str:
-    """Say how large the frozen model of the objective is, and where."""
+def _about_second(reports: Sequence[RankReport], plan: RunPlan) -> str:
+    """Say how large the frozen model of the objective is, where it is, and what a rank has of it."""
     name = plan.run.objective.second_model
     if name is None:
         return ""
     where = "every rank" if plan.layout.pp == 1 else "every rank of the last stage"
-    sharded = "ZeRO-3 shards it over the data-parallel ranks" if plan.zero.stage == 3 else "it is not sharded"
-    return f" The frozen {name} has {report.second:,}. It is on {where}, and {sharded}."
+    whole, here = reports[0].second, max(report.second_here for report in reports)
+    how = [f"tensor parallelism leaves {here:,} of them on each"] if 0 < here < whole else []
+    how += ["ZeRO-3 shards it over the data-parallel ranks"] if plan.zero.stage == 3 else []
+    return f" The frozen {name} has {whole:,}. It is on {where}, and {' and '.join(how) or 'it is not sharded'}."
 
 
 def _collective_lines(report: RankReport, layout: Layout) -> list[str]:

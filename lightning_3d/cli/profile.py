@@ -85,7 +85,7 @@ def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | N
     from lightning_3d.config.plan_run import check_keys
     from lightning_3d.config.run_config import complete_run
 
-    run = complete_run(check_keys(compose([*overrides, "trainer.dry=true"])))
+    run = complete_run(check_keys(compose([*overrides, "trainer.dry=true"])), trains=False)
     there, wanted = visible_gpus(), run.cluster.accelerator
     local = outside.local_world_size if outside is not None else ranks or there or 2
     if wanted == "gpu" and there < local:

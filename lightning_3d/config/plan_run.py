@@ -167,7 +167,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         LayoutError: the first fault found, if it is the layout's. The number of launched ranks is checked first.
         ConfigError: the first fault found, if it is another one.
     """
-    run, chosen = _choose_layout(check_keys(config), advice)
+    run, chosen = _choose_layout(check_keys(config), advice, trains=trains)
     parallelism = run.parallelism
     configured, schedule = resolve_layout(
         parallelism.layout, parallelism.schedule, parallelism.vp, tuple(parallelism.order or AXES)
@@ -196,11 +196,11 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     if trains:
         run.objective.check()
         run.objective.check_run(run.model, run.data, dry=run.trainer.dry)
-        run.sample.check(run.objective.name, run.model, run.data)
+        run.sample.check(run.model, run.data)
     _check_classes(run)
     check_data_counts(run.data)
     check_data_urls(run.data)
-    complete = complete_run(run)  # after all cheap checks, because it reads the files of a pretrained model
+    complete = complete_run(run, trains=trains)  # after all cheap checks, because it reads the files of a pretrained model
     complete.ahead.check_run(layout, run.objective.name, complete.data.get("sequence_length"))
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     _check_optimizer(complete, layout, zero)
@@ -242,7 +242,7 @@ def _check_memory(run: CompleteRun, advice: Advice, accelerator: str, here: int,
     return ()
 
 
-def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, dict[str, Any]]:
+def _choose_layout(run: RunConfig, advice: Advice | None, *, trains: bool) -> tuple[RunConfig, dict[str, Any]]:
     """Return (the run, the keys of `parallelism` that the planner filled in with `parallelism=auto`)."""
     parallelism = run.parallelism
     open_keys = [key for key in ("zero_stage", "recompute") if getattr(parallelism, key) is None]
@@ -252,7 +252,7 @@ def _choose_layout(run: RunConfig, advice: Advice | None) -> tuple[RunConfig, di
         return run, {}
     if advice is None:
         raise ConfigError("parallelism=auto works only on the command line. Name a layout, for example parallelism=dp8.")
-    complete = complete_run(run)
+    complete = complete_run(run, trains=trains)
     run.cluster.check()
     run.plan.check()
     for key in ("sequence_length", "global_batch_size"):
@@ -291,7 +291,7 @@ def check_keys(config: DictConfig) -> RunConfig:
 
 def _with_defaults(given: dict[str, Any], values: Any) -> dict[str, Any]:
     """Return a configuration with the keys that it lacks, from its typed form: ranks read all of them."""
-    known = {entry.name: getattr(values, entry.name) for entry in fields(values) if entry.name not in ("spec", "lora", "ahead")}
+    known = {entry.name: getattr(values, entry.name) for entry in fields(values) if entry.name not in ("spec", "lora", "ahead", "second")}
     groups = {key: _with_defaults(given.get(key, {}), value) for key, value in known.items() if is_dataclass(value)}
     return {**known, **given, **groups}
 

@@ -28,6 +28,7 @@ class RankReport:
         parameters: parameters in this rank's part of the model, before ZeRO shards them.
         whole: parameters of the whole model.
         second: parameters of the module outside that model, such as those of a frozen teacher.
+        second_here: those of them in this rank's part, before ZeRO shards them.
         micro_batches: number of micro-batches that were run. The work of the others is extrapolated from them, see `representative`.
         usage: memory, collectives and operations of the whole step.
         flops: floating-point operations of each action that was run.
@@ -40,6 +41,7 @@ class RankReport:
     parameters: int = 0
     whole: int = 0
     second: int = 0
+    second_here: int = 0
     micro_batches: int = 0
     usage: Usage = field(default_factory=Usage)
     flops: dict[Action, int] = field(default_factory=dict)

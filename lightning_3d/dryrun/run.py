@@ -83,6 +83,8 @@ class DryStrategy(Lightning3DStrategy):
         size = built.parts.size
         self.report.whole = size.count(built.parts.name)
         self.report.second = size.count() - self.report.whole
+        self.report.second_here = sum(parameter.numel() for parameter in module.parameters())
+        self.report.second_here -= sum(parameter.numel() for parameter in built.parts.module.parameters())
         built.splitter = _FirstMicroBatches(cast(BatchSplitter, built.splitter), self.micro_batches)
         for layer in module.modules():
             if isinstance(layer, DispatchedExperts):

@@ -26,7 +26,6 @@ from lightning_3d.evaluation.text import Text, open_text
 from lightning_3d.runs.evaluation_file import printable
 from lightning_3d.strategy.exponential_average import showing_average
 from lightning_3d.strategy.strategy import Lightning3DStrategy
-from lightning_3d.training.distillation import DistilledLM
 from lightning_3d.training.module import CausalLM
 from lightning_3d.training.preference import PreferenceLM
 
@@ -38,8 +37,9 @@ class Evaluation(SetLosses):
     """Callback that writes loss and perplexity of each validation set, and a sample of text, to a file when a fit ends, and prints them.
 
     The losses are those of the last validation of the fit, summed as `lightning-3d evaluate` sums them, so they cost no further pass. The
-    sample is what `lightning-3d generate` writes: all ranks take part, in the layout that has trained. The callback does nothing for
-    modules other than `CausalLM`, for those that train against a second model (DPO, distillation), and with other strategies.
+    sample is what `lightning-3d generate` writes: all ranks take part, in the layout that has trained. Of a module that trains against a
+    second model, both are those of the trained model; DPO has no losses here, because its loss is one of pairs. The callback does nothing
+    for modules other than `CausalLM`, and with other strategies.
 
     Args:
         path: file to write, see `runs.evaluation_file`; None only prints.
@@ -67,7 +67,7 @@ class Evaluation(SetLosses):
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         self._text: Text | None = None
         self._prompt: list[int] = []
-        self._evaluates = False
+        self._evaluates = self._sums_losses = False
         self._step = 0
         self._found: dict[str, Any] | None = None
 
@@ -78,8 +78,8 @@ class Evaluation(SetLosses):
         Raises:
             ConfigError: there is no tokenizer, or the model cannot continue the prompt.
         """
-        known = isinstance(pl_module, CausalLM) and not isinstance(pl_module, (PreferenceLM, DistilledLM))
-        self._evaluates = known and isinstance(trainer.strategy, Lightning3DStrategy)
+        self._evaluates = isinstance(pl_module, CausalLM) and isinstance(trainer.strategy, Lightning3DStrategy)
+        self._sums_losses = self._evaluates and not isinstance(pl_module, PreferenceLM)
         self._text = self._found = None
         self.results = []
         given = self._given(trainer)
@@ -110,17 +110,17 @@ class Evaluation(SetLosses):
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._evaluates:
+        if self._sums_losses:
             super().on_validation_epoch_start(trainer, pl_module)
 
     @override
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._evaluates:
+        if self._sums_losses:
             super().on_validation_batch_end(*args, **kwargs)
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._evaluates:
+        if self._sums_losses:
             super().on_validation_epoch_end(trainer, pl_module)
             self._step = trainer.global_step
 

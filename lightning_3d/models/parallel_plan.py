@@ -199,7 +199,7 @@ def find_pipeline_module(
     found: list[str] = []
     for candidate, module in modules.items():
         inside = any(outer == "" or candidate.startswith(f"{outer}.") for outer in found)
-        if not inside and (_fits(module, user_plan) if user_plan else any((*_declared(module), _declared_ep(module)))):
+        if not inside and has_plan(module, user_plan):
             found.append(candidate)
     trained = [each for each in found if any(parameter.requires_grad for parameter in modules[each].parameters())]
     if len(found) == 1 or len(trained) == 1:
@@ -215,6 +215,11 @@ def find_pipeline_module(
         f"{_largest_part(root)} declares no parallel plan, which tp, pp and ep need. Data parallelism needs none, also with zero_stage=3."
         " For the others pass plan={'tp': ..., 'pp': ...}, with names relative to the model."
     )
+
+
+def has_plan(module: nn.Module, user_plan: Mapping[str, Any] | None = None) -> bool:
+    """Return whether a module has all names of the user's plan; without one, whether it declares a plan itself."""
+    return _fits(module, user_plan) if user_plan else any((*_declared(module), _declared_ep(module)))
 
 
 def _largest_part(root: nn.Module) -> str:

@@ -343,7 +343,9 @@ class StageMesh:
         stages: number of stages.
     """
 
-    def __init__(self, mesh: Mesh, stage: int, stages: int) -> None:
+    layout: Layout
+
+    def __init__(self, mesh: Mesh | TensorMesh, stage: int, stages: int) -> None:
         self._mesh, self._stage, self._stages = mesh, stage, stages
         self.layout = replace(mesh.layout, pp=1, vp=1)
 
@@ -372,6 +374,45 @@ class StageMesh:
             LookupError: see `Mesh.group`.
         """
         return self._mesh.group(*(axis for axis in axes if axis != "pp"))
+
+
+class TensorMesh(StageMesh):
+    """The tensor-parallel ranks of a mesh as if there were no others, for a model that only they shard.
+
+    Attributes:
+        rank: tensor-parallel coordinate.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh, 0, 1)
+        self.layout = Layout(tp=mesh.size("tp"))
+        self.rank = mesh.index("tp")
+        self._alone = mesh.group_for((mesh.rank,))
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    @property
+    def expert_data_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    @property
+    def expert_index(self) -> int:
+        return 0
+
+    @property
+    def expert_nodes(self) -> ExpertNodes | None:
+        return None
+
+    def index(self, axis: str) -> int:
+        return self.rank if axis == "tp" else 0
+
+    def size(self, axis: str) -> int:
+        return self.layout.size(axis)
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        return self._mesh.group("tp") if "tp" in axes else self._alone
 
 
 def _world() -> dist.ProcessGroup:

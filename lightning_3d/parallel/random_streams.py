@@ -128,6 +128,31 @@ class RandomState:
         default_generator(self.device).manual_seed(_seed(self._key, _hash(name), rank))
 
 
+class ModelStreams(RandomState):
+    """Streams of a model outside the pipelined one. They start in its training mode only, where it draws: elsewhere the generator stays as
+    it is on stages that do not have this model.
+
+    Args:
+        random: streams of the pipelined model.
+        module: the other model.
+        name: its name, so that its layers draw other numbers than those of the same names in the pipelined model.
+    """
+
+    def __init__(self, random: RandomState, module: nn.Module, name: str) -> None:
+        super().__init__(random._seed, tp_rank=random._tp_rank, device=random.device, enabled=random.enabled)
+        self._random, self._module, self._name = random, module, name
+
+    def inside(self, name: str) -> Stream:
+        return super().inside(f"{self._name}.{name}")
+
+    def outside(self, name: str, *, alike: bool = True) -> Stream:
+        return super().outside(f"{self._name}.{name}", alike=alike)
+
+    def start(self, stream: Stream) -> None:
+        if self._module.training:
+            self._random.start(stream)
+
+
 class Stream:
     """Random numbers of a place in the model, in every micro-batch others.
 

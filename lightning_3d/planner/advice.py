@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.blocks import RECOMPUTE
+from lightning_3d.config.options.objective import DISTILLATION, REQUIRED
 from lightning_3d.config.options.optimizer import MUON, few_bits_moment
 from lightning_3d.config.run_config import CompleteRun, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, plural
@@ -44,6 +45,8 @@ _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, preci
     "fp32": (4.0, 8.0, "fp32"),
     "fp64": (8.0, 16.0, "fp32"),
 }
+_WEIGHT = {"bf16_mixed": 4.0}
+"""By precision, the bytes of a frozen weight where they are not those of a trained one: autocast keeps no copies of it."""
 _MOMENT = dict.fromkeys(_BYTES, 4.0) | {"fp64": 8.0}
 """By precision, the bytes of one momentum of a parameter, and of its average."""
 _LESS = 0.9
@@ -146,6 +149,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
     """
     parallelism = run.parallelism
     weight, _, kind = _BYTES[precision]
+    second = run.second
     offload = parallelism.zero_offload != "none"
     recompute = "full" if parallelism.offload_activations else parallelism.recompute or "none"
     return Job(
@@ -172,6 +176,9 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         loss_chunks=parallelism.loss_chunks,
         blocks=_given_blocks(parallelism.stages) if layout is not None else None,
         stack=stack_of(run, precision),
+        calls=1 if second is None else len(run.objective.batch_keys) // 2,
+        frozen=Architecture.from_spec(second) if second is not None and second.shapes is not None else None,
+        frozen_bytes=_WEIGHT.get(precision, weight),
     )
 
 
@@ -274,7 +281,7 @@ class Advice:
         if memory.total > machine.memory:
             raise LayoutError(_too_large(job, memory, machine, risk))
         tight = (_tight(job, memory, machine, risk),) if memory.total > largest_share(risk) * machine.memory else ()
-        return (*tight, *spanning(job, machine))
+        return (*uncounted(run), *tight, *spanning(job, machine))
 
     def refuse_here(self, run: CompleteRun, precision: str, layout: Layout, schedule: str, micro_batch: int, ranks: int) -> None:
         """Refuse a run whose `ranks` ranks on the cores of this machine need more than its memory.
@@ -307,6 +314,18 @@ class Advice:
             f" {gibibytes(there)} is free.\n{memory_table(Memory(**parts))}\n{advice}, or use GPUs (cluster=h100_1x8). Use force=true to"
             " start anyway."
         )
+
+
+def uncounted(run: CompleteRun) -> tuple[str, ...]:
+    """Return a warning about a second model whose folder is not known, or of an unknown family."""
+    if run.objective.name == DISTILLATION and run.objective.teacher == REQUIRED:
+        return ("The memory and time of the teacher are not counted, because no folder on this machine has its sizes (objective.teacher).",)
+    if run.second is None or run.second.shapes is not None:
+        return ()
+    return (
+        f"The planner does not know the model family '{run.second.model_type}' of the frozen {run.objective.second_model}, so it does not"
+        " count its memory and time. lightning-3d dryrun measures them.",
+    )
 
 
 _WORTH_A_WARNING = 0.002

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import comb
 
 from lightning_3d.planner.architecture import Architecture, Kind, Matrix
+from lightning_3d.planner.frozen import alone
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, send
 
@@ -63,7 +64,8 @@ class Work:
     Attributes:
         blocks: one block of each kind (`Architecture.kinds`).
         embedding: embedding look-up.
-        head: final norm, output head and loss; again for each module of multi-token prediction, with the matrix in front of its block.
+        head: final norm, output head and loss; again for each module of multi-token prediction, with the matrix in front of its block. Also
+            the forward of a frozen second model, which is on the same ranks.
         message: one tensor between two stages.
         host_block: seconds that the host needs to start a block, forward and backward together.
     """
@@ -85,13 +87,26 @@ def work_of(job: Job, machine: Machine) -> Work:
     layout = job.layout
     sent = job.tokens / (layout.tp if job.sequence_parallel else 1)
     sent += job.tokens if job.model.ahead else 0.0  # the embedding travels with the hidden states to the last stage
+    head = _head(job, machine) * (1 + job.model.ahead) + products(job, machine, [job.model.joining], job.tokens) * job.model.ahead
     return Work(
         blocks=tuple(_recomputed(job, machine, kind) for kind in job.model.kinds),
         embedding=_embedding(job, machine),
-        head=_head(job, machine) * (1 + job.model.ahead) + products(job, machine, [job.model.joining], job.tokens) * job.model.ahead,
+        head=head + _frozen(job, machine),
         message=send(machine, layout, sent * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
         host_block=job.stack.host_seconds(layout, machine),
     )
+
+
+def _frozen(job: Job, machine: Machine) -> Part:
+    """Predict the forward of a frozen second model. The host starts its kernels, too, a third of those of both passes."""
+    second = alone(job)
+    if second is None:
+        return Part()
+    work = work_of(second, machine)
+    whole = work.of(second.model.counts) + work.embedding + work.head
+    host = work.host_block * second.model.layers / 3
+    waits = max(0.0, host - whole.forward - whole.forward_communication)
+    return Part(forward=whole.forward + waits, forward_communication=whole.forward_communication)
 
 
 def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:

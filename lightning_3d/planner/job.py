@@ -39,6 +39,9 @@ class Job:
         loss_chunks: see `ModelOptions.loss_chunks`.
         blocks: number of blocks of each pipeline stage; None as the stack splits them.
         stack: software that runs the step.
+        calls: sequences of each sample that pass the model together, 2 for the pairs of DPO.
+        frozen: frozen second model (a reference, a teacher), which all ranks of the last stage run forward; None without one.
+        frozen_bytes: bytes of one of its parameters.
     """
 
     model: Architecture
@@ -64,6 +67,9 @@ class Job:
     loss_chunks: int | str = 1
     blocks: tuple[int, ...] | None = None
     stack: Stack = Stack()
+    calls: int = 1
+    frozen: Architecture | None = None
+    frozen_bytes: float = 2.0
 
     @property
     def micro_batches(self) -> int:
@@ -118,7 +124,9 @@ class Job:
 
     @property
     def loss_parts(self) -> int:
-        """Number of parts in which the loss of a micro-batch is computed."""
+        """Number of parts in which the loss of a micro-batch is computed: one for objectives with a second model, which read the logits."""
+        if self.frozen is not None:
+            return 1
         return count_chunks(self.loss_chunks, int(self.tokens), ceil(self.model.vocab / self.layout.tp), self.model.hidden)
 
     @property
@@ -129,4 +137,4 @@ class Job:
     @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on one rank."""
-        return self.micro_batch * self.seq / self.layout.cp
+        return self.calls * self.micro_batch * self.seq / self.layout.cp

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.models.spec import Kept
 from lightning_3d.planner.architecture import Kind
+from lightning_3d.planner.frozen import frozen_weights
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.timeline import in_flight
@@ -179,6 +180,8 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
         alone = one_block(job)
         block = max((sum(parameters_of(job, alone[kind])) for kind in kinds), default=0.0)
         weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
+    if any(stage.head for stage in stages):
+        weights += frozen_weights(job)
     kept = sum(live * sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) for stage, live in own)
     kept += sum(live * _kept_for_ahead(job, stage) for stage, live in own)
     head = sum(1 + (model.ahead if job.loss_parts == 1 else 0) for stage in stages if stage.head)

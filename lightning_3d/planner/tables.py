@@ -84,7 +84,7 @@ def compiled_line(faster: Candidate, first: Candidate) -> str:
 def tokens_per_second(candidate: Candidate) -> float:
     """Return the tokens per second of all GPUs."""
     job = candidate.job
-    return job.global_batch * job.seq / candidate.step.seconds
+    return job.calls * job.global_batch * job.seq / candidate.step.seconds
 
 
 def share_of_peak(candidate: Candidate, gpus: int, peak: float) -> float:

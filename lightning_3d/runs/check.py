@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.config.compose import plain
+from lightning_3d.config.options.objective import REQUIRED as TEACHER_REQUIRED
 from lightning_3d.config.plan_run import RunPlan, plan_run
 from lightning_3d.errors import ConfigError, LayoutError, listed, plural
 from lightning_3d.models.pretrained_config import REQUIRED, TAKEN
@@ -106,6 +107,9 @@ def _leave_out_files(config: DictConfig, machine: Machine) -> None:
         return
     if config.get("trainer") is not None:
         config.trainer.resume = None
+    objective = config.get("objective")
+    if objective is not None and objective.get("teacher") and not Path(str(objective.teacher)).expanduser().is_dir():
+        objective.teacher = TEACHER_REQUIRED
     if model is None or model.get("pretrained") is None:
         return
     if model.get("name") != TAKEN:

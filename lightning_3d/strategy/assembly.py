@@ -12,9 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import LayoutError, NoPlanError, PlanError, listed
 from lightning_3d.layout.layout import Layout
-from lightning_3d.layout.model_rules import ModelSizes, check_model
+from lightning_3d.layout.model_rules import check_model
 from lightning_3d.models.parallel_plan import (
     ParallelPlan,
     declares_blocks,
@@ -34,7 +34,7 @@ from lightning_3d.models.parallel_plan import (
     is_transformers_model,
     read_plan,
 )
-from lightning_3d.models.spec import EXPERT_COUNTS, TOP_K
+from lightning_3d.models.spec import TOP_K
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import SplitBlocks, share_sequences
 from lightning_3d.parallel.deferred_logits import defer_heads
@@ -65,6 +65,8 @@ from lightning_3d.parallel.tensor import (
     rewrite,
     shard_sequence,
 )
+from lightning_3d.strategy.declared_sizes import declared_number, declared_sizes
+from lightning_3d.strategy.frozen_models import FrozenModel, find_frozen_models
 from lightning_3d.strategy.local_model import COMMUNICATES, PARTITION, LocalModel, Partition, context_of
 from lightning_3d.strategy.model_size import ModelSize
 from lightning_3d.strategy.parameter_specs import Owners, all_specs, by_stage, create_groups, local_specs
@@ -129,6 +131,7 @@ def assemble(
     user_plan: dict | None = None,
     pipeline_module: str | None = None,
     inspect: Inspect | None = None,
+    inspect_frozen: Callable[[FrozenModel], None] | None = None,
 ) -> LocalModel:
     """Turn `root`, the user's whole module, into this rank's part of it, in place.
 
@@ -139,6 +142,7 @@ def assemble(
         user_plan: parallel plan of the user, for a model that declares none.
         pipeline_module: name of the submodule that is parallelized; None where one has a plan.
         inspect: function that is called with the whole model, after all ranks have the same values and before anything is partitioned.
+        inspect_frozen: function that is called then with each frozen model that is sharded.
 
     Communicates: values of parameters that are not on meta are sent from rank 0 to all, one tensor at a time; groups are created.
 
@@ -152,12 +156,16 @@ def assemble(
     # The cheap check first: fit_styles runs parts of the model, which sizes that do not divide would break with a worse message.
     _check(module, plan, mesh.layout, options)
     plan = fit_styles(module, plan, mesh.layout.tp)
+    frozen = find_frozen_models(root, name, mesh.layout.tp, user_plan)
     # While every rank still has every parameter: rank 0 sends them all, in one order.
     broadcast_eager(root, mesh)
     if inspect is not None:
         inspect(module, plan, declared=user_plan is None)
+    if inspect_frozen is not None:
+        for other in frozen:
+            inspect_frozen(other)
     assignment = assign_stages(module, plan, mesh.layout, options.schedule, options.stages)
-    part = take_part(root, name, plan, mesh, options, assignment, seed=seed, device=device)
+    part = take_part(root, name, plan, mesh, options, assignment, frozen, seed=seed, device=device)
     if kinds := part.computed_by_all:
         rank_zero_warn(
             f"Each of the {mesh.size('cp')} context-parallel ranks computes {listed(kinds)} for the whole sequence: this mixes tokens in a"
@@ -168,7 +176,7 @@ def assemble(
     # After materialize, which replaces parameters on meta by new ones.
     parameters = by_stage(root, Owners(root, name, plan, assignment), mesh.index("pp"))
     parts = LocalModel(name, module, plan, part.specs, assignment, parameters, part.state, size, part.routers)
-    sharded = tuple((found, layer) for found, layer in module.named_modules() if COMMUNICATES & vars(layer).keys())
+    sharded = tuple((found, layer) for found, layer in root.named_modules() if COMMUNICATES & vars(layer).keys())
     object.__setattr__(root, PARTITION, Partition(parts, mesh, options, sharded))
     return parts
 
@@ -180,6 +188,7 @@ def take_part(
     mesh: Mesh | StageMesh,
     options: ModelOptions,
     assignment: StageAssignment,
+    frozen: Sequence[FrozenModel] = (),
     *,
     seed: int,
     device: torch.device,
@@ -189,6 +198,7 @@ def take_part(
     Args:
         name: name of the pipelined module in `root`.
         assignment: all stages; this rank takes those of `mesh.index("pp")`.
+        frozen: frozen models in `root` that are sharded, too.
 
     Communicates: groups are created, except for a `StageMesh`.
     """
@@ -196,7 +206,7 @@ def take_part(
     # Before anything is removed or wrapped: all of it looks at the whole model, as the user wrote it.
     blocks = find_blocks(module, plan)
     split = share_sequences(module, blocks, plan.layers, context_of(mesh, options.cp_kind)) if mesh.layout.cp > 1 else None
-    whole = _describe(root, name, plan, mesh, options, assignment, split)
+    whole = _describe(root, name, plan, mesh, options, assignment, split, frozen)
     # Dropout anywhere in the model gives all ranks random streams, whichever stage it is on.
     random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
     state = PipelineState(random, SequenceShards(tp))
@@ -215,6 +225,8 @@ def take_part(
     specs = local_specs(root, whole.specs)
     # Last, and only for the layers that are left. Their classes change beneath the wrapped forwards of the blocks around them.
     _rewrite_layers(module, plan, _inside(name, specs), mesh, options, tensor, whole.regions)
+    for other in frozen:
+        other.shard(root, specs, mesh, random)
     if tp > 1:
         defer_heads(module, options.loss_chunks)  # those that are sharded by vocabulary now
     if split is not None:
@@ -233,6 +245,7 @@ def _describe(
     options: ModelOptions,
     assignment: StageAssignment,
     split: SplitBlocks | None,
+    frozen: Sequence[FrozenModel],
 ) -> _Whole:
     """Phase 3: collect what is known of the model only while it is whole.
 
@@ -241,7 +254,8 @@ def _describe(
     module = root.get_submodule(name)
     # Regions before specifications: a parameter inside one has partial gradients on every rank.
     regions = _sequence_regions(module, plan, mesh.group("tp"), options.blocks.sequence_parallel, split)
-    specs = all_specs(root, name, module, plan, mesh, Owners(root, name, plan, assignment), regions)
+    of_frozen = {key: spec for other in frozen for key, spec in other.specs(mesh).items()}
+    specs = all_specs(root, name, module, plan, mesh, Owners(root, name, plan, assignment), regions, of_frozen)
     if isinstance(mesh, Mesh):
         # From the specifications of the whole model, which are the same everywhere: ranks must create groups in the same order.
         create_groups(specs.values(), mesh)
@@ -340,28 +354,10 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
             f"Multi-token prediction reads the tokens that follow each position, which with cp {layout.cp} may be on another rank. Use a"
             f" layout with cp = 1, for example {replace(layout, cp=1, dp=layout.dp * layout.cp)}."
         )
-    config: Any = getattr(module, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-
-    def number(*names: str) -> int | None:
-        found = (getattr(config, name, None) for name in names)
-        return next((value for value in found if isinstance(value, int)), None)
-
-    sizes = ModelSizes(
-        heads=number("num_attention_heads"),
-        kv_heads=number("num_key_value_heads"),
-        layers=len(plan.blocks_of(module)) if plan.layers else layout.pp * layout.vp,
-        vocab=number("vocab_size"),
-        experts=number(*EXPERT_COUNTS) or _experts_of_layer(module, plan),
-    )
+    sizes = declared_sizes(module, plan, layout)
     check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind, stages=options.stages if plan.layers else None)
-    options.experts.check_tokens(layout.ep, number("hidden_size"), sizes.experts, number(*TOP_K))
-
-
-def _experts_of_layer(module: nn.Module, plan: ParallelPlan) -> int | None:
-    """Return the number of experts of a layer, for a configuration that has it under another name."""
-    found = (getattr(module.get_submodule(name), "num_experts", None) for name in plan.experts)
-    return next((count for count in found if isinstance(count, int)), None)
+    hidden, chosen = declared_number(module, "hidden_size"), declared_number(module, *TOP_K)
+    options.experts.check_tokens(layout.ep, hidden, sizes.experts, chosen)
 
 
 def _sequence_regions(

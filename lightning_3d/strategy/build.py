@@ -31,6 +31,7 @@ from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.plan_draft.auto import choose_plan, with_draft
 from lightning_3d.strategy.refusals import refuse_skipped_blocks
 from lightning_3d.strategy.self_check.check import SelfCheck
+from lightning_3d.strategy.self_check.frozen import FrozenChecks
 from lightning_3d.strategy.step import LossWeights, StepRunner
 from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_weights import weigh_loss
@@ -150,6 +151,7 @@ def _assemble(
     checked = alone or sources.self_check != "never"
     chosen = choose_plan(module, mesh, sources.plan, sources.pipeline_module, alone=alone, checked=checked)
     check = SelfCheck("never" if alone else sources.self_check, mesh, options.model, device, required=chosen.drafted)
+    frozen = FrozenChecks("never" if alone else sources.self_check, mesh, device, drafted=chosen.drafted)
     try:
         parts = assemble(
             module,
@@ -162,10 +164,12 @@ def _assemble(
             user_plan=chosen.plan,
             pipeline_module=chosen.name,
             inspect=check.inspect,
+            inspect_frozen=frozen.inspect,
         )
     except NoPlanError as error:
         raise with_draft(error, module, mesh, chosen.name, alone=alone) from None
     check.attach(parts.module)
+    frozen.attach()
     return parts
 
 

@@ -80,7 +80,7 @@ class Partition:
         parts: parts of this rank.
         mesh: process groups that its layers use.
         options: options that it was built with.
-        layers: layers that communicate, by name in the pipelined module.
+        layers: layers that communicate, by name in the user's module.
     """
 
     parts: LocalModel
@@ -111,12 +111,17 @@ class Partition:
         if found is None:
             return
         for name, layer in found.layers:
-            if _submodule(found.parts.module, name) is not layer:
+            there = _submodule(root, name)
+            if there is not layer and not (there is None and found.is_outside(name)):
                 raise ConfigError(
                     f"The layer '{name}' was replaced after it was sharded for {found.mesh.layout}; the new layer does not communicate with"
                     " other ranks. To change a model after a fit (for example with merge_and_unload), save a checkpoint, load it on one"
                     " process with load_full_state_dict, and change it there."
                 )
+
+    def is_outside(self, name: str) -> bool:
+        """Return whether a layer is of another model than the pipelined one, a frozen one that the user may remove."""
+        return not f"{name}.".startswith(f"{self.parts.name}." if self.parts.name else "")
 
     def suits(self, layout: Layout, schedule: str) -> bool:
         """Return whether the module was partitioned for this layout and schedule."""

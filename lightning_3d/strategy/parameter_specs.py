@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -73,8 +73,13 @@ def all_specs(
     mesh: Mesh | StageMesh,
     owners: Owners,
     regions: SequenceRegions | None,
+    outside: Mapping[str, ShardSpec],
 ) -> dict[str, ShardSpec]:
-    """Specify the shard of every parameter of the whole model, under each of its names (tied parameters have several)."""
+    """Specify the shard of every parameter of the whole model, under each of its names (tied parameters have several).
+
+    Args:
+        outside: shards of parameters outside the pipelined module that are not replicated, by full name.
+    """
     prefix = f"{name}." if name else ""
     inner = shard_specs(module, plan, mesh.size("tp"), mesh.index("tp"), regions) if mesh.size("tp") > 1 else {}
     inner |= expert_specs(module, plan, mesh.layout.ep, mesh.expert_index, mesh.index("tp"))
@@ -85,7 +90,7 @@ def all_specs(
     parameters = dict(root.named_parameters(remove_duplicate=False))
     for aliases in names_of.values():
         canonical = aliases[0]
-        spec = inner.get(canonical.removeprefix(prefix)) if canonical.startswith(prefix) else None
+        spec = inner.get(canonical.removeprefix(prefix)) if canonical.startswith(prefix) else outside.get(canonical)
         if spec is None:
             spec = replicated(canonical, tuple(parameters[canonical].shape), mesh.size("tp"))
         spec = replace(spec, name=canonical, pp_replicas=owners.ranks_of(aliases))

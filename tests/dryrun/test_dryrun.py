@@ -357,6 +357,7 @@ def test_every_call_of_both_models_is_counted(objective: str) -> None:
     first, last = (report.parameters for report in reports)
     half = sum(parameter.numel() for parameter in [module.model.model.embed_tokens.weight, *module.model.model.layers[:3].parameters()])
     assert (first, last) == (half, model - half + second)
+    assert [report.second_here for report in reports] == [0, second]
 
 
 class Many(Cell):

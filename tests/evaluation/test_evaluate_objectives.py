@@ -58,7 +58,8 @@ def overrides(folder: Path, objective: str, layout: str) -> list[str]:
         given = [*(f"model.config.{key}={value}" for key, value in SHAPE.items()), f"objective.teacher={first}"]
     given += [f"objective.name={objective}", f"data={DATA[objective]}", f"data.root={folder}/lib", f"data.sequence_length={LENGTH}"]
     given += ["data.global_batch_size=4", "data.val_fraction=0.4", "data.val_sequences=4", f"parallelism={layout}", "cluster=local_cpu"]
-    given += [f"trainer.max_steps={STEPS}", "optimizer.lr=0.02", "optimizer.scheduler=null", "sample.prompt=null"]
+    given += [f"trainer.max_steps={STEPS}", "optimizer.lr=0.02", "optimizer.scheduler=null"]
+    given += ["sample.prompt='def '", "sample.temperature=0", f"sample.max_new_tokens={NEW}"]
     return given
 
 
@@ -80,9 +81,10 @@ def by_transformers(checkpoint: Path, name: str) -> Any:
     return model
 
 
-def samples(folder: Path, objective: str) -> tuple[Tensor, Tensor]:
-    """Token ids and labels of all held-out samples; of pairs those with the chosen answers."""
+def samples(folder: Path, objective: str, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Token ids and labels of so many held-out samples, by default of all; of pairs those with the chosen answers."""
     data = {"name": DATA[objective], "root": folder / "lib", "sequence_length": LENGTH, "val_fraction": 0.4, "global_batch_size": 4}
+    data |= {} if count is None else {"val_sequences": count}
     module = make_data_module(data, seed=0, vocab_size=257)
     module.setup("validate")
     rows = [module.val_set[index] for index in range(len(module.val_set))]
@@ -129,8 +131,23 @@ def test_the_trained_model_is_read_from_the_checkpoint(folder: Path, objective: 
     ids, labels = samples(folder, objective)
     loss, tokens = loss_of(model, ids, labels)
     assert loss != pytest.approx(loss_of(other, ids, labels)[0], rel=1e-3)
+    assert_run_ends_with(folder, objective, model)
     for found in run_ranks(evaluated, evaluation.plan.layout.world_size, config, str(checkpoint)):
         assert found == (pytest.approx(loss, rel=1e-12), tokens, greedy(model, list(b"def ")))
+
+
+def assert_run_ends_with(folder: Path, objective: str, model: Any) -> None:
+    """The run wrote text of the trained model; distillation also its loss in the last validation."""
+    found = json.loads((folder / "run" / "evaluation.json").read_text())
+    new = greedy(model, list(b"def "))
+    new = new[: new.index(256)] if 256 in new else new
+    assert (found["sample"]["prompt"], found["sample"]["text"]) == ("def ", bytes(new).decode("utf-8", "replace"))
+    if objective == "dpo":
+        assert found["sets"] == {}
+    else:
+        loss, tokens = loss_of(model, *samples(folder, objective, 4))
+        assert found["sets"]["validation"]["loss"] == pytest.approx(loss, rel=1e-12)
+        assert (found["sets"]["validation"]["tokens"], found["sets"]["validation"]["samples"]) == (tokens, 4)
 
 
 @pytest.mark.full

@@ -126,10 +126,6 @@ def test_a_short_run_writes_no_sample_and_a_prompt_that_does_not_fit_is_refused(
         (("sample.max_new_tokens=0",), "sample.max_new_tokens must be at least 1; got 0"),
         (("sample.prompt=x", "data=tokens", "data.train_path=/x"), "sample.prompt needs the tokenizer of data=tokens.* Set data.tokenizer"),
         (("+sample.promt=x",), 'no configuration key "sample.promt". Did you mean "sample.prompt"'),
-        (
-            ("sample.prompt=x", "objective.name=distillation", "objective.teacher=/x"),
-            "sample.prompt works with objective.name=language_model only; got distillation",
-        ),
     ],
 )
 def test_a_sample_that_cannot_be_is_refused_before_ranks_start(overrides: tuple[str, ...], says: str) -> None:

@@ -53,22 +53,47 @@ def contrastive(model: nn.Module, _: nn.Module, batch: models.Batch) -> Tensor:
     return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 
+def features(model: nn.Module, teacher: nn.Module, batch: models.Batch) -> Tensor:
+    """The loss of `distillation`, with weights of rows from the hidden states that the teacher returns."""
+    ids = batch["chosen"]
+    with torch.no_grad():
+        seen = teacher(input_ids=ids, output_hidden_states=True)
+        weights = torch.stack(seen.hidden_states).square().mean((0, 2, 3))
+        wanted = seen.logits[:, :-1].log_softmax(-1)
+    logits = model(input_ids=ids).logits[:, :-1]
+    losses = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+    return (weights * losses).mean() + F.kl_div(logits.log_softmax(-1), wanted, log_target=True, reduction="none").sum(-1).mean()
+
+
+TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "distillation": ("Llama", {}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "num_hidden_layers": 5}),
+    "gpt_neox": ("GPTNeoX", {"intermediate_size": 96, "num_hidden_layers": 2, "hidden_dropout": 0.0}),
+    "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_hidden_layers": 2}),
+    "odd": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "num_hidden_layers": 2}),
+}
+"""Kinds of distillation -> (class of the teacher in Transformers, its configuration on top of the student's, of twice the width)."""
 LOSSES: dict[str, Loss] = {"dpo": dpo, "distillation": distillation, "contrastive": contrastive}
+LOSSES |= dict.fromkeys(set(TEACHERS) - {"distillation"}, features)
 
 
 def other_model(kind: str, recipe: Recipe) -> nn.Module:
     """The frozen second model: the initial one, or a teacher of twice the width."""
-    if kind != "distillation":
+    if kind not in TEACHERS:
         return initial_model(recipe).requires_grad_(False)
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
+    prefix, more = TEACHERS[kind]
     student = initial_model(recipe).config
+    fields = {key: value for key, value in student.to_dict().items() if key in models.COMMON or key in ("vocab_size", "num_hidden_layers")}
+    fields |= {"hidden_size": 2 * student.hidden_size, "num_key_value_heads": student.num_key_value_heads, "initializer_range": 0.2}
     with torch.random.fork_rng(devices=()), default_dtype(recipe.torch_dtype):
         torch.manual_seed(1)
-        config = {**student.to_dict(), "hidden_size": 2 * student.hidden_size, "head_dim": None, "initializer_range": 0.2}
-        teacher = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in config.items() if key != "model_type"}))
+        config = getattr(transformers, f"{prefix}Config")(**fields | more)
+        teacher = getattr(transformers, f"{prefix}ForCausalLM")(config)
     if recipe.torch_dtype == torch.float64:
         models.keep_double(teacher)
+        teacher.config._experts_implementation = "eager"  # grouped matrix products know no float64
     return teacher.requires_grad_(False)
 
 
@@ -103,8 +128,26 @@ def rows() -> models.Batch:
 
 def fit(kind: str, dtype: str, layout: str, micro_batch_size: int, **strategy: Any) -> Part:
     """Train on this rank. Keeps what belongs to the trained model."""
+    return fit_and_count(kind, dtype, layout, micro_batch_size, **strategy)[0]
+
+
+def fit_and_count(kind: str, dtype: str, layout: str, micro_batch_size: int, **strategy: Any) -> tuple[Part, int]:
+    """Train on this rank. Also returns the number of elements of the frozen model that were here during the fit."""
     recipe = replace(RECIPE, dtype=dtype)
-    part = fit_on_rank(recipe, Rows(rows()), Objective(kind, recipe), layout=layout, micro_batch_size=micro_batch_size, **strategy)
+    module = Objective(kind, recipe)
+    part = fit_on_rank(recipe, Rows(rows()), module, layout=layout, micro_batch_size=micro_batch_size, **strategy)
+    frozen = sum(value.numel() for name, value in part.weights.items() if name.startswith("other."))
+    return replace(part, weights={name: value for name, value in part.weights.items() if name.startswith("model.")}), frozen
+
+
+def resume(kind: str, dtype: str, layout: str, micro_batch_size: int, path: str, **strategy: Any) -> Part:
+    """Continue on this rank from a checkpoint, with a module whose frozen model has other values."""
+    recipe = replace(RECIPE, dtype=dtype)
+    module = Objective(kind, recipe)
+    with torch.no_grad():
+        for parameter in module.other.parameters():
+            parameter.add_(1.0)
+    part = fit_on_rank(recipe, Rows(rows()), module, layout=layout, micro_batch_size=micro_batch_size, resume=path, **strategy)
     return replace(part, weights={name: value for name, value in part.weights.items() if name.startswith("model.")})
 
 

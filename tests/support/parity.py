@@ -344,8 +344,28 @@ def train_on_rank(recipe: Recipe, *, eager: bool = False, **strategy: Any) -> Pa
     return fit_on_rank(recipe, Rows(data(recipe)), Module(recipe, initial_model(recipe) if eager else None), **strategy)
 
 
+class SaveFirst(pl.Callback):
+    """Writes a checkpoint after the first step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(self.path)
+
+
 def fit_on_rank(
-    recipe: Recipe, rows: Dataset, module: "Module", *, batches: bool = False, accumulate: int = 1, nodes: int = 1, **strategy: Any
+    recipe: Recipe,
+    rows: Dataset,
+    module: "Module",
+    *,
+    batches: bool = False,
+    accumulate: int = 1,
+    nodes: int = 1,
+    resume: str | None = None,
+    save: str | None = None,
+    **strategy: Any,
 ) -> Part:
     """One pass over a data set, at most ``recipe.steps`` steps, with a Trainer like any user's.
 
@@ -354,6 +374,8 @@ def fit_on_rank(
         batches: its samples are whole batches of one rank already.
         accumulate: into how many batches that of a step is divided.
         nodes: hosts over which the ranks are spread.
+        resume: checkpoint from which to continue.
+        save: checkpoint to write after the first step.
         strategy: arguments of ``Lightning3DStrategy``.
     """
     from lightning_3d.strategy import Lightning3DStrategy
@@ -370,8 +392,9 @@ def fit_on_rank(
         max_epochs=1,
         gradient_clip_val=recipe.clip,
         accumulate_grad_batches=accumulate,
-        callbacks=[values],
+        callbacks=[values, *([SaveFirst(save)] if save is not None else [])],
     )
-    trainer.fit(module, datamodule=Data(rows, None if batches else recipe.global_batch // plan.layout.dp // accumulate))
+    data = Data(rows, None if batches else recipe.global_batch // plan.layout.dp // accumulate)
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
     weights = {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
     return Part(values.losses, values.grad_norms, weights, dict(plan.specs), values.routers)

@@ -8,8 +8,10 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.layout.sizes import check_number
-from lightning_3d.models.pretrained_config import architecture
+from lightning_3d.models.families import read_spec
+from lightning_3d.models.pretrained_config import TAKEN, architecture, complete_model
 from lightning_3d.models.safetensors_folder import find_folder
+from lightning_3d.models.spec import ModelSpec
 
 LANGUAGE_MODEL, DPO, DISTILLATION = "language_model", "dpo", "distillation"
 OBJECTIVES = (LANGUAGE_MODEL, DPO, DISTILLATION)
@@ -91,6 +93,25 @@ class ObjectiveOptions:
     def batch_keys(self) -> tuple[str, ...]:
         """Tensors of a batch, all (batch, sequence)."""
         return ("input_ids", "labels", "rejected_ids", "rejected_labels") if self.name == DPO else ("input_ids", "labels")
+
+    def second_spec(self, model: ModelSpec, *, dry: bool) -> ModelSpec | None:
+        """Read the sizes of the frozen second model; None without one.
+
+        Args:
+            model: sizes of the trained model.
+            dry: whether no run is started: then the teacher may be named later, and its folder needs no weights.
+
+        Raises:
+            ConfigError: the teacher has another vocabulary size. CheckpointError: its configuration or, for a run, its weights cannot be
+                read.
+        """
+        if self.name == DPO:
+            return model
+        if self.name != DISTILLATION or (dry and self.teacher == REQUIRED):
+            return None
+        fields = self.teacher_fields(model.vocab)
+        assert fields is not None
+        return read_spec(fields) if dry else complete_model({"name": TAKEN, "pretrained": self.teacher})[1]
 
     def teacher_fields(self, vocabulary: int) -> dict[str, Any] | None:
         """Read `model_type` and the fields of the teacher's configuration; None without a teacher.

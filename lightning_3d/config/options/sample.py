@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_3d.config.options.objective import LANGUAGE_MODEL
 from lightning_3d.config.options.tokenizer import tokenizer_of
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.sizes import check_number, check_sizes
@@ -28,11 +27,11 @@ class SampleOptions:
     max_new_tokens: int = 64
     temperature: float = 0.8
 
-    def check(self, objective: str, model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    def check(self, model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Refuse options out of range, and a prompt that the run cannot continue.
 
         Raises:
-            ConfigError: with the option. Also: there is no tokenizer for the prompt, or the objective trains against a second model.
+            ConfigError: with the option. Also: there is no tokenizer for the prompt.
         """
         check_sizes(**{"sample.max_new_tokens": self.max_new_tokens})
         check_number("sample.temperature", self.temperature)
@@ -40,11 +39,6 @@ class SampleOptions:
             return
         if not self.prompt:
             raise ConfigError("sample.prompt must have at least one character, or be null for no sample; got an empty string.")
-        if objective != LANGUAGE_MODEL:
-            raise ConfigError(
-                f"sample.prompt works with objective.name={LANGUAGE_MODEL} only; got {objective}. Remove it, and use lightning-3d generate"
-                " when the run has ended."
-            )
         if tokenizer_of(model, data) is None:
             raise ConfigError(
                 f"sample.prompt needs the tokenizer of data={data.get('name')}, and no key names it. Set data.tokenizer to a folder or to a"

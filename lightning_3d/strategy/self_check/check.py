@@ -22,7 +22,7 @@ from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import Lightning3DError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
-from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.mesh import Mesh, TensorMesh
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.pipeline import assign_stages
 from lightning_3d.parallel.pipeline.towers import tower_inputs
@@ -64,7 +64,7 @@ class SelfCheck:
         device: device of this rank.
     """
 
-    def __init__(self, mode: str, mesh: Mesh, options: ModelOptions, device: torch.device, *, required: bool = False) -> None:
+    def __init__(self, mode: str, mesh: Mesh | TensorMesh, options: ModelOptions, device: torch.device, *, required: bool = False) -> None:
         self._mode, self._mesh, self._device = mode, mesh, device
         self._must = required or mode == "always"
         blocks = BlockOptions(sequence_parallel=options.blocks.sequence_parallel)
@@ -231,7 +231,7 @@ def apply_whole_config(module: nn.Module) -> None:
 class _Comparison:
     """One check: the whole copy, and the copies that were partitioned and rewritten."""
 
-    def __init__(self, subject: _Subject, mesh: Mesh, options: ModelOptions, device: torch.device) -> None:
+    def __init__(self, subject: _Subject, mesh: Mesh | TensorMesh, options: ModelOptions, device: torch.device) -> None:
         self._subject, self._mesh, self._options, self._device = subject, mesh, options, device
         self._plan, self._layout = subject.plan, mesh.layout
         # Blocks behind the model run only in training with labels, which no check has: they are left out.
@@ -414,7 +414,7 @@ class _Comparison:
         return everywhere
 
 
-def place_of(mesh: Mesh) -> Place:
+def place_of(mesh: Mesh | TensorMesh) -> Place:
     """This rank among the tensor-parallel ranks."""
     return Place(mesh.index("tp"), mesh.size("tp"))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
-from lightning_3d.parallel.mesh import Mesh, StageMesh
+from lightning_3d.parallel.mesh import Mesh, StageMesh, TensorMesh
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, StageBoundary
 from lightning_3d.parallel.pipeline.state import Chunk
 from lightning_3d.parallel.sharding import ShardSpec
@@ -73,7 +73,7 @@ class RewrittenModel:
         self,
         model: nn.Module,
         plan: ParallelPlan,
-        mesh: Mesh,
+        mesh: Mesh | TensorMesh,
         options: ModelOptions,
         *,
         stages: tuple[range, ...] | None,

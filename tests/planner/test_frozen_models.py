@@ -1,0 +1,145 @@
+"""The planner counts frozen second models: bytes as dry runs hold them, operations as dry runs count them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composed_configs import composed, dry
+from ranks import run_ranks
+
+from lightning_3d.config.plan_run import plan_run
+from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.planner.advice import Advice, job_of
+from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.frozen import frozen_weights
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Efficiency, Machine
+from lightning_3d.planner.memory import block_bytes, memory_of, memory_of_rank, stages_in_flight
+
+WORDS = ("model=llama3_1_8b", "model.config.num_hidden_layers=2", "data.sequence_length=64", "data.global_batch_size=8")
+WORDS += ("parallelism.micro_batch_size=1", "cluster=h100_1x8", "precision=fp32", "force=true", "trainer.dry=true")
+DPO = ("objective.name=dpo", "data=python_pairs", "model.pretrained=required")
+TEACHER = {"model_type": "qwen2", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 3}
+TEACHER |= {"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False}
+
+
+@pytest.fixture
+def distillation(tmp_path: Path) -> tuple[str, ...]:
+    """Words of a run whose teacher is larger and of another family; only its configuration is there."""
+    (tmp_path / "config.json").write_text(json.dumps(TEACHER))
+    return "objective.name=distillation", f"objective.teacher={tmp_path}", "data=tokens"
+
+
+def job(*words: str) -> Job:
+    _, plan = dry(*WORDS, *words)
+    return job_of(plan.run, "fp32", plan.layout, plan.schedule, plan.micro_batch_size)
+
+
+def dry_last_rank(*words: str) -> Any:
+    from lightning_3d.cli.dryrun import job_of
+    from lightning_3d.dryrun.run import dry_run
+    from lightning_3d.runs.check import check_shapes
+
+    config, plan = check_shapes(words)
+    teacher = plan.run.objective.teacher_fields(plan.model["config"]["vocab_size"])
+    return dry_run(job_of(config, plan, teacher), plan.layout.world_size - 1)
+
+
+FULL = pytest.mark.full
+LAYOUTS = [
+    ("tp2_pp2_dp2", 1),
+    pytest.param("tp4_dp2", 0, marks=FULL),
+    pytest.param("pp2_dp4", 2, marks=FULL),
+    pytest.param("tp2_dp4", 3, marks=FULL),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["distillation", pytest.param("dpo", marks=FULL)])
+@pytest.mark.parametrize(("layout", "zero"), LAYOUTS)
+def test_bytes_of_a_second_model_are_those_of_a_dry_run(
+    objective: str, layout: str, zero: int, distillation: tuple[str, ...]
+) -> None:
+    """On a rank of the last stage. With ZeRO 3, which gathers weights, the bytes that the second model adds; otherwise those of both."""
+    words = (*(distillation if objective == "distillation" else DPO), f"parallelism={layout}", f"parallelism.zero_stage={zero}")
+    one = job(*words)
+    [report] = run_ranks(dry_last_rank, 1, *WORDS, *words, process_group=False, timeout=300)
+    counted, weights = report.usage.peak["parameters"], memory_of_rank(one, stages_in_flight(one)[-1], block_bytes(one)).weights
+    if zero == 3:
+        text = ("data=tokens", *(word for word in words if word.startswith("parallelism")))
+        [report] = run_ranks(dry_last_rank, 1, *WORDS, *text, process_group=False, timeout=300)
+        counted, weights = counted - report.usage.peak["parameters"], frozen_weights(one)
+    assert weights == pytest.approx(counted, rel=0.02)
+
+
+def test_weights_are_sharded_where_sizes_divide_and_only_on_the_last_stage(distillation: tuple[str, ...]) -> None:
+    """By hand: the teacher has 64 heads, so that tp8 shards it; with 60, tp8 leaves it whole."""
+    hidden, ffn = TEACHER["hidden_size"], TEACHER["intermediate_size"]
+    layer = hidden * hidden * 2 * (1 + 8 / 64) + 3 * hidden * ffn
+    size = 4 * (TEACHER["num_hidden_layers"] * layer + 2 * TEACHER["vocab_size"] * hidden)
+    for changes, ranks in (({}, 8), ({"heads": 60, "kv_heads": 60}, 1)):
+        one = job(*distillation, "parallelism=tp8", "parallelism.zero_stage=0")
+        assert one.frozen is not None
+        one = replace(one, frozen=replace(one.frozen, **changes))
+        added = memory_of(one).total - memory_of(replace(one, frozen=None)).total
+        assert added == pytest.approx(size / ranks, rel=1e-3)
+    piped = job(*distillation, "parallelism=tp4_pp2", "parallelism.zero_stage=1")
+    first, last = (memory_of_rank(piped, own, block_bytes(piped)).weights for own in stages_in_flight(piped))
+    alone = replace(piped, frozen=None)
+    assert first == memory_of_rank(alone, stages_in_flight(alone)[0], block_bytes(alone)).weights
+    assert last - memory_of_rank(alone, stages_in_flight(alone)[1], block_bytes(alone)).weights == pytest.approx(size / 4, rel=1e-3)
+
+
+@pytest.mark.full
+def test_operations_of_a_teacher_are_those_of_a_dry_run(distillation: tuple[str, ...]) -> None:
+    """On a machine that only matrix products keep busy."""
+    words = ("parallelism=pp2_dp4", "parallelism.zero_stage=1", "model.attn_implementation=eager")
+    rates = dict.fromkeys(("bandwidth", "link", "network"), 1e30)
+    efficiency = Efficiency(matmul=1.0, attention=1.0, kernel=0.0)
+    machine = Machine("none", 1, 8, 1e12, peak=1e15, peak8=1e15, peak32=1e15, link_latency=0.0, network_latency=0.0,
+                      efficiency=efficiency, **rates)  # fmt: skip
+    one = job(*distillation, *words)
+    one = replace(one, stack=replace(one.stack, host=replace(one.stack.host, block=0.0, collectives=0.0, step=0.0)))
+    added = work_of(one, machine).head.forward - work_of(replace(one, frozen=None), machine).head.forward
+    counted = []
+    for objective in (distillation, ("data=tokens",)):
+        [report] = run_ranks(dry_last_rank, 1, *WORDS, *words, *objective, process_group=False, timeout=300)
+        counted.append(report.usage.flops)
+    assert added * 1e15 * one.micro_batches == pytest.approx(counted[0] - counted[1], rel=0.02)
+
+
+def test_pairs_are_two_sequences_for_both_models() -> None:
+    pairs, text = job(*DPO, "parallelism=dp8"), job("data=tokens", "parallelism=dp8")
+    assert (pairs.calls, text.calls) == (2, 1) and pairs.tokens == 2 * text.tokens
+    assert pairs.frozen == pairs.model and text.frozen is None
+
+
+def test_a_teacher_that_does_not_fit_is_refused_before_ranks_start(distillation: tuple[str, ...]) -> None:
+    """In fp32, the three layers and both embeddings of the teacher take 20 GB."""
+    words = [word for word in WORDS if word != "force=true"] + [*distillation, "parallelism=dp8", "parallelism.zero_stage=1"]
+    Advice().refuse(plan_run(composed(*words)).run, "fp32", plan_run(composed(*words)).layout, "1F1B", 1)
+    small = [*words, "cluster.memory=20e9"]
+    with pytest.raises(LayoutError, match="dp8 needs about .* on its fullest rank"):
+        plan_run(composed(*small), None, Advice())
+
+
+def test_a_teacher_of_an_unknown_family_or_without_a_name_gives_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TEACHER, "model_type": "apertus"}))
+    unknown, unnamed = "does not know the model family 'apertus' of the frozen teacher", "no folder on this machine has its sizes"
+    for teacher, says in ((str(tmp_path), unknown), ("required", unnamed)):
+        words = (*WORDS[:-2], "trainer.dry=true", "objective.name=distillation", f"objective.teacher={teacher}", "data=tokens")
+        plan = plan_run(composed(*words, "parallelism=dp8", "cluster=h100_1x8"), None, Advice())
+        assert any(says in warning for warning in plan.warnings)
+
+
+def test_a_damaged_teacher_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    """Of a run that starts, the weights are looked at, too; their values are not read."""
+    words = [word for word in WORDS if "dry" not in word] + ["objective.name=distillation", f"objective.teacher={tmp_path}"]
+    words += ["parallelism=dp1", "cluster=local_cpu", "data=tokens", "data.train_path=/there", "precision=fp32"]
+    (tmp_path / "config.json").write_text(json.dumps({**TEACHER, "vocab_size": 32000}))
+    with pytest.raises(ConfigError, match=r"objective.teacher=.* has a vocabulary of 32000 tokens, but the model has 128256"):
+        plan_run(composed(*words))
