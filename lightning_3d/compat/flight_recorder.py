@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 KEPT = 2000
 """Collectives that are kept, over all groups."""
@@ -42,6 +46,44 @@ class Collective:
     message: bool
 
 
+@dataclass
+class SharedMemoryCall:
+    """A collective or a message through shared memory, of which torch knows nothing.
+
+    Attributes:
+        group: name of the group in torch.
+        purpose: description that the group was made with.
+        number: 1 for the first of its kind in the group: collectives and messages have numbers of their own.
+        kind: such as "all_reduce".
+        size: shape of this rank's tensor.
+        dtype: its type.
+        message: whether it is a message between two ranks.
+        done: whether it has ended.
+    """
+
+    group: str
+    purpose: str
+    number: int
+    kind: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    message: bool
+    done: bool = False
+
+    def described(self) -> Collective:
+        """Return the call as torch would have recorded it, in a group of its own, which has its own numbers."""
+        shape = f"({', '.join(map(str, self.size))}) {str(self.dtype).removeprefix('torch.')}"
+        return Collective(_shared(self.group), self.purpose, self.number, self.kind, shape, self.done, self.message)
+
+
+shared_memory_calls: deque[SharedMemoryCall] = deque(maxlen=KEPT)
+"""The last calls through shared memory, oldest first."""
+
+
+def _shared(group: str) -> str:
+    return f"{group} in shared memory"
+
+
 def record_collectives() -> None:
     """Let torch record collectives, unless the environment says how many. Call it before the first group is made."""
     os.environ.setdefault(_SIZE, str(KEPT))
@@ -56,14 +98,15 @@ def group_members() -> dict[str, tuple[int, ...]]:
 
     # torch also keeps an entry for groups that this process is not in, under a number.
     groups = [(group, ranks) for group, ranks in list(_world.pg_group_ranks.items()) if group in _world.pg_names]
-    return {_world.pg_names[group]: tuple(sorted(ranks)) for group, ranks in groups}
+    members = {_world.pg_names[group]: tuple(sorted(ranks)) for group, ranks in groups}
+    return members | {_shared(name): ranks for name, ranks in members.items()}
 
 
 def recorded_collectives() -> list[Collective]:
     """Return the last collectives of this process, oldest first; none where torch has no recorder."""
     import torch
 
-    found: list[Collective] = []
+    found = [call.described() for call in list(shared_memory_calls)]
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None:

@@ -14,6 +14,12 @@ def seconds_waited() -> float:
     return _waited
 
 
+def add_wait(seconds: float) -> None:
+    """Count seconds that this process has waited for a message outside of torch's collectives."""
+    global _waited
+    _waited += seconds
+
+
 def count_waits() -> None:
     """Begin to count. All of torch's collectives wait in `Work.wait` (torch 2.8 to 2.13), which is replaced once."""
     global _counts

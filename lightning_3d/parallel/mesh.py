@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_3d.compat.torch_fake import FAKE_GLOO
 from lightning_3d.layout.layout import AXES, Layout
 from lightning_3d.layout.node_ranks import by_node
+from lightning_3d.parallel import host_channel
 
 GROUPS: tuple[tuple[str, ...], ...] = (
     *((axis,) for axis in AXES),
@@ -272,6 +274,8 @@ class Mesh:
         for group in (_world(), *self._created) if self._on_host else self._in_schedule():
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(torch.ones(1, device=_device(group)), group=group)
+        if dist.get_backend() == "gloo":
+            host_channel.share([_world(), *self._created], self._timeout or default_pg_timeout)
         pipeline = self.ranks("pp") if self.size("pp") > 1 else ()
         for lower, upper in _neighbours(pipeline):
             self._message(lower, upper, self.pipeline_up)
@@ -287,6 +291,7 @@ class Mesh:
 
     def destroy(self) -> None:
         """Destroy the groups of this mesh, the latest first. The default process group stays."""
+        host_channel.unshare([_world(), *self._created] if self.layout.world_size > 1 else [])
         while self._created:
             group = self._created.pop()
             if dist.is_initialized():

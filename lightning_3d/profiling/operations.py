@@ -18,8 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel import gloo_exchange as exchange
+from lightning_3d.parallel import host_channel
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from lightning_3d.ranks.progress import task
 from lightning_3d.tracing.memory import SavedTensors
@@ -289,6 +292,8 @@ def _collectives(shapes: Shapes, meter: _Meter) -> list[Entry]:
     for placement, groups in placed.items():
         mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
         count = dist.get_world_size(mine)
+        if dist.get_backend() == "gloo":
+            host_channel.share([mine], default_pg_timeout)
         for size in sizes if count > 1 else ():
             for name, action in _kinds(size, mine, meter).items():
                 entry = {"kind": "collective", "name": name, "placement": placement, "ranks": count, "bytes": size}
@@ -306,15 +311,15 @@ def _kinds(size: int, group: Any, meter: _Meter) -> dict[str, Callable[[], Any]]
 
     def send() -> None:
         if rank % 2 == 0 and rank + 1 < count:
-            dist.send(whole, ranks[rank + 1], group=group)
+            exchange.isend(whole, ranks[rank + 1], group).wait()
         elif rank % 2 == 1:
-            dist.recv(other, ranks[rank - 1], group=group)
+            exchange.irecv(other, ranks[rank - 1], group).wait()
 
     return {
         "all_gather": lambda: all_gather_flat(whole, own, group).wait(),
         "reduce_scatter": lambda: reduce_scatter_flat(own, whole, group).wait(),
         "all_reduce": lambda: all_reduce_flat(whole, group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "all_to_all": lambda: exchange.start_all_to_all(other, whole, None, None, group).wait(),
         "send": send,
     }
 

@@ -44,10 +44,16 @@ OWN_NAMES = {
 }
 
 
-EXCHANGES = {  # how they are made over gloo
+EXCHANGES = {  # functions of gloo_exchange: what they do
     "all_reduce": "all_reduce",
     "all_gather": "all_gather_into_tensor",
     "reduce_scatter": "reduce_scatter_tensor",
+    "start_all_reduce": "all_reduce",
+    "start_reduce": "reduce",
+    "start_broadcast": "broadcast",
+    "start_all_to_all": "all_to_all_single",
+    "isend": "isend",
+    "irecv": "irecv",
 }
 
 
@@ -113,6 +119,7 @@ def arriving_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "reduce"):
             patch.setattr(dist, name, _complete(getattr(dist, name)))
+            patch.setattr(exchange, f"start_{name}", _complete(getattr(exchange, f"start_{name}")))
         yield
 
 

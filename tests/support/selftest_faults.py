@@ -12,8 +12,9 @@ from lightning_3d.selftest import rank
 
 def enlarge_sums() -> None:
     """Make every large sum over ranks a thousandth too large. (Small ones are numbers of tokens, by which others are divided.)"""
-    for module in (dist, gloo_exchange):
-        module.all_reduce = _enlarged(module.all_reduce)
+    dist.all_reduce = _enlarged(dist.all_reduce)
+    gloo_exchange.all_reduce = _enlarged(gloo_exchange.all_reduce)
+    gloo_exchange.start_all_reduce = _enlarged(gloo_exchange.start_all_reduce)
 
 
 def _enlarged(plain: Any) -> Any:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import P2POp, irecv, isend
 
 from lightning_3d.compat.torch import functional_all_to_all, functional_gather, functional_scatter_sum
+from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.zigzag import natural_order
 from lightning_3d.parallel.witness import received, sent
@@ -60,12 +60,7 @@ class Ring:
         """Start to send a contiguous tensor, which must not change until it is sent, and to receive one of the same shape."""
         arriving = torch.empty_like(tensor)
         sent("message of the ring", tensor)
-        works = dist.batch_isend_irecv(
-            [
-                P2POp(isend, tensor, self._next, self._group, tag),
-                P2POp(irecv, arriving, self._previous, self._group, tag),
-            ]
-        )
+        works = exchange.send_and_receive(tensor, self._next, arriving, self._previous, self._group, tag)
         return Passing(tensor, arriving, works)
 
 
@@ -106,7 +101,7 @@ class _Sum(torch.autograd.Function):
         ctx.context = context
         total = x.clone()
         sent("all-reduce", total)
-        dist.all_reduce(total, group=context.group)
+        _sum(total, context)
         received("all-reduce", total)
         return total
 
@@ -115,9 +110,16 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = gradient.clone(memory_format=torch.contiguous_format)
         sent("all-reduce", total)
-        dist.all_reduce(total, group=ctx.context.group)
+        _sum(total, ctx.context)
         received("all-reduce", total)
         return total, None
+
+
+def _sum(total: Tensor, context: ContextParallel) -> None:
+    if exchange.fits_whole(total, context.group):
+        exchange.all_reduce(total, context.group)
+    else:
+        dist.all_reduce(total, group=context.group)
 
 
 def _all_gather(own: Tensor, context: ContextParallel) -> Tensor:
@@ -125,7 +127,10 @@ def _all_gather(own: Tensor, context: ContextParallel) -> Tensor:
         return functional_gather(own, context.group)
     parts = own.new_empty((context.size * own.shape[0], *own.shape[1:]))
     sent("all-gather", own)
-    dist.all_gather_into_tensor(parts, own, group=context.group)
+    if exchange.fits(own, context.group):
+        exchange.all_gather(parts, own, context.group).wait()
+    else:
+        dist.all_gather_into_tensor(parts, own, group=context.group)
     received("all-gather", parts)
     return parts
 
@@ -135,7 +140,10 @@ def _reduce_scatter(by_rank: Tensor, context: ContextParallel) -> Tensor:
         return functional_scatter_sum(by_rank, context.group)
     own = by_rank.new_empty((len(by_rank) // context.size, *by_rank.shape[1:]))
     sent("reduce-scatter", by_rank)
-    dist.reduce_scatter_tensor(own, by_rank, group=context.group)
+    if exchange.fits(own, context.group):
+        exchange.reduce_scatter(own, by_rank, context.group).wait()
+    else:
+        dist.reduce_scatter_tensor(own, by_rank, group=context.group)
     received("reduce-scatter", own)
     return own
 
@@ -145,7 +153,7 @@ def _all_to_all(by_rank: Tensor, context: ContextParallel) -> Tensor:
         return functional_all_to_all(by_rank, context.group)
     arrived = torch.empty_like(by_rank)
     sent("all-to-all", by_rank)
-    dist.all_to_all_single(arrived, by_rank, group=context.group)
+    exchange.start_all_to_all(arrived, by_rank, None, None, context.group).wait()
     received("all-to-all", arrived)
     return arrived
 

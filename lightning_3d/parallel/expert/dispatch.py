@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.parallel import gloo_exchange
 from lightning_3d.parallel.expert.deepep import DeepEPDispatch
 from lightning_3d.parallel.expert.deepep_library import DeepEP
 from lightning_3d.parallel.expert.nodes import NodeDispatch
@@ -165,7 +166,7 @@ class _Dispatch:
         """(rows that go to each rank, rows that come from each, the expert of each row that comes, counted on this rank)."""
         counts = torch.searchsorted(rising, torch.arange(experts + 1, device=rising.device)).diff()
         others = torch.empty_like(counts)
-        dist.all_to_all_single(others, counts, group=ranks.group)
+        gloo_exchange.start_all_to_all(others, counts, None, None, ranks.group).wait()
         if ranks.balanced:
             sent = received = even_parts(len(rising), ranks.size)
         else:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_3d.parallel import witness
+from lightning_3d.parallel import gloo_exchange, witness
 
 
 class Exchange:
@@ -56,7 +56,7 @@ class _Travel:
         if dist.get_world_size(self._group) > 1:
             result = x.new_empty((sum(received), *x.shape[1:]))
             witness.sent("all-to-all", x)
-            work = dist.all_to_all_single(result, x, received, sent, group=self._group, async_op=True)
+            work = gloo_exchange.start_all_to_all(result, x, received, sent, self._group)
         self._under_way = work, x, result  # x must live until it is sent
         return result
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.parallel import gloo_exchange
 from lightning_3d.parallel.expert.exchange import Exchange
 from lightning_3d.parallel.expert.shipment import Shipment, even_parts, local_experts, weighted_sum
 from lightning_3d.parallel.mesh import ExpertNodes
@@ -67,12 +68,12 @@ class NodeDispatch:
         pairs = torch.searchsorted(rising, torch.arange(experts + 1, device=chosen.device)).diff()
         mine = torch.cat([rows.unsqueeze(1), pairs.view(nodes.nodes, -1)], 1)
         theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=nodes.across)
+        gloo_exchange.start_all_to_all(theirs, mine, None, None, nodes.across).wait()
         forwarded = theirs[:, 1:].sum(0)  # pairs that this rank sends on, for each expert of its node
         arriving = forwarded
         if size > 1:
             arriving = torch.empty_like(forwarded)
-            dist.all_to_all_single(arriving, forwarded, group=nodes.within)
+            gloo_exchange.start_all_to_all(arriving, forwarded, None, None, nodes.within).wait()
         experts_here = arriving.view(size, -1)
         if balanced:
             across = even_parts(len(chosen) * min(chosen.shape[1], nodes.nodes), nodes.nodes)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order
 
@@ -133,8 +134,7 @@ class Transport:
         tensor = tensor.detach().contiguous()
         if self.through_host:
             tensor = tensor.cpu()
-        work = dist.isend(tensor, self._ranks[receiver], group=self._group(self._me, receiver))
-        assert work is not None
+        work = exchange.isend(tensor, self._ranks[receiver], self._group(self._me, receiver))
         self._sent[message] = work, tensor
         while self._sent and self._sent[oldest := next(iter(self._sent))][0].is_completed():
             del self._sent[oldest]
@@ -162,8 +162,7 @@ class Transport:
         if not inbox.expected:
             return
         buffer = torch.empty(self._shape, dtype=self._dtype, device="cpu" if self.through_host else self._device)
-        work = dist.irecv(buffer, self._ranks[sender], group=self._group(sender, self._me))
-        assert work is not None
+        work = exchange.irecv(buffer, self._ranks[sender], self._group(sender, self._me))
         inbox.posted[inbox.expected.popleft()] = (buffer, work)
 
     def finish(self) -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.parallel import gloo_exchange as exchange
+
 
 class EarlyReplicaSums:
     """All-reduces over the ranks that have the same part, each started as soon as its sum over the shard group is complete.
@@ -36,7 +38,7 @@ class EarlyReplicaSums:
 
     def start(self, parts: Sequence[Tensor]) -> None:
         """Start to replace tensors, which are complete on the current stream, by their sums."""
-        self._started += [dist.all_reduce(part, group=self._group, async_op=True) for part in parts]
+        self._started += [exchange.start_all_reduce(part, self._group) for part in parts]
 
     def start_after(self, messages: Sequence[Any], parts: Sequence[Tensor]) -> None:
         """Start to replace tensors by their sums when the messages that write them have arrived, or in a later call.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.collectives import reduce_scatter_flat
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -247,7 +248,7 @@ class FlatGradients:
                 self._unscaled.append(piece[: self.numel - message.start])
             ranks = self._all_of(group) if message.everywhere else group
             if dist.get_world_size(ranks) > 1:
-                self._pending.append(dist.all_reduce(piece, group=ranks, async_op=True))
+                self._pending.append(exchange.start_all_reduce(piece, ranks))
 
     def _all_of(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group if self._everyone is None else self._everyone
@@ -266,7 +267,7 @@ class FlatGradients:
         for slot in (self._slots[index] for index in message.members):
             if id(slot.parameter) in self._alone:
                 self._apart.append((slot, self._flat[slot.start : slot.stop].clone()))
-                self._pending.append(dist.all_reduce(self._apart[-1][1], group=self._all_of(group), async_op=True))
+                self._pending.append(exchange.start_all_reduce(self._apart[-1][1], self._all_of(group)))
         size = (message.stop - message.start) // dist.get_world_size(group)
         part = self._received[message.start] = torch.empty(size, dtype=self._dtype, device=self._device)
         self._pending.append(reduce_scatter_flat(part, self._flat[message.start : message.stop], group))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.parallel import gloo_exchange
 from lightning_3d.parallel.sharding import Box
 from lightning_3d.parallel.witness import received, sent
 from lightning_3d.parallel.zero.matrix_pieces import HeldPiece, Key, Piece
@@ -118,7 +119,7 @@ class MatrixExchange:
             whole = self._empty((sum(map(sum, sizes)),))
             sent("all-to-all", flat)
             out = [sum(map(len, tensors)) for tensors in gives]
-            dist.all_to_all_single(whole, flat, [sum(of_rank) for of_rank in sizes], out, group=self._group)
+            gloo_exchange.start_all_to_all(whole, flat, [sum(of_rank) for of_rank in sizes], out, self._group).wait()
             received("all-to-all", whole)
         return list(whole.split(list(chain.from_iterable(sizes))))
 

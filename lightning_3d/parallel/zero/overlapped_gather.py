@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.zero.flat_partition import Partition
 from lightning_3d.parallel.zero.parameter_store import WholeParameters
@@ -88,7 +89,7 @@ class _Message:
     def start(self) -> None:
         if self._elements.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._elements.device)
-        self._work = dist.broadcast(self._elements, self._source, group=self._group, async_op=True)
+        self._work = exchange.start_broadcast(self._elements, self._source, self._group)
 
     def wait(self) -> None:
         """Make the current stream wait, and the one that trains: later reads on any stream follow one of them."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.zero.early_replica_sums import EarlyReplicaSums
 from lightning_3d.parallel.zero.gradient_buffers import Slot, sum_dtype
 
@@ -231,11 +232,11 @@ class EagerReduction:
 
     def _reduce(self, bucket: _Bucket, buffer: Tensor) -> list[Any]:
         if not self._to_owners:
-            return [dist.all_reduce(buffer, group=self._group, async_op=True)]
+            return [exchange.start_all_reduce(buffer, self._group)]
         works = []
         for rank, start, stop in bucket.pieces:
             owner = dist.get_global_rank(self._group, rank)
-            works.append(dist.reduce(buffer[start - bucket.start : stop - bucket.start], owner, group=self._group, async_op=True))
+            works.append(exchange.start_reduce(buffer[start - bucket.start : stop - bucket.start], owner, self._group))
         return works
 
     def _receive(self) -> None:
@@ -304,7 +305,7 @@ class EagerReduction:
         buffer = torch.zeros(bucket.stop - bucket.start, dtype=self._dtype, device=self._device)
         if gradient is not None:
             buffer.copy_(gradient.detach().reshape(-1))
-        late = _InFlight(bucket, buffer, [dist.all_reduce(buffer, group=self._group, async_op=True)])
+        late = _InFlight(bucket, buffer, [exchange.start_all_reduce(buffer, self._group)])
         if self._replicas is not None:
             self._replicas.start_after(late.works, late.own_parts())
             self._replicas.finish()

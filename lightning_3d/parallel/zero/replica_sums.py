@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 
 
@@ -26,7 +27,7 @@ class ReplicaSums:
 
     def add_up(self) -> None:
         """Replace the gradients by their sums over the group."""
-        works = [dist.all_reduce(_gradient(*run), group=self._group, async_op=True) for run in self._runs]
+        works = [exchange.start_all_reduce(_gradient(*run), self._group) for run in self._runs]
         for work in works:
             work.wait()
 

@@ -19,6 +19,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.node_ranks import by_node
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
+from lightning_3d.parallel import gloo_exchange
 from lightning_3d.parallel.expert import ExpertParallel, shard_experts
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import cut_along
@@ -41,16 +42,16 @@ class Message(NamedTuple):
 def messages() -> Iterator[list[Message]]:
     """All-to-all of rows meanwhile, without the counts."""
     found: list[Message] = []
-    original = dist.all_to_all_single
+    original = gloo_exchange.start_all_to_all
 
-    def send(output: Tensor, x: Tensor, received: Any = None, sent: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    def send(output: Tensor, x: Tensor, received: Any, sent: Any, group: Any) -> Any:
         if sent is not None:
             row = x[:1].numel() * x.element_size() if len(x) else 0
             ranks = dist.get_process_group_ranks(group)
             found.append(Message({rank: rows * row for rank, rows in zip(ranks, sent, strict=True)}, row))
-        return original(output, x, received, sent, group=group, async_op=async_op)
+        return original(output, x, received, sent, group)
 
-    with patch.object(dist, "all_to_all_single", send):
+    with patch.object(gloo_exchange, "start_all_to_all", send):
         yield found
 
 

@@ -20,6 +20,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP, Qwen2M
 
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
+from lightning_3d.parallel import gloo_exchange
 from lightning_3d.parallel.expert import ExpertParallel, overlap_exchange, shard_experts
 from lightning_3d.parallel.expert.overlap import overlapped_forward
 from lightning_3d.parallel.mesh import Mesh
@@ -84,7 +85,7 @@ def run(mlp: nn.Module, between: Callable[[], Any] = lambda: None) -> list[Tenso
 @contextlib.contextmanager
 def exchanges(sent: Callable[[], Any], arrived: Callable[[], Any], hidden: int = HIDDEN) -> Iterator[None]:
     """Call `sent` when an all-to-all of hidden states starts, and `arrived` when it has been waited for."""
-    original = dist.all_to_all_single
+    original = gloo_exchange.start_all_to_all
 
     class Watched:
         def __init__(self, work: Any) -> None:
@@ -94,14 +95,14 @@ def exchanges(sent: Callable[[], Any], arrived: Callable[[], Any], hidden: int =
             self._work.wait()
             arrived()
 
-    def send(output: Tensor, x: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        work = original(output, x, *args, async_op=async_op, **kwargs)
+    def send(output: Tensor, x: Tensor, *args: Any) -> Any:
+        work = original(output, x, *args)
         if x.ndim != 2 or x.shape[1] != hidden:
             return work
         sent()
         return Watched(work)
 
-    with patch.object(dist, "all_to_all_single", send):
+    with patch.object(gloo_exchange, "start_all_to_all", send):
         yield
 
 
@@ -138,7 +139,7 @@ def test_the_shared_expert_runs_while_tokens_cross_between_nodes() -> None:
 
 def three_ways(block: str, node_size: int | None) -> list[list[Tensor]]:
     """With overlap; with exchanges that are waited for where they start; and as the family wrote it."""
-    original = dist.all_to_all_single
+    original = gloo_exchange.start_all_to_all
 
     def blocking(*args: Any, **kwargs: Any) -> Any:
         work = original(*args, **kwargs)
@@ -147,7 +148,7 @@ def three_ways(block: str, node_size: int | None) -> list[list[Tensor]]:
         return work
 
     overlapped = run(make(block, overlap=True, node_size=node_size))
-    with patch.object(dist, "all_to_all_single", blocking):
+    with patch.object(gloo_exchange, "start_all_to_all", blocking):
         waiting = run(make(block, overlap=True, node_size=node_size))
     return [overlapped, waiting, run(make(block, overlap=False, node_size=node_size))]
 

@@ -2,8 +2,10 @@
 
 import copy
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import read_plan
+from lightning_3d.parallel import host_channel
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, PipelineState, assign_stages, keep_owned
 from lightning_3d.parallel.pipeline.sent_output import graph_only
@@ -144,8 +147,14 @@ def test_gradients_are_exact_whatever_else_needs_the_output(schedule: str, vp: i
         assert all(error < 1e-13 for error in found.values()), found
 
 
-def held(kind: str) -> int:
+def held(kind: str, shared_memory: bool = False) -> int:
     """Most outputs alive at the start of a backward."""
+    connect = nullcontext() if shared_memory else patch.object(host_channel, "connect", return_value=None)
+    with connect:
+        return _held(kind)
+
+
+def _held(kind: str) -> int:
     _, mine, engine, watch = built(kind, 1, "1F1B")
     tokens = torch.randint(VOCABULARY, (MICRO_BATCHES, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     engine.train(MICRO_BATCHES, 0, Step(mine, tokens))
@@ -158,6 +167,10 @@ def test_only_messages_that_may_be_under_way_are_held() -> None:
     """In 1F1B, stage s of p has p - s micro-batches in flight when a backward starts, and has just sent the last of them."""
     assert run_ranks(held, 4, "plain") == [1, 1, 1, 0]
     assert run_ranks(held, 4, "recomputed") == [1, 1, 1, 0]
+
+
+def test_nothing_is_held_that_was_written_to_shared_memory() -> None:
+    assert run_ranks(held, 4, "plain", shared_memory=True) == [0, 0, 0, 0]
 
 
 def test_outputs_that_a_backward_needs_are_held() -> None:
