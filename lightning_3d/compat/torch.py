@@ -112,6 +112,30 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+@contextmanager
+def autograd_in_operator() -> Iterator[None]:
+    """Context in which autograd records, in the implementation of an operator, which runs below autograd.
+
+    `torch._C._ForceDispatchKeyGuard` (torch 2.11 to 2.13).
+    """
+    import torch
+
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+def backward_runs_again() -> bool:
+    """Return whether the backward that runs in this thread keeps what it needs, and so may run another time
+    (`torch._C._autograd._get_current_graph_task_keep_graph`, torch 2.11 to 2.13)."""
+    import torch
+
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def graph_breaks() -> Counter[str]:
     """Count Dynamo's graph breaks in this process, by reason (`torch._dynamo.utils.counters`, torch 2.11 to 2.13)."""
     from torch._dynamo.utils import counters
@@ -159,6 +183,14 @@ def allow_second_backward() -> None:
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False
+
+
+def keep_order_in_graphs() -> None:
+    """Let Inductor run operators in the order of the code, also where another order would need less memory
+    (`torch._inductor.config.reorder_for_peak_memory`, torch 2.11 to 2.13)."""
+    import torch._inductor.config as config
+
+    config.reorder_for_peak_memory = False
 
 
 def all_gather_by_name(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:

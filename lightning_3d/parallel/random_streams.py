@@ -206,6 +206,12 @@ def may_use_dropout(module: nn.Module) -> bool:
     ) or any(_mentions_dropout(kind) for kind in {type(child) for child in module.modules()})
 
 
+def draws_numbers(layer: nn.Module) -> bool:
+    """True if the forward of a single layer may draw random numbers, as far as its class and attributes show; its configuration may be
+    that of a whole model."""
+    return _drops(layer) or _has_probability(vars(layer)) or _mentions_dropout(type(layer))
+
+
 def _drops(layer: nn.Module) -> bool:
     return "Drop" in type(layer).__name__ and getattr(layer, "p", 0) > 0
 

@@ -109,7 +109,8 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
     with isolated_generators():  # the order of samples is drawn from the generators as they are on one process
         parts = _assemble(module, mesh, device, options, around) if earlier is None else earlier.hand_over(mesh.layout, options.model)
     model, precision = options.model, precision_of(str(around.precision.precision))
-    compilation = Compilation(device, model.schedule, len(parts.blocks)) if model.blocks.compile else None
+    sends_tokens = mesh.layout.ep > 1
+    compilation = Compilation(device, model.schedule, len(parts.blocks), in_order=sends_tokens) if model.blocks.compile else None
     multiply_in_float8(parts.blocks, on=options.fp8)
     # The backend before the engine, which calls it after each backward.
     stages = list(parts.parameters.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import checkpoint_fits
 import lightning.pytorch as pl
 import parity
+import pytest
 import torch
 import torch.distributed as dist
 import traced
@@ -24,6 +26,7 @@ from reference import Recipe, cut, data
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d.checkpoint.store import CheckpointStore
+from lightning_3d.compat import torch as torch_compat
 from lightning_3d.parallel.zero import make_backend
 
 SAVE = CheckpointStore.save
@@ -303,3 +306,14 @@ def interrupted(layout: str, folder: str, kind: str) -> str:
     trainer, rows = make_trainer(layout, 2, [Interrupt(), ModelCheckpoint(folder, every_n_train_steps=1)])
     trainer.fit(TiedModel(), datamodule=rows)
     return json.dumps({"step": trainer.global_step})
+
+
+def compiled(recipe: Recipe, **strategy: Any) -> parity.Part:
+    """A run with compiled blocks, each of them one graph. Nothing here can compile kernels of a GPU, so Inductor is not asked."""
+    before = torch_compat.graph_breaks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        patch.setattr("lightning_3d.parallel.blocks.compilation.importlib.util.find_spec", lambda name: name)
+        part = parity.train_on_rank(recipe, compile=True, self_check="never", **strategy)
+    assert torch_compat.graph_breaks() == before
+    return part

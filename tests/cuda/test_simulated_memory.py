@@ -16,6 +16,7 @@ import simulated_fits
 import simulated_ranks
 import torch
 from alphabet_fits import MODEL, OPTIMIZER
+from fake_flash import fake_flash, use_flash
 from masked_batches import with_mask
 from parity import Cell
 from reference import Recipe, data
@@ -120,6 +121,37 @@ def test_the_host_waits_for_the_device_only_to_log(cell: Cell, mask: str) -> Non
         micro_batches = recipe.global_batch // cell.dp // cell.micro_batch
         allowed = Counter(LOGGING | {"parallel/expert/dispatch.py": LAYERS * micro_batches if cell.ep > 1 else 0})
         assert found <= allowed, found - allowed
+
+
+class Flash(parity.Module):
+    """Its attention is FlashAttention 2."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        use_flash(self.model)  # type: ignore[arg-type]
+
+
+def waits_with_flash(recipe: Recipe, mask: str, **strategy: Any) -> Counter[str]:
+    with pytest.MonkeyPatch.context() as patch, fake_flash():
+        patch.setattr(parity, "Module", Flash)
+        return waits(recipe, mask, **strategy)
+
+
+@pytest.mark.parametrize(
+    ("cell", "mask", "strategy"),
+    [
+        (Cell(tp=2, pp=2), "right", {}),
+        (Cell(dp=2), "left", {"recompute": "full"}),
+        (Cell("qwen3", dp=2), "packed", {"micro_batch_size": 1}),
+    ],
+    ids=lambda part: getattr(part, "name", str(part)),
+)
+def test_no_block_waits_for_what_flash_attention_asks(cell: Cell, mask: str, strategy: dict[str, Any]) -> None:
+    """Transformers asks in each layer, and again where a block is recomputed."""
+    recipe = dataclasses.replace(cell.recipe, steps=STEPS)
+    arguments = parity.strategy_arguments(cell) | strategy
+    for found in simulated_ranks.run(waits_with_flash, cell.world_size, recipe, mask, environment=LATE, **arguments):
+        assert found <= Counter(LOGGING), found
 
 
 def as_a_configuration_builds_it(module: Any) -> torch.optim.Optimizer:

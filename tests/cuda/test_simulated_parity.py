@@ -52,6 +52,11 @@ def test_offload(stage: int, kind: str) -> None:
     check(Cell("qwen2", dp=2, pp=2, zero=stage, options=(("zero_offload", kind),)))
 
 
+def test_compiled_experts() -> None:
+    """The backward of an operator runs in a thread of the device, and in it that of the experts."""
+    check(Cell("qwen2_moe", dp=2, ep=2), fit=simulated_fits.compiled, recompute="full")
+
+
 BLOCKS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
     "recompute attention": {"recompute": "selective"},

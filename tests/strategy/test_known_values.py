@@ -8,6 +8,7 @@ import parity
 import pytest
 import torch
 from counting import HostWaits
+from fake_flash import fake_flash, use_flash
 from masked_batches import MASKS, known_on_cpu, with_mask
 from models import Batch
 from ranks import run_ranks
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.compat.torch import innermost_function_mode, storage_key
+from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.strategy.step.known_values import KnownValues
 
 CPU = torch.device("cpu")
@@ -40,12 +44,14 @@ def loss_and_gradients(model: nn.Module, batch: Batch) -> list[Tensor]:
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
 
 
-def step(model: nn.Module, known: KnownValues, batch: Batch, change: Change = lambda batch: None) -> tuple[list[Tensor], list[str]]:
+def step(
+    model: nn.Module, known: KnownValues, batch: Batch, change: Change = lambda batch: None, rows: slice = slice(1, 3)
+) -> tuple[list[Tensor], list[str]]:
     """(loss and gradients, reads) of a step on a batch that is moved, split and changed as in a fit."""
     with known.moving():
         moved = {name: tensor.to(CPU, copy=True) for name, tensor in batch.items()}  # as to other memory
-    with HostWaits(("read_host_copy",)) as waits, known.following():
-        own = {name: tensor[1:3] for name, tensor in moved.items()}
+    with HostWaits(("read_host_copy", "_computed_on_host")) as waits, known.following():
+        own = {name: tensor[rows] for name, tensor in moved.items()}
         change(own)
         return loss_and_gradients(model, own), waits.names
 
@@ -63,6 +69,26 @@ def test_models_compute_the_same_and_read_nothing(name: str, mask: str) -> None:
     known.end()
     assert reads == []
     assert_equal(found, loss_and_gradients(model, {key: tensor[1:3] for key, tensor in batch.items()}))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("mask", "rows", "waits"), [("right", 2, 2), ("left", 2, 2), ("packed", 1, 3), ("none", 1, 1), ("none", 2, 0)])
+def test_flash_attention_reads_nothing_in_blocks(mask: str, rows: int, waits: int, recompute: bool) -> None:
+    """Transformers would read where padding is, or whether one row has several documents, in each layer."""
+    with fake_flash():
+        model, known = make()
+        use_flash(model)
+        if recompute:
+            process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"))
+        batch = batch_of("llama", mask)
+        found, reads = step(model, known, batch, rows=slice(1, 1 + rows))
+        known.end()
+        with HostWaits() as own:
+            expected = loss_and_gradients(model, {key: tensor[1 : 1 + rows] for key, tensor in batch.items()})
+    assert reads == []
+    assert_equal(found, expected)
+    layers = 2 * (1 + recompute)
+    assert len(own.names) >= waits * layers
 
 
 def pad_in_place(batch: Batch) -> None:
@@ -100,6 +126,19 @@ def pack_in_place(batch: Batch) -> None:
     positions[:, 7:] -= 7
     batch["position_ids"] = positions
     del batch["attention_mask"]
+
+
+def test_flash_attention_reads_a_mask_that_has_changed() -> None:
+    with fake_flash():
+        model, known = make()
+        use_flash(model)
+        batch = batch_of("llama", "right")
+        found, reads = step(model, known, batch, pad_in_place)
+        known.end()
+        own = {key: tensor[1:3].clone() for key, tensor in batch.items()}
+        pad_in_place(own)
+        assert_equal(found, loss_and_gradients(model, own))
+    assert reads
 
 
 CHANGES = [

@@ -14,6 +14,7 @@ from lightning_3d.compat.torch import (
     allow_notes_in_recomputation,
     allow_second_backward,
     graph_breaks,
+    keep_order_in_graphs,
     uncompiled_frames,
 )
 from lightning_3d.errors import ConfigError
@@ -27,12 +28,14 @@ class Compilation:
         device: device that the blocks run on.
         schedule: pipeline schedule.
         blocks: number of blocks in the model.
+        in_order: whether operators run in the order of the code, so that work that overlaps with messages stays between their start and
+            end, also where another order would need less memory.
 
     Raises:
         ConfigError: no C++ compiler (on the CPU) or no Triton (on CUDA).
     """
 
-    def __init__(self, device: torch.device, schedule: str, blocks: int) -> None:
+    def __init__(self, device: torch.device, schedule: str, blocks: int, *, in_order: bool = False) -> None:
         names = (os.environ.get("CXX"), "g++", "clang++", "c++")
         if device.type == "cpu" and not any(shutil.which(name) for name in names if name):
             raise ConfigError("On the CPU, compile=true needs a C++ compiler. Install g++ or clang++, or use compile=false.")
@@ -40,6 +43,8 @@ class Compilation:
             raise ConfigError("compile=true on CUDA needs the package triton. Install it with pip install triton, or use compile=false.")
         if find_schedule(schedule).split_backward:
             allow_second_backward()
+        if in_order:
+            keep_order_in_graphs()
         allow_notes_in_recomputation()
         allow_graphs(2 * blocks)  # each block may be of a different kind, and the last batch may have another shape
         self._before = graph_breaks()

@@ -33,16 +33,19 @@ class DeepEPDispatch:
         weights: weights of these experts (n, k).
         deepep: DeepEP between the ranks that have the experts.
         experts: number of all experts, equally many on each rank.
+
+    Attributes:
+        under_way: the tensors of the start that `finish` uses.
     """
 
     def __init__(self, hidden: Tensor, chosen: Tensor, weights: Tensor, deepep: DeepEP, experts: int) -> None:
         chosen = chosen.to(deepep.index_type).masked_fill(chosen == experts, _NO_EXPERT).contiguous()
         self._trip = _Trip(deepep.buffer(hidden.shape[1], experts, chosen.shape[1]), chosen, experts)
-        self._arriving = _Start.apply(hidden, weights.to(_wide(weights.dtype)), self._trip)
+        self.under_way: list[Tensor] = list(_Start.apply(hidden, weights.to(_wide(weights.dtype)), self._trip))
 
     def finish(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Wait for the tokens, `run` this rank's experts on them, and return the outputs (n, hidden) of the tokens that were sent."""
-        tokens, weights = _Wait.apply(*self._arriving, self._trip)
+        tokens, weights = _Wait.apply(*self.under_way, self._trip)
         pairs = _Pairs.of(self._trip.arrived, self._trip.counts)
         results = run(_Copy.apply(tokens, pairs), pairs.experts)
         weighted = results * weights.reshape(-1)[pairs.order].unsqueeze(-1)
@@ -50,7 +53,7 @@ class DeepEPDispatch:
 
     def discard(self) -> None:
         """Wait for the tokens and drop them."""
-        _Wait.apply(*self._arriving, self._trip)
+        _Wait.apply(*self.under_way, self._trip)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ the result is the only time that the host waits for the device. No pair is dropp
 process. (GShard, arXiv:2006.16668, but without its capacity limit, as in MegaBlocks, arXiv:2211.15841.)
 
 Where the ranks are on several nodes, `nodes` sends a token only once to each node. `deepep` sends it by the kernels of DeepEP. What a block
-computes beside its experts can run while tokens travel: see `overlap`.
+computes beside its experts can run while tokens travel: see `overlap`. In the graph of a compiled block all this is two operators: see
+`expert_operators`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from lightning_3d.parallel import gloo_exchange
 from lightning_3d.parallel.expert.deepep import DeepEPDispatch
 from lightning_3d.parallel.expert.deepep_library import DeepEP
+from lightning_3d.parallel.expert.expert_operators import BegunInGraph, register
 from lightning_3d.parallel.expert.nodes import NodeDispatch
 from lightning_3d.parallel.expert.shipment import Shipment, even_parts, local_experts, weighted_sum
 from lightning_3d.parallel.mesh import ExpertNodes
@@ -75,45 +77,74 @@ class _Begun:
     arguments: tuple[Tensor, Tensor, Tensor]
     dispatch: _Dispatch | NodeDispatch | DeepEPDispatch
 
+    def is_of(self, *arguments: Tensor) -> bool:
+        return all(now is then for now, then in zip(arguments, self.arguments, strict=True))
+
 
 class DispatchedExperts:
     """Mixin for a module of experts, some on each rank: runs them, by the module's own forward, on the tokens of all ranks.
 
     Called with tokens (n, hidden), or (rows, sequence, hidden), the experts of each (n, k), counted over all ranks, and their weights
     (n, k); n may differ between ranks and may be 0. All ranks of the group call it equally often.
+
+    Attributes:
+        place: its name in operators, see `expert_operators`.
+        draws: whether the experts draw random numbers. The graph of a compiled block then ends at them: an operator would draw others.
+        begun_in_graph: a call that the graph under construction has started.
     """
 
     expert_parallel: ExpertParallel
     experts_of_all: int
+    place: Tensor
+    draws: bool
     drops: Callable[[], bool] | None = None
     """True if a weight of exactly 0 means that the pair was dropped and is not sent; None means no."""
     begun: _Begun | None = None
+    begun_in_graph: BegunInGraph | None
 
-    @torch.compiler.disable
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copied module has a name of its own."""
+        super().__setstate__(state)  # type: ignore[misc]
+        self.place = register(self)
+
     def begin(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
         """Start to send the tokens of the next call. What runs before that call runs while they travel.
 
         If that call has other arguments, which all ranks must agree on, the tokens that were sent are discarded and others are sent.
         """
-        if self.begun is not None:
-            self.begun.dispatch.discard()  # a recomputation ended before the call
-        self.begun = self._begin(hidden_states, top_k_index, top_k_weights)
+        if torch.compiler.is_compiling() and not self.draws:
+            self.begun_in_graph = BegunInGraph(self.place, hidden_states, top_k_index, top_k_weights)
+        else:
+            self._begin(hidden_states, top_k_index, top_k_weights)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and not self.draws:
+            return self._in_graph(hidden_states, top_k_index, top_k_weights)
+        return self._call(hidden_states, top_k_index, top_k_weights)
+
+    def _in_graph(self, *arguments: Tensor) -> Tensor:
+        begun, self.begun_in_graph = self.begun_in_graph, None
+        if begun is None or not begun.is_of(*arguments):  # a start that nothing uses is not in the graph
+            begun = BegunInGraph(self.place, *arguments)
+        assert isinstance(self, nn.Module)
+        return begun.finish([parameter for parameter in self.parameters() if parameter.requires_grad])
 
     @torch.compiler.disable
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        arguments = (hidden_states, top_k_index, top_k_weights)
+    def _begin(self, *arguments: Tensor) -> None:
+        if self.begun is not None:
+            self.begun.dispatch.discard()  # a recomputation ended before the call
+        self.begun = self.start(*arguments)
+
+    @torch.compiler.disable
+    def _call(self, *arguments: Tensor) -> Tensor:
         begun, self.begun = self.begun, None
-        if begun is not None and any(now is not then for now, then in zip(arguments, begun.arguments, strict=True)):
+        if begun is not None and not begun.is_of(*arguments):
             begun.dispatch.discard()  # a hook has changed the arguments since
             begun = None
-        if begun is None:
-            begun = self._begin(*arguments)
-        output, tokens = begun.dispatch.finish(self._experts), self.expert_parallel.tokens
-        if tokens is not None:
-            output = tokens.join(output, hidden_states.numel() // hidden_states.shape[-1])
-        return output.view(hidden_states.shape)
+        return self.finish(self.start(*arguments) if begun is None else begun)
 
-    def _begin(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> _Begun:
+    def start(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> _Begun:
+        """Start to send the tokens of a call."""
         parts = [hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_index, top_k_weights]
         if (tokens := self.expert_parallel.tokens) is not None:
             parts = [tokens.cut(part) for part in parts]
@@ -129,6 +160,14 @@ class DispatchedExperts:
         else:
             dispatch = NodeDispatch(hidden, chosen, weights, ranks.nodes, experts, balanced=ranks.balanced)
         return _Begun((hidden_states, top_k_index, top_k_weights), dispatch)
+
+    def finish(self, begun: _Begun) -> Tensor:
+        """Run the experts on the tokens that arrive, and return the output of a call, of the shape of its tokens."""
+        hidden_states, _, _ = begun.arguments
+        output, tokens = begun.dispatch.finish(self._experts), self.expert_parallel.tokens
+        if tokens is not None:
+            output = tokens.join(output, hidden_states.numel() // hidden_states.shape[-1])
+        return output.view(hidden_states.shape)
 
     def _experts(self, tokens: Tensor, experts: Tensor) -> Tensor:
         """Output of this rank's experts for tokens (n, hidden)."""
@@ -172,6 +211,15 @@ class _Dispatch:
         else:
             sent, received = torch.stack([counts, others]).view(2, ranks.size, -1).sum(-1).tolist()
         return sent, received, local_experts(others.view(ranks.size, -1), sum(received))
+
+    @property
+    def under_way(self) -> list[Tensor]:
+        """The tensors of the start that `finish` uses."""
+        return [self._exchange.arriving, self._weights]
+
+    @under_way.setter
+    def under_way(self, tensors: list[Tensor]) -> None:
+        self._exchange.arriving, self._weights = tensors
 
     def finish(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Wait for the tokens, `run` this rank's experts on them, and return the outputs (n, hidden) of the tokens that were sent."""

@@ -26,15 +26,20 @@ class Exchange:
         group: ranks that call this equally often.
         sent: rows for each rank.
         received: rows from each rank.
+
+    Attributes:
+        arriving: the rows that come, before they have arrived.
     """
+
+    arriving: Tensor
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> None:
         self._travel, self._counts = _Travel(group), (list(sent), list(received))
-        self._arriving = _Start.apply(x, self._travel, *self._counts)
+        self.arriving = _Start.apply(x, self._travel, *self._counts)
 
     def wait(self) -> Tensor:
         """Return the rows (sum of `received`, ...) when they have arrived. Call it once."""
-        return _Wait.apply(self._arriving, self._travel, *self._counts)
+        return _Wait.apply(self.arriving, self._travel, *self._counts)
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:

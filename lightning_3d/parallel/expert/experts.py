@@ -13,6 +13,8 @@ from lightning_3d.compat.peft_layers import refuse_adapted_experts
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel
+from lightning_3d.parallel.expert.expert_operators import register
+from lightning_3d.parallel.random_streams import draws_numbers
 from lightning_3d.parallel.sharding import ShardSpec, cut_along
 from lightning_3d.parallel.specialize import specialize
 
@@ -76,7 +78,9 @@ def shard_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, Sha
             raise PlanError(
                 f"'{name}' has no attribute num_experts, so its experts cannot be split over ranks. Add the attribute, or use ep=1."
             )
-        specialize(child, DispatchedExperts, expert_parallel=context, experts_of_all=experts)
+        place, draws = register(child), any(draws_numbers(module) for module in child.modules())
+        attributes = {"expert_parallel": context, "experts_of_all": experts, "place": place, "draws": draws, "begun_in_graph": None}
+        specialize(child, DispatchedExperts, **attributes)
         child.num_experts = experts // context.size
 
 

@@ -57,6 +57,16 @@ class NodeDispatch:
         self._across = Shipment(nodes.across, order, rows * nodes.nodes, sent, received)
         self._exchanges: list[Exchange] = [self._across.start(x[order % max(rows, 1)]) for x in (hidden, chosen, weights)]
 
+    @property
+    def under_way(self) -> list[Tensor]:
+        """The tensors of the start that `finish` uses."""
+        return [exchange.arriving for exchange in self._exchanges]
+
+    @under_way.setter
+    def under_way(self, tensors: list[Tensor]) -> None:
+        for exchange, tensor in zip(self._exchanges, tensors, strict=True):
+            exchange.arriving = tensor
+
     def _exchange_counts(self, rows: Tensor, chosen: Tensor, experts: int, balanced: bool) -> _Counts:
         """Two small all-to-all, one over each group; the host waits once.
 

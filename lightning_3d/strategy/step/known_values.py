@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.compat.torch import innermost_function_mode, storage_key
 from lightning_3d.compat.transformers import models_in
+from lightning_3d.compat.transformers_flash import answer_flash_attention
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks import find_blocks
 from lightning_3d.strategy.step.checks import ALWAYS, EVERY, NowAndThen
@@ -82,6 +83,7 @@ class KnownValues(TorchFunctionMode):
         self._device, self._wanted = device, wanted
         self._known: dict[int, _Known] = {}  # by `id` of the tensor
         self._hooks: list[RemovableHandle] = []
+        self._undo: Callable[[], None] = lambda: None
         self._turn = NowAndThen()
         self._compares = False
         self._moves = False
@@ -99,6 +101,7 @@ class KnownValues(TorchFunctionMode):
         if self._wanted:
             for block in find_blocks(root, ParallelPlan({})):  # of all models in it, such as towers
                 self._hooks += [block.register_forward_pre_hook(self._leave), block.register_forward_hook(self._return)]
+            self._undo = answer_flash_attention(self._confirmed)  # inside blocks, also where a backward runs them again
 
     def begin_batch(self, *, begins: bool) -> None:
         """Begin a batch.
@@ -113,6 +116,8 @@ class KnownValues(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._undo()
+        self._undo = lambda: None
         self._known.clear()
 
     # Where
@@ -186,10 +191,13 @@ class KnownValues(TorchFunctionMode):
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Read the host copy of a known tensor instead of the tensor."""
-        values = self._values_of(args[0])
-        if values is None or (self._compares and not self._confirms(args[0], values)):
-            return func(*args, **kwargs)
-        return self.read_host_copy(func, values)
+        values = self._confirmed(args[0])
+        return func(*args, **kwargs) if values is None else self.read_host_copy(func, values)
+
+    def _confirmed(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of a tensor if they are known, and are those on the device in a batch in which this is compared."""
+        values = self._values_of(tensor)
+        return None if values is not None and self._compares and not self._confirms(tensor, values) else values
 
     def _confirms(self, tensor: Tensor, values: Tensor) -> bool:
         """Return whether a tensor on the device has these values. If not, warn and follow nothing any more."""

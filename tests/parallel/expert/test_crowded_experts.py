@@ -8,7 +8,8 @@ import parity
 import pytest
 import reference
 import torch
-from parity import Module, Rows, fit_on_rank
+from crowded_experts import HOT, Crowded, crowd
+from parity import Rows, fit_on_rank
 from ranks import run_ranks
 from reference import Recipe, data, initial_model, split, train_on
 from sweeps import by_default
@@ -16,26 +17,11 @@ from torch import nn
 
 from lightning_3d.layout import Layout
 
-HOT = (2, 3)  # the group of two from which DeepSeek-V3's routers choose; on one expert-parallel rank of two or four, on two of eight
-
-
-def crowd(module: nn.Module) -> None:
-    """Let every router that is here choose the hot ones for every token."""
-    for name, bias in module.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            bias.zero_()[list(HOT)] = 10.0
-
 
 def crowded_model(recipe: Recipe) -> nn.Module:
     model = initial_model(recipe)
     crowd(model)
     return model
-
-
-class Crowded(Module):
-    def on_train_start(self) -> None:
-        assert self.model is not None
-        crowd(self.model)
 
 
 def train_crowded(recipe: Recipe, **strategy: Any) -> parity.Part:

@@ -180,7 +180,7 @@ def test_the_host_waits_once_for_each_layer() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("model", "layout"), [("qwen2_moe", "tp2_ep2"), ("mixtral", "ep2_dp2")])
 def test_compiled_blocks(model: str, layout: str) -> None:
-    """Graphs end around routers and experts; what is computed stays."""
+    """By Inductor."""
     recipe = Recipe(model)
     strategy = {"layout": layout, "micro_batch_size": 4, "compile": True}
     parity.assert_same_run(run_ranks(parity.train_on_rank, 2, recipe, timeout=500, **strategy), reference(recipe)[0])
