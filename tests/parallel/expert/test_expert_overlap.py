@@ -7,7 +7,6 @@ from unittest.mock import patch
 import models
 import pytest
 import torch
-import torch.distributed as dist
 from overlapped_mixtures import BLOCKS, EXPERTS, HIDDEN, PLAN, SIZES, TOKENS, exchanges, make, run
 from parity import train_on_rank
 from ranks import run_ranks
