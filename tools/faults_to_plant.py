@@ -210,6 +210,14 @@ CONTEXT_AND_EXPERTS = (
         "factor = weight",
         ("parallel/expert/test_routers.py",),
     ),
+    Fault(
+        "context-behind-the-wrong-chunk",
+        "Multi-token prediction reads behind each chunk of a rank the first tokens of that chunk itself, not of the next one.",
+        "parallel/context/following.py",
+        "found = edges[:, start + edge : start + edge + most]",
+        "found = edges[:, start : start + most]",
+        ("parallel/context/test_following.py",),
+    ),
 )
 
 ZERO = (
@@ -429,6 +437,14 @@ AROUND_TRAINING = (
         "for found in (outputs, gradients)",
         "for found in (outputs,)",
         ("strategy/test_self_check.py::test_a_mistake_is_one_message", "strategy/test_self_check.py"),
+    ),
+    Fault(
+        "self-check-without-modules-ahead",
+        "The self-check leaves out the modules of multi-token prediction: what a layout changes in them alone is trained in silence.",
+        "strategy/self_check/check.py",
+        "copied.returns_mtp_logits = True",
+        "copied.returns_mtp_logits = False",
+        ("training/test_multi_token.py::test_the_self_check_compares_the_modules",),
     ),
     Fault(
         "planner-optimizer-not-sharded",

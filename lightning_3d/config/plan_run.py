@@ -201,7 +201,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_data_counts(run.data)
     check_data_urls(run.data)
     complete = complete_run(run, trains=trains)  # after all cheap checks, because it reads the files of a pretrained model
-    complete.ahead.check_run(layout, run.objective.name, complete.data.get("sequence_length"))
+    complete.ahead.check_run(run.objective.name, complete.data.get("sequence_length"))
     micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
     _check_optimizer(complete, layout, zero)
     if complete.data.get("name") == "blend":

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -58,9 +58,15 @@ def predict_ahead(model: Any, depths: int) -> None:
 
 
 @cache
-def _with(mixin: type, kind: type) -> type:
-    """Make a subclass of a Transformers class that keeps its name and module, by which checkpoints and the self-check know it."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+def _with(mixin: Any, kind: Any) -> type:
+    """Make a subclass of a Transformers class that keeps its name and module, by which checkpoints and the self-check know it, and the
+    signature of its forward, by which context parallelism knows its arguments."""
+
+    @wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "forward": forward})
 
 
 class NormOfHead(nn.Module):
@@ -114,17 +120,37 @@ class MultiTokenLM:
 
     Attributes:
         mtp_layers: number of modules. It is part of the model's description in checkpoints.
+        returns_mtp_logits: whether every call that is not training also returns the logits of the modules, as `mtp_logits_1`, ... The
+            self-check compares them.
     """
 
     mtp_layers: int
+    returns_mtp_logits: bool = False
 
     def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        if labels is None or not self.training:
+        targets = labels if self.training else None
+        if targets is None and not self.returns_mtp_logits:
             return super().forward(*args, labels=labels, **kwargs)  # type: ignore[misc]
         with _watching(self) as seen:
             output = super().forward(*args, labels=labels, **kwargs)  # type: ignore[misc]
-        output.mtp_loss = _mean_loss(self, seen, labels)
+        if targets is not None:
+            output.mtp_loss = _mean_loss(self, seen, targets)
+        else:
+            for depth, hidden in enumerate(_hidden_ahead(self, seen), start=1):
+                output[f"mtp_logits_{depth}"] = self.get_output_embeddings()(hidden)
         return output
+
+    def tokens_ahead(self, values: Tensor) -> Iterator[Tensor]:
+        """Yield what stands 1, 2, ... `mtp_layers` tokens after each position of `values`, zeros where nothing does.
+
+        Args:
+            values: (batch, sequence, hidden).
+        """
+        return (following(values, depth, 0.0) for depth in range(1, self.mtp_layers + 1))
+
+    def own_targets(self, targets: Tensor) -> Tensor:
+        """Select the positions, of targets (batch, sequence), for which this process computes logits: all."""
+        return targets
 
 
 @contextmanager
@@ -154,22 +180,34 @@ def _watching(model: Any) -> Iterator[_Seen]:
             handle.remove()
 
 
-def _mean_loss(model: Any, seen: _Seen, labels: Tensor) -> Tensor:
-    """Mean of the losses of all modules, each a sum over its targets divided by the targets of the model; shape ()."""
+def _hidden_ahead(model: Any, seen: _Seen) -> Iterator[Tensor]:
+    """Run the modules one after the other. Yields the hidden states of each, (batch, sequence, hidden), from which the head predicts."""
     assert seen.embedding is not None and seen.hidden is not None
-    hidden, head = seen.hidden, model.get_output_embeddings()
+    hidden = seen.hidden
+    blocks = model.get_decoder().layers[model.config.num_hidden_layers :]
+    for block, ahead in zip(blocks, model.tokens_ahead(seen.embedding), strict=True):
+        hidden = block(hidden, ahead=ahead, **seen.arguments)
+        yield hidden
+
+
+def _mean_loss(model: Any, seen: _Seen, labels: Tensor) -> Tensor:
+    """Mean of the losses of all modules, each a sum over its targets divided by the targets of the model; shape ().
+
+    Args:
+        labels: (batch, sequence), of whole sequences also where this process has a part of their tokens.
+    """
+    head = model.get_output_embeddings()
     targets = following(labels, 1, IGNORE)
     count = (targets != IGNORE).sum().clamp(min=1)
     losses = []
-    for depth, block in enumerate(model.get_decoder().layers[model.config.num_hidden_layers :], start=1):
-        hidden = block(hidden, ahead=following(seen.embedding, depth, 0.0), **seen.arguments)
+    for depth, hidden in enumerate(_hidden_ahead(model, seen), start=1):
         # A target counts only where the tokens between are targets, too: otherwise, one of them begins another document.
         targets = following(labels, depth + 1, IGNORE).masked_fill(targets == IGNORE, IGNORE)
         losses.append(
             model.loss_function(
                 logits=head(hidden),
                 labels=None,
-                shift_labels=targets,
+                shift_labels=model.own_targets(targets),
                 vocab_size=model.config.vocab_size,
                 num_items_in_batch=count,
                 further=True,

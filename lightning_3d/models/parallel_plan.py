@@ -459,7 +459,12 @@ def _travelling(order: Any, before: tuple[str, ...], layers: str) -> tuple[tuple
 def _count_ahead(module: nn.Module, layers: str) -> int:
     """Count the blocks that say of themselves that they predict further tokens, see `PredictsAhead`."""
     blocks = module.get_submodule(layers).children() if layers else ()
-    return sum(1 for block in blocks if getattr(block, AHEAD, False))
+    return sum(map(is_ahead, blocks))
+
+
+def is_ahead(block: nn.Module) -> bool:
+    """Return whether a block predicts a further token, behind the model."""
+    return bool(getattr(block, AHEAD, False))
 
 
 def _is_entry(entry: Any) -> bool:

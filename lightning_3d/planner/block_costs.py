@@ -87,7 +87,7 @@ def work_of(job: Job, machine: Machine) -> Work:
     layout = job.layout
     sent = job.tokens / (layout.tp if job.sequence_parallel else 1)
     sent += job.tokens if job.model.ahead else 0.0  # the embedding travels with the hidden states to the last stage
-    head = _head(job, machine) * (1 + job.model.ahead) + products(job, machine, [job.model.joining], job.tokens) * job.model.ahead
+    head = _head(job, machine) * (1 + job.model.ahead) + _ahead(job, machine)
     return Work(
         blocks=tuple(_recomputed(job, machine, kind) for kind in job.model.kinds),
         embedding=_embedding(job, machine),
@@ -107,6 +107,18 @@ def _frozen(job: Job, machine: Machine) -> Part:
     host = work.host_block * second.model.layers / 3
     waits = max(0.0, host - whole.forward - whole.forward_communication)
     return Part(forward=whole.forward + waits, forward_communication=whole.forward_communication)
+
+
+def _ahead(job: Job, machine: Machine) -> Part:
+    """Predict what modules of multi-token prediction have in addition to their blocks and heads: the matrices that join embeddings and
+    hidden states, and one exchange of the tokens behind each chunk of a context-parallel rank (`parallel/context/following.py`)."""
+    model, layout = job.model, job.layout
+    part = products(job, machine, [model.joining], job.tokens) * model.ahead
+    if model.ahead == 0 or layout.cp == 1:
+        return part
+    edges = 2 * layout.cp * model.ahead * job.micro_batch
+    once = gather(machine, machine.group(layout, ("cp",)), edges * model.hidden * job.width)
+    return part + Part(forward_communication=once, backward_communication=once)
 
 
 def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:

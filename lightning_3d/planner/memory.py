@@ -29,6 +29,9 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.timeline import in_flight
 
+_LOG_SOFTMAX = 4
+"""Bytes that the loss keeps of a logit until its backward: the log-softmax in float32. Of a vocabulary that tp shards, 16-bit logits."""
+
 StagesOfRank = tuple[tuple[Stage, int], ...]
 """Stages of a pipeline rank, each with the most micro-batches of it that are in flight."""
 
@@ -183,13 +186,16 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
     if any(stage.head for stage in stages):
         weights += frozen_weights(job)
     kept = sum(live * sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) for stage, live in own)
-    kept += sum(live * _kept_for_ahead(job, stage) for stage, live in own)
-    head = sum(1 + (model.ahead if job.loss_parts == 1 else 0) for stage in stages if stage.head)
+    of_ahead, again_ahead = _ahead_bytes(job)
+    kept += sum(live * (_travelling_bytes(job) + stage.head * model.ahead * of_ahead) for stage, live in own)
+    heads = sum(stage.head for stage in stages)
     vocabulary = model.vocab / job.layout.tp
-    loss = head * vocabulary * job.tokens / job.loss_parts * job.stack.logit_bytes(job.micro_batches)
+    loss = heads * vocabulary * job.tokens / job.loss_parts * job.stack.logit_bytes(job.micro_batches)
+    if job.loss_parts == 1:  # while one head has its backward, the others keep what theirs needs
+        loss += heads * model.ahead * vocabulary * job.tokens * _LOG_SOFTMAX
     if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
         loss += vocabulary * model.hidden * sum(4 + job.width * count * (1 + model.ahead) for stage, count in own if stage.head)
-    activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0)
+    activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0) + bool(heads and model.ahead) * again_ahead
     if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
         if job.reduces_experts_late:
             buffer = footprint.kept_gradient * job.trained * sum(routed for _, routed in counts)
@@ -201,12 +207,28 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
     return Memory(weights, gradients, optimizer, activations, loss, other)
 
 
-def _kept_for_ahead(job: Job, stage: Stage) -> float:
-    """Bytes of one micro-batch that a stage keeps for multi-token prediction, besides blocks and logits: the embedding that travels, and on
-    the last stage the inputs of three norms, of the joining matrix (twice as wide) and of the head."""
-    row = job.tokens * job.model.hidden * job.width
-    travels = row if job.model.ahead and job.layout.pp > 1 else 0.0
-    return travels + stage.head * job.model.ahead * 6 * row
+def _travelling_bytes(job: Job) -> float:
+    """Bytes of one micro-batch that each stage keeps of the embedding that travels to modules of multi-token prediction."""
+    return job.tokens * job.model.hidden * job.width if job.model.ahead and job.layout.pp > 1 else 0.0
+
+
+def _ahead_bytes(job: Job) -> tuple[float, float]:
+    """Bytes of one micro-batch that a module of multi-token prediction (keeps, recomputes) besides its block and logits: the inputs of
+    three norms, of the joining matrix (twice as wide) and of the head, and what norms keep that are not fused. Recomputed, it keeps the
+    embedding and the input of the head."""
+    split = job.layout.tp if job.sequence_parallel else 1
+    row, unfused = job.width * job.model.hidden, 3 * _unfused(job) * job.model.hidden
+    whole, least = job.tokens * (row + (5 * row + unfused) / split), job.tokens * (row + row / split)
+    if job.recompute != "full":
+        return whole, 0.0
+    return least / job.recompute_every + whole * (1 - 1 / job.recompute_every), whole - least
+
+
+def _unfused(job: Job) -> float:
+    """Bytes that a norm keeps of a number besides its input and output: none where a compiler fuses it."""
+    if job.stack.compiled:
+        return 0.0
+    return job.stack.footprint.saved / 2 + (job.model.kept.norm if job.stack.transformers else 0.0)
 
 
 def _largest_parameter(job: Job, stages: Sequence[Stage]) -> float:
@@ -243,7 +265,7 @@ def block_activations(job: Job, kind: Kind) -> float:
     family = model.kept if job.stack.transformers else Kept()
     fused = job.stack.compiled
     experts_fused = fused and layout.ep == 1  # those of other ranks run outside of the compiled graphs
-    unfused = 0.0 if fused else footprint.saved / 2 + family.norm  # of a number that passes a norm
+    unfused = _unfused(job)
     split = layout.tp if job.sequence_parallel else 1
     whole = kind.mixture and layout.ep == 1  # every tensor-parallel rank has all tokens, and a part of each expert
     norms = 2 if not fused or split == 1 else int(kind.mixture and not whole)  # outputs that are kept; a compiler norms again

@@ -219,7 +219,7 @@ def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:
             if pp > model.layers:
                 break
             for cp in divisors(gpus // tp // pp):
-                if cp > 1 and (model.ahead or job.seq % (2 * cp) or job.seq // cp < _LONGEST_SHARE):
+                if cp > 1 and (job.seq % (2 * cp) or job.seq // cp < _LONGEST_SHARE):
                     continue
                 dp = gpus // tp // pp // cp
                 for ep in [ep for ep in divisors(tp * cp * dp) if model.experts % ep == 0] if model.experts else [1]:

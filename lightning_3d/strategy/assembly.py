@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_tuners
 from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.errors import LayoutError, NoPlanError, PlanError, listed
+from lightning_3d.errors import NoPlanError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import check_model
 from lightning_3d.models.parallel_plan import (
@@ -349,11 +349,6 @@ def _find_plan(
 
 def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: ModelOptions) -> None:
     """Refuse what the model's own numbers show, before anything is allocated."""
-    if plan.ahead and layout.cp > 1:
-        raise LayoutError(
-            f"Multi-token prediction reads the tokens that follow each position, which with cp {layout.cp} may be on another rank. Use a"
-            f" layout with cp = 1, for example {replace(layout, cp=1, dp=layout.dp * layout.cp)}."
-        )
     sizes = declared_sizes(module, plan, layout)
     check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind, stages=options.stages if plan.layers else None)
     hidden, chosen = declared_number(module, "hidden_size"), declared_number(module, *TOP_K)

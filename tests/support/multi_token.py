@@ -58,8 +58,12 @@ def recipe(dtype: str = "float64") -> Recipe:
     return Recipe(dtype=dtype, steps=3, global_batch=8, clip=0.3)
 
 
-def rows(plan: Recipe) -> dict[str, Tensor]:
-    """Token rows whose labels are ignored in some places: in the middle, at the end, and in one row everywhere but at one place."""
+def rows(plan: Recipe, *, documents: bool = False) -> dict[str, Tensor]:
+    """Token rows whose labels are ignored in some places: in the middle, at the end, and in one row everywhere but at one place.
+
+    Args:
+        documents: pack several documents into each row, kept apart as `data.document_mask` does.
+    """
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(2, VOCABULARY, (plan.steps * plan.global_batch, SEQUENCE), generator=generator)
     labels = ids.clone()
@@ -67,7 +71,14 @@ def rows(plan: Recipe) -> dict[str, Tensor]:
     labels[1::4, -2:] = -100
     labels[2::8] = -100
     labels[2::8, 5] = ids[2::8, 5]
-    return {"input_ids": ids, "labels": labels}
+    batch = {"input_ids": ids, "labels": labels}
+    if not documents:
+        return batch
+    begins = torch.rand(ids.shape, generator=generator) < 0.2
+    begins[:, 0] = True
+    places = torch.arange(SEQUENCE).expand_as(begins)
+    labels[begins] = -100
+    return batch | {"position_ids": places - torch.where(begins, places, 0).cummax(1).values}
 
 
 class Trained(CausalLM):
@@ -109,11 +120,18 @@ class SaveAfterFirst(pl.Callback):
 
 
 def train_ahead(
-    group: dict[str, Any], plan: Recipe, *, save: str | None = None, resume: str | None = None, **strategy: Any
+    group: dict[str, Any],
+    plan: Recipe,
+    *,
+    documents: bool = False,
+    save: str | None = None,
+    resume: str | None = None,
+    **strategy: Any,
 ) -> tuple[Part, dict[str, float]]:
     """Train on ranks. Returns what `parity.fit_on_rank` does, and the last values that were logged.
 
     Args:
+        documents: see `rows`.
         save: where the state after the first step is saved.
         resume: checkpoint with which training goes on.
     """
@@ -130,7 +148,7 @@ def train_ahead(
         gradient_clip_val=plan.clip,
         callbacks=[values, *([SaveAfterFirst(save)] if save is not None else [])],
     )
-    trainer.fit(module, datamodule=Data(Rows(rows(plan)), plan.global_batch // made.layout.dp), ckpt_path=resume)
+    trainer.fit(module, datamodule=Data(Rows(rows(plan, documents=documents)), plan.global_batch // made.layout.dp), ckpt_path=resume)
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Part(values.losses, values.grad_norms, weights, dict(made.specs)), logged
@@ -149,20 +167,31 @@ class Plain(nn.Module):
         ahead._experts_implementation = config._experts_implementation = "eager"
         self.mtp = nn.ModuleList(MtpLayer(ahead, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, k) for k in range(depths))
 
-    def sums(self, ids: Tensor, labels: Tensor) -> list[Tensor]:
-        """Sum of the cross-entropies of each depth, that of the model first."""
+    def sums(self, ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> list[Tensor]:
+        """Sum of the cross-entropies of each depth, that of the model first.
+
+        Args:
+            positions: (rows, sequence), of tokens in their documents; None: a row is one document.
+        """
         base, head, (rows_, length) = self.model.model, self.model.lm_head, ids.shape
-        positions = torch.arange(length)[None]
+        mask = None if positions is None else same_document(positions)
+        positions = torch.arange(length)[None] if positions is None else positions
         embedded = base.embed_tokens(ids)
-        hidden = base(input_ids=ids).last_hidden_state
+        hidden = base(input_ids=ids, position_ids=positions, attention_mask=mask).last_hidden_state
         rotary = base.rotary_emb(embedded, positions)
         found = [cross_entropies(head(hidden), labels, 1)]
         for depth, layer in enumerate(self.mtp, start=1):
             blank = torch.zeros(rows_, depth, embedded.shape[-1], dtype=embedded.dtype)
             shifted = torch.cat([embedded[:, depth:], blank], dim=1)
-            hidden = layer(shifted, hidden, rotary, None, positions, None)
+            hidden = layer(shifted, hidden, rotary, mask, positions, None)
             found.append(cross_entropies(head(hidden), labels, depth + 1))
         return found
+
+
+def same_document(positions: Tensor) -> Tensor:
+    """(rows, 1, sequence, sequence): whether a token sees another one, of its own document and not behind it."""
+    documents = (positions == 0).cumsum(1)
+    return ((documents[:, :, None] == documents[:, None, :]) & torch.ones(positions.shape[1], positions.shape[1]).tril().bool())[:, None]
 
 
 def cross_entropies(logits: Tensor, labels: Tensor, distance: int) -> Tensor:
@@ -206,15 +235,17 @@ def plain_model(group: dict[str, Any], plan: Recipe) -> Plain:
     return plain.train()
 
 
-def reference_run(group: dict[str, Any], plan: Recipe) -> tuple[Run, list[list[float]]]:
+def reference_run(group: dict[str, Any], plan: Recipe, *, documents: bool = False) -> tuple[Run, list[list[float]]]:
     """Train on one process. Returns the run with our names, and the loss of each depth in each step."""
     plain = plain_model(group, plan)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay)
-    data, losses, norms, parts = rows(plan), [], [], []
+    data, losses, norms, parts = rows(plan, documents=documents), [], [], []
     for start in range(0, plan.steps * plan.global_batch, plan.global_batch):
-        ids, labels = (data[key][start : start + plan.global_batch] for key in ("input_ids", "labels"))
+        ids, labels, positions = (
+            data[key][start : start + plan.global_batch] if key in data else None for key in ("input_ids", "labels", "position_ids")
+        )
         count = int((labels[:, 1:] != -100).sum())
-        sums = [each / count for each in plain.sums(ids, labels)]
+        sums = [each / count for each in plain.sums(ids, labels, positions)]
         loss = sums[0] + WEIGHT * sum(sums[1:]) / len(sums[1:])
         optimizer.zero_grad()
         loss.backward()
@@ -228,5 +259,5 @@ def reference_run(group: dict[str, Any], plan: Recipe) -> tuple[Run, list[list[f
 
 
 @functools.cache
-def expected(dtype: str = "float64", *, tied: bool = False) -> tuple[Run, list[list[float]]]:
-    return reference_run(model_group(tie_word_embeddings=tied), recipe(dtype))
+def expected(dtype: str = "float64", *, tied: bool = False, documents: bool = False) -> tuple[Run, list[list[float]]]:
+    return reference_run(model_group(tie_word_embeddings=tied), recipe(dtype), documents=documents)

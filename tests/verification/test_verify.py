@@ -316,6 +316,7 @@ def test_command_lines(tmp_path: Path) -> None:
         "model=llama3_70b parallelism=tp8_pp4_dp8 cluster=h100_32x8 data.global_batch_size=64 parallelism.zero_stage=3",
         "model=gemma3_tiny parallelism=tp2_pp2_dp2 parallelism.schedule=zbvzerobubble",
         "model=deepseek_v3_tiny parallelism=tp2_ep2_dp4 parallelism.zero_stage=2",
+        "model=deepseek_v3_tiny model.mtp_layers=2 parallelism=pp2_cp2_dp2",
         "parallelism=tp2_dp8 parallelism.zero_stage=3 parallelism.zero_shard_size=4",
         "model=mixtral_8x7b parallelism=dp16_ep4 cluster=h100_2x8 data.global_batch_size=64 parallelism.zero_stage=3"
         " parallelism.zero_shard_size=8",

@@ -6,12 +6,11 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_3d.config.options.objective import LANGUAGE_MODEL
 from lightning_3d.errors import ConfigError, listed
-from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.sizes import check_number
 
 FAMILIES = ("deepseek_v3",)
@@ -64,7 +63,7 @@ class MultiTokenOptions:
                 " model.mtp_layers=null, or model.lora.r=null."
             )
 
-    def check_run(self, layout: Layout, objective: str, sequence_length: int | None) -> None:
+    def check_run(self, objective: str, sequence_length: int | None) -> None:
         """Refuse what multi-token prediction cannot be trained with.
 
         Args:
@@ -72,19 +71,13 @@ class MultiTokenOptions:
             sequence_length: tokens of a sample; None where it is not known.
 
         Raises:
-            ConfigError: context parallelism, another objective, or samples that are too short.
+            ConfigError: another objective, or samples that are too short.
         """
         if self.layers is None:
             return
         what = f"model.mtp_layers={self.layers}"
         if objective != LANGUAGE_MODEL:
             raise ConfigError(f"{what} is trained with objective.name={LANGUAGE_MODEL} only; got {objective}. Use model.mtp_layers=null.")
-        if layout.cp > 1:
-            without = replace(layout, cp=1, dp=layout.dp * layout.cp)
-            raise ConfigError(
-                f"{what} reads the tokens that follow each position, which with cp {layout.cp} may be on another rank. Use cp=1, for"
-                f" example {without}, or model.mtp_layers=null."
-            )
         if sequence_length is not None and sequence_length < self.layers + 2:
             raise ConfigError(
                 f"{what} predicts the token {self.layers + 1} ahead, which samples of {sequence_length} tokens do not have. Use"

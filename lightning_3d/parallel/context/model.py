@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.models.multi_token import MultiTokenLM
 from lightning_3d.parallel.context.attention import Running, register, running
 from lightning_3d.parallel.context.checks import replace_attention
+from lightning_3d.parallel.context.following import TokensOfOthers
 from lightning_3d.parallel.context.full_sequence import WholeSequence, whole_outputs
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.inputs import named_arguments, refuse_arguments, tokens_of
@@ -39,6 +41,8 @@ def share_sequences(module: nn.Module, blocks: list[nn.Module], layers: str, con
     if not replace_attention(module, blocks):
         return SplitBlocks.of(module, blocks, layers, context)
     counts = next((child for child in module.modules() if hasattr(child, "create_position_ids_from_input_ids")), None)
+    if isinstance(module, MultiTokenLM):
+        specialize(module, TokensOfOthers)
     specialize(module, SharedSequences, context_parallel=context, context_layers={}, context_positions=counts)
     return None
 

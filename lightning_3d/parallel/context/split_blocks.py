@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.torch import in_backward
 from lightning_3d.errors import PlanError
+from lightning_3d.models.parallel_plan import is_ahead
 from lightning_3d.parallel.context.attention import Running, running
 from lightning_3d.parallel.context.checks import replace_some_attention
 from lightning_3d.parallel.context.collectives import gather_sequence
@@ -153,14 +154,16 @@ class SplitBlocks:
             specialize(part, SplitAttention if id(part) in attentions else MixingTokens, context_split=self.sequence)
 
     def split_outside(self, module: nn.Module) -> None:
-        """Make the first block of the whole `module` split the sequence and the last one gather it, in place."""
+        """Make the first block of the whole `module` split the sequence and the last one gather it, in place. Blocks that run behind the
+        model, outside of the row, do both."""
+        row = [block for block in self.blocks if not is_ahead(block)]
         for block, names in zip(self.blocks, self.arguments, strict=True):
             specialize(
                 block,
                 SplitBlock,
                 context_split=self.sequence,
-                context_is_first=block is self.blocks[0],
-                context_is_last=block is self.blocks[-1],
+                context_is_first=block is row[0] or is_ahead(block),
+                context_is_last=block is row[-1] or is_ahead(block),
                 context_names=names,
                 context_names_inside=self.arguments_inside,
             )

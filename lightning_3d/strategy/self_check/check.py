@@ -21,6 +21,7 @@ from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import Lightning3DError, PlanError, listed
 from lightning_3d.layout.layout import Layout
+from lightning_3d.models.multi_token import MultiTokenLM
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.mesh import Mesh, TensorMesh
 from lightning_3d.parallel.nested import tensors_of
@@ -106,6 +107,8 @@ class SelfCheck:
             return
         copied = copy_without_values(module)
         apply_whole_config(copied)
+        if isinstance(copied, MultiTokenLM):
+            copied.returns_mtp_logits = True
         blocks = len(list(copied.get_submodule(plan.layers).children())) if plan.layers else 0
         unnamed = modules_to_try(copied, plan, layout.tp, drafted=not declared) if layout.tp > 1 else []
         self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed, drafted=not declared)
@@ -234,13 +237,15 @@ class _Comparison:
     def __init__(self, subject: _Subject, mesh: Mesh | TensorMesh, options: ModelOptions, device: torch.device) -> None:
         self._subject, self._mesh, self._options, self._device = subject, mesh, options, device
         self._plan, self._layout = subject.plan, mesh.layout
-        # Blocks behind the model run only in training with labels, which no check has: they are left out.
-        blocks = self._plan.blocks_of(subject.whole)
+        # Blocks behind the model are kinds of their own, and on the last stage, whatever stages the others are on.
+        row, ahead = self._plan.blocks_of(subject.whole), self._plan.ahead_of(subject.whole)
+        blocks = [*row, *ahead]
         self._kinds = kinds_of(blocks)
         self._kept: list[int] = []
         self._stages: tuple[range, ...] | None = None  # blocks of each stage that is compared; None: one stage
         if blocks:
-            self._kept, boundary = kept_blocks(self._kinds)
+            self._kept, boundary = kept_blocks([kind for kind in self._kinds if kind[0] < len(row)])
+            self._kept += sorted({index for kind in self._kinds if kind[0] >= len(row) for index in (kind[0], kind[-1])})
             self._stages = (range(boundary), range(boundary, len(blocks)))
         if blocks and sum(parameter.numel() for parameter in subject.whole.parameters()) <= _SMALL:
             # A value that one block leaves for another, by its index alone, is seen only where both run, in the stages of training.
@@ -335,7 +340,7 @@ class _Comparison:
             except Exception as failed:
                 error = failed
             if self._stages is not None and len(self._stages) == 2:
-                middle = len(every) // 2
+                middle = (len(every) - self._plan.ahead) // 2
                 self._stages = (range(middle), range(middle, len(every)))
         return f"the whole model fails on one process ({type(error).__name__}: {first_line(error)})."
 
