@@ -43,7 +43,7 @@ JOBS = (
         "Llama 3 70B on 64 H100",
         "model=llama3_70b cluster=h100_8x8 data.global_batch_size=128 data.sequence_length=8192",
         "tp4_pp4_dp2_cp2_vp5",
-        "parallelism=tp4_pp8_cp2_vp10 parallelism.zero_stage=1 parallelism.schedule=InterleavedZeroBubble",
+        "parallelism=tp4_pp8_cp2_vp4 parallelism.zero_stage=1 parallelism.schedule=InterleavedZeroBubble",
     ),
     Published(
         "Llama 3 70B on 128 H100",

@@ -170,7 +170,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         recompute=recompute,
         recompute_every=parallelism.recompute_every,
         sequence_parallel=parallelism.sequence_parallel is not False,
-        reduce_scatter=parallelism.zero_reduce_scatter is not False,
+        reduce_scatter=planned_accelerator(run) == "gpu" if parallelism.zero_reduce_scatter is None else parallelism.zero_reduce_scatter,
         shard_size=parallelism.zero_shard_size,
         overlap_gather=parallelism.zero_overlap_gather,
         loss_chunks=parallelism.loss_chunks,
@@ -439,9 +439,9 @@ def faster_compiled(run: CompleteRun, precision: str, first: Candidate) -> Candi
     machine = machine_of(run.cluster, run.profile)
     if machine is None or run.profile is not None or run.parallelism.compile or planned_accelerator(run) == "cpu":
         return None
-    room = largest_share(run.plan.memory_risk) * machine.memory
-    found = search(fused(job_of(run, precision)), machine, fixed=_fixed(run), most=1, room=room).best
-    return found[0] if found and found[0].step.seconds < (1 - _WORTH_COMPILING) * first.step.seconds else None
+    room, below = largest_share(run.plan.memory_risk) * machine.memory, (1 - _WORTH_COMPILING) * first.step.seconds
+    found = search(fused(job_of(run, precision)), machine, fixed=_fixed(run), most=1, room=room, below=below).best
+    return found[0] if found and found[0].step.seconds < below else None
 
 
 def _at_more_risk(tight: Sequence[Candidate], machine: Machine, risk: float) -> str:

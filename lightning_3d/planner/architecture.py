@@ -291,12 +291,12 @@ class Architecture:
         ahead = self.ahead * (sizes[self.pattern[-1]] + self.joining_parameters)
         return ends + ahead + sum(count * size for count, size in zip(self.counts, sizes, strict=True))
 
-    @property
+    @cached_property
     def joining(self) -> Matrix:
         """The matrix with which a module of multi-token prediction joins hidden states and embedding; every tensor-parallel rank has it."""
         return Matrix(self.hidden, 2 * self.hidden, "none")
 
-    @property
+    @cached_property
     def joining_parameters(self) -> int:
         """Count the parameters of a module of multi-token prediction besides those of its block: `joining` and three norms."""
         return self.joining.size + 3 * self.hidden

@@ -18,8 +18,8 @@ from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, sen
 _WORD = 4
 """Bytes of a number in 32 bits."""
 
-_LOSS_FORWARD = 14 / 36
-"""Share of the loss's traffic in its forward pass (`OURS.traffic.logit`: float32 copies and log-softmax)."""
+_LOSS_FORWARD, _SHARDED_LOSS_FORWARD = 14 / 36, 30 / 66
+"""Shares of the loss's traffic in its forward pass, of `Traffic.logit` and `Traffic.sharded_logit` of this package."""
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,16 @@ def _rotated(job: Job) -> float:
 def _tensor_parallel(job: Job, machine: Machine) -> Part:
     """Predict two all-reduces of (batch, seq, hidden) forward and two backward, or as many pairs of all-gather and reduce-scatter. With
     sequence parallelism the inputs of products are gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
-    layout = job.layout
-    if layout.tp == 1:
-        return Part()
-    ranks = machine.group(layout, ("tp",))
-    once = gather(machine, ranks, job.tokens * job.model.hidden * job.width)
-    exposed = job.stack.overlap.layers
-    return Part(forward_communication=4 * once * exposed, backward_communication=(6 if job.sequence_parallel else 4) * once * exposed)
+    once = _gathered_hidden(job, machine)
+    return Part(forward_communication=4 * once, backward_communication=(6 if job.sequence_parallel else 4) * once)
+
+
+def _gathered_hidden(job: Job, machine: Machine) -> float:
+    """Predict the exposed seconds in which tensor-parallel ranks gather or scatter hidden states; an all-reduce takes twice as long."""
+    if job.layout.tp == 1:
+        return 0.0
+    ranks = machine.group(job.layout, ("tp",))
+    return gather(machine, ranks, job.tokens * job.model.hidden * job.width) * job.stack.overlap.layers
 
 
 def _mixture(job: Job, machine: Machine) -> Part:
@@ -294,17 +297,22 @@ def _embedding(job: Job, machine: Machine) -> Part:
     return Part(forward=rows, backward=2 * rows)
 
 
+def _loss(job: Job, machine: Machine) -> Part:
+    """Predict the loss, whose passes over the logits are bound by memory."""
+    moved, forward = job.stack.traffic.logit, _LOSS_FORWARD
+    if job.layout.tp > 1 and job.stack.traffic.sharded_logit is not None:
+        moved, forward = job.stack.traffic.sharded_logit, _SHARDED_LOSS_FORWARD
+    seconds = job.tokens * job.model.vocab / job.layout.tp * moved / machine.memory_rate
+    return Part(forward=seconds * forward, backward=seconds * (1 - forward))
+
+
 def _head(job: Job, machine: Machine) -> Part:
-    """Predict the output head, sharded by vocabulary, and the loss, whose passes over the logits are bound by memory."""
+    """Predict the output head, sharded by vocabulary, and the loss."""
     model = job.model
     head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
-    logits = job.tokens * model.vocab / job.layout.tp * job.stack.traffic.logit / machine.memory_rate
-    part = head + Part(forward=logits * _LOSS_FORWARD, backward=logits * (1 - _LOSS_FORWARD))
+    part = head + _loss(job, machine)
     if job.loss_parts > 1:  # each part adds its product to the gradient of the weight in float32
         moved = 2 * _WORD + (2 * job.width if job.width < _WORD else 0)
         part += Part(forward=job.loss_parts * moved * job.model.vocab / job.layout.tp * job.model.hidden / machine.memory_rate)
-    if job.layout.tp > 1:
-        ranks = machine.group(job.layout, ("tp",))
-        once = gather(machine, ranks, job.tokens * model.hidden * job.width) * job.stack.overlap.layers
-        part += Part(forward_communication=once, backward_communication=2 * once)
-    return part
+    once = _gathered_hidden(job, machine)
+    return part + Part(forward_communication=once, backward_communication=2 * once)

@@ -55,9 +55,8 @@ def _collectives(job: Job, machine: Machine, parameters: float) -> Iterator[tupl
         yield everyone, 2 * gradients
         return
     times = job.micro_batches if job.reduces_often else 1
-    at_once = replicas.size > 1 and job.is_uneven
-    yield (everyone, 2 * times * gradients) if at_once else (inside, times * gradients * (1 if stack.scatters else 2))
-    if not at_once:
+    yield everyone if job.is_uneven else inside, times * gradients * (1 if job.scatters else 2)
+    if not job.is_uneven:
         yield replicas, 2 * gradients / inside.size
     times = 2 * job.micro_batches if job.gathers_often else 1
     yield inside, times * job.width * parameters * (1 if job.zero == 3 else job.trained)

@@ -64,7 +64,7 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
         if job.gathers_often:
             whole += gather(machine, tier.shards, job.width * tier.size)
         if job.reduces_often and not tier.late:
-            scatter += gather(machine, tier.everyone if job.is_uneven else tier.shards, stack.reduced_bytes * tier.size)
+            scatter += _summed(job, machine, tier)
     forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
     return Part(
         forward_communication=max(_LATE * whole, whole - _HIDDEN * forward),
@@ -105,19 +105,18 @@ def exposed_in_step(job: Job, machine: Machine, held: Sequence[tuple[float, floa
 
 
 def _reduction(job: Job, machine: Machine, tier: _Tier) -> tuple[float, float]:
-    """Return the seconds in which gradients are (reduced over the ranks that shard them, or over all; then summed over replicas).
-
-    Stage 0 needs an all-reduce, other stages a reduce-scatter (or an all-reduce).
-    """
-    size = job.stack.reduced_bytes * tier.size * job.trained
-    if job.zero == 0:
-        return all_reduce(machine, tier.everyone, size), 0.0
+    """Return the seconds in which gradients are (reduced over the ranks that shard them, or over all; then summed over replicas)."""
     _, replicas = machine.shard_groups(job.layout, job.shards)
-    whole, reducing = 1 if job.stack.scatters and not (tier.late and job.zero == 3) else 2, tier.shards
     across = 0.0
-    if replicas.size > 1 and job.is_uneven:
-        whole, reducing = 2, tier.everyone
-    elif replicas.size > 1:
-        across = all_reduce(machine, replicas, size / tier.shards.size)
+    if job.zero and replicas.size > 1 and not job.is_uneven:
+        across = all_reduce(machine, replicas, job.stack.reduced_bytes * tier.size * job.trained / tier.shards.size)
     often = job.reduces_often and not tier.late
-    return 0.0 if often else whole * gather(machine, reducing, size), across
+    return 0.0 if often else _summed(job, machine, tier), across
+
+
+def _summed(job: Job, machine: Machine, tier: _Tier) -> float:
+    """Return the seconds in which gradients are summed once over the ranks that shard them, or over all: by a reduce-scatter, or by an
+    all-reduce where every rank gets the sums."""
+    ranks = tier.everyone if job.zero == 0 or job.is_uneven else tier.shards
+    scatters = job.scatters and not (tier.late and job.zero == 3)
+    return (gather if scatters else all_reduce)(machine, ranks, job.stack.reduced_bytes * tier.size * job.trained)

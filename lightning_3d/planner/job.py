@@ -33,7 +33,7 @@ class Job:
         recompute: `none`, `selective` (attention without its projections), or `full` (whole blocks).
         recompute_every: one of every n neighbouring blocks is recomputed.
         sequence_parallel: tensor-parallel ranks split the sequence where they do not shard a layer.
-        reduce_scatter: ZeRO 1 and 2 send each gradient only to the rank that keeps it, where they can.
+        reduce_scatter: ZeRO sends each gradient only to the rank that keeps it, where it can.
         shard_size: data-parallel indices over which ZeRO shards, a divisor of dp, as in `ZeroOptions`; None for all of them.
         overlap_gather: parameters are gathered while the next forward runs, as in `ZeroOptions`.
         loss_chunks: see `ModelOptions.loss_chunks`.
@@ -85,6 +85,12 @@ class Job:
     def is_uneven(self) -> bool:
         """True if gradients are all-reduced over all data-parallel ranks, so that copies on tensor-parallel ranks stay equal."""
         return self.model.vocab % self.layout.tp > 0 and self.layout.dp * self.layout.cp > 2
+
+    @property
+    def scatters(self) -> bool:
+        """True if each gradient is sent only to the rank that keeps it (reduce-scatter), otherwise to all ranks (all-reduce): see
+        `_scatters` in parallel/zero/compose.py."""
+        return self.zero > 0 and self.stack.scatters and self.reduce_scatter and not self.is_uneven
 
     @property
     def sends_whole_stages(self) -> bool:

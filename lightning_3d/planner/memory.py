@@ -162,7 +162,8 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
     """
     model, footprint = job.model, job.stack.footprint
     stages = [stage for stage, _ in own]
-    counts = [parameters_of(job, stage) for stage in stages]
+    known = {stage: parameters_of(job, stage) for stage in set(stages)}
+    counts = [known[stage] for stage in stages]
     inner = [parameters_of(job, Stage(stage.counts, False, False)) if job.saved_block_bytes else (0.0, 0.0) for stage in stages]
     kinds = [kind for kind in range(len(blocks)) if any(stage.counts[kind] for stage in stages)]
     sharers = shard_ranks(job)

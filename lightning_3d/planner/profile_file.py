@@ -294,7 +294,8 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
         base = seconds(one)
         return seconds(one, elementwise=1.0) - base, seconds(one, logit=1.0) - base
 
-    elementwise, logit = _fit(profile.of("model"), share, seconds)
+    elementwise, logit = _fit(profile.of("model"), share, seconds)  # of one rank: its loss is whole
+    sharded = stack.traffic.sharded_logit and stack.traffic.sharded_logit / stack.traffic.logit * logit
     host, _ = _fit(profile.of("host"), lambda one: (_layers(one), 1.0))
     largest = max(profile.of("model"), key=lambda one: one["tokens"])
     kept = [one for one in profile.of("model") if one["tokens"] == largest["tokens"]]
@@ -310,7 +311,7 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     measured = replace(
         stack,
         host=Host(block=host, collectives=stack.host.collectives if profile.device == "cuda" else 0.0, step=step),
-        traffic=Traffic(elementwise=elementwise, logit=logit, parameter=per_parameter * machine.memory_rate),
+        traffic=Traffic(elementwise, logit, sharded, per_parameter * machine.memory_rate),
         footprint=footprint,
     )
     if profile.device == "cuda":

@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, product
+from math import inf
 
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
@@ -86,7 +87,14 @@ class Found:
 
 
 def search(
-    job: Job, machine: Machine, *, fixed: Fixed | None = None, most: int = 5, limit: int = MOST_SIMULATED, room: float | None = None
+    job: Job,
+    machine: Machine,
+    *,
+    fixed: Fixed | None = None,
+    most: int = 5,
+    limit: int = MOST_SIMULATED,
+    room: float | None = None,
+    below: float = inf,
 ) -> Found:
     """Find the fastest candidates with different degrees of parallelism.
 
@@ -97,6 +105,7 @@ def search(
         most: layouts to return.
         limit: most candidates to simulate.
         room: most bytes of a GPU that may be predicted; None: all of its memory.
+        below: seconds of a step; slower candidates are not looked for.
 
     Returns:
         The result; its `best` is empty when nothing fits.
@@ -111,6 +120,8 @@ def search(
     considered = list(shapes(job, machine, fixed))
     too_large = 0
     for shape in considered:
+        if below < inf and least_seconds(shape, machine) >= below:
+            continue
         levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
         fitting = (level for level, least in least_memory(shape, levels, balanced=not fixed.fit_stages) if least <= room)
         level = next(fitting, None)
@@ -125,6 +136,8 @@ def search(
     expanded = 0
     while queue and len(best) < most:
         bound, _, item = heapq.heappop(queue)
+        if bound >= below:
+            break
         if isinstance(item, Job) and not item.schedule:
             expanded += 1
             work = work_of(item, machine)

@@ -45,12 +45,14 @@ class Traffic:
         elementwise: element-wise operations of a block, as a multiple of what fused ones move.
         logit: one logit in the loss. The default is for a loss that is not known: between 6 for one in a single kernel and 36 for one with
             a kernel for each operation.
+        sharded_logit: the same for a loss that tensor parallelism shards by vocabulary; None if it moves as much as any other.
         parameter: one parameter in the optimizer's step. The default is what a fused AdamW in float32 moves: 16 read and 12 written, and 2
             written for the weight in 16 bits.
     """
 
     elementwise: float = 1.5
     logit: float = 24.0
+    sharded_logit: float | None = None
     parameter: float = 30.0
 
 

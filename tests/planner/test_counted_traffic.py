@@ -11,10 +11,10 @@ from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
-from lightning_3d.parallel.tensor.loss import token_losses
+from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.parallel.zero.gradient_buffers import sum_dtype
-from lightning_3d.planner.block_costs import _LOSS_FORWARD
+from lightning_3d.planner.block_costs import _LOSS_FORWARD, _SHARDED_LOSS_FORWARD
 from lightning_3d.planner.constants import EAGER, OURS
 
 WIDTH = 256
@@ -69,6 +69,26 @@ def test_bytes_of_the_loss() -> None:
     # nll_loss and its backward are given the log-softmax, but read one number of each row
     passes = [counted.moved.total() - 4 * logits.numel() for counted in (forward, backward)]
     assert sum(passes) == OURS.traffic.logit * logits.numel() and passes[0] / sum(passes) == pytest.approx(_LOSS_FORWARD)
+
+
+def bytes_of_the_sharded_loss() -> list[float]:
+    """Bytes for each logit of this rank (forward, backward)."""
+    logits = torch.randn(64, 4096, dtype=torch.bfloat16, requires_grad=True)
+    group, size = dist.group.WORLD, logits.numel()
+    assert group is not None
+    targets = torch.randint(0, 4096 * dist.get_world_size(), (64,), generator=torch.Generator().manual_seed(0))
+    with MovedBytes(least=16 * 1024) as forward:
+        losses = vocab_parallel_cross_entropy(logits, targets, 4096 * dist.get_rank(), group)
+    with MovedBytes(least=16 * 1024) as backward:
+        losses.backward(torch.rand(64))
+    # gather and scatter_add_ are given float32 scores, but touch one number of each row
+    assert forward.moved["gather"] == 4 * size and backward.moved["scatter_add_"] == 8 * size
+    return [(forward.moved.total() - 4 * size) / size, (backward.moved.total() - 8 * size) / size]
+
+
+def test_bytes_of_the_loss_that_is_sharded_by_vocabulary() -> None:
+    for passes in run_ranks(bytes_of_the_sharded_loss, 2):
+        assert sum(passes) == OURS.traffic.sharded_logit and passes[0] / sum(passes) == pytest.approx(_SHARDED_LOSS_FORWARD)
 
 
 def test_gradients_are_summed_and_sent_in_float32() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
-from composed_configs import dry
+from composed_configs import dry, dry_peak
 from ranks import run_ranks
 
 from lightning_3d.planner.advice import job_of
@@ -31,22 +29,13 @@ def test_the_planner_counts_a_buffer_of_all_gradients_where_they_are_not_scatter
     assert found == pytest.approx([whole + whole / 4, 2 * whole], rel=1e-3)
 
 
-def dry_rank(*words: str) -> Counter[str]:
-    from lightning_3d.cli.dryrun import job_of
-    from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.runs.check import check_shapes
-
-    config, plan = check_shapes(words)
-    return dry_run(job_of(config, plan), 0).usage.peak
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), pytest.param(("parallelism=dp2", "cluster.gpus_per_node=2"), marks=pytest.mark.full)])
 def test_gradients_at_their_peak_are_those_of_a_dry_run(words: tuple[str, ...]) -> None:
     """Of a model with one block. With dp4 the copy of the head's gradient in its bucket is larger than what a rank keeps; with dp2 it is
     smaller."""
     words += ("model.config.num_hidden_layers=1",)
-    [peak] = run_ranks(dry_rank, 1, *WORDS, *words, process_group=False)
+    [peak] = run_ranks(dry_peak, 1, *WORDS, *words, process_group=False)
     memory = memory_of(job(*words))
     counted = peak["gradients"] + peak["temporary"]
     assert memory.gradients + memory.activations + memory.loss == pytest.approx(counted, rel=1e-3), peak

@@ -144,7 +144,7 @@ def test_a_reduction_hides_as_far_as_the_engine_sends_it_inside_a_backward(chang
     waiting = replace(job, stack=replace(constants.OURS, overlap=Overlap(all_reduce=False, data=False, gather=False)))
     exposed = [step_of(one, cluster).data for one in (job, waiting)]
     size = max(sum(parameters_of(job, stage)) for stage in stages_of(replace(job, layout=replace(layout, vp=1))))
-    whole = (2 if job.zero == 0 else 1) * gather(cluster, group(layout, ("dp", "cp"), 8), 4 * size)
+    whole = (1 if job.scatters else 2) * gather(cluster, group(layout, ("dp", "cp"), 8), 4 * size)
     assert exposed[1] - exposed[0] == pytest.approx((1 - shown) * whole, rel=0.02, abs=1e-6)
 
 
@@ -630,6 +630,15 @@ def test_blocks_that_are_not_recomputed_cost_no_time(recompute: str) -> None:
         for level, every in (("none", 1), (recompute, 1), (recompute, 4))
     )
     assert quarter - none == pytest.approx((all_of_them - none) / 4) and all_of_them > none
+
+
+def test_a_search_below_a_time_finds_the_same_layout_or_none() -> None:
+    job = Job(Architecture.from_spec(spec("llama3_1_8b")), Layout(), 4096, 64, 1, stack=constants.OURS)
+    everything = search(job, machine(8), most=1)
+    seconds = everything.best[0].step.seconds
+    assert search(job, machine(8), most=1, below=1.001 * seconds).best == everything.best
+    nothing = search(job, machine(8), most=1, below=seconds)
+    assert nothing.best == () and nothing.expanded <= everything.expanded
 
 
 def test_what_is_set_is_not_searched() -> None:

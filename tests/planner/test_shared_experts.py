@@ -1,12 +1,11 @@
 """Gradients of experts that ep distributes over ranks: what the planner says of their messages, by hand, and of their memory."""
 
-from collections import Counter
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
-from composed_configs import dry
+from composed_configs import dry, dry_peak
 from ranks import run_ranks
 
 from benchmarks.planner_accuracy.software import Published
@@ -110,15 +109,6 @@ WORDS = (
 )
 
 
-def dry_rank(*words: str) -> Counter[str]:
-    from lightning_3d.cli.dryrun import job_of as job_of_dry_run
-    from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.runs.check import check_shapes
-
-    config, plan = check_shapes(words)
-    return dry_run(job_of_dry_run(config, plan), 0).usage.peak
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -134,7 +124,7 @@ def test_gradients_of_shared_experts_at_their_peak_are_those_of_a_dry_run(option
     """They are whole until the end of the step, and are then copied into one buffer. At stages 2 and 3, a gradient of another parameter is
     there too when it is reduced, at most the largest."""
     words = (*WORDS, *(f"parallelism.{option}" for option in options))
-    [peak] = run_ranks(dry_rank, 1, *words, process_group=False)
+    [peak] = run_ranks(dry_peak, 1, *words, process_group=False)
     _, plan = dry(*words, "force=true")
     memory = memory_of(job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size))
     counted, found = peak["gradients"] + peak["temporary"], memory.gradients + memory.activations + memory.loss

@@ -1,5 +1,6 @@
 """Configurations as Hydra composes them, and the recipes."""
 
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
     """A configuration and what it means, as far as this machine can say."""
     config = composed(*overrides, "trainer.dry=true")
     return config, plan_run(config, None, Advice())
+
+
+def dry_peak(*words: str) -> Counter[str]:
+    """Bytes by category of rank 0 of a dry run at its peak."""
+    from lightning_3d.cli.dryrun import job_of
+    from lightning_3d.dryrun.run import dry_run
+    from lightning_3d.runs.check import check_shapes
+
+    config, plan = check_shapes(words)
+    return dry_run(job_of(config, plan), 0).usage.peak
 
 
 @lru_cache
