@@ -162,7 +162,7 @@ def search(
             push(simulated[-1].step.seconds, simulated[-1])
     # Where the limit was reached, the rest is in order of what was simulated.
     for one in sorted([*simulated, *known], key=lambda one: one.step.seconds):
-        if len(best) < most:
+        if len(best) < most and one.step.seconds < below:
             best.setdefault(_degrees(one.job), one)
     ordered = tuple(sorted(best.values(), key=lambda one: one.step.seconds))
     return Found(ordered, tuple(simulated), (*simulated, *known), len(considered), expanded, too_large)

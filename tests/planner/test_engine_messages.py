@@ -103,6 +103,7 @@ class Flights(TorchDispatchMode):
         names = {"all_gather_single": GATHERS[0], "all_gather_into_tensor": GATHERS[0]}
         names |= {name: name for name in ("broadcast", "all_reduce", "reduce")}
         own = {"all_reduce": "all_reduce", "all_gather": GATHERS[0], "reduce_scatter": SUMS[2]}
+        own |= {"start_all_reduce": "all_reduce", "start_reduce": "reduce", "start_broadcast": "broadcast"}
         with pytest.MonkeyPatch.context() as patch, self:
             for place, chosen in ((dist, names), (exchange, own)):
                 for name, called in chosen.items():

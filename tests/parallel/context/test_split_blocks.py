@@ -116,10 +116,26 @@ def differences(family: str, *, compiled: bool = False) -> list[float]:
     return found
 
 
+def float32_noise(family: str) -> float:
+    """Largest relative change of a gradient of one process when its weights are rounded to float32."""
+    found = []
+    for padding in (False, True):
+        exact, rounded, inputs = build(family), build(family), batch(padding)
+        with torch.no_grad():
+            for parameter in rounded.parameters():
+                parameter.copy_(parameter.float())
+        for model in (exact, rounded):
+            plain_loss(model, inputs).backward()
+        pairs = [(one.grad, other.grad) for one, other in zip(exact.parameters(), rounded.parameters(), strict=True)]
+        found += [((b - a).norm() / a.norm().clamp(min=1e-3)).item() for a, b in pairs if a is not None and b is not None]
+    return max(found)
+
+
 @pytest.mark.parametrize("family", by_default(list(FAMILIES), 0, 1, 2, 7))
 def test_losses_and_gradients_are_those_of_one_process(family: str) -> None:
+    """What is computed in float32 depends on the processor, too, as much as rounding to float32 changes it."""
     worst = max(max(found) for found in run_ranks(differences, 2, family))
-    assert worst < (1e-5 if family in IN_FLOAT32 else 1e-11)
+    assert worst < (max(1e-5, 4 * float32_noise(family)) if family in IN_FLOAT32 else 1e-11)
 
 
 def documents_in_one_row() -> list[float]:
