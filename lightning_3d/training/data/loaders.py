@@ -122,17 +122,24 @@ class Loader(DataLoader[dict[str, Tensor]]):
 
 class TrainLoader(Loader):
     """A loader of which Lightning knows that it has a position. `PackedDataModule` saves and restores it; checkpoints of earlier versions
-    have it in the loader only."""
+    have it in the loader only.
 
-    data_module: HasPosition
+    Attributes:
+        data_module: knows the position; None in the copy with a sampler of its own that Lightning makes for `overfit_batches`.
+    """
+
+    data_module: HasPosition | None = None
 
     @override
     def __len__(self) -> int:
         """Number of batches that Lightning is to count in the epoch that its sampler is in."""
+        if self.data_module is None:
+            return super().__len__()
         return self.data_module.batches_in(self.sampler.epoch)  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        return self.data_module.position_state()
+        return {} if self.data_module is None else self.data_module.position_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.data_module.resume_from(state_dict)
+        if self.data_module is not None:
+            self.data_module.resume_from(state_dict)
