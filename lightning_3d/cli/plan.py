@@ -117,7 +117,7 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
 
 def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> None:
     """Print the fastest layouts, and memory, messages and warnings of the first."""
-    from lightning_3d.planner.advice import faster_compiled, spanning, uncounted
+    from lightning_3d.planner.advice import faster_compiled, measured_otherwise, spanning, uncounted
     from lightning_3d.planner.tables import compiled_line, data_line, found_table, margin, memory_table
 
     first = found.best[0]
@@ -125,7 +125,7 @@ def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> N
     print(f"\nMemory of the fullest rank of {first.job.layout.name}:\n{memory_table(first.memory)}")
     print(f"  {margin(first.memory, machine)}")
     print(f"\n{data_line(first.job, machine)}")
-    for warning in (*uncounted(run), *spanning(first.job, machine)):
+    for warning in (*measured_otherwise(run), *uncounted(run), *spanning(first.job, machine)):
         print(f"\n{warning}")
     if (faster := faster_compiled(run, precision, first)) is not None:
         print(f"\n{compiled_line(faster, first)}")

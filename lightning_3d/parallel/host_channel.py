@@ -42,10 +42,9 @@ class Arrival:
 
     def wait(self) -> bool:
         """Read what has arrived, waiting for it."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-            self._call.done = True
+        if self._finish is not None:
+            self._finish()
+            self._finish, self._call.done = None, True
         return True
 
     def is_completed(self) -> bool:

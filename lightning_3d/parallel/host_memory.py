@@ -22,7 +22,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -129,6 +129,7 @@ class Neighbours:
         self._peers = {other: _Peer(connection) for other, connection in connections.items()}
         self._buffers: dict[int, list[_Buffer]] = {}
         self._made = 0
+        self._filling = threading.Lock()
         for connection in connections.values():
             connection.setblocking(False)
 
@@ -144,12 +145,14 @@ class Neighbours:
             for rank in ranks:
                 self._send(self._peers[rank], token, [])
             return
-        buffer = self._buffer(len(content))
-        buffer.content[: len(content)].copy_(content)
-        buffer.readers = tuple(ranks)
+        with self._filling:
+            buffer = self._buffer(len(content))
+            buffer.content[: len(content)].copy_(content)
+            buffer.readers = tuple(ranks)
+            for rank in ranks:
+                buffer.flags[rank] = 0
         token = _TOKEN.pack(*key, len(content), buffer.number)
         for rank in ranks:
-            buffer.flags[rank] = 0
             descriptors = [] if rank in buffer.known else [buffer.descriptor]
             buffer.known.add(rank)
             self._send(self._peers[rank], token, descriptors)
@@ -300,31 +303,51 @@ def connect(rank: int, ranks: int, timeout: timedelta, gather: Callable[[Any], l
         gather: function that gathers an object from all ranks.
 
     Returns:
-        The connections; None on all ranks where there are too many of them, or no memory of this kind.
+        The connections; None on all ranks where there are too many of them.
     """
-    if not 1 < ranks <= MOST_RANKS or not hasattr(os, "memfd_create"):
+    if not 1 < ranks <= MOST_RANKS:
         return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     address = f"\0lightning_3d-{uuid.uuid4().hex}"  # "\0": a name without a file, seen on this host only
-    with listener:
+    listener = _listen(address, ranks)
+    with listener or nullcontext():
+        addresses = gather(None if listener is None else address)
+        lower = addresses[:rank] if listener is not None else []
+        found = {other: one for other, where in enumerate(lower) if where is not None and (one := _call(where, rank)) is not None}
+        called = gather(sorted(found))
+        callers = sum(rank in reached for reached in called)
+        while listener is not None and callers:
+            connection, _ = listener.accept()
+            if _is_own(connection):  # any user of this host can connect
+                found[int(connection.recv(16))] = connection
+                callers -= 1
+    return Neighbours(rank, found, called, timeout)
+
+
+def _listen(address: str, ranks: int) -> socket.socket | None:
+    """Wait for connections; None where the system has no such sockets, or no memory that can be sent through them."""
+    try:
+        os.close(os.memfd_create("lightning_3d"))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(address)
         listener.listen(ranks)
-        addresses = gather(address)
-        found = {other: one for other in range(rank) if (one := _call(addresses[other], rank)) is not None}
-        called = gather(sorted(found))
-        for _ in range(sum(rank in lower for lower in called)):
-            connection, _ = listener.accept()
-            found[int(connection.recv(16))] = connection
-    return Neighbours(rank, found, called, timeout)
+    except (AttributeError, OSError):
+        return None
+    return listener
 
 
 def _call(address: str, rank: int) -> socket.socket | None:
     """Connect to another rank; None if it is on another host."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    with suppress(OSError):
         connection.connect(address)
-    except OSError:
-        connection.close()
-        return None
-    connection.send(str(rank).encode())
-    return connection
+        if _is_own(connection):
+            connection.send(str(rank).encode())
+            return connection
+    connection.close()
+    return None
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """True if the process at the other end is one of this user."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())

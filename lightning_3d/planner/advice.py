@@ -328,6 +328,17 @@ def uncounted(run: CompleteRun) -> tuple[str, ...]:
     )
 
 
+def measured_otherwise(run: CompleteRun) -> tuple[str, ...]:
+    """Return a warning about a profile with sequences that are more than twice as long or as short as those of the run."""
+    measured, planned = profile_of(run.profile).sequence if run.profile is not None else None, run.data["sequence_length"]
+    if measured is None or planned / 2 <= measured <= planned * 2:
+        return ()
+    return (
+        f"The profile was measured with sequences of {measured} tokens, and the plan is for {planned}, so its times are less certain."
+        f" Measure again with lightning-3d profile data.sequence_length={planned} ...",
+    )
+
+
 _WORTH_A_WARNING = 0.002
 """Share of a step."""
 

@@ -154,7 +154,8 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
         part = Part(forward=forward, backward=2 * forward)
     if layout.cp > 1:
         kv = gather(machine, machine.group(layout, ("cp",)), job.tokens * layout.cp * model.key_width / layout.tp * job.width)
-        part += Part(forward_communication=max(0.0, kv - part.forward), backward_communication=max(0.0, 2 * kv - part.backward))
+        forward, backward = (part.forward, part.backward) if job.stack.overlap.blocks else (0.0, 0.0)
+        part += Part(forward_communication=max(0.0, kv - forward), backward_communication=max(0.0, 2 * kv - backward))
         merged = (layout.cp - 1) * 3 * _WORD * job.tokens * width / machine.memory_rate  # results of a round join those before
         part += Part(forward=merged, backward=merged)
     return part

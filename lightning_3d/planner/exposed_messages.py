@@ -65,10 +65,11 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
             whole += gather(machine, tier.shards, job.width * tier.size)
         if job.reduces_often and not tier.late:
             scatter += _summed(job, machine, tier)
+    hidden = _HIDDEN if stack.overlap.blocks else 0.0
     forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
     return Part(
-        forward_communication=max(_LATE * whole, whole - _HIDDEN * forward),
-        backward_communication=max(_LATE * (whole + scatter), whole + scatter - _HIDDEN * backward),
+        forward_communication=max(_LATE * whole, whole - hidden * forward),
+        backward_communication=max(_LATE * (whole + scatter), whole + scatter - hidden * backward),
     )
 
 

@@ -84,6 +84,11 @@ class Profile:
         """Return the measurements of a kind."""
         return [one for one in self.operations if one["kind"] == kind]
 
+    @property
+    def sequence(self) -> int | None:
+        """Tokens of the longest sequence with which blocks of the model were measured; None if only links were."""
+        return max((one["seq"] for one in self.of("model")), default=None)
+
     @cached_property
     def bandwidth(self) -> float:
         """Bytes a second of the largest copy, which no cache holds."""
@@ -317,7 +322,7 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     if profile.device == "cuda":
         return measured
     # On a CPU nothing overlaps with the work of the cores, and only the bytes of tensors are counted.
-    return replace(measured, overlap=Overlap(False, False, False), footprint=replace(footprint, allocator=1.0))
+    return replace(measured, overlap=Overlap(False, False, False, blocks=False), footprint=replace(footprint, allocator=1.0))
 
 
 def _rate_of_largest(measured: Sequence[Mapping[str, Any]]) -> float:

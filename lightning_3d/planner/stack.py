@@ -90,12 +90,15 @@ class Overlap:
         data: reduction of gradients at ZeRO stages 1 to 3, during the last backward pass.
         gather: gathering of parameters, during the first forward pass.
         layers: share of tensor-parallel communication that is waited for; 1 without overlap.
+        blocks: messages of a block: parameters that ZeRO gathers and gradients that it reduces for every micro-batch, and keys and values
+            that context-parallel ranks pass on.
     """
 
     all_reduce: bool = True
     data: bool = True
     gather: bool = True
     layers: float = 1.0
+    blocks: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_exchange import check, sums
+from sums_and_gathers import check, sums
 
 from lightning_3d.compat.flight_recorder import recorded_collectives
 from lightning_3d.layout import Layout

@@ -1,5 +1,6 @@
 """How far computation hides the messages of ZeRO, by formulas with rates at which only products and messages take time."""
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import ONE, Efficiency, Machine
+from lightning_3d.planner.stack import Overlap, Stack
 from lightning_3d.planner.step_time import step_of
 
 HIDDEN, TOKENS, RANKS, BLOCKS = 1024, 4096, 8, 3
@@ -28,10 +30,10 @@ def machine(link: float) -> Machine:
     return Machine("", 1, RANKS, *rates, 0.0, 0.0, free, protocols=ONE)
 
 
-def exposed(link: float, changes: dict[str, Any]) -> float:
+def exposed(link: float, changes: dict[str, Any], stack: Stack = OURS) -> float:
     """Exposed seconds of messages of a block for one micro-batch, forward and backward."""
     model = Architecture.plain(layers=BLOCKS, hidden=HIDDEN, heads=8, kv_heads=8, vocab=8, ffn=4 * HIDDEN, gated=False, tied=True)
-    job = Job(model, Layout(dp=RANKS), TOKENS, 2 * RANKS, 1, stack=OURS, **changes)
+    job = Job(model, Layout(dp=RANKS), TOKENS, 2 * RANKS, 1, stack=stack, **changes)
     return step_of(job, machine(link)).communication / (2 * BLOCKS)
 
 
@@ -52,3 +54,9 @@ def test_messages_of_a_block_hide_behind_four_fifths_of_its_passes(changes: dict
     forward = max(0.1 * gather, gather - 0.8 * FORWARD)
     backward = max(0.1 * (gather + reduction), gather + reduction - 0.8 * 2 * FORWARD)
     assert exposed(link, changes) == pytest.approx(forward + backward, rel=2e-3)
+
+
+def test_nothing_hides_on_cores_that_do_both() -> None:
+    stack = replace(OURS, overlap=Overlap(False, False, False, blocks=False))
+    whole = 7 / 8 * (2 * 2 + 4) * WEIGHTS / 450e9
+    assert exposed(450e9, {"zero": 3, "reduce": "micro_batch"}, stack) == pytest.approx(whole, rel=2e-3)

@@ -11,10 +11,13 @@ from command_line import REPOSITORY, Result, run_commands
 from made_profile import made
 
 from lightning_3d.config.cluster import ClusterConfig
+from lightning_3d.config.compose import compose
+from lightning_3d.config.plan_run import check_keys
+from lightning_3d.config.run_config import complete_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
-from lightning_3d.planner.advice import machine_of
+from lightning_3d.planner.advice import machine_of, measured_otherwise
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.constants import OURS
 from lightning_3d.planner.job import Job
@@ -80,6 +83,13 @@ def test_a_profile_gives_back_the_rates_that_it_was_made_with(folder: Path) -> N
     stack = stack_of_profile(profile, machine, OURS)
     assert (stack.host.block, stack.host.step, stack.traffic.parameter) == pytest.approx((4e-3, 1e-3, 30), rel=1e-4)
     assert stack.footprint.logit == pytest.approx(4e9 / 4096 / 128256)
+
+
+@pytest.mark.parametrize(("length", "warned"), [(8192, False), (16384, True), (2048, False), (1024, True)])
+def test_a_profile_of_other_sequences_is_named(folder: Path, length: int, warned: bool) -> None:
+    words = [*STATED[:2], f"data.sequence_length={length}", "cluster=h100_1x8", f"profile={folder / 'h100.json'}", "trainer.dry=true"]
+    found = measured_otherwise(complete_run(check_keys(compose(words))))
+    assert [f"sequences of 4096 tokens, and the plan is for {length}," in line for line in found] == [True] * warned
 
 
 def test_a_plan_with_slower_products_is_slower(folder: Path) -> None:
