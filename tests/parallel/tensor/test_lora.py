@@ -97,6 +97,7 @@ def test_families(lora: dict[str, Any], layout: str, schedule: str, mode: str, m
     ],
     ids=["plain", "dora", "olora", "bias", "others"],
 )
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")  # of a class of PEFT, which the process that prints would import
 def test_models_in_memory(lora: dict[str, Any], layout: str) -> None:
     """Adapters that are computed from the weights need these; PEFT made them when the model was built."""
     check(lora, layout, steps=FEW, in_memory=True)
