@@ -125,6 +125,17 @@ def start_all_to_all(
     return all_to_all_single(received, x, received_rows, sent_rows, group=group, async_op=True)
 
 
+def all_to_all(
+    received: Tensor, x: Tensor, received_rows: Sequence[int] | None, sent_rows: Sequence[int] | None, group: ProcessGroup | None
+) -> None:
+    """Exchange rows between all ranks of the group; None: equally many."""
+    channel = _channel(received, group)
+    if channel is not None:
+        channel.all_to_all(received, x, received_rows, sent_rows).wait()
+    else:
+        all_to_all_single(received, x, received_rows, sent_rows, group=group)
+
+
 def isend(x: Tensor, receiver: int, group: ProcessGroup | None, tag: int = 0) -> Work:
     """Start to send `x`, contiguous, to a global rank. Returns the work to wait for before `x` changes."""
     channel = _channel(x, group)

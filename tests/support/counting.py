@@ -52,6 +52,7 @@ EXCHANGES = {  # functions of gloo_exchange: what they do
     "start_reduce": "reduce",
     "start_broadcast": "broadcast",
     "start_all_to_all": "all_to_all_single",
+    "all_to_all": "all_to_all_single",
     "isend": "isend",
     "irecv": "irecv",
 }

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_3d.compat.torch import functional_all_to_all, functional_gather, functional_scatter_sum
 from lightning_3d.parallel import gloo_exchange as exchange
+from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.zigzag import natural_order
 from lightning_3d.parallel.witness import received, sent
@@ -100,37 +101,22 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
         total = x.clone()
-        sent("all-reduce", total)
-        _sum(total, context)
-        received("all-reduce", total)
+        all_reduce_flat(total, context.group)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        sent("all-reduce", total)
-        _sum(total, ctx.context)
-        received("all-reduce", total)
+        all_reduce_flat(total, ctx.context.group)
         return total, None
-
-
-def _sum(total: Tensor, context: ContextParallel) -> None:
-    if exchange.fits_whole(total, context.group):
-        exchange.all_reduce(total, context.group)
-    else:
-        dist.all_reduce(total, group=context.group)
 
 
 def _all_gather(own: Tensor, context: ContextParallel) -> Tensor:
     if torch.compiler.is_compiling():
         return functional_gather(own, context.group)
     parts = own.new_empty((context.size * own.shape[0], *own.shape[1:]))
-    sent("all-gather", own)
-    if exchange.fits(own, context.group):
-        exchange.all_gather(parts, own, context.group).wait()
-    else:
-        dist.all_gather_into_tensor(parts, own, group=context.group)
+    all_gather_flat(parts, own, context.group).wait()
     received("all-gather", parts)
     return parts
 
@@ -139,11 +125,7 @@ def _reduce_scatter(by_rank: Tensor, context: ContextParallel) -> Tensor:
     if torch.compiler.is_compiling():
         return functional_scatter_sum(by_rank, context.group)
     own = by_rank.new_empty((len(by_rank) // context.size, *by_rank.shape[1:]))
-    sent("reduce-scatter", by_rank)
-    if exchange.fits(own, context.group):
-        exchange.reduce_scatter(own, by_rank, context.group).wait()
-    else:
-        dist.reduce_scatter_tensor(own, by_rank, group=context.group)
+    reduce_scatter_flat(own, by_rank, context.group).wait()
     received("reduce-scatter", own)
     return own
 
@@ -153,7 +135,7 @@ def _all_to_all(by_rank: Tensor, context: ContextParallel) -> Tensor:
         return functional_all_to_all(by_rank, context.group)
     arrived = torch.empty_like(by_rank)
     sent("all-to-all", by_rank)
-    exchange.start_all_to_all(arrived, by_rank, None, None, context.group).wait()
+    exchange.all_to_all(arrived, by_rank, None, None, context.group)
     received("all-to-all", arrived)
     return arrived
 

@@ -205,7 +205,7 @@ class _Dispatch:
         """(rows that go to each rank, rows that come from each, the expert of each row that comes, counted on this rank)."""
         counts = torch.searchsorted(rising, torch.arange(experts + 1, device=rising.device)).diff()
         others = torch.empty_like(counts)
-        gloo_exchange.start_all_to_all(others, counts, None, None, ranks.group).wait()
+        gloo_exchange.all_to_all(others, counts, None, None, ranks.group)
         if ranks.balanced:
             sent = received = even_parts(len(rising), ranks.size)
         else:

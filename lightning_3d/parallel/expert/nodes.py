@@ -78,12 +78,12 @@ class NodeDispatch:
         pairs = torch.searchsorted(rising, torch.arange(experts + 1, device=chosen.device)).diff()
         mine = torch.cat([rows.unsqueeze(1), pairs.view(nodes.nodes, -1)], 1)
         theirs = torch.empty_like(mine)
-        gloo_exchange.start_all_to_all(theirs, mine, None, None, nodes.across).wait()
+        gloo_exchange.all_to_all(theirs, mine, None, None, nodes.across)
         forwarded = theirs[:, 1:].sum(0)  # pairs that this rank sends on, for each expert of its node
         arriving = forwarded
         if size > 1:
             arriving = torch.empty_like(forwarded)
-            gloo_exchange.start_all_to_all(arriving, forwarded, None, None, nodes.within).wait()
+            gloo_exchange.all_to_all(arriving, forwarded, None, None, nodes.within)
         experts_here = arriving.view(size, -1)
         if balanced:
             across = even_parts(len(chosen) * min(chosen.shape[1], nodes.nodes), nodes.nodes)

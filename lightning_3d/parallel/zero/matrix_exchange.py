@@ -119,7 +119,7 @@ class MatrixExchange:
             whole = self._empty((sum(map(sum, sizes)),))
             sent("all-to-all", flat)
             out = [sum(map(len, tensors)) for tensors in gives]
-            gloo_exchange.start_all_to_all(whole, flat, [sum(of_rank) for of_rank in sizes], out, self._group).wait()
+            gloo_exchange.all_to_all(whole, flat, [sum(of_rank) for of_rank in sizes], out, self._group)
             received("all-to-all", whole)
         return list(whole.split(list(chain.from_iterable(sizes))))
 
