@@ -27,6 +27,7 @@ SMALL = 2**20  # bytes that a rank sends for the sum of a tensor; over more than
 
 # The functions below have the names of torch's, and are counted in tests in their place.
 _all_reduce, _reduce, _broadcast, _isend, _irecv = dist.all_reduce, dist.reduce, dist.broadcast, dist.isend, dist.irecv
+_all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def uses_gloo(group: ProcessGroup | None) -> bool:
@@ -89,6 +90,33 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> W
     received = torch.empty_like(whole).view(get_world_size(group), -1)
     work = all_to_all_single(received, whole.view(received.shape), group=group, async_op=True)
     return _Sum(work, received, part)  # type: ignore[return-value]
+
+
+def sum_now(x: Tensor, group: ProcessGroup | None) -> None:
+    """Replace `x`, contiguous, on any device, by its sum over the group."""
+    channel = _channel(x, group)
+    if channel is not None:
+        channel.all_reduce(x)
+    else:
+        _all_reduce(x, group=group)
+
+
+def gather_now(whole: Tensor, part: Tensor, group: ProcessGroup | None) -> None:
+    """Gather the parts of all ranks, on any device, in `whole`."""
+    channel = _channel(part, group)
+    if channel is not None:
+        channel.all_gather(whole, part).wait()
+    else:
+        _all_gather(whole, part, group=group)
+
+
+def scatter_sum_now(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> None:
+    """Sum `whole`, on any device, over the ranks and give each rank its part."""
+    channel = _channel(part, group)
+    if channel is not None:
+        channel.reduce_scatter(part, whole).wait()
+    else:
+        _reduce_scatter(part, whole, group=group)
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Work:

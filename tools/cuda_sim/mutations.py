@@ -42,6 +42,8 @@ HARMLESS = {
     "parallel/expert/nodes.py discard": _KEPT,
     "parallel/blocks/offload.py _new": "the simulation waits for the device when it gives page-locked memory back",
     "profiling/operations.py _wait": _TIMES,
+    "profiling/operations.py _kinds": _TIMES,
+    "profiling/operations.py send": _TIMES,
     "tracing/recorder.py begin": _TIMES,
 }
 """Functions whose deletions change nothing that could be noticed, with the reason."""

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from lightning_3d.compat.torch import functional_all_to_all, functional_gather, functional_scatter_sum
 from lightning_3d.parallel import gloo_exchange as exchange
-from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.zigzag import natural_order
 from lightning_3d.parallel.witness import received, sent
@@ -101,14 +100,18 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
         total = x.clone()
-        all_reduce_flat(total, context.group)
+        sent("all-reduce", total)
+        exchange.sum_now(total, context.group)
+        received("all-reduce", total)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        all_reduce_flat(total, ctx.context.group)
+        sent("all-reduce", total)
+        exchange.sum_now(total, ctx.context.group)
+        received("all-reduce", total)
         return total, None
 
 
@@ -116,7 +119,8 @@ def _all_gather(own: Tensor, context: ContextParallel) -> Tensor:
     if torch.compiler.is_compiling():
         return functional_gather(own, context.group)
     parts = own.new_empty((context.size * own.shape[0], *own.shape[1:]))
-    all_gather_flat(parts, own, context.group).wait()
+    sent("all-gather", own)
+    exchange.gather_now(parts, own, context.group)
     received("all-gather", parts)
     return parts
 
@@ -125,7 +129,8 @@ def _reduce_scatter(by_rank: Tensor, context: ContextParallel) -> Tensor:
     if torch.compiler.is_compiling():
         return functional_scatter_sum(by_rank, context.group)
     own = by_rank.new_empty((len(by_rank) // context.size, *by_rank.shape[1:]))
-    reduce_scatter_flat(own, by_rank, context.group).wait()
+    sent("reduce-scatter", by_rank)
+    exchange.scatter_sum_now(own, by_rank, context.group)
     received("reduce-scatter", own)
     return own
 
