@@ -74,7 +74,7 @@ def main() -> None:
             words = [*shared, f"profile={profile}", f"parallelism={layout}", "parallelism.micro_batch_size=4"]
             words += [f"parallelism.{key}" for key in keys]
             one = predicted(words)
-            found = [measure(words, one, options.steps, [], Path(folder)) for _ in range(options.runs)]
+            found = [measure(words, one, options.steps, [], Path(tempfile.mkdtemp(dir=folder))) for _ in range(options.runs)]
             if failure := next((each.failure for each in found if each.failure), None):
                 sys.exit(f"{line} failed: {failure}")
             seconds = median(each.seconds for each in found if each.seconds)
