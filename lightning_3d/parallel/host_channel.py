@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_3d.compat.flight_recorder import SharedMemoryCall, shared_memory_calls
-from lightning_3d.parallel.host_memory import Neighbours, connect
+from lightning_3d.parallel.host_memory import Arrived, Neighbours, connect
 
 _LARGE = 1 << 16
 """Bytes of a tensor from which more than two ranks sum it in two steps: each sums a part of it, and all gather the parts."""
@@ -72,6 +72,7 @@ class HostChannel:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self._ranks)
 
     def all_reduce(self, x: Tensor, op: Any = ReduceOp.SUM) -> None:
@@ -87,7 +88,7 @@ class HostChannel:
         self._neighbours.post(self._others, key, flat)
 
         def finish() -> None:
-            self._combine(key, flat, slice(None), op)
+            self._combine(key, flat.nbytes, flat, slice(None), op)
 
         return Arrival(call, finish)
 
@@ -98,7 +99,7 @@ class HostChannel:
 
         def finish() -> None:
             own = flat[parts[self._me]]
-            self._combine(first, own, parts[self._me], op)
+            self._combine(first, flat.nbytes, own, parts[self._me], op)
             self._neighbours.post(self._others, second, own)
             for rank, part in zip(self._ranks, parts, strict=True):
                 if rank != self._neighbours.rank:
@@ -114,7 +115,7 @@ class HostChannel:
             return Arrival(call, None)
 
         def finish() -> None:
-            self._combine(key, flat, slice(None), ReduceOp.SUM)
+            self._combine(key, flat.nbytes, flat, slice(None), ReduceOp.SUM)
 
         return Arrival(call, finish)
 
@@ -127,7 +128,7 @@ class HostChannel:
         def finish() -> None:
             target = part.view(-1)
             target.copy_(flat[own])
-            self._combine(key, target, own, ReduceOp.SUM)
+            self._combine(key, flat.nbytes, target, own, ReduceOp.SUM)
 
         return Arrival(call, finish)
 
@@ -200,13 +201,23 @@ class HostChannel:
         return channel, number
 
     def _read(self, rank: int, key: tuple[int, int], target: Tensor) -> None:
-        arrived = self._neighbours.take(rank, key)
+        arrived = self._take(rank, key, target.nbytes)
         target.copy_(arrived.content.view(target.dtype))
         arrived.release()
 
-    def _combine(self, key: tuple[int, int], own: Tensor, part: slice, op: Any) -> None:
-        """Sum a part of what all ranks have sent, in the order of the ranks, in `own`, which is this rank's."""
-        arrived = {rank: self._neighbours.take(rank, key) for rank in self._others}
+    def _take(self, rank: int, key: tuple[int, int], size: int) -> Arrived:
+        """Wait for a message of `size` bytes. Other sizes would be cut, or stretched, in silence."""
+        arrived = self._neighbours.take(rank, key)
+        if len(arrived.content) != size:
+            raise RuntimeError(
+                f"Rank {rank} sent {len(arrived.content)} bytes where this rank expects {size} (group {self._purpose or self._group}):"
+                " the ranks do not call the same collectives with tensors of the same size and type."
+            )
+        return arrived
+
+    def _combine(self, key: tuple[int, int], size: int, own: Tensor, part: slice, op: Any) -> None:
+        """Sum a part of what all ranks have sent, `size` bytes each, in the order of the ranks, in `own`, which is this rank's."""
+        arrived = {rank: self._take(rank, key, size) for rank in self._others}
         terms = [arrived[rank].content.view(own.dtype)[part] if rank in arrived else own for rank in self._ranks]
         if op == ReduceOp.SUM and own.dtype in _NARROW and len(terms) > 2:  # added up in float32
             torch.sum(torch.stack(terms), 0, dtype=own.dtype, out=own)

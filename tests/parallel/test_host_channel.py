@@ -111,6 +111,18 @@ def late_rank() -> tuple[str, list[Any]]:
         return str(error.value), [(call.kind, call.shape, call.done) for call in recorded_collectives() if "shared" in call.group]
 
 
+def other_sizes(numels: tuple[int, int], collective: str) -> str:
+    """The ranks disagree on the size, which torch would stretch or cut without an error."""
+    x = torch.ones(numels[dist.get_rank()])
+    with shared(), pytest.raises(RuntimeError) as error:
+        if collective == "all_reduce":
+            all_reduce_flat(x, None)
+        else:
+            works = [exchange.isend(x, 1 - dist.get_rank(), None), exchange.irecv(x.clone(), 1 - dist.get_rank(), None)]
+            works[1].wait()
+    return str(error.value)
+
+
 def child_lets_go() -> None:
     with shared():
         child = os.fork()
@@ -175,6 +187,13 @@ def test_a_rank_that_does_not_come_is_named_and_the_call_is_recorded() -> None:
     message, calls = run_ranks(late_rank, 2)[0]
     assert message == "Timed out after 1 s: rank 1 sent nothing."
     assert calls[-1] == ("all_reduce", "(3, 2) float32", False)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "message"])
+@pytest.mark.parametrize("numels", [(1, 500), (LARGE, 7)])
+def test_ranks_that_disagree_on_the_size_are_refused(numels: tuple[int, int], collective: str) -> None:
+    for rank, message in enumerate(run_ranks(other_sizes, 2, numels, collective)):
+        assert f"Rank {1 - rank} sent {4 * numels[1 - rank]} bytes where this rank expects {4 * numels[rank]}" in message
 
 
 def test_a_child_process_holds_no_connection() -> None:
