@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The CPU build of torch; a range would bring gigabytes of CUDA to a machine that has no use for them.
 CPU_TORCH := torch==2.13.0
 
-DEFAULT := not full and not faults and not cuda
+DEFAULT := not full and not faults and not cuda and not gpu
 
 .PHONY: train test test-slow test-full test-faults test-chaos test-cuda fuzz lint types style imports docs browser clean-venv
 .DELETE_ON_ERROR:

@@ -22,7 +22,7 @@ COMMAND = Command(
     examples=["", "--only tp,pp --ranks 4 cluster=local_cpu", "--list"],
 )
 COMMAND.word("cluster=local_cpu", "use CPU ranks although there are GPUs")
-COMMAND.count("--ranks", "ranks on this machine; default: one for each GPU, 4 on a machine without GPUs")
+COMMAND.count("--ranks", "ranks on this machine; default: one for each GPU, 4 on a machine without GPUs. More than GPUs share them")
 COMMAND.count("--minutes", "time limit; cells that it does not reach are named; default: 5", default=5)
 COMMAND.option("--only", "GROUPS", "groups of cells, with commas between them, such as tp,pp; --list shows them")
 COMMAND.option(
@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(options: Namespace, words: Sequence[str]) -> int:
-    accelerator, ranks = _place(options.ranks, words)
+    gpus, ranks = _place(options.ranks, words)
     cells = chosen(all_cells(ranks), options.only)
     if options.list:
         print("\n".join(map(_listed, cells)))
@@ -49,7 +49,7 @@ def _run(options: Namespace, words: Sequence[str]) -> int:
     from lightning_3d.selftest.workers import CallFailed, CallHung
 
     try:
-        finished = session.run(cells, ranks, accelerator, 60.0 * options.minutes)
+        finished = session.run(cells, ranks, gpus, 60.0 * options.minutes)
     except (CallFailed, CallHung) as error:
         print(f"lightning_3d: the ranks did not start: {error}", file=sys.stderr, flush=True)
         return 1
@@ -59,18 +59,14 @@ def _run(options: Namespace, words: Sequence[str]) -> int:
     return int(report.is_wrong(finished))
 
 
-def _place(ranks: int | None, words: Sequence[str]) -> tuple[str, int]:
-    """Decide where to run: (accelerator, number of ranks)."""
+def _place(ranks: int | None, words: Sequence[str]) -> tuple[int, int]:
+    """Decide where to run: (number of GPUs, 0 for CPU ranks; number of ranks)."""
     for word in words:
         if word not in ("cluster=local_cpu", "cluster=auto"):
             raise ConfigError(f'lightning-3d selftest takes cluster=local_cpu (or cluster=auto); got "{word}".')
-    there = 0 if "cluster=local_cpu" in words else visible_gpus()
-    if there and ranks and ranks > there:
-        raise ConfigError(
-            f"--ranks must be at most the number of GPUs of this machine, {there}; got {ranks}. Use --ranks {there}, or CPU ranks with"
-            " cluster=local_cpu."
-        )
-    return ("gpu", ranks or there) if there else ("cpu", ranks or 4)
+    gpus = 0 if "cluster=local_cpu" in words else visible_gpus()
+    ranks = ranks or gpus or 4
+    return min(gpus, ranks), ranks
 
 
 def _listed(cell: Cell) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,10 +131,12 @@ def _fit(cell: Cell, layout: str, accelerator: str, *, epochs: int, save: str | 
     size = Layout.parse(layout)
     options = {key: value for key, value in cell.strategy.items() if size.dp > 1 or not key.startswith("zero_")}
     strategy = Lightning3DStrategy(layout, micro_batch_size=micro_batch(layout), seed=SEED, **options)
-    arguments: dict[str, Any] = {"precision": _PRECISIONS[cell.precision], "accelerator": accelerator, "devices": size.world_size}
+    on_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    place: dict[str, Any] = {"accelerator": accelerator, "devices": on_node, "num_nodes": size.world_size // on_node}
     with silence():
         trainer = pl.Trainer(
             strategy=strategy,
+            precision=_PRECISIONS[cell.precision],  # type: ignore[arg-type]
             max_epochs=epochs,
             reload_dataloaders_every_n_epochs=1,
             callbacks=[values],
@@ -141,7 +144,7 @@ def _fit(cell: Cell, layout: str, accelerator: str, *, epochs: int, save: str | 
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **arguments,
+            **place,
         )
         trainer.fit(module, datamodule=_Data(size.dp), ckpt_path=resume)
     shards = {name: (parameter.detach().cpu(), strategy.specs[name]) for name, parameter in module.named_parameters()}

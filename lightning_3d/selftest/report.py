@@ -32,7 +32,9 @@ def _place(machine: dict[str, Any]) -> str:
         return f"CPU ranks on {machine['cores']} cores, torch {machine['libraries']['torch']}"
     kinds = ", ".join(f"{count} x {name}" for name, count in Counter(machine["devices"]).items())
     simulated = "simulated GPU: " if machine["simulated"] else ""
-    return f"{simulated}{kinds}, torch {machine['libraries']['torch']}"
+    gpus, ranks = len(machine["devices"]), machine["ranks"]
+    shared = f"{ranks} ranks share " if ranks > gpus else ""
+    return f"{simulated}{shared}{kinds}, torch {machine['libraries']['torch']}"
 
 
 def _line(verdict: Verdict) -> str:

@@ -27,13 +27,14 @@ class Session:
 def run(
     cells: Sequence[Cell],
     ranks: int,
-    accelerator: str,
+    gpus: int,
     seconds: float,
     prepare: Callable[[], None] | None = None,
 ) -> Session:
     """Run the cells.
 
     Args:
+        ranks: number of ranks. gpus: number of GPUs that they use; 0: CPU ranks. With more ranks than GPUs, ranks share GPUs.
         seconds: time limit of all cells, the start of the workers included. A cell is not started after it.
         prepare: function that each worker calls when it starts.
 
@@ -41,9 +42,10 @@ def run(
         CallFailed: the workers did not start.
     """
     deadline = time.monotonic() + seconds
-    with Workers(ranks, accelerator, prepare) as workers:
+    accelerator = "gpu" if gpus else "cpu"
+    with Workers(ranks, gpus, prepare) as workers:
         with task(f"starting {ranks} ranks"):
-            machine = workers.call(describe, 1, 120.0, accelerator)[0]
+            machine = workers.call(describe, 1, 120.0, accelerator)[0] | {"ranks": ranks}
         verdicts, references = [], _References(workers, accelerator)
         with task("comparing", len(cells), "cells") as advance:
             for cell in cells:

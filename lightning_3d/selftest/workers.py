@@ -1,5 +1,9 @@
 """Processes that wait for calls, one for each rank. They are started once, because an import of torch costs seconds; every call makes
-process groups of its own. A call that hangs or leaves ranks behind ends all of them, and the next call starts new ones."""
+process groups of its own. A call that hangs or leaves ranks behind ends all of them, and the next call starts new ones.
+
+With more ranks than GPUs, ranks share GPUs: each is a node of its own with one GPU. NCCL refuses two ranks on one GPU of one host; it takes
+these ranks for different hosts, and sends their messages through sockets of the loopback interface.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,7 @@ class _Call:
     number: int
     stack: str
     seconds: float
+    alone_on_node: bool
 
 
 class Workers:
@@ -51,12 +56,12 @@ class Workers:
 
     Args:
         count: number of ranks.
-        accelerator: "cpu" or "gpu".
+        gpus: number of GPUs that they use; 0: CPU ranks. With more ranks than GPUs, ranks share GPUs.
         prepare: function that each worker calls when it starts.
     """
 
-    def __init__(self, count: int, accelerator: str, prepare: Callable[[], None] | None = None) -> None:
-        self._count, self._accelerator, self._prepare = count, accelerator, prepare
+    def __init__(self, count: int, gpus: int = 0, prepare: Callable[[], None] | None = None) -> None:
+        self._count, self._gpus, self._prepare = count, gpus, prepare
         self._ranks: list[tuple[Any, connection.Connection]] = []
         self._calls = 0
         self._folder = tempfile.TemporaryDirectory(prefix="lightning_3d_selftest_")
@@ -64,6 +69,10 @@ class Workers:
     @property
     def folder(self) -> Path:
         return Path(self._folder.name)
+
+    @property
+    def _shares(self) -> bool:
+        return 0 < self._gpus < self._count
 
     def __enter__(self) -> Workers:
         return self
@@ -77,15 +86,16 @@ class Workers:
         if self._ranks:
             return
         # CUDA does not survive a fork, and imports of other libraries may initialize it; CPU ranks share one import.
-        context: Any = multiprocessing.get_context("spawn" if self._accelerator == "gpu" else "forkserver")
-        if self._accelerator == "cpu":
+        context: Any = multiprocessing.get_context("spawn" if self._gpus else "forkserver")
+        if not self._gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             context.set_forkserver_preload(["lightning_3d.selftest.rank", "transformers.models.llama.modeling_llama"])
-        for _ in range(self._count):
+        for rank in range(self._count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, self._prepare), daemon=True)
+            place = _shared_gpu(rank, self._gpus) if self._shares else {}
+            process = context.Process(target=_serve, args=(there, place, self._prepare), daemon=True)
             process.start()
             there.close()
             self._ranks.append((process, here))
@@ -105,7 +115,7 @@ class Workers:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         payload = pickle.dumps((function, arguments))
         for rank, (_, pipe) in enumerate(self._ranks[:ranks]):
-            pipe.send(_Call(payload, rank, ranks, store.port, self._calls, str(self._stack(rank)), seconds))
+            pipe.send(_Call(payload, rank, ranks, store.port, self._calls, str(self._stack(rank)), seconds, self._shares))
         return self._collect(ranks, seconds)
 
     def _stack(self, rank: int) -> Path:
@@ -153,9 +163,18 @@ class Workers:
         self._ranks = []
 
 
-def _serve(pipe: connection.Connection, prepare: Callable[[], None] | None) -> None:
+def _shared_gpu(rank: int, gpus: int) -> dict[str, str]:
+    """Environment of a rank that shares its GPU: it sees this GPU only, and NCCL takes it for a host of its own."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(gpus)]
+    sockets = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+    return sockets | {"CUDA_VISIBLE_DEVICES": devices[rank % gpus], "NCCL_HOSTID": f"lightning_3d_selftest_{rank}"}
+
+
+def _serve(pipe: connection.Connection, place: dict[str, str], prepare: Callable[[], None] | None) -> None:
     """Answer calls in a worker until the owner closes the pipe or ends."""
     threading.Thread(target=_die_with_owner, daemon=True).start()
+    os.environ.update(place)  # before CUDA starts
     import torch
 
     import lightning_3d.selftest.rank  # noqa: F401 - what all calls need
@@ -204,8 +223,9 @@ def _answer(call: _Call) -> tuple[bool, bytes | str]:
 
 def _become_rank(call: _Call) -> None:
     """Set what torchrun sets, so that a Trainer finds itself started. The owner serves the store, as torchrun's agent does."""
-    place = {"RANK": call.rank, "LOCAL_RANK": call.rank, "GROUP_RANK": 0, "NODE_RANK": 0}
-    world = {"WORLD_SIZE": call.world_size, "LOCAL_WORLD_SIZE": call.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": call.port}
+    node, local, on_node = (call.rank, 0, 1) if call.alone_on_node else (0, call.rank, call.world_size)
+    place = {"RANK": call.rank, "LOCAL_RANK": local, "GROUP_RANK": node, "NODE_RANK": node}
+    world = {"WORLD_SIZE": call.world_size, "LOCAL_WORLD_SIZE": on_node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": call.port}
     elastic = {"RUN_ID": "selftest", "USE_AGENT_STORE": "True", "RESTART_COUNT": call.number, "MAX_RESTARTS": call.number}
     values = place | world | {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}
     os.environ.update({name: str(value) for name, value in values.items()})

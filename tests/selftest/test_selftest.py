@@ -19,7 +19,7 @@ TP = Cell("tp", "tensor parallel", "tp2")
 @pytest.mark.slow
 def test_a_wrong_collective_is_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = [DP, replace(TP, layout="tp4")]
-    finished = session.run(cells, 2, "cpu", 120.0, prepare=selftest_faults.enlarge_sums)
+    finished = session.run(cells, 2, 0, 120.0, prepare=selftest_faults.enlarge_sums)
     assert [verdict.verdict for verdict in finished.verdicts] == [WRONG, SKIPPED]
     assert finished.verdicts[1].why == "needs 4 ranks"
     assert report.is_wrong(finished)
@@ -32,7 +32,7 @@ def test_a_wrong_collective_is_found_and_written(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.slow
 def test_a_hang_and_an_error_are_named_and_the_next_cell_runs() -> None:
-    finished = session.run([replace(TP, seconds=4.0), DP], 2, "cpu", 120.0, prepare=selftest_faults.hang_in_tp)
+    finished = session.run([replace(TP, seconds=4.0), DP], 2, 0, 120.0, prepare=selftest_faults.hang_in_tp)
     hang, exact = finished.verdicts
     assert hang.verdict == HANGS and "no answer within 4 s" in hang.why and "selftest_faults.py" in hang.trace
     assert exact.verdict == EXACT
@@ -40,14 +40,14 @@ def test_a_hang_and_an_error_are_named_and_the_next_cell_runs() -> None:
 
 @pytest.mark.full
 def test_an_error_in_one_rank_is_named_with_its_traceback() -> None:
-    failed, exact = session.run([TP, DP], 2, "cpu", 120.0, prepare=selftest_faults.fail_in_tp).verdicts
+    failed, exact = session.run([TP, DP], 2, 0, 120.0, prepare=selftest_faults.fail_in_tp).verdicts
     assert failed.verdict == FAILED and "planted on purpose" in failed.trace
     assert exact.verdict == EXACT
 
 
 @pytest.mark.full
 def test_a_wrong_learning_rate_is_seen_in_the_weights() -> None:
-    (verdict,) = session.run([DP], 2, "cpu", 120.0, prepare=selftest_faults.raise_learning_rate).verdicts
+    (verdict,) = session.run([DP], 2, 0, 120.0, prepare=selftest_faults.raise_learning_rate).verdicts
     assert verdict.verdict == WRONG
 
 
@@ -60,7 +60,7 @@ def test_all_cells_on_four_ranks(tmp_path: Path) -> None:
 
 
 def test_cells_that_time_does_not_reach_are_named() -> None:
-    finished = session.run([DP], 1, "cpu", 0.0)
+    finished = session.run([DP], 1, 0, 0.0)
     assert finished.verdicts[0].verdict == SKIPPED
     assert session._verdict(DP, 2, finished.machine, None, None, 0.0, "cpu").verdict == NOT_REACHED  # type: ignore[arg-type]
 
