@@ -32,6 +32,8 @@ EXPERT_STYLES = EXPERT_MODULE_STYLES | {"moe_identity_expert", "grouped_gemm", "
 AHEAD = "predicts_ahead"
 """Attribute of the class of a block that predicts a further token: it runs behind the model, not in the row of its blocks."""
 OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+OLDER_EP_NAMES = {"moe_tp_experts": "ep_dispatch_experts"}
+"""In expert-parallel plans of older Transformers (5.17 still): the same name as in tensor-parallel plans."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,8 @@ def _declared_ep(module: nn.Module) -> dict[str, Any]:
         return _as_dict(own(module, "_ep_plan"))
     ep: dict[str, Any] = {}
     if getattr(module, "base_model", module) is module:
-        ep.update(_as_dict(getattr(module.config, "base_model_ep_plan", None)))
+        declared = _as_dict(getattr(module.config, "base_model_ep_plan", None))
+        ep.update({pattern: OLDER_EP_NAMES.get(style, style) for pattern, style in declared.items()})
     for name, child in module.named_children():
         if is_transformers_model(child):
             ep.update({f"{name}.{pattern}": style for pattern, style in _declared_ep(child).items()})

@@ -67,7 +67,7 @@ def test_cells_that_time_does_not_reach_are_named() -> None:
 
 def test_nan_is_wrong_and_is_null_in_the_file(tmp_path: Path) -> None:
     assert judge(DP, (float("nan"), 0.0, 0.0)) == WRONG
-    machine = {"accelerator": "gpu", "devices": ["Simulated GPU"] * 2, "simulated": True, "libraries": {"torch": "2"}}
+    machine = {"accelerator": "gpu", "ranks": 2, "devices": ["Simulated GPU"] * 2, "simulated": True, "libraries": {"torch": "2"}}
     finished = session.Session(machine, [Verdict(DP, WRONG, (float("nan"), 0.0, 0.0))])
     report.write(finished, tmp_path / "nan.json")
     assert json.loads((tmp_path / "nan.json").read_text())["cells"][0]["differences"][0] is None
