@@ -52,6 +52,7 @@ PEAK_FLOPS = {
 PEERS = {
     "ours": ("plain", "torchtitan"),
     "ours compile": ("plain compile", "torchtitan compile"),
+    "ours compile chunks": ("plain compile", "torchtitan compile"),
     "ours full": ("plain checkpointing",),
     "ours compile full": ("plain compile checkpointing",),
 }

@@ -280,6 +280,7 @@ CONTENDERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "torchtitan compile": partial(torchtitan, compiled=True),
     "ours": ours,
     "ours compile": partial(ours, compile=True),
+    "ours compile chunks": partial(ours, compile=True, loss_chunks="auto"),
     "ours selective": partial(ours, recompute="selective"),
     "ours selective mm": partial(ours, recompute="selective", recompute_keep=["mm"]),
     "ours full": partial(ours, recompute="full"),

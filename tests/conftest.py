@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Runs of 2 steps by default, of 5 in the long sweeps, so that these end within hours: ranks inherit it. The second step shows
     a wrong update or a gradient that was kept, and the weights after it show a wrong state of the optimizer."""
     config.pluginmanager.register(skips, "lightning_3d_skips")
-    os.environ.setdefault("PARITY_STEPS", "2" if "not full" in config.option.markexpr or config.option.markexpr == "cuda" else "5")
+    os.environ.setdefault("PARITY_STEPS", "2" if "not full" in config.option.markexpr or config.option.markexpr in ("cuda", "gpu") else "5")
     # As many test processes as cores: more threads each would only wait for one another. Ranks have one thread, too.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # No default test may assert a wall-clock time: an example takes long on a machine that does something else as well.

@@ -93,7 +93,9 @@ class Mesh:
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._known.update((rank,) for rank in range(layout.world_size))
         self._known.add(tuple(range(layout.world_size)))
-        self._by_ranks[tuple(range(layout.world_size))] = _world()
+        self._on_host = dist.get_backend() in _HOST_BACKENDS
+        if self._on_host or layout.world_size > 1:  # a single rank sends nothing, and has small tensors in host memory
+            self._by_ranks[tuple(range(layout.world_size))] = _world()
         for axes in GROUPS:
             self._create_missing(layout.groups(*axes), "+".join(axes))
         self._experts = _containing(self.rank, layout.expert_groups())
@@ -110,7 +112,6 @@ class Mesh:
         self._shard_ranks, self._expert_shard_ranks = self.ranks("dp", "cp"), self._expert_data
         self._replica_ranks: tuple[int, ...] = (self.rank,)
         self._apart: dict[str, dist.ProcessGroup] = {}
-        self._on_host = dist.get_backend() in _HOST_BACKENDS
         if not self._on_host and layout.pp > 1:
             self._apart = {
                 "up": self._second(("pp",), "pipeline up"),

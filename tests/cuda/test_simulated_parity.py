@@ -26,7 +26,7 @@ LAYOUTS = [_with(axes) for size in (1, 2) for axes in itertools.combinations(AXE
 LARGE = [Cell(tp=2, pp=2, dp=2), Cell(pp=4, dp=2), Cell(tp=4, dp=2), Cell("mixtral", tp=2, pp=2, dp=2, ep=2), Cell(tp=2, pp=2, cp=2)]
 
 
-@pytest.mark.parametrize("cell", list(dict.fromkeys(LAYOUTS + LARGE)), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [Cell(), Cell("mixtral"), *dict.fromkeys(LAYOUTS + LARGE)], ids=lambda cell: cell.name)
 def test_axes(cell: Cell) -> None:
     check(cell)
 

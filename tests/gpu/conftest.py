@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 
-import gpu_ranks
 import pytest
 
 from lightning_3d.config.machine import visible_gpus
@@ -25,5 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def end_ranks() -> Iterator[None]:
+    import gpu_ranks  # later than the number of steps is decided
+
     yield
     gpu_ranks.close()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import gpu_ranks
@@ -15,13 +19,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity import Cell
-from reference import Recipe, reference
+from reference import Recipe
 
 STEPS = 5
+WAIT = "called a synchronizing CUDA operation"
 
 
 def waits(recipe: Recipe, **strategy: Any) -> Counter[str]:
-    """How often the host waits for the GPU in the last step, by file and line that makes it wait."""
+    """How often the host waits for the GPU in the last step: by file and line that makes it wait, and "torch" where Python does not know."""
     found: Counter[str] = Counter()
 
     class LastStep(pl.Callback):
@@ -32,19 +37,30 @@ def waits(recipe: Recipe, **strategy: Any) -> Counter[str]:
             torch.cuda.set_sync_debug_mode("default")
 
     def note(message: Any, category: Any, filename: str, line: int, *args: Any) -> None:
-        if "synchroniz" in str(message):
-            found[f"{os.path.basename(filename)}:{line}"] += 1
+        if WAIT in str(message):
+            found[f"{Path(filename).name}:{line}"] += 1
 
-    made = parity.quiet_trainer
-    parity.quiet_trainer = lambda **arguments: made(**arguments | {"callbacks": [*arguments["callbacks"], LastStep()]})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = note  # type: ignore[assignment]
-            parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), FusedModule(recipe), **strategy)
-    finally:
-        parity.quiet_trainer = made
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), _errors() as printed:
+        warnings.simplefilter("always")
+        patch.setattr(warnings, "showwarning", note)
+        made = parity.quiet_trainer
+        patch.setattr(parity, "quiet_trainer", lambda **more: made(**more | {"callbacks": [*more["callbacks"], LastStep()]}))
+        parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), FusedModule(recipe), **strategy)
+        found["torch"] += printed.read_text().count(WAIT)
     return found
+
+
+@contextmanager
+def _errors() -> Iterator[Path]:
+    """A file with what is written to the standard error stream inside."""
+    with tempfile.NamedTemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield Path(file.name)
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
 
 
 class FusedModule(parity.Module):
@@ -166,7 +182,7 @@ def flex(recipe: Recipe, **strategy: Any) -> parity.Part:
 
 @pytest.mark.parametrize("cell", [Cell(), Cell(tp=2), Cell(pp=2)], ids=lambda cell: cell.name)
 def test_flex_attention_trains(cell: Cell) -> None:
-    expected, noise = reference(cell.recipe)
+    expected, noise = gpu_ranks.one_process(cell.recipe)
     parts = gpu_ranks.train(cell, fit=flex)
     error, drift = parity.differences(parts, expected)
     assert drift == 0.0
@@ -189,8 +205,7 @@ def dropout(recipe: Recipe, **strategy: Any) -> list[float]:
 def test_tensor_parallel_ranks_drop_alike() -> None:
     """In bf16, where the fused kernel drops. The losses of both ranks are one, and near those without dropout."""
     cell = dataclasses.replace(Cell(tp=2), dtype="bfloat16")
-    nodes = 2 if gpu_ranks.visible_gpus() < 2 else 1
-    first, second = gpu_ranks.run(dropout, 2, cell.recipe, nodes=nodes, **parity.strategy_arguments(cell))
-    expected = reference(Cell().recipe)[0].losses
+    first, second = gpu_ranks.run(dropout, 2, cell.recipe, nodes=gpu_ranks.nodes(2), **parity.strategy_arguments(cell))
+    expected = gpu_ranks.one_process(Cell().recipe)[0].losses
     assert first == second
     assert first == pytest.approx(expected, rel=0.05) and first != expected
