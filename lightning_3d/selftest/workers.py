@@ -211,8 +211,8 @@ def _answer(call: _Call) -> tuple[bool, bytes | str]:
             torch.manual_seed(0)
             answer = pickle.dumps(function(*arguments))
             if dist.is_initialized():
-                on_gpu = dist.get_backend() == "nccl"
-                dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)  # nobody closes connections that another reads from
+                # Nobody closes connections that another rank still reads from.
+                dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
                 dist.destroy_process_group()
             _reset_deepspeed()
         except BaseException:

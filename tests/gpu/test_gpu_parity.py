@@ -1,4 +1,4 @@
-"""Every technique on real GPUs, with real NCCL, computes what a plain loop in one process computes: to 1e-10 in float64."""
+"""Every technique on real GPUs, with real NCCL, computes what a plain loop in one process does: to 1e-10 in float64, 1e-5 with ZeRO."""
 
 import itertools
 from typing import Any
@@ -31,7 +31,7 @@ def test_two_ranks(cell: Cell) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_zero(mode: str) -> None:
     stage, options = MODES[mode]
-    check(Cell("qwen2", dp=2, zero=stage, dtype="float64", options=tuple(sorted(options.items()))))
+    check(Cell("qwen2", dp=2, zero=stage, options=tuple(sorted(options.items()))))
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")])
@@ -59,7 +59,7 @@ def test_blocks(kind: str) -> None:
 
 
 FAMILIES = [
-    Cell("qwen2", pp=2, zero=0, dtype="float64"),
+    Cell("qwen2", pp=2, dtype="float64"),
     Cell("gpt_oss", ep=2, dp=2, dtype="float64"),
     Cell("deepseek_v3", tp=2, ep=2, dtype="float64"),
     Cell("gemma3", tp=2, dtype="float64"),
@@ -84,4 +84,4 @@ def test_four_stages(schedule: str) -> None:
 
 
 def test_eight_ranks() -> None:
-    check(Cell(tp=2, pp=2, dp=2, zero=1, dtype="float64"))
+    check(Cell(tp=2, pp=2, dp=2, zero=1))

@@ -26,7 +26,7 @@ WAIT = "called a synchronizing CUDA operation"
 
 
 def waits(recipe: Recipe, **strategy: Any) -> Counter[str]:
-    """How often the host waits for the GPU in the last step: by file and line that makes it wait, and "torch" where Python does not know."""
+    """How often the host waits for the GPU in the last step, by the line that makes it wait; "torch" where Python does not know."""
     found: Counter[str] = Counter()
 
     class LastStep(pl.Callback):
@@ -106,11 +106,14 @@ def chunked_and_whole(vocabulary: int, hidden: int, tokens: int) -> dict[str, tu
     weight = (torch.randn(vocabulary, hidden, device="cuda", generator=generator) * hidden**-0.5).bfloat16().requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
 
+    def of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.float(), labels, reduction="none")
+
     def whole(inside: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(inside, weight).float(), labels, reduction="sum")
 
     def chunked(inside: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return summed_loss(deferred(inside, weight, None, "auto"), labels)
+        return summed_loss(deferred(inside, weight, None, "auto"), labels, of_tokens)
 
     exact = [x.detach().float().requires_grad_() for x in (inside, weight)]
     whole(*exact).backward()
@@ -119,7 +122,7 @@ def chunked_and_whole(vocabulary: int, hidden: int, tokens: int) -> dict[str, tu
     results = {}
     for name, loss in {"whole": whole, "chunked": chunked}.items():
         milliseconds = []
-        for repeat in range(8):
+        for _ in range(8):
             inside.grad = weight.grad = None
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -168,25 +171,47 @@ def test_documents_see_themselves_only(attention: str) -> None:
     assert found < 1e-4, found
 
 
-class Masked(parity.Module):
-    """Its attention is flex_attention, over documents that are packed into rows."""
+class Wide(parity.Module):
+    """Its heads have the 16 elements that flex_attention needs at least."""
+
+    attention = "flex_attention"
 
     def configure_model(self) -> None:
-        super().configure_model()
-        self.model.set_attn_implementation("flex_attention")  # type: ignore[union-attr]
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        if self.model is None:
+            sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 67}
+            more = {"num_key_value_heads": 2, "tie_word_embeddings": False, "attn_implementation": self.attention}
+            self.model = LlamaForCausalLM(LlamaConfig(**sizes, **more))
 
 
-def flex(recipe: Recipe, **strategy: Any) -> parity.Part:
-    return parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), Masked(recipe), **strategy)
+class Sdpa(Wide):
+    attention = "sdpa"
+
+
+def wide(recipe: Recipe, module: type[Wide], **strategy: Any) -> list[float]:
+    return parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), module(recipe), **strategy).losses
 
 
 @pytest.mark.parametrize("cell", [Cell(), Cell(tp=2), Cell(pp=2)], ids=lambda cell: cell.name)
 def test_flex_attention_trains(cell: Cell) -> None:
-    expected, noise = gpu_ranks.one_process(cell.recipe)
-    parts = gpu_ranks.train(cell, fit=flex)
-    error, drift = parity.differences(parts, expected)
-    assert drift == 0.0
-    assert error.within(dataclasses.replace(parity.limits("float32", noise), weight=1e-3)), error
+    """As the fused attention does."""
+    ranks, strategy = cell.world_size, parity.strategy_arguments(cell)
+    [expected] = gpu_ranks.run(wide, 1, cell.recipe, Sdpa, **parity.strategy_arguments(Cell()))
+    for found in gpu_ranks.run(wide, ranks, cell.recipe, Wide, nodes=gpu_ranks.nodes(ranks), **strategy):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_master_weights_follow_what_was_written(dtype: torch.dtype) -> None:
+    """By Triton's kernel, which must be used on a GPU."""
+    assert gpu_ranks.run(uses_kernel, 1, dtype) == [True]
+
+
+def uses_kernel(dtype: torch.dtype) -> bool:
+    from lightning_3d.parallel.zero import outside_writes
+
+    return outside_writes._tried_kernel(torch.device("cuda", 0), dtype) is not None
 
 
 def dropout(recipe: Recipe, **strategy: Any) -> list[float]:
