@@ -44,6 +44,11 @@ step doctor 5 "verdicts 'wrong': repair them before anything else" \
     "$PYTHON" -m lightning_3d doctor "parallelism=$LAYOUT" --json "$OUT/doctor.json"
 step selftest 8 "cells that are WRONG or FAILED; selftest.json has the details" \
     "$PYTHON" -m lightning_3d selftest --minutes 6 --output "$OUT/selftest.json"
+if [ "$GPUS" -eq 1 ]; then
+    step shared 10 "the same, of 4 ranks that share the GPU: NCCL through sockets" \
+        "$PYTHON" -m lightning_3d selftest --ranks 4 --minutes 8 --output "$OUT/shared.json"
+fi
+step tests 20 "failures; one GPU is enough, ranks share it" "$PYTHON" -m pytest tests/gpu -m gpu
 # shellcheck disable=SC2086  # RUN is several words
 {
     step train 5 "no warning, a falling loss" "$PYTHON" train.py $RUN trainer.max_steps=20 "hydra.run.dir=$OUT/train"

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_3d.doctor import nvidia_smi
 from lightning_3d.doctor.check import Check, Facts, Gathered, Room
 from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, slow_ones
-from lightning_3d.doctor.gpus import is_simulated, number, reasons_finding, uuid_of
+from lightning_3d.doctor.gpus import POWER_CAP, is_simulated, number, reasons_finding, uuid_of
 from lightning_3d.planner.advice import machine_of
 
 _SIZES = {"cpu": 512, "cuda": 8192}
@@ -112,7 +112,8 @@ def _under_load(gathered: Gathered) -> list[Finding]:
         clock, most = number(row["clock"]), number(row["max_clock"])
         if clock and most:
             shares[rank] = clock / most
-    findings = [reasons_finding("events under load", rows, gathered.places)]
+    # Large matrix products take all the power that a GPU may have; its clock below tells whether that is enough.
+    findings = [reasons_finding("events under load", rows, gathered.places, usual=POWER_CAP)]
     if not shares:
         return [Finding("clock under load", UNKNOWN, "the driver does not tell"), *findings]
     low = tuple(rank for rank, share in shares.items() if share < _LOW_CLOCK)

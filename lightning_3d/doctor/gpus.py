@@ -24,7 +24,8 @@ BAD_REASONS = {
 }
 """Bits of the clock event reasons that halve the clock or show heat. Source, also for `MILD_REASONS`: NVML's nvmlClocksEventReasons,
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html"""
-MILD_REASONS = {0x02: "clocks set by the user", 0x04: "power cap", 0x10: "sync boost"}
+POWER_CAP = 0x04
+MILD_REASONS = {0x02: "clocks set by the user", POWER_CAP: "power cap", 0x10: "sync boost"}
 
 
 def measure(room: Room) -> Facts:
@@ -141,10 +142,14 @@ def _clocks(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
     return reasons_finding("clock events", rows, places)
 
 
-def reasons_finding(name: str, rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
-    """Judge the reasons for which the clocks of some GPUs are lowered."""
+def reasons_finding(name: str, rows: dict[int, nvidia_smi.Row], places: Places, usual: int = 0) -> Finding:
+    """Judge the reasons for which the clocks of some GPUs are lowered.
+
+    Args:
+        usual: bits that say nothing here.
+    """
     bits = {rank: number(row["reasons"], 16) for rank, row in rows.items()}
-    known = {rank: value for rank, value in bits.items() if value is not None}
+    known = {rank: value & ~usual for rank, value in bits.items() if value is not None}
     if not known:
         return Finding(name, UNKNOWN, "the driver does not tell why clocks are low")
     for reasons, verdict, advice in (

@@ -81,6 +81,16 @@ def test_a_low_clock_under_load_is_named(smi: pytest.MonkeyPatch) -> None:
     assert (finding.verdict, finding.ranks) == (WRONG, (3,)) and "345 of 1980 MHz on rank 3 (node1)" in finding.measured
 
 
+def test_a_power_cap_under_full_load_is_no_fault(smi: pytest.MonkeyPatch) -> None:
+    """Seen on a healthy H200: 675 TFLOP/s at 77 % of the largest clock."""
+    rows = of_machine(smi, gpu3={"clocks_event_reasons.active": "0x0000000000000004"}).values("row")
+    found = compute.judge(gathered({rank: {"rate": 1e12, "row": row} for rank, row in rows.items()}))
+    assert named(found, "events under load").verdict == OK
+    rows = of_machine(smi, gpu3={"clocks_event_reasons.active": "0x000000000000000c"}).values("row")
+    found = compute.judge(gathered({rank: {"rate": 1e12, "row": row} for rank, row in rows.items()}))
+    assert named(found, "events under load").verdict == WRONG
+
+
 def test_the_gpu_of_a_rank_is_found_by_uuid_or_by_cuda_visible_devices(smi: pytest.MonkeyPatch) -> None:
     rows = nvidia_smi.gpus() or []
 

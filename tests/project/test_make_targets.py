@@ -8,7 +8,7 @@ import tomllib
 
 from command_line import REPOSITORY
 
-MARKS = ("slow", "full", "faults", "cuda")
+MARKS = ("slow", "full", "faults", "cuda", "gpu")
 
 
 def expression(target: str) -> str:
