@@ -145,6 +145,35 @@ PIPELINE = (
     ),
 )
 
+_HOST = "parallel/test_host_channel.py"
+
+SHARED_MEMORY = (
+    Fault(
+        "shared-memory-used-before-it-is-read",
+        "A rank writes its next message into memory that others have not read yet: they compute with the later one.",
+        "parallel/host_memory.py",
+        "return all(self.flags[rank] for rank in self.readers)",
+        "return True",
+        (f"{_HOST}::test_a_sender_waits_for_nobody_and_messages_keep_their_order", _HOST),
+    ),
+    Fault(
+        "shared-memory-sum-into-its-own-term",
+        "A sum over more than two ranks is written over the term of this rank before that is added.",
+        "parallel/host_channel.py",
+        "if index >= self._me else",
+        "if index >= 1 else",
+        (f"{_HOST}::test_reduce_broadcast_and_exchange_of_rows", _HOST),
+    ),
+    Fault(
+        "shared-memory-late-messages-lost",
+        "What a full socket held back is lost when a rank ends: the ranks that wait for it report that it has disappeared.",
+        "parallel/host_memory.py",
+        "atexit.register(self.close)",
+        "pass",
+        (f"{_HOST}::test_a_process_that_exits_sends_what_a_full_socket_held_back",),
+    ),
+)
+
 CONTEXT_AND_EXPERTS = (
     Fault(
         "cp-parts-not-weighted",
@@ -512,4 +541,4 @@ AROUND_TRAINING = (
     ),
 )
 
-FAULTS = (*TENSOR, *PIPELINE, *CONTEXT_AND_EXPERTS, *ZERO, *STEP, *CHECKPOINTS, *AROUND_TRAINING)
+FAULTS = (*TENSOR, *PIPELINE, *SHARED_MEMORY, *CONTEXT_AND_EXPERTS, *ZERO, *STEP, *CHECKPOINTS, *AROUND_TRAINING)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from lightning_3d.storage.numbers import show_memory
 
 _LAST_WORDS = 400
 _END_SECONDS = 30
-"""Seconds that a run has to end after an interruption: srun passes the signal on to ranks of other nodes."""
+"""Seconds that srun has to kill ranks of other nodes after an interruption."""
 
 
 def require_here(machine: Machine, cluster: ClusterConfig) -> None:
@@ -71,7 +73,7 @@ def starter(machine: Machine, cluster: ClusterConfig) -> list[str]:
     if cluster.nodes == 1:
         return []
     ranks = machine.gpus // cluster.nodes
-    return ["srun", "--kill-on-bad-exit=1", f"--nodes={cluster.nodes}", f"--ntasks-per-node={ranks}"]
+    return ["srun", "--kill-on-bad-exit=1", "--quit-on-interrupt", f"--nodes={cluster.nodes}", f"--ntasks-per-node={ranks}"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def measure(overrides: Sequence[str], one: Candidate, steps: int, start: Sequenc
     ]
     given = [word for word in overrides if word.partition("=")[0] not in ("callbacks", "logger")]
     command = [*start, sys.executable, "-m", "lightning_3d", "train", *training_words(given, one.job), *own]
-    code, output, errors = _finished(command)
+    code, output, errors = _finished(command, alone=not start)
     rows = read_rows(folder / "metrics.csv")
     if not code and not rows and start:
         return Measured(failure=f"it trained, but {folder} has no numbers: the folder of --out must be on storage that all nodes share")
@@ -145,8 +147,12 @@ def measure(overrides: Sequence[str], one: Candidate, steps: int, start: Sequenc
     return Measured(statistics.median(timed), next(iter(column(rows[-1:], "memory")), None))
 
 
-def _finished(command: Sequence[str]) -> tuple[int, str, str]:
-    """Run a command, and return its exit code and what it printed. After an interruption, the command has time to end its ranks."""
+def _finished(command: Sequence[str], *, alone: bool) -> tuple[int, str, str]:
+    """Run a command, and return its exit code and what it printed. An interruption kills it with its ranks: they have nothing to save.
+
+    Args:
+        alone: whether all of its ranks are on this machine, where they die with it. Else srun kills them.
+    """
     with subprocess.Popen(
         command,
         env=_environment(),
@@ -158,11 +164,13 @@ def _finished(command: Sequence[str]) -> tuple[int, str, str]:
         try:
             output, errors = process.communicate()
         except BaseException:
-            process.terminate()
-            try:
-                process.communicate(timeout=_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            if not alone:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()  # until the last rank has closed its output: nobody writes into the folder any more
             raise
     return process.returncode, output, errors
 

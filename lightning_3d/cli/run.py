@@ -24,7 +24,8 @@ from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.runs.frozen_config import move_to, read_frozen
 from lightning_3d.training.data.file_check import check_files
-from lightning_3d.training.job import find_place, run_job, show_plan
+from lightning_3d.training.dry import show_plan
+from lightning_3d.training.job import find_place, run_job
 
 COMMAND = Command(
     "run",

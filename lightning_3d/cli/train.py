@@ -35,7 +35,8 @@ from lightning_3d.runs.sweep.compose_job import JobFailed
 from lightning_3d.runs.sweep.local_engine import Interrupted, interruptible
 from lightning_3d.runs.sweep.sweep import Sweep
 from lightning_3d.training.data.file_check import check_files
-from lightning_3d.training.job import Place, find_place, run_job, show_plan
+from lightning_3d.training.dry import show_plan
+from lightning_3d.training.job import Place, find_place, run_job
 
 _NEW_FOLDER = (
     "trainer.auto_resume=true finds nothing to resume, because each start creates a new run folder. Set hydra.run.dir=FOLDER to use the"

@@ -29,7 +29,7 @@ from lightning_3d.config.options.optimizer import MUON, adamw_patterns, check_op
 from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.config.options.parameter_groups import read_groups, require_matches, require_pattern_matches
 from lightning_3d.config.options.save_interval import check_save_interval
-from lightning_3d.config.options.scheduler import check_length
+from lightning_3d.config.options.scheduler import check_length, endless_warmup
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.sources import check_sources
 from lightning_3d.config.options.zero import NONE, ZeroOptions
@@ -213,7 +213,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     if advice is not None and not run.force:
         here = outside.local_world_size if outside is not None else layout.world_size
         warnings += _check_memory(complete, advice, accelerator, here, (precision, layout, schedule, micro_batch_size))
-    bubble = few_micro_batches(layout, schedule, micro_batches)
+    endless = endless_warmup(complete.optimizer.get("scheduler"), complete.trainer.max_steps) if trains else None
     return RunPlan(
         run=complete,
         layout=layout,
@@ -224,7 +224,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
         micro_batches=micro_batches,
         accelerator=accelerator,
         precision=precision,
-        warnings=(*warnings, *((bubble,) if bubble else ())),
+        warnings=(*warnings, *filter(None, (few_micro_batches(layout, schedule, micro_batches), endless))),
         chosen=chosen,
     )
 
@@ -514,7 +514,7 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
             "data.global_batch_size must be given: the number of sequences in an optimizer step, over all ranks, for example"
             " data.global_batch_size=64."
         )
-    check_sizes(global_batch=global_batch)
+    check_sizes(**{"data.global_batch_size": global_batch})
     ramp = ramp_of(run.data)
     micro_batch_size = run.parallelism.micro_batch_size
     if micro_batch_size is None:

@@ -12,6 +12,9 @@ from lightning_3d.layout.resolve import check_schedule
 from lightning_3d.layout.schedules import SCHEDULES, ScheduleInfo, default_schedule, find_schedule, predicted_bubble
 from lightning_3d.layout.sizes import check_sizes
 
+GLOBAL_BATCH, MICRO_BATCH = "data.global_batch_size", "parallelism.micro_batch_size"
+"""Keys of a configuration, for messages. Python's arguments have the same last part."""
+
 
 def check_batch(layout: Layout, global_batch: int, micro_batch: int, schedule: str | None = None) -> int:
     """Refuse a global batch that cannot be split into the micro-batches that the layout and the schedule need.
@@ -27,17 +30,16 @@ def check_batch(layout: Layout, global_batch: int, micro_batch: int, schedule: s
 
     Raises:
         ConfigError: a size that is not a positive whole number.
-        LayoutError: with the nearest global batches that work.
+        LayoutError: with the nearest global batches that work. Messages name the keys of a configuration.
     """
-    check_sizes(global_batch=global_batch, micro_batch=micro_batch)
+    check_sizes(**{GLOBAL_BATCH: global_batch, MICRO_BATCH: micro_batch})
     info = find_schedule(schedule) if schedule is not None else default_schedule(layout.vp)
     unit = micro_batch * layout.dp
     if global_batch % unit:
         near = [count * unit for count in _counts_around(layout, info, global_batch // unit)]
-        works = f"batches that work are {listed(near)}" if len(near) > 1 else f"batch that works is {near[0]}"
+        works = f"values that work are {listed(near)}" if len(near) > 1 else f"value that works is {near[0]}"
         raise LayoutError(
-            f"The global batch of {global_batch} is not divisible by micro-batch {micro_batch} * dp {layout.dp} ="
-            f" {unit}. The nearest global {works}."
+            f"{GLOBAL_BATCH}={global_batch} is not divisible by {MICRO_BATCH}={micro_batch} * dp {layout.dp} = {unit}. The nearest {works}."
         )
     check_micro_batches(layout, info.name, global_batch // unit, micro_batch=micro_batch)
     return global_batch // unit
@@ -85,11 +87,11 @@ def _micro_batch_repairs(layout: Layout, info: ScheduleInfo, micro_batches: int,
     repairs = [f"{listed(near, last='or')} micro-batches"]
     if micro_batch is not None:
         unit = micro_batch * layout.dp
-        repairs = [f"a global batch of {listed((count * unit for count in near), last='or')}"]
+        repairs = [f"{GLOBAL_BATCH}={listed((count * unit for count in near), last='or')}"]
         rows = micro_batches * micro_batch
         sizes = [size for size in divisors(rows) if info.accepts(pp, vp, rows // size)]
         if sizes:
-            repairs.append(f"a micro-batch of {min(sizes, key=lambda size: abs(size - micro_batch))}")
+            repairs.append(f"{MICRO_BATCH}={min(sizes, key=lambda size: abs(size - micro_batch))}")
     others = [other for other in SCHEDULES.values() if other.allows_vp(vp) and other.accepts(pp, vp, micro_batches)]
     if others:
         repairs.append(f"the schedule {listed((other.name for other in others), last='or')}")
@@ -112,12 +114,12 @@ def check_ramp(layout: Layout, ramp: BatchRamp, micro_batch: int, schedule: str)
     if wrong is None:
         return
     if wrong % unit:
-        reason = f"is not divisible by micro-batch {micro_batch} * dp {layout.dp} = {unit}"
+        reason = f"is not divisible by {MICRO_BATCH}={micro_batch} * dp {layout.dp} = {unit}"
     else:
         reason = f"gives each rank {wrong // unit} micro-batch{'es' * (wrong != unit)}, which {info.name} cannot run with pp {layout.pp}"
     near = _nearest_ramp(layout, ramp, unit, info)
     works = f"Use data.batch_ramp.from={near[0]} and data.batch_ramp.step={near[1]}" if near is not None else "Leave data.batch_ramp out"
-    smaller = ", or a smaller micro-batch" if micro_batch > 1 and wrong % unit else ""
+    smaller = f", or a smaller {MICRO_BATCH}" if micro_batch > 1 and wrong % unit else ""
     raise LayoutError(f"The batch ramp {ramp} has a global batch of {wrong}, which {reason}. {works}{smaller}.")
 
 
@@ -149,7 +151,7 @@ def largest_micro_batch(layout: Layout, schedule: str, global_batch: int, others
     Args:
         others: smaller global batches that it must suit too.
     """
-    check_sizes(global_batch=global_batch)
+    check_sizes(**{GLOBAL_BATCH: global_batch})
     rows, info = global_batch // layout.dp, find_schedule(schedule)
     sizes = [size for size in divisors(max(rows, 1)) if info.accepts(layout.pp, layout.vp, rows // size)]
     suiting = [size for size in sizes if all(_suits(layout, info, size * layout.dp, batch) for batch in others)]

@@ -11,6 +11,7 @@ buffer when they have read it, and the sender uses it again.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import mmap
 import os
@@ -132,6 +133,7 @@ class Neighbours:
         self._filling = threading.Lock()
         for connection in connections.values():
             connection.setblocking(False)
+        atexit.register(self.close)  # others may still wait for a token for which a socket had no room
 
     def join(self, ranks: Sequence[int]) -> bool:
         """True if all pairs of these ranks are connected. All of them get the same answer."""
@@ -263,7 +265,7 @@ class Neighbours:
                 self._send_late(other)
 
     def close(self) -> None:
-        """Send late tokens, and close the connections. What was sent can still be read."""
+        """Send late tokens, and close the connections. What was sent can still be read. Called when the process exits, too."""
         deadline = time.monotonic() + _LAST_SECONDS
         while any(peer.late for peer in self._peers.values()) and time.monotonic() < deadline:
             self._exchange_late(deadline)
@@ -284,6 +286,7 @@ class Neighbours:
 
     def let_go(self) -> None:
         """Close this process's end of the connections without sending anything more."""
+        atexit.unregister(self.close)
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.connection.close()

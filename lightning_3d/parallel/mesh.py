@@ -383,16 +383,21 @@ class StageMesh:
 
 
 class TensorMesh(StageMesh):
-    """The tensor-parallel ranks of a mesh as if there were no others, for a model that only they shard.
+    """The tensor-parallel ranks of a mesh, with or without the context-parallel ones, as if there were no others: for a model that only
+    they share.
+
+    Args:
+        mesh: the run's mesh.
+        tp: whether the tensor-parallel ranks shard the model. cp: whether the context-parallel ones split its sequences.
 
     Attributes:
-        rank: tensor-parallel coordinate.
+        rank: number among these ranks.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, tp: bool = True, cp: bool = False) -> None:
         super().__init__(mesh, 0, 1)
-        self.layout = Layout(tp=mesh.size("tp"))
-        self.rank = mesh.index("tp")
+        self.layout = Layout(tp=mesh.size("tp") if tp else 1, cp=mesh.size("cp") if cp else 1)
+        self.rank = self.index("cp") * self.layout.tp + self.index("tp")
         self._alone = mesh.group_for((mesh.rank,))
 
     @property
@@ -412,13 +417,14 @@ class TensorMesh(StageMesh):
         return None
 
     def index(self, axis: str) -> int:
-        return self.rank if axis == "tp" else 0
+        return self._mesh.index(axis) if self.size(axis) > 1 else 0
 
     def size(self, axis: str) -> int:
         return self.layout.size(axis)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        return self._mesh.group("tp") if "tp" in axes else self._alone
+        there = [axis for axis in ("tp", "cp") if axis in axes and self.size(axis) > 1]
+        return self._mesh.group(*there) if there else self._alone
 
 
 def _world() -> dist.ProcessGroup:

@@ -411,7 +411,7 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         raise LayoutError(
             f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gpu_memory(machine.memory)} each. The"
             f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
-            f"{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a global batch with more divisors."
+            f"{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a data.global_batch_size with more divisors."
         )
     return found
 

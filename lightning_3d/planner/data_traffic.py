@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
+from lightning_3d.planner.frozen import frozen_weights
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine
 from lightning_3d.planner.stages import parameters_of, stages_of
@@ -28,7 +29,8 @@ class DataTraffic:
 
 
 def data_traffic(job: Job, machine: Machine) -> DataTraffic:
-    """Return the traffic of gradients and parameters of the rank with the most parameters, without experts that ep splits.
+    """Return the traffic of gradients and parameters of the rank with the most parameters, without experts that ep splits, and of a
+    frozen second model.
 
     Collectives are rings: of n ranks, each passes on (n - 1) / n of the bytes of an all-gather or a reduce-scatter, and twice as many of an
     all-reduce. In a ring over several nodes, one of the ranks of a node sends to the next node.
@@ -58,6 +60,7 @@ def _collectives(job: Job, machine: Machine, parameters: float) -> Iterator[tupl
     yield everyone if job.is_uneven else inside, times * gradients * (1 if job.scatters else 2)
     if not job.is_uneven:
         yield replicas, 2 * gradients / inside.size
+    yield inside, frozen_weights(job).gathered
     times = 2 * job.micro_batches if job.gathers_often else 1
     yield inside, times * job.width * parameters * (1 if job.zero == 3 else job.trained)
 

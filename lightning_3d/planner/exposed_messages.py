@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_3d.planner.block_costs import Part
+from lightning_3d.planner.block_costs import Part, work_of
+from lightning_3d.planner.frozen import alone
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Group, Machine, all_reduce, gather
+from lightning_3d.planner.stages import one_block, parameters_of
 
 _HIDDEN, _LATE = 0.8, 0.1
 """Share of a pass that communication can hide behind, and share of a message that is never hidden. Chosen by hand: with 1 and 0, the median
@@ -71,6 +73,20 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
         forward_communication=max(_LATE * whole, whole - hidden * forward),
         backward_communication=max(_LATE * (whole + scatter), whole + scatter - hidden * backward),
     )
+
+
+def exposed_in_frozen(job: Job, machine: Machine) -> Part:
+    """Return the exposed gathers of a frozen second model in one micro-batch, where ZeRO 3 gathers its blocks one at a time."""
+    second = alone(job)
+    if second is None or not job.gathers_often:
+        return Part()
+    ranks, _ = machine.shard_groups(job.layout, job.shards)
+    hidden = _HIDDEN if job.stack.overlap.blocks else 0.0
+    exposed = 0.0
+    for count, block, stage in zip(second.model.counts, work_of(second, machine).blocks, one_block(second), strict=True):
+        whole = gather(machine, ranks, job.frozen_bytes * sum(parameters_of(second, stage)))
+        exposed += count * max(_LATE * whole, whole - hidden * (block.forward + block.forward_communication))
+    return Part(forward_communication=exposed)
 
 
 def exposed_in_step(job: Job, machine: Machine, held: Sequence[tuple[float, float]], *, forward: float, backward: float) -> float:

@@ -178,14 +178,14 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
             kept_gradients += parameters * job.trained * footprint.kept_gradient / (1 if job.buffers_all_gradients else ranks)
         state = parameters * job.state_bytes - of_blocks * job.saved_block_bytes
         optimizer += job.trained * state / (ranks if job.zero >= 1 else 1)
+    passing = 0.0  # bytes of blocks that are gathered one at a time
     if job.zero == 3 and not job.gathers_often:
         weights += sum(map(sum, counts)) * job.weight_bytes
     elif job.zero == 3:  # two blocks, and the parts outside of blocks, are gathered at the same time
         alone = one_block(job)
         block = max((sum(parameters_of(job, alone[kind])) for kind in kinds), default=0.0)
-        weights += (2 * block + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp) * job.weight_bytes
-    if any(stage.head for stage in stages):
-        weights += frozen_weights(job)
+        passing = 2 * block * job.weight_bytes
+        weights += passing + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp * job.weight_bytes
     kept = sum(live * sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) for stage, live in own)
     of_ahead, again_ahead = _ahead_bytes(job)
     kept += sum(live * (_travelling_bytes(job) + stage.head * model.ahead * of_ahead) for stage, live in own)
@@ -196,6 +196,11 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
         loss += heads * model.ahead * vocabulary * job.tokens * _LOG_SOFTMAX
     if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
         loss += vocabulary * model.hidden * sum(4 + job.width * count * (1 + model.ahead) for stage, count in own if stage.head)
+    if heads:
+        frozen = frozen_weights(job)
+        # While the frozen model runs, there are logits of the trained one, but the rest of its loss is not yet there.
+        before_loss = max(0.0, loss - vocabulary * job.tokens * job.width)
+        weights += frozen.held + max(0.0, frozen.passing - passing - before_loss)
     activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0) + bool(heads and model.ahead) * again_ahead
     if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
         if job.reduces_experts_late:

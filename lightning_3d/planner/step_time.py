@@ -10,7 +10,7 @@ from itertools import accumulate
 from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.planner.block_costs import Part, Work, work_of
-from lightning_3d.planner.exposed_messages import exposed_in_block, exposed_in_step
+from lightning_3d.planner.exposed_messages import exposed_in_block, exposed_in_frozen, exposed_in_step
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
@@ -64,12 +64,14 @@ def _stage_part(work: Work, stage: Stage) -> Part:
 
 
 def _with_late(job: Job, machine: Machine, work: Work) -> Work:
-    """Add to each block the exposed communication where ZeRO gathers parameters or reduces gradients for every micro-batch."""
+    """Add to each block, and to a frozen second model, the exposed communication where ZeRO gathers parameters or reduces gradients for
+    every micro-batch."""
     if not job.gathers_often and not job.reduces_often:
         return work
     held = [parameters_of(job, stage) for stage in one_block(job)]
     blocks = zip(work.blocks, held, strict=True)
-    return replace(work, blocks=tuple(block + exposed_in_block(job, machine, block, own) for block, own in blocks))
+    late = tuple(block + exposed_in_block(job, machine, block, own) for block, own in blocks)
+    return replace(work, blocks=late, head=work.head + exposed_in_frozen(job, machine))
 
 
 def least_seconds(job: Job, machine: Machine) -> float:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.parallel.default_dtype import default_dtype
 from lightning_3d.selftest.cells import BF16, ROWS
 from lightning_3d.weights.initialize import initialize
 
@@ -104,12 +105,8 @@ def _mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def _initial(recipe: Recipe) -> nn.Module:
     """Build the model with the weights that every layout gets: a function of the seed and the names of the parameters."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(recipe.dtype)
-    try:
+    with default_dtype(recipe.dtype):
         with torch.device("meta"):
             module = nn.ModuleDict({"model": build(recipe)})
         initialize(module, SEED)
-    finally:
-        torch.set_default_dtype(before)
     return module["model"]

@@ -66,7 +66,7 @@ from lightning_3d.parallel.tensor import (
     shard_sequence,
 )
 from lightning_3d.strategy.declared_sizes import declared_number, declared_sizes
-from lightning_3d.strategy.frozen_models import FrozenModel, find_frozen_models
+from lightning_3d.strategy.frozen_models import FrozenModel, find_frozen_blocks, find_frozen_models
 from lightning_3d.strategy.local_model import COMMUNICATES, PARTITION, LocalModel, Partition, context_of
 from lightning_3d.strategy.model_size import ModelSize
 from lightning_3d.strategy.parameter_specs import Owners, all_specs, by_stage, create_groups, local_specs
@@ -156,7 +156,8 @@ def assemble(
     # The cheap check first: fit_styles runs parts of the model, which sizes that do not divide would break with a worse message.
     _check(module, plan, mesh.layout, options)
     plan = fit_styles(module, plan, mesh.layout.tp)
-    frozen = find_frozen_models(root, name, mesh.layout.tp, user_plan)
+    frozen = find_frozen_models(root, name, mesh.layout, user_plan, cp_kind=options.cp_kind)
+    frozen_blocks = find_frozen_blocks(root, name, user_plan)
     # While every rank still has every parameter: rank 0 sends them all, in one order.
     broadcast_eager(root, mesh)
     if inspect is not None:
@@ -175,7 +176,7 @@ def assemble(
     materialize(root, seed, specs=part.specs, device=weights_device or device, blueprint=part.blueprint, stored=part.stored)
     # After materialize, which replaces parameters on meta by new ones.
     parameters = by_stage(root, Owners(root, name, plan, assignment), mesh.index("pp"))
-    parts = LocalModel(name, module, plan, part.specs, assignment, parameters, part.state, size, part.routers)
+    parts = LocalModel(name, module, plan, part.specs, assignment, parameters, part.state, size, part.routers, frozen_blocks)
     sharded = tuple((found, layer) for found, layer in root.named_modules() if COMMUNICATES & vars(layer).keys())
     object.__setattr__(root, PARTITION, Partition(parts, mesh, options, sharded))
     return parts
@@ -226,7 +227,7 @@ def take_part(
     # Last, and only for the layers that are left. Their classes change beneath the wrapped forwards of the blocks around them.
     _rewrite_layers(module, plan, _inside(name, specs), mesh, options, tensor, whole.regions)
     for other in frozen:
-        other.shard(root, specs, mesh, random)
+        other.shard(root, specs, mesh, random, context_of(mesh, options.cp_kind))
     if tp > 1:
         defer_heads(module, options.loss_chunks)  # those that are sharded by vocabulary now
     if split is not None:

@@ -152,7 +152,7 @@ def _assemble(
     checked = alone or sources.self_check != "never"
     chosen = choose_plan(module, mesh, sources.plan, sources.pipeline_module, alone=alone, checked=checked)
     check = SelfCheck("never" if alone else sources.self_check, mesh, options.model, device, required=chosen.drafted)
-    frozen = FrozenChecks("never" if alone else sources.self_check, mesh, device, drafted=chosen.drafted)
+    frozen = FrozenChecks("never" if alone else sources.self_check, mesh, options.model.cp_kind, device, drafted=chosen.drafted)
     try:
         parts = assemble(
             module,

@@ -103,7 +103,9 @@ class BuiltModel:
 
     def shard(self) -> None:
         """Shard parameters over the data-parallel ranks, with ZeRO-3."""
-        self.backend.shard(self.module, self.parts.blocks, self.device, runs_now)
+        here = {id(module) for module in self.module.modules()}  # a frozen model is on the last stage only, and the user may remove it
+        frozen = [blocks for blocks in self.parts.frozen_blocks if all(id(block) in here for block in blocks)]
+        self.backend.shard(self.module, [self.parts.blocks, *frozen], self.device, runs_now)
 
     def train(self, batch: Any, rest: tuple[Any, ...]) -> tuple[StepResult, dict[str, Any]]:
         """Run forward and backward of a batch, and after the last batch of an optimizer step the reduction of gradients.

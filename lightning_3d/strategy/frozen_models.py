@@ -1,8 +1,10 @@
 """Frozen models outside the trained one (the reference of DPO, a teacher): with tensor parallelism, each rank has a shard of them.
 
 Their layers are rewritten like those of the trained model, from their own plans. What they return is what the trained model returns: logits
-report the full vocabulary and are gathered when they are read. They are not pipelined (all of it is on the last stage), they run whole
-sequences, and experts are sharded over the tensor-parallel ranks alone.
+report the full vocabulary and are gathered when they are read. With ZeRO 3, their blocks are gathered one at a time, as are those of the
+trained model (`find_frozen_blocks`). With context parallelism, causal language models in which only attention mixes tokens run on this
+rank's part of each sequence. They are not pipelined (all of it is on the last stage), and experts are sharded over the tensor-parallel
+ranks alone.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from lightning_3d.errors import ConfigError, LayoutError, NoPlanError, PlanError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import check_model
 from lightning_3d.models.parallel_plan import ParallelPlan, has_plan, read_plan
+from lightning_3d.parallel.blocks import find_blocks
+from lightning_3d.parallel.context import ContextParallel, mixes_by_attention, share_frozen
 from lightning_3d.parallel.expert import choose_products
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.random_streams import ModelStreams, RandomState
@@ -33,33 +37,46 @@ _WORTH_A_LINE = 2**20
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A frozen model that is sharded over the tensor-parallel ranks.
+    """A frozen model that is sharded over the tensor-parallel ranks, or whose sequences the context-parallel ranks split.
 
     Attributes:
         name: name in the user's module.
         module: the model, whole until `shard`.
         plan: its parallel plan.
         declared: whether the model declares the plan itself.
+        sharded: whether the tensor-parallel ranks shard it.
+        split: whether the context-parallel ranks split its sequences.
     """
 
     name: str
     module: nn.Module
     plan: ParallelPlan
     declared: bool
+    sharded: bool
+    split: bool
 
     def specs(self, mesh: Mesh | StageMesh) -> dict[str, ShardSpec]:
         """Specify the shards of the parameters of the whole model, by name in the user's module. Without gradients, none are summed."""
+        if not self.sharded:
+            return {}
         inner = shard_specs(self.module, self.plan, mesh.size("tp"), mesh.index("tp"))
         return {f"{self.name}.{key}": replace(spec, tp_grad_sum=()) for key, spec in inner.items()}
 
-    def shard(self, root: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh | StageMesh, random: RandomState) -> None:
+    def shard(
+        self, root: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh | StageMesh, random: RandomState, context: ContextParallel
+    ) -> None:
         """Leave this rank's shard of the model, in place; nothing where `root` no longer has it, on earlier stages.
 
         Args:
             specs: of the parameters that are here, by name in `root`.
             random: streams of dropout, which only a model in training mode draws from.
+            context: the ranks that split sequences.
         """
         if all(module is not self.module for module in root.modules()):
+            return
+        if self.split:
+            share_frozen(self.module, context)
+        if not self.sharded:
             return
         streams = ModelStreams(random, self.module, self.name) if random.enabled else None
         prefix = f"{self.name}."
@@ -68,14 +85,62 @@ class FrozenModel:
         choose_products(self.module, self.plan)
 
 
-def find_frozen_models(root: nn.Module, trained: str, tp: int, user_plan: Mapping[str, Any] | None = None) -> list[FrozenModel]:
-    """Find the frozen models that `tp` ranks can shard. A warning names each one that they cannot shard, why, and what it costs.
+def find_frozen_models(
+    root: nn.Module, trained: str, layout: Layout, user_plan: Mapping[str, Any] | None = None, *, cp_kind: str = "ring"
+) -> list[FrozenModel]:
+    """Find the frozen models that tensor-parallel ranks can shard, or whose sequences context-parallel ranks can split: those of causal
+    language models in which only attention mixes tokens. A warning names each one that is not sharded, why, and what it costs.
 
     Args:
         root: the user's whole module.
         trained: name of the model that is trained.
+        layout: layout of the run.
         user_plan: the user's plan of that model, which is also that of frozen models of the same class.
+        cp_kind: how context-parallel ranks attend to each other's tokens.
     """
+    found = []
+    for name, module, given in _frozen_with_plans(root, trained, user_plan) if layout.tp * layout.cp > 1 else ():
+        plan, sharded = _plan_or_none(module, given), False
+        try:
+            if layout.tp > 1:
+                _refuse_shared(root, name, module)
+                plan, sharded = _fitting_plan(module, layout.tp, given), True
+        except (PlanError, LayoutError, ConfigError) as error:
+            rank_zero_warn(_stays_whole(name, module, layout.tp, error))
+        split = layout.cp > 1 and _splits(module, plan, Layout(tp=layout.tp if sharded else 1, cp=layout.cp), cp_kind)
+        if sharded or split:
+            found.append(FrozenModel(name, module, plan, given is None, sharded, split))
+    return found
+
+
+def _splits(module: nn.Module, plan: ParallelPlan, layout: Layout, cp_kind: str) -> bool:
+    """Return whether the context-parallel ranks of a layout can split the sequences of a model."""
+    try:
+        check_model(layout, declared_sizes(module, plan, layout), cp_kind=cp_kind)
+    except LayoutError:
+        return False
+    return mixes_by_attention(module, find_blocks(module, plan))
+
+
+def find_frozen_blocks(root: nn.Module, trained: str, user_plan: Mapping[str, Any] | None = None) -> list[list[nn.Module]]:
+    """Find the blocks of each frozen model, in the order in which they are called; see `find_frozen_models` for the arguments."""
+    models = _frozen_with_plans(root, trained, user_plan)
+    found = (find_blocks(module, _plan_or_none(module, given)) for _, module, given in models)
+    return [blocks for blocks in found if blocks]
+
+
+def _plan_or_none(module: nn.Module, given: Mapping[str, Any] | None) -> ParallelPlan:
+    """Return the plan of a model; an empty one if it has none."""
+    try:
+        return read_plan(module, given)
+    except PlanError:
+        return ParallelPlan({})
+
+
+def _frozen_with_plans(
+    root: nn.Module, trained: str, user_plan: Mapping[str, Any] | None
+) -> Iterator[tuple[str, nn.Module, Mapping[str, Any] | None]]:
+    """Yield name, module and plan of the user of each frozen model outside the trained one."""
     model = root.get_submodule(trained)
 
     def is_like_it(module: nn.Module) -> bool:
@@ -84,15 +149,8 @@ def find_frozen_models(root: nn.Module, trained: str, tp: int, user_plan: Mappin
     def is_model(module: nn.Module) -> bool:
         return is_transformers_model(module) or has_plan(module) or is_like_it(module)
 
-    found = []
-    for name, module in _frozen_parts(root, "", trained, is_model) if tp > 1 else ():
-        given = user_plan if is_like_it(module) else None
-        try:
-            _refuse_shared(root, name, module)
-            found.append(FrozenModel(name, module, _fitting_plan(module, tp, given), given is None))
-        except (PlanError, LayoutError, ConfigError) as error:
-            rank_zero_warn(_stays_whole(name, module, tp, error))
-    return found
+    for name, module in _frozen_parts(root, "", trained, is_model):
+        yield name, module, user_plan if is_like_it(module) else None
 
 
 def _frozen_parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class LocalModel:
         state: what gates and engine share.
         size: parameters of the whole model.
         routers: of a mixture of experts.
+        frozen_blocks: blocks of each frozen model outside the pipelined module, in the order in which they are called.
         lost: whether a fit failed while only other ranks had the values of some parameters.
     """
 
@@ -48,6 +50,7 @@ class LocalModel:
     state: PipelineState
     size: ModelSize
     routers: Routers | None = None
+    frozen_blocks: Sequence[Sequence[nn.Module]] = ()
     lost: bool = False
 
     @property

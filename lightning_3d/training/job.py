@@ -92,13 +92,6 @@ def find_place(
     return Place(Path(str(found["folder"])), found["resume"], taken, reporter)
 
 
-def show_plan(plan: RunPlan, outside: OutsideRank | None) -> None:
-    """Print what would run, and warnings about it, for a dry run."""
-    print_once(plan.describe(), outside)
-    for warning in plan.warnings:
-        print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)
-
-
 def run_job(
     config: dict[str, Any], plan: RunPlan, outside: OutsideRank | None, place: Place, command: CommandLine | None = None
 ) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from hydra.utils import get_object, instantiate
@@ -13,11 +14,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.profilers import Profiler
 
+from lightning_3d.config.options.scheduler import HYDRA_KEYS
 from lightning_3d.config.targets import ARGUMENTS, check_targets, is_allowed, targets_of
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 _KINDS: dict[str, tuple[type, ...]] = {"parallelism": (Lightning3DStrategy,), "callbacks": (Callback,), "logger": (Logger,)}
+_OF_HYDRA = (*HYDRA_KEYS, "_args_")
 _OF_THE_TRAINER = (Callback, Logger, Profiler, Accelerator, CheckpointIO, ClusterEnvironment, LayerSync, Precision)
 
 
@@ -34,8 +37,44 @@ def make_object(key: str, entry: Mapping[str, Any]) -> Any:
     """Build the object that an entry with a `_target_` describes.
 
     Raises:
-        Lightning3DError: the class may not be named there (`config.targets`), does not exist, does not accept these arguments, or
-            raises an error of its own.
+        Lightning3DError: see `_check_classes`; or the class does not accept these arguments, or raises an error of its own.
+    """
+    _check_classes(key, entry)
+    try:
+        return instantiate(entry)
+    except Exception as error:
+        if isinstance(error.__cause__, Lightning3DError):
+            raise error.__cause__ from None
+        raise _cannot_create(key, entry["_target_"], error.__cause__ or error) from error
+
+
+def check_object(key: str, entry: Mapping[str, Any]) -> None:
+    """Refuse an entry that `make_object` would refuse for its class or the names of its arguments, without building anything.
+
+    Raises:
+        ConfigError: see `_check_classes`; or the class does not accept these arguments.
+    """
+    _check_classes(key, entry)
+    name = entry["_target_"]
+    try:
+        accepted = signature(get_object(name))
+    except (TypeError, ValueError):  # of a class written in C
+        return
+    except Exception as error:
+        raise _cannot_create(key, name, error.__cause__ or error) from error
+    given = {str(word): value for word, value in entry.items() if word not in _OF_HYDRA}
+    try:
+        accepted.bind(*entry.get("_args_", ()), **given)
+    except TypeError as error:
+        unknown = next((word for word in given if word not in accepted.parameters), "")
+        raise _cannot_create(key, name, error, did_you_mean(unknown, accepted.parameters) if unknown else "") from error
+
+
+def _check_classes(key: str, entry: Mapping[str, Any]) -> None:
+    """Check the names of classes in an entry, at any depth.
+
+    Raises:
+        ConfigError: a class may not be named there (`config.targets`), or does not exist.
     """
     _refuse_interpolations(key, entry)
     check_targets({key: entry})
@@ -43,12 +82,6 @@ def make_object(key: str, entry: Mapping[str, Any]) -> Any:
     for place, name in targets_of(entry, key):
         own = place == f"{key}._target_"
         _require_class(place, name, kinds if own else _OF_THE_TRAINER, known=() if own else ARGUMENTS)
-    try:
-        return instantiate(entry)
-    except Exception as error:
-        if isinstance(error.__cause__, Lightning3DError):
-            raise error.__cause__ from None
-        raise _cannot_create(key, entry["_target_"], error.__cause__ or error) from error
 
 
 def _refuse_interpolations(key: str, value: Any) -> None:

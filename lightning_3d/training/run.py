@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,14 +21,15 @@ from lightning_3d.compat.deepspeed import import_deepspeed
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.options.reliability import Reliability
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
 from lightning_3d.planner.utilization import full_speed
 from lightning_3d.ranks.environment import outside_rank
 from lightning_3d.strategy.exponential_average import ExponentialAverage
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.objective import make_module
-from lightning_3d.training.objects import make_object, make_objects
+from lightning_3d.training.objects import check_object, make_object, make_objects
+from lightning_3d.training.optimizers import try_optimizer
 from lightning_3d.training.run_record import RunRecord, same_run
 from lightning_3d.training.wandb_logger import WandbLogger
 
@@ -71,8 +73,30 @@ def make_data(config: Mapping[str, Any]) -> LightningDataModule:
     return make_data_module(config["data"], vocab_size=config["model"]["config"]["vocab_size"], seed=config["seed"])
 
 
+def check_named(config: Mapping[str, Any]) -> None:
+    """Check the classes and the arguments that a configuration names, as building them would, before anything is built.
+
+    Raises:
+        ConfigError: a class does not exist, may not be named there, or does not accept its arguments.
+    """
+    try_optimizer(config["optimizer"])
+    check_object("parallelism", _strategy_entry(config))
+    for group, entries in (("callbacks", with_full_speed(config)), ("logger", config["logger"] or {})):
+        for name, entry in entries.items():
+            if entry is not None:
+                check_object(f"{group}.{name}", entry)
+    _check_extra(config["trainer"]["extra"])
+
+
 def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
     """Build the strategy from the groups `parallelism` and `precision`."""
+    strategy = make_object("parallelism", _strategy_entry(config))
+    assert isinstance(strategy, Lightning3DStrategy)
+    return strategy
+
+
+def _strategy_entry(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the group `parallelism`, with the arguments of the strategy that other groups set."""
     more = {"seed": config["seed"], "fp8": config["precision"]["name"] == "fp8"}
     every = config["trainer"].get("trace_every_n_steps")  # a configuration of an earlier version has none
     more |= {"trace_every_n_steps": every} if every is not None else {}
@@ -82,14 +106,13 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
         more["timeout"] = timedelta(seconds=config["trainer"]["collective_timeout"])
     more["reliability"] = {field.name: config["trainer"][field.name] for field in fields(Reliability) if field.name in config["trainer"]}
     more |= {"checkpoint_check_space": False} if config.get("force") else {}
-    strategy = make_object("parallelism", {**config["parallelism"], **more})
-    assert isinstance(strategy, Lightning3DStrategy)
-    return strategy
+    return {**config["parallelism"], **more}
 
 
 def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Trainer:
     """Build Lightning's Trainer for ranks that are already running. `more` are callbacks in addition to those of the configuration."""
     options = config["trainer"]
+    _check_extra(options["extra"])
     callbacks: list[Callback] = [*make_objects("callbacks", with_full_speed(config)), *more]
     if (decay := options.get("average_decay")) is not None:  # a configuration of an earlier version has none
         callbacks.append(ExponentialAverage(decay))
@@ -121,17 +144,30 @@ def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Tr
     extra = {key: _extra(key, value) for key, value in options["extra"].items()}
     try:
         return Trainer(**{**arguments, **extra})
-    except TypeError as error:
-        raise ConfigError(f"trainer.extra has an option that Lightning's Trainer does not accept: {error}.") from error
     except (MisconfigurationException, RuntimeError, ValueError) as error:
         if isinstance(error, Lightning3DError):
             raise
         raise ConfigError(f"Lightning's Trainer refuses the callbacks or the options of this configuration: {error}") from error
 
 
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuse keys of `trainer.extra` that are no arguments of Lightning's Trainer, and classes that its values cannot name."""
+    accepted = [name for name in signature(Trainer.__init__).parameters if name != "self"]
+    for key, value in extra.items():
+        if key not in accepted:
+            near = did_you_mean(key, accepted) or " Use one of the arguments of lightning.pytorch.Trainer."
+            raise ConfigError(f"trainer.extra.{key} is not an argument of Lightning's Trainer.{near}")
+        if _is_object(value):
+            check_object(f"trainer.extra.{key}", value)
+
+
 def _extra(key: str, value: Any) -> Any:
     """Return a value of `trainer.extra`; one with a `_target_`, such as a profiler, is built."""
-    return make_object(f"trainer.extra.{key}", value) if isinstance(value, Mapping) and "_target_" in value else value
+    return make_object(f"trainer.extra.{key}", value) if _is_object(value) else value
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value
 
 
 def with_full_speed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lightning_3d.compat.peft_layers import adapters_of, is_lora, lora_initializ
 from lightning_3d.compat.torch import storage_key, watch_operations
 from lightning_3d.compat.transformers import is_transformers_model
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.default_dtype import default_dtype
 from lightning_3d.parallel.sharding import ShardSpec
 
 BUILD_IN_MEMORY = "or build the model in memory (in __init__ rather than in configure_model)."
@@ -383,12 +384,11 @@ def seed_everything(seed: int) -> None:
 def isolated_generators() -> Iterator[None]:
     """Restore the generators and the default dtype afterwards."""
     numpy = sys.modules.get("numpy")
-    dtype = torch.get_default_dtype()
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        yield
+        with default_dtype(torch.get_default_dtype()):
+            yield
     finally:
-        torch.set_default_dtype(dtype)
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         if numpy:

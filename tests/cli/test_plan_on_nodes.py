@@ -43,14 +43,14 @@ def nodes(count: int) -> ClusterConfig:
 
 def test_srun_starts_the_ranks_of_each_node(profile: Path) -> None:
     machine = machine_of_profile(read_profile(profile), nodes=3)
-    assert starter(machine, nodes(3)) == ["srun", "--kill-on-bad-exit=1", "--nodes=3", "--ntasks-per-node=1"]
+    assert starter(machine, nodes(3)) == ["srun", "--kill-on-bad-exit=1", "--quit-on-interrupt", "--nodes=3", "--ntasks-per-node=1"]
     assert starter(replace(machine, nodes=1), nodes(1)) == []
 
 
 def test_nodes_that_fast_links_join_are_still_several(profile: Path) -> None:
     """The planner takes 4 nodes of 2 GPUs whose links are one network for one node."""
     machine = replace(machine_of_profile(read_profile(profile)), nodes=1, gpus_per_node=8)
-    assert starter(machine, nodes(4))[2:] == ["--nodes=4", "--ntasks-per-node=2"]
+    assert starter(machine, nodes(4))[3:] == ["--nodes=4", "--ntasks-per-node=2"]
 
 
 def test_nodes_outside_of_a_job_are_refused(profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,9 @@ def test_an_interruption_ends_the_ranks_of_all_nodes(profile: Path, tmp_path: Pa
             ranks = [int(word) for word in log.read_text().split()[:2]]
             assert all(is_running(rank) for rank in ranks)
             plan.send_signal(signal.SIGINT)
+            started = time.monotonic()
             plan.wait(120)
+            assert time.monotonic() - started < 10
             assert plan.returncode not in (0, 1)
             assert not any(is_running(rank) for rank in ranks)
             assert not list(tmp_path.glob("lightning_3d_validation_*"))

@@ -90,6 +90,23 @@ def test_few_micro_batches_are_a_warning() -> None:
     assert len(plan.warnings) == 1 and "idle" in plan.warnings[0]
 
 
+@pytest.mark.parametrize(("steps", "warmup", "warned"), [(50, 50, False), (50, 51, True), (1, 4000, True), (1, 20, False)])
+def test_a_warmup_that_never_ends_is_a_warning(steps: int, warmup: int, warned: bool) -> None:
+    """The run may be a trial of a longer one, so it is not refused."""
+    plan = planned(f"trainer.max_steps={steps}", f"optimizer.scheduler.warmup_steps={warmup}")
+    expected = (
+        f"optimizer.scheduler.warmup_steps={warmup} is above trainer.max_steps={steps}, so the warm-up never ends: the learning rate"
+        f" reaches only {steps / warmup:.2g} of optimizer.lr. Use optimizer.scheduler.warmup_steps of at most {steps}, or more steps."
+    )
+    assert plan.warnings == ((expected,) if warned else ())
+
+
+def test_a_warmup_longer_than_the_decay_is_refused() -> None:
+    says = "warmup_steps=30 is above optimizer.scheduler.decay_steps=20, .* Use optimizer.scheduler.decay_steps of at least 30, or"
+    with pytest.raises(ConfigError, match=says):
+        planned("optimizer.scheduler.warmup_steps=30", "+optimizer.scheduler.decay_steps=20")
+
+
 @pytest.mark.parametrize("model", [name for name in options("model") if name != "pretrained"])
 def test_every_model_composes(model: str) -> None:
     assert planned(f"model={model}", "parallelism=dp2", "trainer.dry=true").layout.dp == 2

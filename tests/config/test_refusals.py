@@ -50,9 +50,9 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
     "schedule_and_vp": (["parallelism=pp2_vp2", "parallelism.schedule=1f1b"], ["1F1B", "vp 2"]),
     "f08_micro_batches": (
         ["parallelism=pp4", "data.global_batch_size=4"],
-        ["1F1B", "as stages, 4", "a step has 2", "global batch of 8"],
+        ["1F1B", "as stages, 4", "a step has 2", "data.global_batch_size=8"],
     ),
-    "f09_global_batch": (["data.global_batch_size=7"], ["global batch of 7", "micro-batch 2 * dp 2 = 4", "is 8"]),
+    "f09_global_batch": (["data.global_batch_size=7"], ["data.global_batch_size=7", "parallelism.micro_batch_size=2 * dp 2 = 4", "is 8"]),
     "f09_no_global_batch": (["data.global_batch_size=null"], ["data.global_batch_size must be given"]),
     "f10_ep_dense": (["parallelism=dp2_ep2"], ["ep 2", "dense", "dp2"]),
     "f12_sequence": (["parallelism=cp2", "data.sequence_length=30"], ["cp 2", "30 tokens", "28 or 32"]),
@@ -160,7 +160,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["optimizer.block_size must be a whole number of at least 1, for example 256; got 0"],
     ),
     "f21_clip": (["trainer.gradient_clip_val=-1"], ["trainer.gradient_clip_val must be a finite number of at least 0; got -1"]),
-    "f21_micro_batch": (["parallelism.micro_batch_size=0"], ["micro_batch must be at least 1; got 0"]),
+    "f21_micro_batch": (["parallelism.micro_batch_size=0"], ["parallelism.micro_batch_size must be at least 1; got 0"]),
     "validation_interval": (
         ["trainer.max_steps=100", "trainer.val_check_interval=30"],
         ["does not divide", "nearest interval that does is 25"],
@@ -351,7 +351,7 @@ SHARED = ["parallelism=dp2", "data.sequence_length=64", "data.global_batch_size=
 NOT_IN_GPT2 = ("num_key_value_heads", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "attention_dropout", "rope_parameters")
 GPT2 = ["model.config.model_type=gpt2", *(f"~model.config.{name}" for name in NOT_IN_GPT2)]
 STARTED: dict[str, tuple[list[str], list[str]]] = {
-    "f23_short": (["data=tokens", "data.train_path={}/short.bin"], ["fewer than one global batch of 8"]),
+    "f23_short": (["data=tokens", "data.train_path={}/short.bin"], ["fewer than data.global_batch_size=8"]),
     "f23_empty": (["data=tokens", "data.train_path={}/empty.bin"], ["0"]),
     "f24_token_id": (["data=tokens", "data.train_path={}/high.bin"], ["Token 999 at position 1234", "257"]),
     "f25_truncated": (["data=tokens", "data.train_path={}/cut.bin"], ["5000 bytes", "4000 tokens"]),
@@ -409,7 +409,7 @@ def test_refusal_under_torchrun_leaves_nothing(tmp_path: Path, token_files: Path
     )
     assert time.monotonic() - started < 200
     assert (done.stdout + done.stderr).count("lightning_3d: ") == 1, done.stderr
-    assert "fewer than one global batch of 8" in done.stderr
+    assert "fewer than data.global_batch_size=8" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -78,8 +78,8 @@ def test_a_bad_ramp_is_refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "schedule", "micro_batch", "ramp", "message"),
     [
-        ("dp4", "1F1B", 2, (12, 4, 64), r"global batch of 12, which is not divisible by micro-batch 2 \* dp 4 = 8"),
-        ("dp4", "1F1B", 1, (8, 14, 64), r"global batch of 22, .* divisible by micro-batch 1 \* dp 4 = 4"),
+        ("dp4", "1F1B", 2, (12, 4, 64), r"global batch of 12, which is not divisible by parallelism.micro_batch_size=2 \* dp 4 = 8"),
+        ("dp4", "1F1B", 1, (8, 14, 64), r"global batch of 22, .* divisible by parallelism.micro_batch_size=1 \* dp 4 = 4"),
         ("pp4", "1F1B", 2, (4, 4, 64), r"global batch of 4, which gives each rank 2 micro-batches, which 1F1B cannot run with pp 4"),
         ("pp4_vp2", "Interleaved1F1B", 1, (4, 2, 64), r"global batch of 14, which gives each rank 14 micro-batches, which Interleaved1F1B"),
     ],

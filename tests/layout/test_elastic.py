@@ -53,5 +53,5 @@ def test_too_few_ranks_for_a_shard_group_are_refused() -> None:
 def test_too_few_ranks_are_refused() -> None:
     with pytest.raises(LayoutError, match="1 rank is here, but the smallest layout to which tp2_dp4 can shrink is tp2, with 2 ranks"):
         fitting_layout("tp2_dp4", ranks=1, global_batch_size=24)
-    with pytest.raises(LayoutError, match="The global batch of 7 is not divisible"):
+    with pytest.raises(LayoutError, match="data.global_batch_size=7 is not divisible"):
         fitting_layout("tp2_dp4", ranks=8, global_batch_size=7, micro_batch_size=2)

@@ -91,8 +91,8 @@ def test_f07_vp_without_pipeline():
 @pytest.mark.parametrize(
     ("schedule", "vp", "global_batch", "repair"),
     [
-        ("1F1B", 1, 8, "a global batch of 16, a micro-batch of 1 or the schedule GPipe, Interleaved1F1B, "),
-        ("DualPipeV", 2, 16, "a global batch of 32, a micro-batch of 1 or the schedule Interleaved1F1B, "),
+        ("1F1B", 1, 8, "data.global_batch_size=16, parallelism.micro_batch_size=1 or the schedule GPipe, Interleaved1F1B, "),
+        ("DualPipeV", 2, 16, "data.global_batch_size=32, parallelism.micro_batch_size=1 or the schedule Interleaved1F1B, "),
     ],
 )
 def test_f08_micro_batches_too_few_for_the_schedule(schedule: str, vp: int, global_batch: int, repair: str):
@@ -123,15 +123,15 @@ def test_f08_few_micro_batches_are_warned_about():
 @pytest.mark.parametrize(
     ("name", "global_batch", "micro_batch", "repair"),
     [
-        ("dp2", 10, 4, "micro-batch 4 * dp 2 = 8. The nearest global batches that work are 8 and 16."),
-        ("dp2", 4, 4, "The nearest global batch that works is 8."),
-        ("pp4_dp2", 17, 2, "The nearest global batches that work are 16 and 20."),
-        ("pp4_dp2", 3, 2, "The nearest global batch that works is 16."),
+        ("dp2", 10, 4, "parallelism.micro_batch_size=4 * dp 2 = 8. The nearest values that work are 8 and 16."),
+        ("dp2", 4, 4, "The nearest value that works is 8."),
+        ("pp4_dp2", 17, 2, "The nearest values that work are 16 and 20."),
+        ("pp4_dp2", 3, 2, "The nearest value that works is 16."),
     ],
 )
 def test_f09_global_batch_not_divisible(name: str, global_batch: int, micro_batch: int, repair: str):
     message = refusal(check_batch, parse(name), global_batch, micro_batch, "1F1B")
-    assert f"The global batch of {global_batch} is not divisible" in message
+    assert f"data.global_batch_size={global_batch} is not divisible" in message
     assert message.endswith(repair)
 
 
@@ -147,7 +147,7 @@ def test_f09_proposed_global_batches_work(info, pp: int, dp: int, global_batch: 
     try:
         count = check_batch(layout, global_batch, micro_batch, info.name)
     except LayoutError as error:
-        proposed = re.search(r"(?:Use a global batch of|that works is|that work are) ([0-9, andor]*)", str(error))
+        proposed = re.search(r"(?:Use data.global_batch_size=|that works is |that work are )([0-9, andor]*)", str(error))
         assert proposed is not None
         for batch in re.findall(r"[0-9]+", proposed[1]):
             assert check_batch(layout, int(batch), micro_batch, info.name) * micro_batch * dp == int(batch)
@@ -241,8 +241,8 @@ def test_f16_vocabulary_smaller_than_tp():
 @pytest.mark.parametrize("size", [0, -3, 2.5, "8", True, 2**60])
 def test_f21_sizes_that_cannot_be(size: object):
     assert "heads" in refusal(check, Layout(), heads=size, error=ConfigError)
-    assert "global_batch" in refusal(check_batch, Layout(), size, 1, error=ConfigError)
-    assert "micro_batch" in refusal(check_batch, Layout(), 8, size, error=ConfigError)
+    assert "data.global_batch_size must" in refusal(check_batch, Layout(), size, 1, error=ConfigError)
+    assert "parallelism.micro_batch_size must" in refusal(check_batch, Layout(), 8, size, error=ConfigError)
     assert "sequence_length" in refusal(check_sizes, sequence_length=size, error=ConfigError)
 
 

@@ -1,11 +1,13 @@
 """Ranks of one host communicate through shared memory, with the results of arithmetic on one process."""
 
+import atexit
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
@@ -133,6 +135,17 @@ def child_lets_go() -> None:
         assert x.tolist() == [2, 2, 2]
 
 
+def sends_and_exits(connection: socket.socket, count: int, posted: int) -> NoReturn:
+    """Send more than the socket holds, and exit without closing."""
+    atexit._clear()
+    neighbours = host_memory.Neighbours(0, {1: connection}, [[], [0]], timedelta(seconds=20))
+    for index in range(count):
+        neighbours.post([1], (7, index), torch.tensor([index]))
+    os.write(posted, len(neighbours._peers[1].late).to_bytes(4, "little"))
+    atexit._run_exitfuncs()  # what the interpreter does when it ends
+    os._exit(0)
+
+
 def two_hosts() -> list[bool]:
     """Ranks 0 and 1 cannot reach 2 and 3."""
     call = host_memory._call
@@ -198,6 +211,23 @@ def test_ranks_that_disagree_on_the_size_are_refused(numels: tuple[int, int], co
 
 def test_a_child_process_holds_no_connection() -> None:
     run_ranks(child_lets_go, 2)
+
+
+def test_a_process_that_exits_sends_what_a_full_socket_held_back() -> None:
+    count = 4000
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    late, posted = os.pipe()
+    child = os.fork()
+    if child == 0:
+        mine.close()
+        sends_and_exits(its, count, posted)
+    its.close()
+    assert int.from_bytes(os.read(late, 4), "little") > count // 2
+    receiver = host_memory.Neighbours(1, {0: mine}, [[], [0]], timedelta(seconds=20))
+    found = [int(receiver.take(0, (7, index)).content.view(torch.int64)) for index in range(count)]
+    receiver.close()
+    assert found == list(range(count))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_ranks_of_several_hosts_use_the_network_between_them() -> None:

@@ -40,7 +40,7 @@ def step_of_the_engine(zero: int) -> float:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)).to(torch.bfloat16)
     specs = {name: replicated(name, tuple(parameter.shape), 1) for name, parameter in module.named_parameters()}
     backend = make_backend(ZeroOptions(zero, "step"), Mesh(Layout(dp=dist.get_world_size())), specs, precision="bf16")
-    backend.shard(module, list(module), torch.device("cpu"), lambda block: True)
+    backend.shard(module, [list(module)], torch.device("cpu"), lambda block: True)
     backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1, fused=True))
     for _ in range(2):
         with backend.gradient_scope():

@@ -165,7 +165,7 @@ def messages(zero: ZeroOptions) -> dict[str, list[tuple[str, int, int]]]:
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))).to(torch.bfloat16)
     specs = {name: replicated(name, tuple(parameter.shape), 1) for name, parameter in module.named_parameters()}
     backend = make_backend(zero, Mesh(Layout(dp=dist.get_world_size())), specs, precision="bf16")
-    backend.shard(module, list(module), torch.device("cpu"), lambda block: True)
+    backend.shard(module, [list(module)], torch.device("cpu"), lambda block: True)
     backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
     flights, ends = Flights(), {}
     with flights.watching():

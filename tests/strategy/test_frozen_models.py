@@ -12,23 +12,28 @@ from parity import assert_same_run
 from ranks import run_ranks
 from reference import Run
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import FalconMambaConfig, FalconMambaForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from lightning_3d.checkpoint import load_full_state_dict
 from lightning_3d.layout import Layout
+from lightning_3d.parallel.context.inputs import splits
 from lightning_3d.strategy.frozen_models import find_frozen_models
 
 SIZE = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 FULL = pytest.mark.full
 CASES: list[Any] = [
     ("qwen3", "tp2_pp2", {"sequence_parallel": True}),
+    ("qwen3", "pp2_dp2", {"zero_stage": 3}),
+    ("in_parts", "cp2", {}),
+    ("qwen3", "tp2_cp2", {}),
     *(
         pytest.param(*case, marks=FULL)
         for case in (
             ("qwen3", "tp2", {}),
             ("qwen3", "tp4", {}),
             ("qwen3", "cp2", {}),
-            ("qwen3", "tp2_cp2", {}),
+            ("qwen3", "pp2_cp2", {"cp_kind": "ulysses"}),
+            ("in_parts", "tp2_cp2", {"zero_stage": 3}),
             ("qwen3", "tp2_dp2", {"zero_stage": 1}),
             ("qwen3", "tp2_pp2_dp2", {"zero_stage": 3}),
             ("qwen3", "tp2_pp2", {"schedule": "ZBVZeroBubble"}),
@@ -38,6 +43,11 @@ CASES: list[Any] = [
             ("mixtral", "tp2_dp2", {"zero_stage": 3}),
             ("dpo", "tp2_dp2", {"zero_stage": 1}),
             ("dpo", "tp2_dp2", {"zero_stage": 3}),
+            ("dpo", "dp2", {"zero_stage": 3, "zero_offload": "parameters"}),
+            ("mixtral", "dp2_cp2", {"zero_stage": 3}),
+            ("qwen3", "pp2_dp2", {"zero_stage": 3, "zero_gather": "step"}),
+            ("qwen3", "pp2_dp2", {"zero_stage": 3, "schedule": "ZBVZeroBubble"}),
+            ("qwen3", "pp2_dp2", {"zero_stage": 3, "schedule": "Interleaved1F1B", "recompute": "full"}),
         )
     ),
 ]
@@ -89,8 +99,9 @@ def test_a_checkpoint_with_a_sharded_teacher_resumes_in_another_layout(
 
 
 @pytest.mark.full
-def test_a_frozen_model_that_does_not_divide_stays_whole_and_computes_the_same() -> None:
-    found = run_ranks(objectives.fit_and_count, 2, "odd", "float64", "tp2", 2, timeout=180)
+@pytest.mark.parametrize("layout", ["tp2", "tp2_cp2"])
+def test_a_frozen_model_that_does_not_divide_stays_whole_and_computes_the_same(layout: str) -> None:
+    found = run_ranks(objectives.fit_and_count, Layout.parse(layout).world_size, "odd", "float64", layout, 2, timeout=180)
     assert_same_run([part for part, _ in found], expected("odd", "float64", 1), "float64")
     assert {count for _, count in found} == {sum(p.numel() for p in objectives.other_model("odd", objectives.RECIPE).parameters())}
 
@@ -117,8 +128,8 @@ def test_all_frozen_models_with_a_plan_are_found_and_trained_ones_are_not() -> N
         wrapper = nn.ModuleDict({"body": frozen().model, "head": nn.Linear(32, 1)}).requires_grad_(False)
         critic = LlamaForCausalLM(LlamaConfig(**SIZE))
     root = Pair(teacher=frozen(hidden_size=64), reward=wrapper, several=nn.ModuleList([frozen(), frozen()]), critic=critic)
-    assert [found.name for found in find_frozen_models(root, "model", 2)] == ["teacher", "reward.body", "several.0", "several.1"]
-    assert find_frozen_models(root, "model", 1) == []
+    assert [found.name for found in find_frozen_models(root, "model", Layout(tp=2))] == ["teacher", "reward.body", "several.0", "several.1"]
+    assert find_frozen_models(root, "model", Layout(dp=2)) == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +149,35 @@ def test_a_warning_says_which_model_stays_whole_and_what_it_costs(name: str, say
         root.embedding = nn.Embedding(67, 32, device="meta").requires_grad_(False)
         root.embedding.weight = made.model.embed_tokens.weight  # type: ignore[union-attr]
     with pytest.warns(UserWarning, match=says):
-        assert find_frozen_models(root, "model", 2) == []
+        assert find_frozen_models(root, "model", Layout(tp=2)) == []
+
+
+def test_ranks_split_the_sequences_of_causal_models_in_which_only_attention_mixes_tokens() -> None:
+    with torch.device("meta"):
+        classifier = LlamaForSequenceClassification(LlamaConfig(**SIZE)).requires_grad_(False)  # reads the last token of a sequence
+        mixes = FalconMambaForCausalLM(FalconMambaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=2)).requires_grad_(False)
+    root = Pair(teacher=frozen(), small=frozen(num_attention_heads=3, hidden_size=48), classifier=classifier, mixes=mixes)
+
+    def split(cp_kind: str) -> list[str]:
+        return [found.name for found in find_frozen_models(root, "model", Layout(cp=2), cp_kind=cp_kind) if found.split]
+
+    assert split("ring") == ["teacher", "small"]
+    assert split("ulysses") == ["teacher"], "3 heads"
+
+
+@pytest.mark.parametrize(
+    ("more", "split"),
+    [
+        ({}, True),
+        ({"attention_mask": torch.ones(1, 8), "use_cache": False}, True),
+        ({"input_ids": torch.ones(1, 10, dtype=torch.long)}, False),
+        ({"attention_mask": torch.ones(1, 1, 8, 8)}, False),
+        *(({name: torch.ones(1, 8, dtype=torch.long)}, False) for name in ("labels", "shift_labels")),
+        *(({name: True}, False) for name in ("use_cache", "output_attentions", "output_router_logits", "logits_to_keep")),
+    ],
+)
+def test_calls_whose_results_are_not_those_of_single_tokens_run_whole_sequences(more: dict[str, Any], split: bool) -> None:
+    assert splits({"input_ids": torch.ones(1, 8, dtype=torch.long)} | more, 2) is split
 
 
 def test_a_users_plan_is_also_that_of_a_frozen_copy_and_of_no_other_class() -> None:
@@ -152,5 +191,5 @@ def test_a_users_plan_is_also_that_of_a_frozen_copy_and_of_no_other_class() -> N
 
     plan = {"tp": {"up": "colwise", "down": "rowwise"}}
     root = nn.ModuleDict({"model": Net(), "copy": Net().requires_grad_(False), "other": Other().requires_grad_(False)})
-    [found] = find_frozen_models(root, "model", 2, plan)
+    [found] = find_frozen_models(root, "model", Layout(tp=2), plan)
     assert (found.name, found.declared) == ("copy", False)

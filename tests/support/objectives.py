@@ -65,8 +65,20 @@ def features(model: nn.Module, teacher: nn.Module, batch: models.Batch) -> Tenso
     return (weights * losses).mean() + F.kl_div(logits.log_softmax(-1), wanted, log_target=True, reduction="none").sum(-1).mean()
 
 
+def in_parts(model: nn.Module, teacher: nn.Module, batch: models.Batch) -> Tensor:
+    """The loss of `distillation`, with calls of the teacher that context-parallel ranks cannot split: of a part of it, of another length,
+    and for the last token alone."""
+    ids, others = batch["chosen"], batch["rejected"]
+    with torch.no_grad():
+        hidden = teacher.model(input_ids=ids).last_hidden_state  # type: ignore[operator, union-attr]
+        weight = hidden.square().mean() + teacher(input_ids=others).logits.square().mean()
+        weight = weight + teacher(input_ids=ids, logits_to_keep=1).logits.square().mean()
+    return weight * distillation(model, teacher, batch)
+
+
 TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "distillation": ("Llama", {}),
+    "in_parts": ("Llama", {}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "num_hidden_layers": 5}),
     "gpt_neox": ("GPTNeoX", {"intermediate_size": 96, "num_hidden_layers": 2, "hidden_dropout": 0.0}),
     "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_hidden_layers": 2}),
@@ -74,7 +86,7 @@ TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Kinds of distillation -> (class of the teacher in Transformers, its configuration on top of the student's, of twice the width)."""
 LOSSES: dict[str, Loss] = {"dpo": dpo, "distillation": distillation, "contrastive": contrastive}
-LOSSES |= dict.fromkeys(set(TEACHERS) - {"distillation"}, features)
+LOSSES |= dict.fromkeys(set(TEACHERS) - {"distillation", "in_parts"}, features) | {"in_parts": in_parts}
 
 
 def other_model(kind: str, recipe: Recipe) -> nn.Module:

@@ -34,6 +34,8 @@ def _main(words: list[str]) -> int:
             rank.send_signal(number)
 
     signal.signal(signal.SIGTERM, end)
+    if "--quit-on-interrupt" in words:
+        signal.signal(signal.SIGINT, lambda number, frame: end(signal.SIGKILL, frame))
     for number in range(nodes * per_node):
         variables = {
             "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "test", "SLURM_PROCID": str(number), "SLURM_NTASKS": str(nodes * per_node),

@@ -285,7 +285,7 @@ def test_f23_a_data_set_shorter_than_one_global_batch_is_refused() -> None:
     data = Counting(train_tokens=56)
     with pytest.raises(
         DataError,
-        match="56 tokens .* 7 samples of 8 tokens, fewer than one global batch of 8. Use a global batch of at most 7",
+        match="56 tokens .* 7 samples of 8 tokens, fewer than data.global_batch_size=8. Use data.global_batch_size=7 or less, or a shorter",
     ):
         data.setup("fit")
 
@@ -294,7 +294,7 @@ def test_f23_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.py file under"):
         stdlib_of(tmp_path).setup("fit")
     write_tokens(tmp_path / "empty.bin", np.empty(0, dtype=np.uint16), vocab_size=4)
-    with pytest.raises(DataError, match="0 samples of 16 tokens, fewer than one global batch of 4. Use more data"):
+    with pytest.raises(DataError, match="0 samples of 16 tokens, fewer than data.global_batch_size=4. Use more data"):
         TokenFiles(train_path=tmp_path / "empty.bin", sequence_length=16, global_batch_size=4).setup("fit")
 
 

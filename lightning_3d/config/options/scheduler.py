@@ -18,6 +18,8 @@ DECAYING = ("linear", "cosine", "wsd")
 HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_")
 """Keys of Hydra that an entry with a `_target_` may have. All but the first are ignored."""
 _KEYS = ("name", "warmup_steps", "min_lr_ratio", "decay_steps", "cooldown_steps", "cooldown_shape")
+_SHORT_WARMUP = 20
+"""Steps of a warm-up that is not worth a warning in a run that is even shorter: that of most files in `conf/optimizer`."""
 _OF_WSD = ("cooldown_steps", "cooldown_shape")
 
 
@@ -53,7 +55,8 @@ def check_length(config: Mapping[str, Any] | None, total_steps: float) -> None:
         total_steps: optimizer steps of the run, infinite if it has no end.
 
     Raises:
-        ConfigError: the schedule decays, but the run has no end; or there is no room for the warm-up and the cooldown of `wsd`.
+        ConfigError: the schedule decays, but the run has no end; its warm-up is longer than `decay_steps`; or there is no room for the
+            warm-up and the cooldown of `wsd`.
     """
     if config is None or config.get("_target_") is not None or config["name"] not in DECAYING:
         return
@@ -69,6 +72,29 @@ def check_length(config: Mapping[str, Any] | None, total_steps: float) -> None:
             f"{KEY}: a warm-up of {warmup} steps and a cooldown of {cooldown} steps do not fit into the {end:.0f} steps of the schedule."
             " Use shorter ones, or a longer run."
         )
+    if config.get("decay_steps") is not None and warmup > end:
+        raise ConfigError(
+            f"{KEY}.warmup_steps={warmup} is above {KEY}.decay_steps={end}, so the decay would end before it begins. Use"
+            f" {KEY}.decay_steps of at least {warmup}, or {KEY}.warmup_steps of at most {end}."
+        )
+
+
+def endless_warmup(config: Mapping[str, Any] | None, max_steps: int) -> str | None:
+    """Return a warning about a warm-up that is longer than the run; None if it is not.
+
+    Args:
+        config: `optimizer.scheduler`, already checked.
+        max_steps: `trainer.max_steps`. A run this short may be a trial of a longer one, so it is not refused.
+    """
+    if config is None or config.get("_target_") is not None:
+        return None
+    warmup = config.get("warmup_steps") or 0
+    if warmup <= max(max_steps, _SHORT_WARMUP):
+        return None
+    return (
+        f"{KEY}.warmup_steps={warmup} is above trainer.max_steps={max_steps}, so the warm-up never ends: the learning rate reaches only"
+        f" {max_steps / warmup:.2g} of optimizer.lr. Use {KEY}.warmup_steps of at most {max_steps}, or more steps."
+    )
 
 
 def _check_own_keys(name: str, config: Mapping[str, Any]) -> None:

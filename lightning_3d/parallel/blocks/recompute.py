@@ -6,8 +6,8 @@ all-reduce at the end of a tensor-parallel block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_3d.compat.torch import functional_collectives, kept_collectives, recomputed
 from lightning_3d.errors import ConfigError, did_you_mean
+from lightning_3d.parallel.default_dtype import default_dtype
 
 ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
 """Operators whose results are kept when only attention is recomputed: its projections. The operators between the projections are cheap to
@@ -45,24 +46,14 @@ class Recompute:
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():
-            forward = partial(_within, partial(_default_dtype, torch.get_default_dtype()), forward)
+            # Lightning's double precision sets the default type in the user's step only, not in the backward that repeats the forward.
+            forward = partial(_within, partial(default_dtype, torch.get_default_dtype()), forward)
             forward = partial(_within, self._moment(), forward) if self._moment is not None else forward
         if self._keep is None:
             return checkpoint(partial(_again, forward), *args, use_reentrant=False, **kwargs)
         context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
         run = partial(_with_functional_collectives, forward)
         return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context of a forward that has the default type of its first run. Lightning's double precision changes it in the user's step only."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _within(context: Callable[[], AbstractContextManager[None]], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

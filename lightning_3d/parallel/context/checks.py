@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.compat.transformers import is_transposed_linear
-from lightning_3d.errors import PlanError
+from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.context_limits import attends_plainly, check_fields, why_not_by_attention
 from lightning_3d.parallel.context.attention import NAME
 from lightning_3d.parallel.context.kernels import choose_kernels
@@ -36,6 +36,24 @@ def replace_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
 
     check_fields(name, read)
     return not why_not_by_attention(read) and _mixes_by_attention(module, config, blocks) and _replace(module)
+
+
+def mixes_by_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
+    """Return whether nothing but attention that `replace_attention` can replace mixes tokens in a causal language model with its head."""
+    config: Any = getattr(module, "config", None)
+    generates: Any = getattr(module, "can_generate", None)
+    head: Any = getattr(module, "get_output_embeddings", None)
+    if generates is None or head is None or not generates() or head() is None:
+        return False
+
+    def read(key: str) -> Any:
+        return getattr(config, key, None)
+
+    try:
+        check_fields(type(module).__name__, read)
+    except ConfigError:
+        return False
+    return not why_not_by_attention(read) and _mixes_by_attention(module, config, blocks)
 
 
 def replace_some_attention(module: nn.Module, mixing: list[nn.Module]) -> list[nn.Module]:
@@ -73,18 +91,28 @@ def _uses(module: nn.Module, *names: str) -> bool:
     return code is not None and any(name in code.co_names for name in names)
 
 
-def _replace(module: Any) -> bool:
-    """Choose our attention in all configurations of a model; False, and nothing changed, where one does not take it."""
+def _replace(module: nn.Module) -> bool:
+    """Choose our attention in all configurations of a model, with its kernels; False, and nothing changed, where one does not take it."""
+    before = set_attention(module)
+    for _, implementation in before or ():
+        choose_kernels(implementation)
+    return before is not None
+
+
+def set_attention(module: Any) -> list[tuple[Any, str]] | None:
+    """Choose our attention in all configurations of a model.
+
+    Returns:
+        The configurations, each with the attention that it had; None, and nothing changed, where one does not take ours.
+    """
     found = {id(config): config for child in module.modules() if (config := getattr(child, "config", None)) is not None}
     before = [(config, config._attn_implementation) for config in found.values() if hasattr(config, "_attn_implementation")]
     module.set_attn_implementation(NAME)
     if all(config._attn_implementation == NAME for config, _ in before):
-        for _, implementation in before:
-            choose_kernels(implementation)
-        return True
+        return before
     for config, implementation in before:
         config._attn_implementation = implementation
-    return False
+    return None
 
 
 def _mixes_by_attention(module: nn.Module, config: Any, blocks: list[nn.Module]) -> bool:

@@ -36,6 +36,17 @@ def tokens_of(arguments: dict[str, Any]) -> Tensor:
     return tokens
 
 
+def splits(arguments: dict[str, Any], ranks: int) -> bool:
+    """Return whether so many ranks can split the sequences of a call of a causal language model that returns logits and hidden states."""
+    tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if isinstance(arguments.get(name), Tensor)), None)
+    if tokens is None or tokens.shape[1] % (2 * ranks) or any(arguments.get(name) for name in (*_REFUSED, "output_router_logits")):
+        return False
+    if any(arguments.get(name) is not None for name in ("labels", "shift_labels")):  # the loss would be that of this rank's tokens
+        return False
+    keep, mask = arguments.get("logits_to_keep"), arguments.get("attention_mask")
+    return not isinstance(keep, Tensor) and not keep and (mask is None or isinstance(mask, Tensor) and mask.ndim == 2)
+
+
 def refuse_arguments(arguments: dict[str, Any], *more: str) -> None:
     """Refuse arguments that concern tokens of other ranks, and `more` of them.
 

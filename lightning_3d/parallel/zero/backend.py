@@ -126,18 +126,19 @@ class DataParallelBackend:
     # Parameters
 
     def shard(
-        self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
     ) -> None:
         """Shard the parameters of `module` over the data-parallel ranks if the ZeRO stage does so. Call it before `prepare` and before
         evaluation.
 
         Args:
             module: this rank's part of the model.
-            blocks: modules whose parameters may be gathered apart from the others, in the order in which they are called.
+            models: for each model in `module`, the trained one first, its blocks in the order in which they are called: modules whose
+                parameters may be gathered apart from the others.
             device: device on which shards are kept and parameters are gathered; `module` may be on another one.
             is_active: whether a call of a block will run it.
         """
-        self._store.shard(module, blocks, device, is_active)
+        self._store.shard(module, models, device, is_active)
 
     def parameters_in_use(self) -> AbstractContextManager[None]:
         """Context of the forward and backward of a batch, in which parameters are whole."""

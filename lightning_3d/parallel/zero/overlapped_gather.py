@@ -194,7 +194,7 @@ class GatheredParameters(WholeParameters):
         self._hooks: list[Any] = []
 
     def shard(
-        self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
     ) -> None:
         """Wait before each block for its parameters, and before each module outside the blocks for its own. Shards nothing.
 
@@ -202,6 +202,7 @@ class GatheredParameters(WholeParameters):
         """
         if self._hooks:
             return
+        blocks = [block for model in models for block in model]
         inside = {id(inner) for block in blocks for inner in block.modules()}
         for block in blocks:
             self._hook(block, block.parameters, is_active)

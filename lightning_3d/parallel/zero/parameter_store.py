@@ -34,7 +34,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def shard(
-        self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
     ) -> None: ...
 
     @abstractmethod
@@ -70,7 +70,7 @@ class WholeParameters(ParameterStore):
     """Every data-parallel rank keeps all parameters (stages 0 to 2)."""
 
     def shard(
-        self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
     ) -> None:
         """Do nothing: parameters are not sharded."""
 

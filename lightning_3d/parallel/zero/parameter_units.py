@@ -161,10 +161,10 @@ class Unit:
 
 
 class ParameterUnits:
-    """All parameters of a rank in units: one for each block, one for everything outside the blocks.
+    """All parameters of a rank in units: one for each block, and for everything outside the blocks one of trained and one of frozen ones.
 
     The latter is gathered while a batch is computed. A block is gathered before its forward and before its backward and freed
-    after them; the next one is gathered meanwhile. With `whole`, everything is gathered for the whole batch.
+    after them; the next one of its model is gathered meanwhile. With `whole`, everything is gathered for the whole batch.
 
     A function with a backward of its own may run blocks without autograd, and parts of them again in its backward (Reformer's reversible
     layers): neither passes the block. The modules inside such a block are watched from its first forward on, and the first one that is
@@ -172,7 +172,7 @@ class ParameterUnits:
 
     Args:
         module: the user's module; its parameters are sharded here.
-        blocks: modules in the order in which they are called.
+        models: blocks of each model, in the order in which they are called: of the trained one first, then of frozen ones.
         group: the data-parallel ranks.
         control: a group of the same ranks for tensors in host memory.
         is_active: whether a call of a block will run it (it does not while another pipeline stage is running).
@@ -184,7 +184,7 @@ class ParameterUnits:
     def __init__(
         self,
         module: nn.Module,
-        blocks: Sequence[nn.Module],
+        models: Sequence[Sequence[nn.Module]],
         group: dist.ProcessGroup,
         control: dist.ProcessGroup,
         device: torch.device,
@@ -203,6 +203,8 @@ class ParameterUnits:
         self._order = 0
         self._watched: set[int] = set()  # places of blocks that have run without autograd in a training forward
         self._used_again: set[int] = set()  # places of blocks that were gathered for a backward of this batch
+        blocks = [block for model in models for block in model]
+        self._model = [index for index, model in enumerate(models) for _ in model]  # by place of a block
         uses = _users(module, blocks)
         inside = [[p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()] for block in blocks]
         known = {id(parameter) for parameters in inside for parameter in parameters}
@@ -213,7 +215,9 @@ class ParameterUnits:
         def units(parameters: Sequence[nn.Parameter]) -> list[Unit]:
             return _units(parameters, lambda parameter: groups.get(id(parameter), group), device, uploads)
 
-        self._outside = units(outside)
+        # Apart: trained parameters between large frozen ones would be on few ranks, with all of their optimizer states.
+        trained, frozen = ([p for p in outside if p.requires_grad is wanted] for wanted in (True, False))
+        self._outside = [*units(trained), *units(frozen)]
         self._blocks = [(block, units(parameters)) for block, parameters in zip(blocks, inside, strict=True)]
         self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
         self._hooks: list[Any] = []
@@ -341,7 +345,7 @@ class ParameterUnits:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self._before_backward(place))
-        elif self._trains:
+        elif self._trains and self._model[place] == 0:
             self._watch(block, place)
         for unit in units:
             unit.free()
@@ -378,13 +382,15 @@ class ParameterUnits:
             unit.in_backward = True
 
     def _gather(self, place: int, direction: int) -> None:
-        """Gather a block and start on the next one in the direction, 1 or -1; with 0, only the block."""
+        """Gather a block and start on the next one of its model in the direction, 1 or -1; with 0, only the block."""
         self._order = (self._order * 1_000_003 + place * 3 + direction + 2) % 2**61
         _gather(self._blocks[place][1])
         if direction == 0:
             return
         following = place + direction
-        if 0 <= following < len(self._blocks) and self._is_active(self._blocks[following][0]):
+        if not 0 <= following < len(self._blocks) or self._model[following] != self._model[place]:
+            return
+        if self._is_active(self._blocks[following][0]):
             for unit in self._blocks[following][1]:
                 unit.start_gathering()
 

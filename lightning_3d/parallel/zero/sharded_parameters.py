@@ -42,7 +42,7 @@ class ShardedParameters(ParameterStore):
         self.on_block_finished: Callable[[list[nn.Parameter]], None] | None = None
 
     def shard(
-        self, module: nn.Module, blocks: Sequence[nn.Module], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
     ) -> None:
         if self._units is not None:  # an earlier fit failed
             self._units.open()
@@ -51,7 +51,7 @@ class ShardedParameters(ParameterStore):
         experts = {name for name, spec in self._specs.items() if spec.expert}
         self._units = ParameterUnits(
             module,
-            blocks,
+            models,
             self._mesh.shard_group,
             self._mesh.data_control,
             device,

@@ -179,10 +179,10 @@ class PackedDataModule(LightningDataModule):
         tokens, samples = self.train_set.tokens, len(self.train_set)
         if samples >= self.global_batch_size:
             return
-        works = f"Use a global batch of at most {samples}" if samples else "Use more data"
+        works = f"Use data.global_batch_size={samples} or less," if samples else "Use more data"
         raise DataError(
             f"{tokens.name} has {len(tokens)} tokens to train on. That is {samples} sample{'s' * (samples != 1)} of"
-            f" {self.sequence_length} tokens, fewer than one global batch of {self.global_batch_size}. {works} or a shorter"
+            f" {self.sequence_length} tokens, fewer than data.global_batch_size={self.global_batch_size}. {works} or a shorter"
             " data.sequence_length."
         )
 
@@ -202,7 +202,7 @@ class PackedDataModule(LightningDataModule):
             lower = self.global_batch_size // replicas * replicas
             near = " or ".join(str(size) for size in (lower, lower + replicas) if size)
             raise ConfigError(
-                f"A global batch of {self.global_batch_size} cannot be split evenly over {replicas} data-parallel ranks."
+                f"data.global_batch_size={self.global_batch_size} cannot be split evenly over {replicas} data-parallel ranks."
                 f" Use {near}."
             )
         return self.global_batch_size // replicas
@@ -215,7 +215,8 @@ class PackedDataModule(LightningDataModule):
         if wrong is not None:
             raise ConfigError(
                 f"The batch ramp {self.batches} has a global batch of {wrong}, which cannot be split evenly over"
-                f" {plural(replicas, 'data-parallel rank')} with micro-batches of {micro_batch or 1}. Use multiples of {unit}."
+                f" {plural(replicas, 'data-parallel rank')} with parallelism.micro_batch_size={micro_batch or 1}. Use"
+                f" multiples of {unit}."
             )
 
     def _require_validation(self) -> None:

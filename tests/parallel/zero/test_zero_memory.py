@@ -47,7 +47,7 @@ def measure(options: ZeroOptions) -> Measured:
         module = Stack()
         specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
         backend = make_backend(options, mesh, specs, bucket_bytes=BUCKET)
-        backend.shard(module, list(module.blocks), torch.device("cpu"), lambda block: True)
+        backend.shard(module, [list(module.blocks)], torch.device("cpu"), lambda block: True)
         backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
         for _ in range(2):
             with backend.gradient_scope():
