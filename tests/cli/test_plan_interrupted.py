@@ -35,10 +35,14 @@ def test_an_interruption_kills_a_run_on_one_node_with_its_ranks(tmp_path: Path) 
         interrupted.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        _finished([sys.executable, "-c", RUN, str(marker)], alone=True)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _finished([sys.executable, "-c", RUN, str(marker)], alone=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     seconds = time.monotonic() - interrupted[0]
     thread.join()
     processes = [int(word) for word in marker.read_text().split()]
