@@ -13,6 +13,7 @@ import re
 import sys
 import tarfile
 from importlib import import_module
+from importlib.util import find_spec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -244,13 +245,17 @@ def kind(value: Any) -> str:
     return "class" if inspect.isclass(value) else type(value).__name__
 
 
+KERNELS = "lightning_3d.parallel.zero.outside_writes_kernel"
+"""A module that imports Triton, which only torch's builds for GPUs bring."""
+
+
 def kinds_after_all_imports() -> dict[str, str]:
     """Import all modules of a freshly imported package, then name the kind of each public name. For a process of its own."""
     for name in [name for name in sys.modules if name.split(".")[0] == "lightning_3d"]:
         del sys.modules[name]
     package = import_module("lightning_3d")
     for module in pkgutil.walk_packages(package.__path__, "lightning_3d."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and (module.name != KERNELS or find_spec("triton") is not None):
             import_module(module.name)
     names = {f"lightning_3d.{name}" for name in package.__all__ if name != "__version__"}
     names |= {name for name in NUMBERS["public"] if name.startswith("lightning_3d.")}
