@@ -13,8 +13,7 @@ import re
 import sys
 import tarfile
 from importlib import import_module
-from importlib.util import find_spec
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
