@@ -22,7 +22,8 @@ from lightning_3d.config.run_config import complete_run
 from lightning_3d.layout.layout import AXES
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.planner.advice import job_of, machine_of
-from lightning_3d.planner.search import Candidate, Fixed, search
+from lightning_3d.planner.choices import Fixed
+from lightning_3d.planner.search import Candidate, search
 
 PROMISE = 0.1
 LAYOUTS = (

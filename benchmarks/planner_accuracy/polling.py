@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_3d.layout.pipeline_orders import training_order
+from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.step_time import stage_seconds, step_of
 from lightning_3d.planner.timeline import play
 
@@ -30,7 +31,8 @@ _FORWARD, _BACKWARD = 4 * _SLEEP, 2 * _SLEEP
 def polled_seconds(run: Run) -> float:
     """Predict the seconds of a step if a rank sleeps for every message before a tensor. Its sender and receiver sleep at the same time."""
     job, layout = run.job, run.job.layout
-    seconds, work = stage_seconds(job, run.machine)
+    work = work_of(job, run.machine)
+    seconds = stage_seconds(job, run.machine, work)
     last = len(seconds) - 1
     slow = []
     for index, stage in enumerate(seconds):

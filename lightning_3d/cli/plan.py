@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_3d.cli.options import Command
+from lightning_3d.compat.imports import without_collector
 from lightning_3d.errors import ConfigError, plural
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ _OWN = " (the longest that the model supports; for another length, set data.sequ
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
-    return COMMAND.run(arguments, _plan)
+    with without_collector():  # it would take one twentieth of the time, and a plan leaves 100 MiB at most
+        return COMMAND.run(arguments, _plan)
 
 
 def _own_length(run: CompleteRun, overrides: Sequence[str]) -> list[str]:
@@ -58,13 +60,15 @@ def _own_length(run: CompleteRun, overrides: Sequence[str]) -> list[str]:
     return [] if given or longest is None or (isinstance(length, int) and longest < 2 * length) else [f"data.sequence_length={longest}"]
 
 
-def _complete(overrides: list[str]) -> tuple[CompleteRun, list[str]]:
-    """Return the run, and the overrides with the model's own length if nothing sets one."""
+def _complete(overrides: list[str]) -> tuple[CompleteRun, list[str], Mapping[str, Any]]:
+    """Return the run, the overrides with the model's own length if nothing sets one, and the option of each config group."""
+    from lightning_3d.cli.plan_words import config_choices
     from lightning_3d.config.compose import compose
     from lightning_3d.config.plan_run import check_keys
     from lightning_3d.config.run_config import complete_run
 
-    keys = check_keys(compose([*overrides, "trainer.dry=true"]))
+    config = compose([*overrides, "trainer.dry=true"])
+    keys = check_keys(config)
     keys.cluster.check()
     keys.plan.check()
     run = complete_run(keys)
@@ -76,7 +80,7 @@ def _complete(overrides: list[str]) -> tuple[CompleteRun, list[str]]:
             "data.sequence_length (in tokens) and data.global_batch_size (in sequences) must be given, for example"
             " data.sequence_length=4096 data.global_batch_size=256."
         )
-    return run, overrides
+    return run, overrides, config_choices(config)
 
 
 def _plan(options: Namespace, overrides: list[str]) -> int:
@@ -90,7 +94,7 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
     if not folder.is_dir():
         raise ConfigError(f"--out must be an existing folder for plan.json and plan.html; there is no folder {folder}.")
     given = len(overrides)
-    run, overrides = _complete(overrides)
+    run, overrides, choices = _complete(overrides)
     machine = machine_of(run.cluster, run.profile)
     if validated and machine is not None:
         require_here(machine, run.cluster)
@@ -104,14 +108,14 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
     _show(run, precision, found, machine)
     if series is not None:
         print(f"\n{scaling_tables(series)}")
-    words = training_words(overrides, found.best[0].job)
-    command = shlex.join(["lightning-3d", "train", *words])
+    training = training_words(overrides, found.best[0].job, choices)
+    command = shlex.join(["lightning-3d", "train", *training.words])
     _write(folder, run, found, machine, title, command, series)
     counted = f"{found.shapes} layouts and micro-batch sizes considered, {plural(len(found.simulated), 'schedule')} simulated"
     print(f"\nWrote {folder / 'plan.json'} and {folder / 'plan.html'}: {counted}.")
     start = starter(machine, run.cluster)
     code = validate(overrides, found.best[:validated], options.steps, start, folder) if validated else 0
-    print(f"\n{introduce(words, machine)}\n{command}")
+    print(f"\n{introduce(training.missing, machine)}\n{command}")
     return code
 
 

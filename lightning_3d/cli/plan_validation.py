@@ -136,7 +136,7 @@ def measure(overrides: Sequence[str], one: Candidate, steps: int, start: Sequenc
         *("+callbacks.metrics._target_=lightning_3d.training.callbacks.MetricsCSV", f"+callbacks.metrics.path={folder}/metrics.csv"),
     ]
     given = [word for word in overrides if word.partition("=")[0] not in ("callbacks", "logger")]
-    command = [*start, sys.executable, "-m", "lightning_3d", "train", *training_words(given, one.job), *own]
+    command = [*start, sys.executable, "-m", "lightning_3d", "train", *training_words(given, one.job).words, *own]
     code, output, errors = _finished(command, alone=not start)
     rows = read_rows(folder / "metrics.csv")
     if not code and not rows and start:

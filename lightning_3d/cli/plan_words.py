@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.compose import compose
 from lightning_3d.config.run_config import GROUPS
@@ -18,16 +19,29 @@ _GROUPS = ("model", "cluster")
 _BATCH = ("global_batch_size", "sequence_length")
 
 
-def training_words(overrides: Sequence[str], job: Job) -> list[str]:
+@dataclass(frozen=True)
+class TrainingWords:
+    """Overrides of a command that trains, and the keys that they leave without a value."""
+
+    words: list[str]
+    missing: list[str]
+
+
+def training_words(overrides: Sequence[str], job: Job, choices: Mapping[str, Any] | None = None) -> TrainingWords:
     """Return overrides with which a run has the model, cluster and data of the plan, and exactly the layout of `job`.
 
     Model, cluster and batch are always named, so that the command does not depend on defaults. Words about keys that the planner chose
     are replaced.
+
+    Args:
+        overrides: words of the plan.
+        job: a proposal.
+        choices: `config_choices` of these words; None: they are composed.
     """
     wanted = _chosen(job)
     replaced = {"parallelism", "trainer.dry", *(f"parallelism.{key}" for key in wanted)}
     words = [word for word in overrides if _key(word) not in replaced]
-    choices = compose(words)["hydra"]["runtime"]["choices"]
+    choices = choices or config_choices(compose(words))
     if not choices.get("recipe"):  # a recipe names its model, cluster and batch
         given = {_key(word) for word in words}
         words = [f"{group}={choices[group]}" for group in _GROUPS if group not in given] + words
@@ -35,14 +49,27 @@ def training_words(overrides: Sequence[str], job: Job) -> list[str]:
         words += [f"data.{key}={value}" for key, value in values if f"data.{key}" not in given]
     words += describe(job).split()
     # What `describe` leaves out has its default, unless a recipe or a debug option sets it.
-    found = compose(words)["parallelism"]
-    return words + [f"parallelism.{key}={_text(value)}" for key, value in wanted.items() if not _same(found.get(key), value, key, job)]
+    composed = compose(words)
+    found = composed["parallelism"]
+    others = {f"parallelism.{key}": value for key, value in wanted.items() if not _same(found.get(key), value, key, job)}
+    words += [f"{key}={_text(value)}" for key, value in others.items()]
+    return TrainingWords(words, [key for key in missing_keys(composed) if key not in others])
 
 
-def introduce(words: Sequence[str], machine: Machine) -> str:
-    """Say what the command with these words does, how it is started on several nodes, and which keys it still needs."""
+def config_choices(config: DictConfig) -> Mapping[str, Any]:
+    """Return the option of each group in a composed configuration."""
+    choices: Mapping[str, Any] = config["hydra"]["runtime"]["choices"]
+    return choices
+
+
+def missing_keys(config: DictConfig) -> list[str]:
+    """Return the keys of a composed run that have no value."""
+    return sorted(OmegaConf.missing_keys(OmegaConf.masked_copy(config, list(GROUPS))))
+
+
+def introduce(missing: Sequence[str], machine: Machine) -> str:
+    """Say what the command does, how it is started on several nodes, and which keys it still needs."""
     sentences = ["This command trains with the fastest layout"]
-    missing = sorted(OmegaConf.missing_keys(OmegaConf.masked_copy(compose(words), list(GROUPS))))
     if missing:
         sentences[0] += f", after you add {listed(f'{key}=...' for key in missing)}"
     if machine.nodes > 1:

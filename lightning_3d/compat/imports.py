@@ -15,21 +15,31 @@ from typing import Any
 
 
 @contextmanager
-def light_imports() -> Iterator[None]:
-    """Import the libraries of a rank, inside this context, in less CPU time.
-
-    The garbage collector is off until the end. The imports of a rank create about a million objects that live as long as the process;
-    the collector visits all of them again and again, and finds next to nothing. `gc.freeze` then exempts them from later collections too.
-    """
+def without_collector() -> Iterator[None]:
+    """Run what makes many objects and little garbage, inside this context, without the garbage collector, which would visit all of them
+    again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        import_torchmetrics()
         yield
     finally:
-        gc.freeze()
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def light_imports() -> Iterator[None]:
+    """Import the libraries of a rank, inside this context, in less CPU time.
+
+    The garbage collector is off until the end. The imports of a rank create about a million objects that live as long as the process, and
+    next to no garbage. `gc.freeze` then exempts them from later collections too.
+    """
+    with without_collector():
+        try:
+            import_torchmetrics()
+            yield
+        finally:
+            gc.freeze()
 
 
 def import_numpy() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import inf
 
 from lightning_3d.errors import LayoutError
@@ -57,64 +57,63 @@ def split_layers(
 def _split(
     flops: tuple[float, ...], params: tuple[float, ...], stages: int, first: Cost, last: Cost
 ) -> tuple[range, ...]:
-    stage_flops = _stage_cost(flops, stages, first[0], last[0])
-    stage_params = _stage_cost(params, stages, first[1], last[1])
-    layers = len(flops)
-
-    def nothing_else(stage: int, begin: int, end: int) -> bool:
-        return True
-
-    slowest, _ = _best_split(layers, stages, stage_flops, max, stage_flops, inf, nothing_else)
-
-    def fits(stage: int, begin: int, end: int) -> bool:
-        return stage_params(stage, begin, end) <= largest
-
-    largest, _ = _best_split(layers, stages, stage_params, max, stage_flops, slowest, nothing_else)
-    _, split = _best_split(
-        layers, stages, lambda *part: stage_flops(*part) ** 2, lambda a, b: a + b, stage_flops, slowest, fits
-    )
+    work, held = _Costs(flops, stages, first[0], last[0]), _Costs(params, stages, first[1], last[1])
+    slowest, _ = _best_split(work, [])
+    largest, _ = _best_split(held, [(work, slowest)])
+    _, split = _best_split(work, [(work, slowest), (held, largest)], even=True)
     return split
 
 
-def _stage_cost(costs: tuple[float, ...], stages: int, first: float, last: float) -> Callable[[int, int, int], float]:
-    """Return a function for the cost of a stage with the layers begin .. end - 1."""
-    total = [0.0, *accumulate(costs)]
+class _Costs:
+    """Costs of a stage, by its number and the layers begin .. end - 1."""
 
-    def cost(stage: int, begin: int, end: int) -> float:
-        return total[end] - total[begin] + first * (stage == 0) + last * (stage == stages - 1)
+    def __init__(self, costs: tuple[float, ...], stages: int, first: float, last: float) -> None:
+        self.total = [0.0, *accumulate(costs)]
+        self.layers, self.stages = len(costs), stages
+        self._first, self._last = first, last
 
-    return cost
+    def extra(self, stage: int) -> Cost:
+        """Return what a stage has in addition to its layers: as the first one, and as the last one."""
+        return self._first * (stage == 0), self._last * (stage == self.stages - 1)
+
+    def begins(self, stage: int, ends: range, bound: float) -> Iterator[int]:
+        """Yield for each end the first layer of the longest stage whose cost is at most `bound`; the end itself where there is none."""
+        total, (first, last), begin = self.total, self.extra(stage), stage
+        for end in ends:
+            while begin < end and total[end] - total[begin] + first + last > bound:
+                begin += 1
+            yield begin
 
 
-def _best_split(
-    layers: int,
-    stages: int,
-    cost: Callable[[int, int, int], float],
-    combine: Callable[[float, float], float],
-    bounded: Callable[[int, int, int], float],
-    bound: float,
-    allowed: Callable[[int, int, int], bool],
-) -> Choice:
-    """Find the split of smallest combined cost whose stages are `allowed` and have a `bounded` cost of at most `bound`.
+def _best_split(cost: _Costs, bounds: Sequence[tuple[_Costs, float]], *, even: bool = False) -> Choice:
+    """Find the split whose largest stage costs least, and whose stages have at most the cost of each bound.
 
-    Dynamic programming over (stages used, layers used). Both costs rise as a stage grows, so growing stops early.
+    Dynamic programming over (stages used, layers used). Costs rise as a stage grows, so growing stops early.
+
+    Args:
+        even: the sum of squared costs is to be as small as possible, instead of the largest cost.
     """
-    best: dict[int, Choice] = {0: (-inf if combine is max else 0.0, ())}
+    total, layers, stages = cost.total, cost.layers, cost.stages
+    best: dict[int, Choice] = {0: (0.0 if even else -inf, ())}
     for stage in range(stages):
         longer: dict[int, Choice] = {}
         ends = range(stage + 1, layers - (stages - stage - 1) + 1) if stage < stages - 1 else range(layers, layers + 1)
-        for end in ends:
-            chosen: Choice = (inf, ())
-            for begin in range(end - 1, stage - 1, -1):
-                own = cost(stage, begin, end)
-                if own > chosen[0] or bounded(stage, begin, end) > bound:
+        begins = zip(repeat(stage, len(ends)), *(costs.begins(stage, ends, bound) for costs, bound in bounds), strict=True)
+        first, last = cost.extra(stage)
+        for end, longest in zip(ends, begins, strict=True):
+            chosen, start = inf, end
+            for begin in range(end - 1, max(longest) - 1, -1):
+                own = total[end] - total[begin] + first + last
+                own = own**2 if even else own
+                if own > chosen:
                     break
-                if begin in best and allowed(stage, begin, end):
-                    total = combine(best[begin][0], own)
+                if begin in best:
+                    before = best[begin][0]
+                    combined = before + own if even else max(before, own)
                     # `<=` keeps the latest stage as long as possible: the first layer of a stage is searched from the right.
-                    if total <= chosen[0]:
-                        chosen = (total, (*best[begin][1], range(begin, end)))
-            if chosen[1]:
-                longer[end] = chosen
+                    if combined <= chosen:
+                        chosen, start = combined, begin
+            if start < end:
+                longer[end] = (chosen, (*best[start][1], range(start, end)))
         best = longer
     return best[layers]

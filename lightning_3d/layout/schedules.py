@@ -90,10 +90,11 @@ def find_schedule(name: str) -> ScheduleInfo:
     Raises:
         LayoutError: an unknown name, with the nearest known one.
     """
-    for info in SCHEDULES.values():
-        if info.name.lower() == str(name).lower():
-            return info
-    question = did_you_mean(str(name), SCHEDULES)
+    word = str(name)
+    known = SCHEDULES.get(word) or next((info for info in SCHEDULES.values() if info.name.lower() == word.lower()), None)
+    if known is not None:
+        return known
+    question = did_you_mean(word, SCHEDULES)
     raise LayoutError(f'There is no pipeline schedule "{name}".{question} The schedules are {listed(SCHEDULES)}.')
 
 

@@ -23,6 +23,7 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.shard_size import require_possible
 from lightning_3d.models.families import FAMILIES
 from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.choices import Fixed
 from lightning_3d.planner.constants import OURS, compiled, efficiency_of
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.host_memory import available_memory
@@ -31,7 +32,7 @@ from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
 from lightning_3d.planner.memory_risk import fit_probability, largest_share
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
-from lightning_3d.planner.search import Candidate, Fixed, Found, search
+from lightning_3d.planner.search import Candidate, Found, search
 from lightning_3d.planner.stack import Stack
 from lightning_3d.planner.step_time import step_of
 from lightning_3d.planner.tables import memory_table

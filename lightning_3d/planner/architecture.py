@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -115,6 +115,14 @@ class Architecture:
     top_groups: int = 1
     ahead: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash of all fields, computed once, because caches look models up thousands of times in a search."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
     @classmethod
     def plain(
         cls,
@@ -220,6 +228,11 @@ class Architecture:
     def attention_size(self) -> int:
         """Weights of attention in one block."""
         return sum(matrix.size for matrix in self.attention)
+
+    @cached_property
+    def largest_attention(self) -> int:
+        """Weights of the largest projection of attention that tensor parallelism shards."""
+        return max((matrix.size for matrix in self.attention if matrix.sharded_by != "none"), default=0)
 
     def mlp(self, width: int) -> tuple[Matrix, ...]:
         """Return the matrices of an MLP of this inner width."""

@@ -84,17 +84,23 @@ class Work:
 
 def work_of(job: Job, machine: Machine) -> Work:
     """Predict the work of a job's ranks for one micro-batch."""
-    layout = job.layout
-    sent = job.tokens / (layout.tp if job.sequence_parallel else 1)
-    sent += job.tokens if job.model.ahead else 0.0  # the embedding travels with the hidden states to the last stage
     head = _head(job, machine) * (1 + job.model.ahead) + _ahead(job, machine)
     return Work(
         blocks=tuple(_recomputed(job, machine, kind) for kind in job.model.kinds),
         embedding=_embedding(job, machine),
         head=head + _frozen(job, machine),
-        message=send(machine, layout, sent * job.model.hidden * job.width) if layout.pp > 1 else 0.0,
-        host_block=job.stack.host_seconds(layout, machine),
+        message=message_seconds(job, machine),
+        host_block=job.stack.host_seconds(job.layout, machine),
     )
+
+
+def message_seconds(job: Job, machine: Machine) -> float:
+    """Predict the seconds in which one tensor of a micro-batch passes from stage to stage."""
+    if job.layout.pp == 1:
+        return 0.0
+    sent = job.tokens / (job.layout.tp if job.sequence_parallel else 1)
+    sent += job.tokens if job.model.ahead else 0.0  # the embedding travels with the hidden states to the last stage
+    return send(machine, job.layout, sent * job.model.hidden * job.width)
 
 
 def _frozen(job: Job, machine: Machine) -> Part:

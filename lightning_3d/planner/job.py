@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
+from typing import Any
 
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.loss_chunks import count_chunks
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.stack import Stack
+
+_COMPUTED = ("loss_parts", "tokens")
+"""Properties that a job keeps when they have been computed."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,15 @@ class Job:
     frozen: Architecture | None = None
     frozen_bytes: float = 2.0
 
+    def but(self, **changes: Any) -> Job:
+        """Return the job with other values, as `dataclasses.replace` does, in a fifth of its time: a search makes ten thousands of jobs."""
+        values = vars(self) | changes
+        for name in _COMPUTED:
+            values.pop(name, None)
+        other = object.__new__(Job)
+        vars(other).update(values)
+        return other
+
     @property
     def micro_batches(self) -> int:
         return max(1, self.global_batch // (self.micro_batch * self.layout.dp))
@@ -128,7 +142,7 @@ class Job:
         """True if ZeRO 3 gathers a block's parameters for its forward pass and again for its backward pass."""
         return self.zero == 3 and self.gather != "step"
 
-    @property
+    @cached_property
     def loss_parts(self) -> int:
         """Number of parts in which the loss of a micro-batch is computed: one for objectives with a second model, which read the logits."""
         if self.frozen is not None:
@@ -140,7 +154,7 @@ class Job:
         """Bytes of a number in activations, also when they are sent."""
         return 4 if self.precision == "fp32" else 2
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Tokens of a micro-batch on one rank."""
         return self.calls * self.micro_batch * self.seq / self.layout.cp

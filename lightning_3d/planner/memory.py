@@ -19,14 +19,17 @@ the inputs of the norms: 4 h / t instead of 8 h / t.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import inf
+from typing import NamedTuple
 
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.models.spec import Kept
 from lightning_3d.planner.architecture import Kind
 from lightning_3d.planner.frozen import frozen_weights
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
+from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, split_stages, stages_of
 from lightning_3d.planner.timeline import in_flight
 
 _LOG_SOFTMAX = 4
@@ -57,20 +60,33 @@ class Memory:
 
 def memory_of(job: Job) -> Memory:
     """Return the memory of the rank that needs most."""
-    blocks = block_bytes(job)
-    return max((memory_of_rank(job, own, blocks) for own in _fullest(stages_in_flight(job))), key=lambda memory: memory.total)
+    memory = memory_within(job, inf)
+    assert memory is not None
+    return memory
 
 
-def _fullest(ranks: Sequence[StagesOfRank]) -> Iterator[StagesOfRank]:
-    """Yield ranks without those that have the same stages as another one and no more micro-batches in flight."""
+def memory_within(job: Job, room: float) -> Memory | None:
+    """Return the memory of the rank that needs most; None, as soon as it is known, if a rank needs more than `room` bytes."""
+    blocks, most = block_bytes(job), None
+    for own in _fullest(stages_of(job), job.schedule, job.layout.pp, job.layout.vp, _enough(job)):
+        memory = memory_of_rank(job, own, blocks)
+        if memory.total > room:
+            return None
+        if most is None or memory.total > most.total:
+            most = memory
+    return most
+
+
+@lru_cache(maxsize=1024)
+def _fullest(all_stages: tuple[Stage, ...], schedule: str, pp: int, vp: int, micro_batches: int) -> tuple[StagesOfRank, ...]:
+    """Return what `stages_in_flight` does, without ranks that have the same stages as another one and no more micro-batches in flight."""
     found: dict[tuple[Stage, ...], list[tuple[int, ...]]] = {}
-    for own in ranks:
-        stages, live = tuple(stage for stage, _ in own), tuple(count for _, count in own)
+    for own in _indices_in_flight(schedule, pp, vp, micro_batches):
+        stages, live = tuple(all_stages[index] for index, _ in own), tuple(count for _, count in own)
         others = found.setdefault(stages, [])
         if not any(_covers(other, live) for other in others):
             others[:] = [*(other for other in others if not _covers(live, other)), live]
-    for stages, counts in found.items():
-        yield from (tuple(zip(stages, live, strict=True)) for live in counts)
+    return tuple(tuple(zip(stages, live, strict=True)) for stages, counts in found.items() for live in counts)
 
 
 def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
@@ -92,10 +108,13 @@ def stages_in_flight(job: Job) -> list[StagesOfRank]:
 
 def indices_in_flight(job: Job) -> list[tuple[tuple[int, int], ...]]:
     """Return for each rank of a pipeline the indices of its stages, each with the most micro-batches in flight."""
-    layout = job.layout
-    live = in_flight(job.schedule, layout.pp, layout.vp, _enough(job))
-    v_shaped = find_schedule(job.schedule).v_shaped and layout.pp > 1
-    ranks = [stages_of_rank(rank, layout.pp, layout.vp, v_shaped) for rank in range(layout.pp)]
+    return _indices_in_flight(job.schedule, job.layout.pp, job.layout.vp, _enough(job))
+
+
+def _indices_in_flight(schedule: str, pp: int, vp: int, micro_batches: int) -> list[tuple[tuple[int, int], ...]]:
+    live = in_flight(schedule, pp, vp, micro_batches)
+    v_shaped = find_schedule(schedule).v_shaped and pp > 1
+    ranks = [stages_of_rank(rank, pp, vp, v_shaped) for rank in range(pp)]
     return [tuple((index, live[rank].get(index, 0)) for index in own) for rank, own in enumerate(ranks)]
 
 
@@ -106,24 +125,41 @@ def least_memory(job: Job, levels: Sequence[str], *, balanced: bool = True) -> I
     Args:
         balanced: whether stages have equal work; otherwise the rank with most blocks may have one micro-batch in flight.
     """
-    layout = job.layout
-    alone = layout.dp * layout.cp == 1
-    lean = replace(job, zero=0) if alone else replace(job, zero=3, gather="micro_batch", reduce="micro_batch")
-    share = _smallest_share(job)
-    spare = lean.stack.footprint.spare_gradient * sum(parameters_of(job, share)) * alone
+    lean, share = _leanest(job), _smallest_share(job)
+    own, spare = ((share, min(job.micro_batches, job.layout.pp) if balanced else 1),), _spare_bytes(job, share)
+    kinds = _kinds_of([share])
+    held = _held(lean, [share], kinds)
     for level in levels:
-        again = replace(lean, recompute=level)
-        kinds = block_bytes(again)
-        least = (min(kept for kept, _ in kinds), min(temporary for _, temporary in kinds))
-        memory = memory_of_rank(again, ((share, min(job.micro_batches, layout.pp) if balanced else 1),), (least,) * len(kinds))
-        yield level, memory.total - spare
+        again = lean.but(recompute=level)
+        sizes = block_bytes(again)
+        least = (min(kept for kept, _ in sizes), min(temporary for _, temporary in sizes))
+        yield level, _with_activations(again, held, own, (least,) * len(sizes), kinds).total - spare
+
+
+def least_held(job: Job) -> float:
+    """Return a lower bound of the fullest rank's bytes for all schedules, ZeRO stages, micro-batches and levels of recomputation: its share
+    of weights, gradients and optimizer state."""
+    share = _smallest_share(job)
+    held = _held(_leanest(job), [share], _kinds_of([share]))
+    return held.weights + held.gradients + held.optimizer + job.stack.footprint.context - _spare_bytes(job, share)
+
+
+def _leanest(job: Job) -> Job:
+    """Return the job with the ZeRO stage that needs the least memory."""
+    alone = job.layout.dp * job.layout.cp == 1
+    return job.but(zero=0) if alone else job.but(zero=3, gather="micro_batch", reduce="micro_batch")
+
+
+def _spare_bytes(job: Job, share: Stage) -> float:
+    """Return the bytes of further copies of gradients, which a single data-parallel rank may not have."""
+    return job.stack.footprint.spare_gradient * sum(parameters_of(job, share)) * (job.layout.dp * job.layout.cp == 1)
 
 
 def _smallest_share(job: Job) -> Stage:
     """Return a stage with the blocks that have the fewest parameters, as many as an equal share, or as the first stage if that has fewer:
     the engine gives it fewer where the embedding is large."""
     model, alone = job.model, one_block(job)
-    first = stages_of(replace(job, layout=replace(job.layout, vp=1), blocks=None))[0].blocks
+    first = split_stages(job.stack.split, model, job.layout.pp)[0].blocks
     counts, rest = [0] * len(alone), min(first, model.layers // job.layout.pp)
     for kind in sorted(range(len(alone)), key=lambda kind: sum(parameters_of(job, alone[kind]))):
         counts[kind] = min(rest, model.counts[kind])
@@ -160,57 +196,114 @@ def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
         own: stages of the rank, each with its micro-batches in flight.
         blocks: what `block_bytes` returns.
     """
-    model, footprint = job.model, job.stack.footprint
     stages = [stage for stage, _ in own]
+    kinds = _kinds_of(stages)
+    return _with_activations(job, _held(job, stages, kinds), own, blocks, kinds)
+
+
+def _kinds_of(stages: Sequence[Stage]) -> list[int]:
+    """Return the kinds of blocks that some stages have, as indices into `Architecture.kinds`."""
+    return [kind for kind in range(len(stages[0].counts)) if any(stage.counts[kind] for stage in stages)]
+
+
+def _with_activations(job: Job, held: _Held, own: StagesOfRank, blocks: BlockBytes, kinds: Sequence[int]) -> Memory:
+    """Return the memory of a rank that holds `held`, with what its micro-batches in flight keep."""
+    footprint = job.stack.footprint
+    activations, loss = _activation_bytes(job, own, blocks, kinds), _loss_bytes(job, own)
+    gradients = held.gradients + max(0.0, held.late_gradients - activations - loss)  # they are made when the activations are gone
+    other = (footprint.allocator - 1) * (activations + loss) + footprint.context
+    weights = held.weights + (_frozen_bytes(job, kinds, loss) if any(stage.head for stage, _ in own) else 0.0)
+    return Memory(weights, gradients, held.optimizer, activations, loss, other)
+
+
+class _Held(NamedTuple):
+    """Bytes that a rank holds whatever is in flight. `late_gradients`: what is made of gradients when the activations are gone."""
+
+    weights: float
+    gradients: float
+    late_gradients: float
+    optimizer: float
+
+
+def _held(job: Job, stages: Sequence[Stage], kinds: Sequence[int]) -> _Held:
+    """Return what the rank holds that has these stages, with blocks of these kinds."""
+    footprint, trained = job.stack.footprint, job.trained
     known = {stage: parameters_of(job, stage) for stage in set(stages)}
     counts = [known[stage] for stage in stages]
-    inner = [parameters_of(job, Stage(stage.counts, False, False)) if job.saved_block_bytes else (0.0, 0.0) for stage in stages]
-    kinds = [kind for kind in range(len(blocks)) if any(stage.counts[kind] for stage in stages)]
-    sharers = shard_ranks(job)
-    weights = gradients = kept_gradients = optimizer = 0.0
+    inner = [parameters_of(job, Stage(stage.counts, False, False)) for stage in stages] if job.saved_block_bytes else [(0.0, 0.0)]
+    weights = gradients = late = optimizer = 0.0
     sums = (map(sum, zip(*numbers, strict=True)) for numbers in (counts, inner))
     early = job.reduces_often, job.reduces_often and not job.reduces_experts_late
-    for parameters, of_blocks, ranks, often in zip(*sums, sharers, early, strict=True):
+    for parameters, of_blocks, ranks, often in zip(*sums, shard_ranks(job), early, strict=True):
         weights += parameters * job.weight_bytes / (ranks if job.zero == 3 else 1)
         at_end = footprint.gradient + footprint.spare_gradient
-        gradients += parameters * job.trained * (footprint.gradient / ranks if often else at_end)
+        gradients += parameters * trained * (footprint.gradient / ranks if often else at_end)
         if job.zero > 0 and not often:
-            kept_gradients += parameters * job.trained * footprint.kept_gradient / (1 if job.buffers_all_gradients else ranks)
+            late += parameters * trained * footprint.kept_gradient / (1 if job.buffers_all_gradients else ranks)
         state = parameters * job.state_bytes - of_blocks * job.saved_block_bytes
-        optimizer += job.trained * state / (ranks if job.zero >= 1 else 1)
-    passing = 0.0  # bytes of blocks that are gathered one at a time
-    if job.zero == 3 and not job.gathers_often:
-        weights += sum(map(sum, counts)) * job.weight_bytes
-    elif job.zero == 3:  # two blocks, and the parts outside of blocks, are gathered at the same time
-        alone = one_block(job)
-        block = max((sum(parameters_of(job, alone[kind])) for kind in kinds), default=0.0)
-        passing = 2 * block * job.weight_bytes
-        weights += passing + any(stage.embedding or stage.head for stage in stages) * model.embedding / job.layout.tp * job.weight_bytes
-    kept = sum(live * sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) for stage, live in own)
-    of_ahead, again_ahead = _ahead_bytes(job)
-    kept += sum(live * (_travelling_bytes(job) + stage.head * model.ahead * of_ahead) for stage, live in own)
-    heads = sum(stage.head for stage in stages)
-    vocabulary = model.vocab / job.layout.tp
-    loss = heads * vocabulary * job.tokens / job.loss_parts * job.stack.logit_bytes(job.micro_batches)
-    if job.loss_parts == 1:  # while one head has its backward, the others keep what theirs needs
-        loss += heads * model.ahead * vocabulary * job.tokens * _LOG_SOFTMAX
-    if job.loss_parts > 1:  # the gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come
-        loss += vocabulary * model.hidden * sum(4 + job.width * count * (1 + model.ahead) for stage, count in own if stage.head)
-    if heads:
-        frozen = frozen_weights(job)
-        # While the frozen model runs, there are logits of the trained one, but the rest of its loss is not yet there.
-        before_loss = max(0.0, loss - vocabulary * job.tokens * job.width)
-        weights += frozen.held + max(0.0, frozen.passing - passing - before_loss)
-    activations = kept + max((blocks[kind][1] for kind in kinds), default=0.0) + bool(heads and model.ahead) * again_ahead
-    if kept_gradients and footprint.kept_gradient and not job.buffers_all_gradients:
+        optimizer += trained * state / (ranks if job.zero >= 1 else 1)
+    weights += _gathered_bytes(job, stages, counts, kinds) if job.zero == 3 else 0.0
+    if late and footprint.kept_gradient and not job.buffers_all_gradients:
         if job.reduces_experts_late:
-            buffer = footprint.kept_gradient * job.trained * sum(routed for _, routed in counts)
+            buffer = footprint.kept_gradient * trained * sum(routed for _, routed in counts)
             has_parts = job.zero == 3 and job.reduces_often  # before the buffer is made
-            kept_gradients = kept_gradients + buffer if has_parts else max(kept_gradients, buffer)
-        kept_gradients = max(kept_gradients, footprint.kept_gradient * job.trained * _largest_parameter(job, stages))
-    gradients += max(0.0, kept_gradients - activations - loss)  # they are made when the activations are gone
-    other = (footprint.allocator - 1) * (activations + loss) + footprint.context
-    return Memory(weights, gradients, optimizer, activations, loss, other)
+            late = late + buffer if has_parts else max(late, buffer)
+        late = max(late, footprint.kept_gradient * trained * _largest_parameter(job, stages, kinds))
+    return _Held(weights, gradients, late, optimizer)
+
+
+def _gathered_bytes(job: Job, stages: Sequence[Stage], counts: Sequence[tuple[float, float]], kinds: Sequence[int]) -> float:
+    """Return the bytes of the weights that ZeRO 3 has gathered at a time: all of them, or those of two blocks and the parts outside of
+    blocks.
+
+    Args:
+        counts: (parameters, parameters of routed experts) of each stage.
+    """
+    if not job.gathers_often:
+        return sum(map(sum, counts)) * job.weight_bytes
+    ends = any(stage.embedding or stage.head for stage in stages)
+    return _passing_bytes(job, kinds) + ends * job.model.embedding / job.layout.tp * job.weight_bytes
+
+
+def _passing_bytes(job: Job, kinds: Sequence[int]) -> float:
+    """Return the bytes of two blocks, if ZeRO 3 gathers them one at a time."""
+    if not job.gathers_often:
+        return 0.0
+    alone = one_block(job)
+    return 2 * max((sum(parameters_of(job, alone[kind])) for kind in kinds), default=0.0) * job.weight_bytes
+
+
+def _frozen_bytes(job: Job, kinds: Sequence[int], loss: float) -> float:
+    """Return the bytes of a frozen second model that come to those of the peak. While it runs, there are logits of the trained one, but the
+    rest of its loss is not yet there."""
+    frozen = frozen_weights(job)
+    before_loss = max(0.0, loss - job.model.vocab / job.layout.tp * job.tokens * job.width)
+    return frozen.held + max(0.0, frozen.passing - _passing_bytes(job, kinds) - before_loss)
+
+
+def _activation_bytes(job: Job, own: StagesOfRank, blocks: BlockBytes, kinds: Sequence[int]) -> float:
+    """Return the bytes of what the micro-batches in flight keep, and of what one block recomputes."""
+    kept = sum(live * sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) for stage, live in own)
+    again = max((blocks[kind][1] for kind in kinds), default=0.0)
+    if not job.model.ahead:
+        return kept + again
+    of_ahead, again_ahead = _ahead_bytes(job)
+    kept += sum(live * (_travelling_bytes(job) + stage.head * job.model.ahead * of_ahead) for stage, live in own)
+    return kept + again + any(stage.head for stage, _ in own) * again_ahead
+
+
+def _loss_bytes(job: Job, own: StagesOfRank) -> float:
+    """Return the bytes of logits and loss, on ranks with an output head."""
+    heads = sum(stage.head for stage, _ in own)
+    if not heads:
+        return 0.0
+    model, parts = job.model, job.loss_parts
+    vocabulary = model.vocab / job.layout.tp
+    loss = heads * vocabulary * job.tokens / parts * job.stack.logit_bytes(job.micro_batches)
+    if parts == 1:  # while one head has its backward, the others keep what theirs needs
+        return loss + heads * model.ahead * vocabulary * job.tokens * _LOG_SOFTMAX
+    # The gradient of the head's weight: its sum in float32, and one for each micro-batch whose backward is to come.
+    return loss + vocabulary * model.hidden * sum(4 + job.width * count * (1 + model.ahead) for stage, count in own if stage.head)
 
 
 def _travelling_bytes(job: Job) -> float:
@@ -237,17 +330,16 @@ def _unfused(job: Job) -> float:
     return job.stack.footprint.saved / 2 + (job.model.kept.norm if job.stack.transformers else 0.0)
 
 
-def _largest_parameter(job: Job, stages: Sequence[Stage]) -> float:
+def _largest_parameter(job: Job, stages: Sequence[Stage], kinds: Sequence[int]) -> float:
     """Count the elements of the largest parameter of some stages on a rank. Its gradient is there twice while a bucket takes a copy of it,
     before the rank has room for what it keeps (`parallel/zero/gradient_buffers.py`; `tests/planner/test_gradient_memory.py`)."""
     model, layout = job.model, job.layout
     sizes = [model.embedding / layout.tp] if any(stage.embedding or stage.head for stage in stages) else []
-    for index, kind in enumerate(model.kinds):
-        if any(stage.counts[index] for stage in stages):
-            sizes += [matrix.size / layout.tp for matrix in model.attention if matrix.sharded_by != "none"]
-            split = layout.ep if layout.ep > 1 else layout.tp
-            experts = model.experts * (2 if model.gated else 1) * model.expert_ffn * model.hidden / split
-            sizes.append(experts if kind.mixture else model.ffn * model.hidden / layout.tp)
+    sizes += [model.largest_attention / layout.tp] if kinds else []
+    for kind in kinds:
+        split = layout.ep if layout.ep > 1 else layout.tp
+        experts = model.experts * (2 if model.gated else 1) * model.expert_ffn * model.hidden / split
+        sizes.append(experts if model.kinds[kind].mixture else model.ffn * model.hidden / layout.tp)
     return max(sizes, default=0.0)
 
 

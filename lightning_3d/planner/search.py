@@ -1,59 +1,33 @@
 """Search for the fastest layouts of a model on a cluster that fit. Pure Python.
 
 A best-first search with lower bounds (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136). A queue orders layouts by a lower
-bound of their step. If a layout is first in the queue, its schedules replace it, each with its own bound. If a schedule is first, it is
-simulated and its time replaces the bound. A simulated schedule that is first is the fastest of all that remain. So only a few are
-simulated.
+bound of their step. If a layout is first in the queue, the least recomputation with which it may fit gives it a higher bound. If it is
+first again, its schedules replace it, each with its own bound. If a schedule is first, the ways to run it that fit in memory replace it,
+and the first of them is simulated: its time replaces the bound. A simulated schedule that is first is the fastest of all that remain. So
+only a few are simulated, and the memory of most layouts is never asked for.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count, product
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
 
-from lightning_3d.layout.layout import Layout, divisors
-from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
-from lightning_3d.layout.shard_size import suits
-from lightning_3d.planner.block_costs import Work, work_of
-from lightning_3d.planner.fitting_stages import fitting_job
+from lightning_3d.planner.block_costs import Work
+from lightning_3d.planner.choices import Fixed, degrees, node_shard_size, schedules, shapes
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine, on_one_node
-from lightning_3d.planner.memory import Memory, least_memory, memory_of
-from lightning_3d.planner.step_time import Step, least_seconds, least_span, step_of
+from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.memory import Memory, memory_of
+from lightning_3d.planner.shared_costs import SharedCosts
+from lightning_3d.planner.step_time import Step, least_span, stage_seconds, step_of
+from lightning_3d.planner.timeline import StageSeconds
 
 MOST_SIMULATED = 30
 """Most candidates that are simulated."""
 
-ORDERS = (("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp"))
-_RECOMPUTE = ("none", "selective", "full")
-_MOST_CHUNKS = 12
-"""Most virtual stages of a rank: each more sends more messages and hides less of the bubble."""
-
 _WORTH_SHARD_GROUPS = 0.01
 """Least share of a step that shard groups must save: they need more memory."""
-
-_LONGEST_SHARE = 1024
-"""Fewest tokens of a sequence that context parallelism leaves each rank."""
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Values that the user has set, which are not searched. None: the search may choose the value. `max_bubble` is the largest share of a
-    step that the ranks of a pipeline may wait for each other. `fit_stages`: give stages other numbers of blocks where a job does not fit
-    otherwise."""
-
-    layout: Layout | None = None
-    schedule: str | None = None
-    micro_batch: int | None = None
-    zero: int | None = None
-    recompute: str | None = None
-    sequence_parallel: bool | None = None
-    order: tuple[str, ...] | None = None
-    max_bubble: float = 1.0
-    fit_stages: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +49,6 @@ class Found:
         seen: simulated candidates, and those without a pipeline, which need no simulation.
         shapes: number of combinations of degrees, micro-batch and order that divide model and batch.
         expanded: number of shapes whose bound was low enough to look at their schedules.
-        too_large: number of shapes that do not fit with any options.
     """
 
     best: tuple[Candidate, ...]
@@ -83,7 +56,6 @@ class Found:
     seen: tuple[Candidate, ...]
     shapes: int
     expanded: int
-    too_large: int
 
 
 def search(
@@ -110,86 +82,89 @@ def search(
     Returns:
         The result; its `best` is empty when nothing fits.
     """
-    fixed, room = fixed or Fixed(), machine.memory if room is None else room
-    number = count()
-    queue: list[tuple[float, int, Job | Candidate | tuple[Job, Memory]]] = []
+    room = machine.memory if room is None else room
+    return _Search(job, machine, fixed or Fixed(), room).run(most, limit, below)
 
-    def push(seconds: float, item: Job | Candidate | tuple[Job, Memory]) -> None:
-        heapq.heappush(queue, (seconds, next(number), item))
 
-    considered = list(shapes(job, machine, fixed))
-    too_large = 0
-    for shape in considered:
-        if below < inf and least_seconds(shape, machine) >= below:
-            continue
-        levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE
-        fitting = (level for level, least in least_memory(shape, levels, balanced=not fixed.fit_stages) if least <= room)
-        level = next(fitting, None)
-        if level is None:
-            too_large += 1
-            continue
-        lean = shape if level == shape.recompute else replace(shape, recompute=level)
-        push(least_seconds(lean, machine), lean)
-    best: dict[tuple[int, ...], Candidate] = {}
-    simulated: list[Candidate] = []
-    known: list[Candidate] = []
-    expanded = 0
-    while queue and len(best) < most:
-        bound, _, item = heapq.heappop(queue)
-        if bound >= below:
-            break
-        if isinstance(item, Job) and not item.schedule:
-            expanded += 1
-            work = work_of(item, machine)
-            for scheduled in schedules(item, fixed):
-                push(max(bound, least_span(scheduled, machine, work)), scheduled)
-        elif isinstance(item, Job):
-            works: dict[str, Work] = {}
-            for way in fits(item, room, fixed):
-                level = way[0].recompute
-                works[level] = works.get(level) or work_of(way[0], machine)
-                least = step_of(way[0], machine, pipeline="bound", work=works[level])
-                one = Candidate(way[0], least, way[1])
-                for each in [one, *_in_shard_groups(one, machine, room, works[level])]:
-                    push(max(bound, each.step.seconds), each if item.layout.pp == 1 else (each.job, each.memory))
-        elif isinstance(item, Candidate):
-            known += [item] if item.job.layout.pp == 1 else []
-            best.setdefault(_degrees(item.job), item)
-        elif _degrees(item[0]) not in best:
-            if len(simulated) == limit:
+_Item = Job | tuple[Job, Memory] | Candidate
+"""What the queue holds: a shape (a job without a schedule), a job with one, a job that fits, or a candidate whose step is known."""
+
+
+class _Search:
+    """The queue of a search, and what it has found so far."""
+
+    def __init__(self, job: Job, machine: Machine, fixed: Fixed, room: float) -> None:
+        self._machine, self._fixed, self._room = machine, fixed, room
+        self._costs = SharedCosts(machine, fixed, room)
+        considered = list(shapes(job.but(recompute=self._costs.levels[0]), machine, fixed))
+        self._shapes = self._pushed = len(considered)
+        places = [(place, shape) for place, shape in enumerate(considered) if self._costs.may_fit(shape)]
+        self._queue: list[tuple[float, int, _Item]]
+        self._queue = [(self._costs.least_seconds(shape), place, shape) for place, shape in places]
+        heapq.heapify(self._queue)
+        self._best: dict[tuple[int, ...], Candidate] = {}
+        self._simulated: list[Candidate] = []
+        self._known: list[Candidate] = []
+        self._expanded = 0
+
+    def run(self, most: int, limit: int, below: float) -> Found:
+        """Take the first of the queue until `most` layouts are found; see `search`."""
+        while self._queue and len(self._best) < most:
+            bound, number, item = heapq.heappop(self._queue)
+            if bound >= below:
                 break
-            simulated.append(Candidate(item[0], step_of(item[0], machine), item[1]))
-            push(simulated[-1].step.seconds, simulated[-1])
-    # Where the limit was reached, the rest is in order of what was simulated.
-    for one in sorted([*simulated, *known], key=lambda one: one.step.seconds):
-        if len(best) < most and one.step.seconds < below:
-            best.setdefault(_degrees(one.job), one)
-    ordered = tuple(sorted(best.values(), key=lambda one: one.step.seconds))
-    return Found(ordered, tuple(simulated), (*simulated, *known), len(considered), expanded, too_large)
+            if isinstance(item, Candidate):
+                self._known += [item] if item.job.layout.pp == 1 else []
+                self._best.setdefault(degrees(item.job), item)
+            elif isinstance(item, Job) and item.schedule:
+                self._push_ways(bound, item)
+            elif isinstance(item, Job):
+                self._push_schedules(bound, number, item)
+            elif degrees(item[0]) not in self._best:
+                if len(self._simulated) == limit:
+                    break
+                self._simulate(*item)
+        # Where the limit was reached, the rest is in order of what was simulated.
+        for one in sorted([*self._simulated, *self._known], key=lambda one: one.step.seconds):
+            if len(self._best) < most and one.step.seconds < below:
+                self._best.setdefault(degrees(one.job), one)
+        ordered = tuple(sorted(self._best.values(), key=lambda one: one.step.seconds))
+        simulated, known = tuple(self._simulated), tuple(self._known)
+        return Found(ordered, simulated, simulated + known, self._shapes, self._expanded)
 
+    def _push(self, seconds: float, item: _Item) -> None:
+        heapq.heappush(self._queue, (seconds, self._pushed, item))
+        self._pushed += 1
 
-def _degrees(job: Job) -> tuple[int, ...]:
-    layout = job.layout
-    return layout.tp, layout.pp, layout.dp, layout.cp, layout.ep
+    def _push_schedules(self, bound: float, number: int, shape: Job) -> None:
+        """Replace a shape by its schedules, or by itself with the recomputation that it needs in order to fit."""
+        level = self._costs.least_recomputation(shape)
+        if level is None:
+            return
+        if level != shape.recompute:
+            lean = shape.but(recompute=level)
+            heapq.heappush(self._queue, (self._costs.least_seconds(lean), number, lean))
+            return
+        self._expanded += 1
+        work = self._costs.work(shape)
+        seconds: dict[int, list[StageSeconds]] = {}  # by the number of stages of a rank
+        for scheduled in schedules(shape, self._fixed):
+            chunks = scheduled.layout.vp
+            if chunks not in seconds:
+                seconds[chunks] = stage_seconds(scheduled, self._machine, work)
+            self._push(max(bound, least_span(scheduled, work, seconds[chunks])), scheduled)
 
+    def _push_ways(self, bound: float, scheduled: Job) -> None:
+        """Replace a job by the ways to run it that fit, each with a lower bound of its step, which is exact without a pipeline."""
+        for job, memory in self._costs.ways(scheduled):
+            work = self._costs.work(job)
+            one = Candidate(job, step_of(job, self._machine, pipeline="bound", work=work), memory)
+            for each in [one, *_in_shard_groups(one, self._machine, self._room, work)]:
+                self._push(max(bound, each.step.seconds), each if job.layout.pp == 1 else (each.job, each.memory))
 
-def shapes(job: Job, machine: Machine, fixed: Fixed) -> Iterator[Job]:
-    """Yield all degrees, rank orders, micro-batches and forms of tensor parallelism that divide the model and the batch."""
-    for layout in [fixed.layout] if fixed.layout is not None else _layouts(job, machine):
-        if job.global_batch % layout.dp or not _suits_shards(job, layout):
-            continue
-        rows = job.global_batch // layout.dp
-        sizes = [fixed.micro_batch] if fixed.micro_batch else [size for size in divisors(rows) if size & (size - 1) == 0 and size <= 64]
-        splits = [fixed.sequence_parallel] if fixed.sequence_parallel is not None else [True, False] if layout.tp > 1 else [True]
-        orders = [fixed.order] if fixed.order else ORDERS if layout.pp > 1 and layout.dp > 1 else ORDERS[:1]
-        for placed, size, split in product([replace(layout, order=order, vp=1) for order in orders], sizes, splits):
-            if rows % size == 0 and (not split or job.seq % (layout.tp * layout.cp) == 0):
-                yield replace(job, layout=placed, micro_batch=size, sequence_parallel=split and layout.tp > 1, schedule="", zero=1)
-
-
-def _suits_shards(job: Job, layout: Layout) -> bool:
-    """True if a layout works with the shard size that the user has given."""
-    return job.shard_size is None or suits(job.shard_size, layout)
+    def _simulate(self, job: Job, memory: Memory) -> None:
+        self._simulated.append(Candidate(job, step_of(job, self._machine, work=self._costs.work(job)), memory))
+        self._push(self._simulated[-1].step.seconds, self._simulated[-1])
 
 
 def _in_shard_groups(one: Candidate, machine: Machine, room: float, work: Work) -> Iterator[Candidate]:
@@ -203,90 +178,7 @@ def _in_shard_groups(one: Candidate, machine: Machine, room: float, work: Work) 
     size = node_shard_size(one.job, machine)
     if size is None:
         return
-    grouped = replace(one.job, shard_size=size)
+    grouped = one.job.but(shard_size=size)
     step = step_of(grouped, machine, pipeline="bound", work=work)
     if step.seconds < (1 - _WORTH_SHARD_GROUPS) * one.step.seconds and (memory := memory_of(grouped)).total <= room:
         yield Candidate(grouped, step, memory)
-
-
-def node_shard_size(job: Job, machine: Machine) -> int | None:
-    """Return the largest number of data-parallel indices whose ranks can shard within a node.
-
-    None where ZeRO shards nothing, the user has given a number, all ranks that shard are on one node, or no two indices are.
-    """
-    layout, per_node = job.layout, machine.gpus_per_node
-    if job.zero == 0 or job.shard_size is not None or on_one_node(layout, layout.dp, per_node):
-        return None
-    sizes = [size for size in divisors(layout.dp) if 1 < size <= per_node and suits(size, layout)]
-    return max((size for size in sizes if on_one_node(layout, size, per_node)), default=None)
-
-
-def _layouts(job: Job, machine: Machine) -> Iterator[Layout]:
-    """Yield degrees whose product is the number of GPUs. Tensor parallelism stays within the GPUs that fast links connect."""
-    model, gpus = job.model, machine.gpus
-    widths = [width for width in (model.ffn, model.expert_ffn, model.shared_ffn) if width]
-    for tp in divisors(min(machine.gpus_per_node, gpus)):
-        if gpus % tp or model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads) or any(width % tp for width in widths):
-            continue
-        for pp in divisors(gpus // tp):
-            if pp > model.layers:
-                break
-            for cp in divisors(gpus // tp // pp):
-                if cp > 1 and (job.seq % (2 * cp) or job.seq // cp < _LONGEST_SHARE):
-                    continue
-                dp = gpus // tp // pp // cp
-                for ep in [ep for ep in divisors(tp * cp * dp) if model.experts % ep == 0] if model.experts else [1]:
-                    yield Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)
-
-
-def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
-    """Yield the schedules of a shape. GPipe and LoopedBFS are left out: they are as fast as 1F1B and its interleaved form, but need more
-    memory."""
-    layout = job.layout
-    if layout.pp == 1:
-        yield replace(job, schedule=fixed.schedule or "1F1B")
-        return
-    if fixed.schedule is not None:
-        infos: Sequence = [find_schedule(fixed.schedule)]
-    else:
-        infos = [info for info in SCHEDULES.values() if info.name not in ("GPipe", "LoopedBFS")]
-    for info in infos:
-        if fixed.layout is not None and fixed.layout.vp > 1:
-            chunks = [fixed.layout.vp]
-        else:
-            chunks = [2] if info.v_shaped else _chunks(job.model.layers, layout.pp) if info.looped else [1]
-        for vp in chunks:
-            fits = layout.pp * vp <= job.model.layers and info.accepts(layout.pp, vp, job.micro_batches)
-            if fits and predicted_bubble(info, layout.pp, vp, job.micro_batches) <= fixed.max_bubble:
-                yield replace(job, layout=replace(layout, vp=vp), schedule=info.name)
-
-
-def _chunks(layers: int, pp: int) -> list[int]:
-    """Return the numbers of virtual stages of a rank that are worth a try: powers of two, and those with equal stages."""
-    equal = divisors(layers // pp) if layers % pp == 0 else []
-    return sorted(vp for vp in {2, 4, 8, *equal} if 1 < vp <= min(_MOST_CHUNKS, layers // pp))
-
-
-def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
-    """Yield the ways to run a job within `room` bytes, with each useful ZeRO stage and the least recomputation.
-
-    Stage 0 sends more than stage 1, and with a pipeline stage 2 is the same as stage 1. With a split backward, selective recomputation does
-    not run (see `BlockOptions`), and stage 3 would hold all parameters.
-    """
-    split = find_schedule(job.schedule).split_backward and job.layout.pp > 1
-    stages = [1] if job.layout.dp * job.layout.cp == 1 else [1, 2, 3] if job.layout.pp == 1 else [1] if split else [1, 3]
-    levels = [fixed.recompute] if fixed.recompute else _RECOMPUTE[_RECOMPUTE.index(job.recompute) :]
-    for recompute in levels:
-        if recompute == "selective" and split:
-            continue
-        fitting = 0
-        for stage in [fixed.zero] if fixed.zero is not None else stages:
-            candidate = replace(job, recompute=recompute, zero=stage)
-            if fixed.fit_stages and candidate.layout.pp > 1:
-                candidate = fitting_job(candidate, room) or candidate
-            memory = memory_of(candidate)
-            if memory.total <= room:
-                fitting += 1
-                yield candidate, memory
-        if fitting == len(stages):  # more recomputation is slower with every stage
-            return

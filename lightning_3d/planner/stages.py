@@ -27,11 +27,16 @@ class Stage(NamedTuple):
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
     """Return all stages of a job in order."""
-    model = job.model
     if job.blocks is not None:
         return stages_with(job, job.blocks)
-    embedding, head = end_work(model)
-    return _stages(job.stack.split, model.pattern, model.ahead, block_work(model), job.layout.pp * job.layout.vp, embedding, head)
+    return split_stages(job.stack.split, job.model, job.layout.pp * job.layout.vp)
+
+
+def stage_kinds(job: Job) -> tuple[Stage, ...]:
+    """Return the different stages of a job."""
+    if job.blocks is not None:
+        return tuple(dict.fromkeys(stages_with(job, job.blocks)))
+    return _kinds(job.stack.split, job.model, job.layout.pp * job.layout.vp)
 
 
 def stages_with(job: Job, blocks: tuple[int, ...]) -> tuple[Stage, ...]:
@@ -40,11 +45,16 @@ def stages_with(job: Job, blocks: tuple[int, ...]) -> tuple[Stage, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _stages(
-    split: Split, pattern: tuple[int, ...], ahead: int, kinds: tuple[Cost, ...], stages: int, embedding: Cost, head: Cost
-) -> tuple[Stage, ...]:
-    blocks, last = split([kinds[kind] for kind in pattern], stages, embedding, head)
-    return _filled(pattern, ahead, tuple(blocks), last)
+def split_stages(split: Split, model: Architecture, stages: int) -> tuple[Stage, ...]:
+    """Return the stages of a model that a rule splits into so many."""
+    kinds = block_work(model)
+    blocks, last = split([kinds[kind] for kind in model.pattern], stages, *end_work(model))
+    return _filled(model.pattern, model.ahead, tuple(blocks), last)
+
+
+@lru_cache(maxsize=1024)
+def _kinds(split: Split, model: Architecture, stages: int) -> tuple[Stage, ...]:
+    return tuple(dict.fromkeys(split_stages(split, model, stages)))
 
 
 def _filled(pattern: tuple[int, ...], ahead: int, blocks: tuple[int, ...], last: int) -> tuple[Stage, ...]:

@@ -13,7 +13,7 @@ from lightning_3d.planner.block_costs import Part, Work, work_of
 from lightning_3d.planner.exposed_messages import exposed_in_block, exposed_in_frozen, exposed_in_step
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stages_of
+from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, stage_kinds, stages_of
 from lightning_3d.planner.timeline import StageSeconds, Timeline, play
 
 _SHARPNESS = 6
@@ -76,9 +76,18 @@ def _with_late(job: Job, machine: Machine, work: Work) -> Work:
 
 def least_seconds(job: Job, machine: Machine) -> float:
     """Return a lower bound for all schedules, splits into stages and ZeRO stages: all work, shared by the pipeline's ranks."""
-    work = work_of(job, machine)
+    return least_of(job, busy_seconds(job, work_of(job, machine)))
+
+
+def busy_seconds(job: Job, work: Work) -> float:
+    """Return the seconds of all stages for one micro-batch."""
     whole = work.of(job.model.counts) + work.embedding + work.head
-    return job.micro_batches * (sum(whole.seconds()) - whole.weights) / job.layout.pp + job.stack.host.step
+    return sum(whole.seconds()) - whole.weights
+
+
+def least_of(job: Job, busy: float) -> float:
+    """Return `least_seconds` of a job whose `busy_seconds` are known."""
+    return job.micro_batches * busy / job.layout.pp + job.stack.host.step
 
 
 def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False, work: Work | None = None) -> Step:
@@ -135,21 +144,27 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
 def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
     """Return for each kind of stage, for a micro-batch: (seconds of the GPU, seconds including the host that starts kernels)."""
     late = _with_late(job, machine, work)
-    kinds = {stage: _stage_part(late, stage) for stage in set(stages_of(job))}
+    kinds = {stage: _stage_part(late, stage) for stage in stage_kinds(job)}
     return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
 
 
-def stage_seconds(job: Job, machine: Machine) -> tuple[list[StageSeconds], Work]:
-    """Return (seconds of every stage for a micro-batch, all work)."""
-    work = work_of(job, machine)
+def stage_seconds(job: Job, machine: Machine, work: Work) -> list[StageSeconds]:
+    """Return the seconds of every stage for a micro-batch.
+
+    Args:
+        work: `work_of` the job.
+    """
     _, played = _stage_seconds(job, machine, work)
-    return [played[stage] for stage in stages_of(job)], work
+    return [played[stage] for stage in stages_of(job)]
 
 
-def least_span(job: Job, machine: Machine, work: Work) -> float:
-    """Return a lower bound of the seconds for all orders of the schedule's actions, before gradients are reduced."""
-    _, played = _stage_seconds(job, machine, work)
-    seconds = [played[stage] for stage in stages_of(job)]
+def least_span(job: Job, work: Work, seconds: Sequence[StageSeconds]) -> float:
+    """Return a lower bound of the seconds for all orders of the schedule's actions, before gradients are reduced.
+
+    Args:
+        work: `work_of` the job.
+        seconds: seconds of every stage for a micro-batch.
+    """
     info, layout = find_schedule(job.schedule), job.layout
     owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
     return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host.step
@@ -161,17 +176,19 @@ def _owned(pp: int, vp: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
     return tuple(stages_of_rank(rank, pp, vp, v_shaped) for rank in range(pp))
 
 
-def _least_span(seconds: list[StageSeconds], owned: tuple[tuple[int, ...], ...], count: int, message: float, split: bool) -> float:
+def _least_span(seconds: Sequence[StageSeconds], owned: tuple[tuple[int, ...], ...], count: int, message: float, split: bool) -> float:
     """Return a lower bound for all orders of actions.
 
     A rank starts when an input has passed all stages before its first one and works for its load. Its last gradient of an input then
     passes back through those stages. With a split backward, gradients of weights may be computed meanwhile.
     """
     best = 0.0
-    way = list(accumulate([one.forward + message for one in seconds], initial=0.0))
-    back = list(accumulate([one.backward - (one.weights if split else 0.0) + message for one in seconds], initial=0.0))
+    before = seconds[: len(owned)]  # every rank has one of them first
+    way = list(accumulate([one.forward + message for one in before], initial=0.0))
+    back = list(accumulate([one.backward - (one.weights if split else 0.0) + message for one in before], initial=0.0))
+    whole = [one.forward + one.backward for one in seconds]
     for own in owned:
-        load = count * sum([seconds[index].forward + seconds[index].backward for index in own])
+        load = count * sum([whole[index] for index in own])
         late = count * sum([seconds[index].weights for index in own]) if split else 0.0
         best = max(best, way[own[0]] + load + max(0.0, back[own[0]] - late))
     return best

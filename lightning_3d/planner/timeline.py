@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from lightning_3d.layout.pipeline_orders import Order, training_order
 
@@ -48,6 +49,31 @@ class Timeline:
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
+class _Passes(NamedTuple):
+    """Forward or backward passes of a stage: by micro-batch, when one ends, and the rank that waits for it."""
+
+    ended: dict[int, float]
+    waiting: dict[int, int]
+
+
+_Parts = dict[str, tuple[_Passes | None, _Passes | None, float, float]]
+"""Of each kind of action of a stage: the passes that it needs, its own passes, seconds of the message between them, its seconds."""
+
+
+def _parts(order: Order, stages: Sequence[StageSeconds], message: float, back: float) -> list[_Parts]:
+    """Return the parts of each stage. Stages of one rank need no message; gradients of weights need nothing, and nothing needs them."""
+    owner = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
+    forwards, backwards = ([_Passes({}, {}) for _ in stages] for _ in range(2))
+    parts: list[_Parts] = []
+    for stage, seconds in enumerate(stages):
+        earlier, later = forwards[stage - 1] if stage else None, backwards[stage + 1] if stage + 1 < len(stages) else None
+        way = 0.0 if owner.get(stage - 1) == owner.get(stage) else message
+        way_back = 0.0 if owner.get(stage + 1) == owner.get(stage) else back
+        backward = {kind: (later, backwards[stage], way_back, seconds.of(kind)) for kind in "BI"}
+        parts.append({"F": (earlier, forwards[stage], way, seconds.forward), **backward, "W": (None, None, 0.0, seconds.weights)})
+    return parts
+
+
 def play(
     order: Order, stages: Sequence[StageSeconds], message: float = 0.0, *, back: float | None = None, keep: bool = False
 ) -> Timeline:
@@ -63,44 +89,34 @@ def play(
     Raises:
         ValueError: an order in which ranks deadlock.
     """
-    last = len(stages) - 1
-    late = message if back is None else back
-    owner = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
-    ready: dict[tuple[int, str, int], float] = {}
+    parts = _parts(order, stages, message, message if back is None else back)
     position, clock, busy = [0] * len(order), [0.0] * len(order), [0.0] * len(order)
     events = []
-    waiting: dict[tuple[int, str, int], int] = {}
     runnable = list(range(len(order)))
     while runnable:
         rank = runnable.pop()
-        actions, now = order[rank], clock[rank]
-        while position[rank] < len(actions):
-            stage, kind, index = actions[position[rank]]
-            needed = None
-            if kind == "F" and stage:
-                needed = (stage - 1, "F", index)
-            elif kind in "BI" and stage < last:
-                needed = (stage + 1, "B", index)
+        actions, now, worked = order[rank], clock[rank], busy[rank]
+        for place in range(position[rank], len(actions)):
+            stage, kind, index = actions[place]
+            before, passes, late, seconds = parts[stage][kind]
             start = now
-            if needed is not None:
-                arrived = ready.get(needed)
-                if arrived is None:
-                    waiting[needed] = rank
+            if before is not None:
+                ended = before.ended.get(index)
+                if ended is None:
+                    before.waiting[index], position[rank] = rank, place
                     break
-                start = max(now, arrived + (0.0 if owner[needed[0]] == rank else message if kind == "F" else late))
-            seconds = stages[stage].of(kind)
+                start = max(now, ended + late)
             now = start + seconds
-            busy[rank] += seconds
+            worked += seconds
             if keep:
                 events.append((rank, stage, kind, index, start, now))
-            position[rank] += 1
-            if kind != "W":
-                done = (stage, "F" if kind == "F" else "B", index)
-                ready[done] = now
-                woken = waiting.pop(done, None)
-                if woken is not None and woken != rank:
+            if passes is not None:
+                passes.ended[index] = now
+                if index in passes.waiting and (woken := passes.waiting.pop(index)) != rank:
                     runnable.append(woken)
-        clock[rank] = now
+        else:
+            position[rank] = len(actions)
+        clock[rank], busy[rank] = now, worked
     if any(done < len(actions) for done, actions in zip(position, order, strict=True)):
         raise ValueError("The order of actions deadlocks, because ranks wait for each other.")
     return Timeline(max(clock), tuple(busy), tuple(clock), tuple(events))

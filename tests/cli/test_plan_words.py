@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_3d.cli.plan_words import introduce, training_words
+from lightning_3d.cli.plan_words import TrainingWords, config_choices, introduce, missing_keys, training_words
 from lightning_3d.config.compose import compose
 from lightning_3d.config.machine import choose_precision
 from lightning_3d.config.options.blocks import BlockOptions
@@ -43,7 +43,10 @@ def test_the_command_trains_as_the_planner_chooses(name: str) -> None:
     overrides = CASES[name]
     given = [word for word in overrides if word != "trainer.dry=true"]
     run = complete_run(check_keys(compose([*overrides, "trainer.dry=true"])))
-    words = training_words(overrides, plan(run, choose_precision(run, "gpu")).best[0].job)
+    job = plan(run, choose_precision(run, "gpu")).best[0].job
+    words = training_words(overrides, job).words
+    composed = compose([*overrides, "trainer.dry=true"])
+    assert training_words(overrides, job, config_choices(composed)) == TrainingWords(words, missing_keys(compose(words)))
     said, chosen = checked(words), checked([*given, "parallelism=auto", *_open(overrides)])
     for entry in fields(RunPlan):
         if entry.name not in ("run", "chosen"):
@@ -69,7 +72,7 @@ def _open(overrides: list[str]) -> list[str]:
 def test_the_command_is_complete() -> None:
     """A length that nobody gave is named too, so that another default of the data changes nothing."""
     run = complete_run(check_keys(compose(CASES["a length of the data"])))
-    words = training_words(CASES["a length of the data"], plan(run, "bf16").best[0].job)
+    words = training_words(CASES["a length of the data"], plan(run, "bf16").best[0].job).words
     assert "data.sequence_length=128" in words and sum("global_batch_size" in word for word in words) == 1
 
 
@@ -77,6 +80,6 @@ def test_the_command_is_complete() -> None:
 def test_what_has_to_be_added_is_said() -> None:
     one, many = (machine_of(check_keys(compose([*words, "trainer.dry=true"])).cluster) for words in (ONE_NODE, RECIPE))
     assert one is not None and many is not None
-    assert introduce([*ONE_NODE, "parallelism=dp8"], one) == "This command trains with the fastest layout:"
-    said = introduce(RECIPE, many)
+    assert introduce(missing_keys(compose([*ONE_NODE, "parallelism=dp8"])), one) == "This command trains with the fastest layout:"
+    said = introduce(missing_keys(compose(RECIPE)), many)
     assert "after you add data.train_path=..." in said and "srun" in said and "launch slurm" in said

@@ -33,11 +33,12 @@ from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
 from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.choices import Fixed, fits, node_shard_size, schedules, shapes
 from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import ONE, Group, Machine, gather, group, shard_groups
 from lightning_3d.planner.memory import block_activations, least_memory, memory_of
-from lightning_3d.planner.search import Candidate, Fixed, fits, node_shard_size, schedules, search, shapes
+from lightning_3d.planner.search import Candidate, search
 from lightning_3d.planner.stack import Footprint, Overlap, Stack
 from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
 from lightning_3d.planner.step_time import Step, least_seconds, step_of
@@ -637,6 +638,8 @@ def test_a_search_below_a_time_finds_the_same_layout_or_none() -> None:
     everything = search(job, machine(8), most=1)
     seconds = everything.best[0].step.seconds
     assert search(job, machine(8), most=1, below=1.001 * seconds).best == everything.best
+    recomputing = replace(job, recompute="full")  # as a recipe sets it, for its own layout
+    assert search(recomputing, machine(8), most=1, below=1.001 * seconds).best == everything.best
     nothing = search(job, machine(8), most=1, below=seconds)
     assert nothing.best == () and nothing.expanded <= everything.expanded
 

@@ -1,0 +1,133 @@
+"""Costs that candidates of a search share are those that are computed for each of them, and a search computes few of them in full."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import pytest
+import yaml
+from command_line import REPOSITORY
+
+from benchmarks.planner_accuracy import software
+from lightning_3d.layout import Layout
+from lightning_3d.models.families import read_spec
+from lightning_3d.planner import block_costs, memory, search, shared_costs, step_time
+from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.choices import Fixed, degrees, fits, schedules, shapes
+from lightning_3d.planner.constants import OURS
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.machine import Machine
+from lightning_3d.planner.memory import least_held, least_memory, memory_of, memory_within
+from lightning_3d.planner.shared_costs import SharedCosts
+from lightning_3d.planner.step_time import least_seconds, step_of
+
+CASES: dict[str, tuple[str, int, dict[str, Any], float, Fixed]] = {
+    "dense": ("llama3_1_8b", 32, {}, 0.07, Fixed()),
+    "experts": ("mixtral_8x7b", 64, {}, 0.3, Fixed(micro_batch=1)),
+    "latent attention and modules ahead": ("deepseek_v2_lite", 32, {"ahead": 1}, 0.25, Fixed(micro_batch=1)),
+    "other stages": ("llama2_13b", 16, {}, 0.2, Fixed(fit_stages=True, micro_batch=1)),
+}
+"""By name (model, GPUs, changes of its sizes, share of a GPU with which some shapes do not fit, what is fixed)."""
+
+
+def job_of(name: str, **changes: Any) -> Job:
+    spec = read_spec(yaml.safe_load((REPOSITORY / f"conf/model/{name}.yaml").read_text())["config"])
+    return Job(replace(Architecture.from_spec(spec), **changes), Layout(), 4096, 256, 1, stack=OURS, loss_chunks="auto")
+
+
+def machine(gpus: int) -> Machine:
+    found = software.published_machine("H100-80GB", gpus)
+    assert found is not None
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_shared_costs_are_those_of_each_job(case: str) -> None:
+    name, gpus, changes, share, fixed = CASES[case]
+    job, where = job_of(name, **changes), machine(gpus)
+    room = share * where.memory
+    costs, refused, recomputed = SharedCosts(where, fixed, room), 0, 0
+    considered = list(shapes(job, where, fixed))
+    for shape in considered:
+        assert costs.work(shape) == work_of(shape, where)
+        assert costs.least_seconds(shape) == least_seconds(shape, where)
+        bounds = list(least_memory(shape, costs.levels, balanced=not fixed.fit_stages))
+        level = next((level for level, least in bounds if least <= room), None)
+        assert costs.least_recomputation(shape) == level
+        assert least_held(shape) <= min(least for _, least in bounds) * (1 + 1e-9)
+        assert costs.may_fit(shape) or level is None
+        refused += not costs.may_fit(shape)
+        recomputed += level not in (None, "none")
+        if level is None or sum(degrees(shape)) % 5:  # both orders of ranks, or neither
+            continue
+        for scheduled in schedules(shape.but(recompute=level), fixed):
+            ways = costs.ways(scheduled)
+            assert ways == list(fits(scheduled, room, fixed))
+            for way, bytes_of_way in ways:
+                assert bytes_of_way == memory_of(way)
+                assert step_of(way, where, pipeline="bound", work=costs.work(way)) == step_of(way, where, pipeline="bound")
+    assert refused and recomputed and len({shape.layout.order for shape in considered}) == 2
+
+
+def test_the_memory_of_a_job_that_does_not_fit_is_not_asked_for() -> None:
+    job = replace(job_of("llama3_1_8b"), layout=Layout(pp=4, dp=8), schedule="1F1B")
+    needed = memory_of(job)
+    assert memory_within(job, needed.total) == memory_within(job, inf) == needed
+    assert memory_within(job, 0.999 * needed.total) is None
+
+
+def test_a_job_with_other_values_is_the_one_of_dataclasses() -> None:
+    job = job_of("llama3_1_8b")
+    computed = {name: getattr(job, name) for name, value in vars(Job).items() if isinstance(value, cached_property)}
+    assert computed, "they are in the job, and must not be in the next one"
+    changes: dict[str, Any] = {"global_batch": 64, "layout": Layout(tp=2, cp=8)}
+    other, expected = job.but(**changes), replace(job, **changes)
+    assert other == expected and set(vars(other)) == {each.name for each in fields(Job)}
+    assert all(getattr(other, name) == getattr(expected, name) != value for name, value in computed.items())
+
+
+class Calls:
+    """Counts the calls of functions of the planner."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.counts: dict[str, int] = {}
+
+    def count(self, name: str, *modules: Any) -> None:
+        """Count the calls of the function that these modules know by this name."""
+        function = getattr(modules[0], name)
+        self.counts[name] = 0
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.counts[name] += 1
+            return function(*arguments, **options)
+
+        for module in modules:
+            self._patch.setattr(module, name, counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("llama3_70b", {"work_of": 0.2, "least_memory": 0.4, "memory_of_rank": 1.2, "step_of": 0.5}),
+        ("qwen3_235b_a22b", {"work_of": 0.2, "least_memory": 0.195, "memory_of_rank": 0.1, "step_of": 0.02}),
+    ],
+)
+def test_few_shapes_are_priced_in_full(name: str, most: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 1,024 GPUs, each function is called at most so often for each shape: the work of a rank, bounds of the memory with each
+    recomputation, the memory of a rank, and the time of a step."""
+    calls = Calls(monkeypatch)
+    calls.count("work_of", shared_costs, step_time, block_costs)
+    calls.count("least_memory", shared_costs)
+    calls.count("memory_of_rank", memory)
+    calls.count("step_of", search)
+    job = replace(job_of(name), seq=8192, global_batch=2048)
+    found = search.search(job, machine(1024), room=0.85 * machine(1024).memory)
+    assert found.best and found.shapes > 2000
+    assert all(0 < count < most[function] * found.shapes for function, count in calls.counts.items()), (calls.counts, found.shapes)
