@@ -22,7 +22,7 @@ COMMAND = Command(
     examples=["", "--only tp,pp --ranks 4 cluster=local_cpu", "--list"],
 )
 COMMAND.word("cluster=local_cpu", "use CPU ranks although there are GPUs")
-COMMAND.count("--ranks", "ranks on this machine; default: one for each GPU, 4 on a machine without GPUs. More than GPUs share them")
+COMMAND.count("--ranks", "ranks on this machine; default: one for each GPU, 4 on a machine without GPUs. More ranks than GPUs share them")
 COMMAND.count("--minutes", "time limit; cells that it does not reach are named; default: 5", default=5)
 COMMAND.option("--only", "GROUPS", "groups of cells, with commas between them, such as tp,pp; --list shows them")
 COMMAND.option(

@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 
 
 def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> None:
-    """Replace `x`, contiguous, by its sum over the group, or the result of another operation."""
+    """Replace `x`, contiguous, by its sum over the group, or the result of another operation.
+
+    A group of one rank sends nothing: in a `Mesh` it is one of gloo, and the host would wait for the GPU.
+    """
     import torch.distributed as dist
 
+    if dist.get_world_size(group) == 1:
+        return
     from lightning_3d.parallel import gloo_exchange as exchange
 
     op = dist.ReduceOp.SUM if op is None else op

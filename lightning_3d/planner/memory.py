@@ -125,29 +125,31 @@ def least_memory(job: Job, levels: Sequence[str], *, balanced: bool = True) -> I
     Args:
         balanced: whether stages have equal work; otherwise the rank with most blocks may have one micro-batch in flight.
     """
-    lean, share = _leanest(job), _smallest_share(job)
+    share = _smallest_share(job)
     own, spare = ((share, min(job.micro_batches, job.layout.pp) if balanced else 1),), _spare_bytes(job, share)
     kinds = _kinds_of([share])
-    held = _held(lean, [share], kinds)
+    lean = [(each, _held(each, [share], kinds)) for each in _leanest(job)]
     for level in levels:
-        again = lean.but(recompute=level)
-        sizes = block_bytes(again)
-        least = (min(kept for kept, _ in sizes), min(temporary for _, temporary in sizes))
-        yield level, _with_activations(again, held, own, (least,) * len(sizes), kinds).total - spare
+        sizes = block_bytes(job.but(recompute=level))
+        least = ((min(kept for kept, _ in sizes), min(temporary for _, temporary in sizes)),) * len(sizes)
+        ways = (_with_activations(each.but(recompute=level), held, own, least, kinds).total for each, held in lean)
+        yield level, min(ways) - spare
 
 
 def least_held(job: Job) -> float:
     """Return a lower bound of the fullest rank's bytes for all schedules, ZeRO stages, micro-batches and levels of recomputation: its share
     of weights, gradients and optimizer state."""
     share = _smallest_share(job)
-    held = _held(_leanest(job), [share], _kinds_of([share]))
-    return held.weights + held.gradients + held.optimizer + job.stack.footprint.context - _spare_bytes(job, share)
+    held = (_held(each, [share], _kinds_of([share])) for each in _leanest(job))
+    least = min(each.weights + each.gradients + each.optimizer for each in held)
+    return least + job.stack.footprint.context - _spare_bytes(job, share)
 
 
-def _leanest(job: Job) -> Job:
-    """Return the job with the ZeRO stage that needs the least memory."""
-    alone = job.layout.dp * job.layout.cp == 1
-    return job.but(zero=0) if alone else job.but(zero=3, gather="micro_batch", reduce="micro_batch")
+def _leanest(job: Job) -> list[Job]:
+    """Return the job with the ZeRO stages of which one needs the least memory. Which one depends on the model, because ZeRO shards experts
+    over other numbers of ranks than the rest. Stage 0 needs less than stage 1 only if some parameters are on one rank alone."""
+    whole = [job.but(zero=0)] if 1 in shard_ranks(job) else []
+    return [*whole, job.but(zero=1), job.but(zero=2), job.but(zero=3), job.but(zero=3, gather="micro_batch", reduce="micro_batch")]
 
 
 def _spare_bytes(job: Job, share: Stage) -> float:

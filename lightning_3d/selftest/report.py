@@ -30,10 +30,11 @@ def table(session: Session) -> str:
 def _place(machine: dict[str, Any]) -> str:
     if machine["accelerator"] == "cpu":
         return f"CPU ranks on {machine['cores']} cores, torch {machine['libraries']['torch']}"
-    kinds = ", ".join(f"{count} x {name}" for name, count in Counter(machine["devices"]).items())
+    ranks, gpus, devices = machine["ranks"], machine["gpus"], machine["devices"]
+    shares = ranks > gpus  # then a rank sees its own GPU only
+    kinds = f"{gpus} x {devices[0]}" if shares else ", ".join(f"{count} x {name}" for name, count in Counter(devices).items())
     simulated = "simulated GPU: " if machine["simulated"] else ""
-    gpus, ranks = len(machine["devices"]), machine["ranks"]
-    shared = f"{ranks} ranks share " if ranks > gpus else ""
+    shared = f"{ranks} ranks share " if shares else ""
     return f"{simulated}{shared}{kinds}, torch {machine['libraries']['torch']}"
 
 

@@ -45,7 +45,7 @@ def run(
     accelerator = "gpu" if gpus else "cpu"
     with Workers(ranks, gpus, prepare) as workers:
         with task(f"starting {ranks} ranks"):
-            machine = workers.call(describe, 1, 120.0, accelerator)[0] | {"ranks": ranks}
+            machine = workers.call(describe, 1, 120.0, accelerator)[0] | {"ranks": ranks, "gpus": gpus}
         verdicts, references = [], _References(workers, accelerator)
         with task("comparing", len(cells), "cells") as advance:
             for cell in cells:

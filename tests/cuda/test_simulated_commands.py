@@ -72,6 +72,14 @@ def test_doctor_and_selftest(tmp_path: Path) -> None:
     assert "simulated GPU" in done.stdout and "WRONG" not in done.stdout
 
 
+@pytest.mark.timeout(240)
+def test_ranks_of_a_selftest_share_gpus(tmp_path: Path) -> None:
+    words = ["--only", "tp,pp,zero", "--minutes", "3", "--ranks", "4"]
+    done = run(tmp_path, "-m", "lightning_3d", "selftest", *words, CUDASIM_DEVICES="2")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "4 ranks share 2 x simulated GPU" in done.stdout and "needs 4 ranks" not in done.stdout
+
+
 @pytest.mark.timeout(120)
 def test_doctor_names_a_gpu_that_is_slowed_down(tmp_path: Path) -> None:
     slow = '{"1": {"clocks_event_reasons.active": "0x0000000000000008", "temperature.gpu": "91"}}'

@@ -94,6 +94,8 @@ def waits(recipe: Recipe, mask: str, **strategy: Any) -> Counter[str]:
 
 
 WAITING = [
+    Cell(),
+    Cell(tp=2),
     Cell(tp=2, pp=2),
     Cell(pp=2, dp=2, schedule="ZBVZeroBubble"),
     Cell("qwen2", tp=2, dp=2, zero=2),
@@ -101,6 +103,7 @@ WAITING = [
     Cell("qwen2", pp=2, dp=2, zero=1, dtype="bfloat16"),
     Cell(cp=2),
     Cell("mixtral", ep=2, dp=2),
+    Cell("mixtral", tp=2),
 ]
 MASKED = [
     (Cell(tp=2, pp=2), "right"),

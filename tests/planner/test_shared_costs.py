@@ -12,6 +12,7 @@ import yaml
 from command_line import REPOSITORY
 
 from benchmarks.planner_accuracy import software
+from lightning_3d.config.options.blocks import RECOMPUTE
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
 from lightning_3d.planner import block_costs, memory, search, shared_costs, step_time
@@ -72,6 +73,24 @@ def test_shared_costs_are_those_of_each_job(case: str) -> None:
                 assert bytes_of_way == memory_of(way)
                 assert step_of(way, where, pipeline="bound", work=costs.work(way)) == step_of(way, where, pipeline="bound")
     assert refused and recomputed and len({shape.layout.order for shape in considered}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "changes"),
+    [("llama3_1_8b", 8, {}), ("mixtral_8x7b", 64, {}), ("qwen3_30b_a3b", 16, {}), ("deepseek_v2_lite", 32, {"ahead": 1})],
+)
+def test_no_way_to_run_a_shape_needs_less_than_its_bounds(name: str, gpus: int, changes: dict[str, Any]) -> None:
+    """Also not where experts are on more or fewer data-parallel ranks than the rest: a search never looks at what a bound refuses."""
+    job, where = job_of(name, **changes), machine(gpus)
+    every_zero = [Fixed(zero=stage, recompute=level) for stage in (1, 2, 3) for level in RECOMPUTE]
+    seen = 0
+    for shape in list(shapes(job, where, Fixed()))[::23]:
+        held, least = least_held(shape), dict(least_memory(shape, RECOMPUTE))
+        for scheduled in schedules(shape, Fixed()):
+            for way, needed in (way for fixed in every_zero for way in fits(scheduled, inf, fixed)):
+                assert needed.total * (1 + 1e-9) >= max(held, least[way.recompute]), way
+                seen += 1
+    assert seen > 100
 
 
 def test_the_memory_of_a_job_that_does_not_fit_is_not_asked_for() -> None:

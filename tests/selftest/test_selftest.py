@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import selftest_faults
 
+from lightning_3d.cli import selftest as command
 from lightning_3d.cli.main import main
-from lightning_3d.selftest import report, session
+from lightning_3d.selftest import report, session, workers
 from lightning_3d.selftest.cells import Cell, all_cells, chosen
 from lightning_3d.selftest.judge import EXACT, FAILED, HANGS, NOT_REACHED, SKIPPED, WRONG, Verdict, judge
 
@@ -67,7 +68,8 @@ def test_cells_that_time_does_not_reach_are_named() -> None:
 
 def test_nan_is_wrong_and_is_null_in_the_file(tmp_path: Path) -> None:
     assert judge(DP, (float("nan"), 0.0, 0.0)) == WRONG
-    machine = {"accelerator": "gpu", "ranks": 2, "devices": ["Simulated GPU"] * 2, "simulated": True, "libraries": {"torch": "2"}}
+    gpus = {"ranks": 2, "gpus": 2, "devices": ["Simulated GPU"] * 2, "simulated": True}
+    machine = {"accelerator": "gpu", "libraries": {"torch": "2"}, **gpus}
     finished = session.Session(machine, [Verdict(DP, WRONG, (float("nan"), 0.0, 0.0))])
     report.write(finished, tmp_path / "nan.json")
     assert json.loads((tmp_path / "nan.json").read_text())["cells"][0]["differences"][0] is None
@@ -112,3 +114,29 @@ def test_every_group_has_cells_and_names_are_unique() -> None:
     names = [cell.name for cell in cells]
     assert len(names) == len(set(names))
     assert chosen(cells, "cp") and all(cell.group == "cp" for cell in chosen(cells, "cp"))
+
+
+def test_ranks_that_share_a_gpu_see_this_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes each for a host of its own."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [workers._shared_gpu(rank, 2)["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == ["0", "1", "0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
+    assert [workers._shared_gpu(rank, 2)["CUDA_VISIBLE_DEVICES"] for rank in range(3)] == ["5", "GPU-7", "5"]
+    assert len({workers._shared_gpu(rank, 1)["NCCL_HOSTID"] for rank in range(4)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "place"),
+    [(2, [], (2, 2)), (2, ["--ranks", "4"], (2, 4)), (8, ["--ranks", "2"], (2, 2)), (0, [], (0, 4))],
+)
+def test_where_it_runs(gpus: int, options: list[str], place: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def run(cells: object, ranks: int, gpus: int, seconds: float) -> session.Session:
+        asked.append((gpus, ranks))
+        return session.Session({"accelerator": "cpu", "cores": 1, "libraries": {"torch": "2"}}, [])
+
+    monkeypatch.setattr(command, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(session, "run", run)
+    assert main(["selftest", *options, "--output", str(tmp_path / "found.json")]) == 0
+    assert asked == [place]

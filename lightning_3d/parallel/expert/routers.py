@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_3d.compat.torch import autograd_is_running
 from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.errors import ConfigError, PlanError, listed
+from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts
 from lightning_3d.parallel.expert.losses import attach, balancing_loss, fits, scores_of, tokens_per_expert, z_loss
 from lightning_3d.parallel.expert.router_operators import place_of, register, router_note, router_total
@@ -194,7 +195,7 @@ class Routers:
 
     def finish(self) -> RouterSums:
         """Sum the statistics since `begin` over all ranks. Does not wait for the device."""
-        dist.all_reduce(self._sums, group=self._mesh.group("cp", "pp", "dp") if self._shards is None else None)
+        all_reduce_flat(self._sums, self._mesh.group("cp", "pp", "dp") if self._shards is None else None)
         widest = max(self.experts)
         self._loads = self._loads + self._sums[:, :widest]
         self._training = False

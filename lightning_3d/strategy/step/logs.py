@@ -196,7 +196,7 @@ class StepLog:
         group = self._mesh.group("cp", "pp", "dp")
         all_reduce_flat(sums, group)
         if any(key.combine in ("max", "min") for key in keys):
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+            all_reduce_flat(peaks, group, dist.ReduceOp.MAX)
         reduced: list[Tensor] = []
         for key, (total, weight), peak in zip(keys, sums, peaks, strict=True):
             signed = -peak if key.combine == "min" else peak
