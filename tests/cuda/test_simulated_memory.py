@@ -209,8 +209,10 @@ def waits_before_the_launch(recipe: Recipe, mask: str, **strategy: Any) -> int:
 
 
 LAUNCHES = [
-    *((cell, "none", 1) for cell in WAITING[:-1]),
-    *((WAITING[place], "none", accumulate) for place, accumulate in ((0, 2), (1, 4), (3, 4))),
+    *((cell, "none", 1) for cell in WAITING if cell.ep == 1),  # experts of other ranks: the host waits for what each sends, see above
+    (Cell(tp=2, pp=2), "none", 2),
+    (Cell(pp=2, dp=2, schedule="ZBVZeroBubble"), "none", 4),
+    (Cell("qwen2", dp=2, zero=3), "none", 4),
     (MASKED[0][0], "right", 2),
 ]
 
