@@ -3,6 +3,7 @@
 # make test-slow  the other default tests, 25 minutes on two cores
 # make test-full  the long sweeps, hours, in 12 shards whose results are kept; SHARD=3/12 is one of them; AGAIN=1 and AGAIN=failed run again
 # make test-cuda  the CUDA paths on simulated GPUs, with torch's CUDA build in an environment of its own; see tools/cuda_sim/README.md
+# make test-lowest  `make test` with the lowest version of each package that pyproject.toml allows, in an environment of its own
 # make docs       the documentation, into site/
 # make browser    installs Chromium, in which `make test` looks at the report pages, with the system's package manager
 # make test-faults  a hundred runs that are killed while they save, and go on; FAULTS_SEED=N repeats what seed N gave
@@ -13,6 +14,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
+LOWEST_VENV ?= .venv-lowest
 ARGS ?=
 SHARD ?=
 AGAIN ?=
@@ -24,7 +26,7 @@ CPU_TORCH := torch==2.13.0
 
 DEFAULT := not full and not faults and not cuda and not gpu
 
-.PHONY: train test test-slow test-full test-faults test-chaos test-cuda fuzz lint types style imports docs browser clean-venv
+.PHONY: train test test-slow test-full test-faults test-chaos test-cuda test-lowest fuzz lint types style imports docs browser clean-venv
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -51,6 +53,9 @@ fuzz: $(VENV)/.installed-test
 test-cuda: $(CUDA_VENV)/.installed
 	$(CUDA_VENV)/bin/python -m pytest tests/cuda -m cuda -n $(WORKERS) --dist worksteal $(ARGS)
 
+test-lowest: $(LOWEST_VENV)/.installed
+	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and $(DEFAULT)" -n $(WORKERS) --dist loadfile $(ARGS)
+
 lint: $(VENV)/.installed-test
 	@$(MAKE) --no-print-directory --jobs=2 types style imports
 
@@ -71,7 +76,7 @@ browser:
 	@sh tools/install_chromium.sh
 
 clean-venv:
-	rm -rf $(VENV) $(CUDA_VENV)
+	rm -rf $(VENV) $(CUDA_VENV) $(LOWEST_VENV)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -92,4 +97,12 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(CUDA_VENV)/.installed: $(VENV)/.installed-test $(wildcard tools/cuda_sim/*.py tools/cuda_sim/native/*)
 	$(BIN)/python tools/cuda_sim/make_environment.py $(CUDA_VENV) $(BIN)/python
+	touch $@
+
+# uv can choose the lowest versions, which pip cannot. It does not read pip's settings.
+$(LOWEST_VENV)/.installed: pyproject.toml setup.py
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip --disable-pip-version-check install uv
+	$(LOWEST_VENV)/bin/uv pip install --python $(LOWEST_VENV)/bin/python --resolution lowest-direct \
+	    $(if $(PIP_INDEX_URL),--index-url "$(PIP_INDEX_URL)") -e ".[test]"
 	touch $@

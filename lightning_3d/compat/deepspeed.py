@@ -113,7 +113,8 @@ def deepspeed_engine(
     - `ZeROOptimizer.scaled_global_norm` is replaced: it costs one all-reduce per parameter group, hangs where
       pipeline ranks have different groups, and counts tied copies twice. (`compute_grad_norm: false` does this too, but
       only in later versions.)
-    - torch 2.13 renamed `all_gather_into_tensor`, which DeepSpeed 0.19.8 still calls, with a warning.
+    - torch 2.13 renamed `all_gather_into_tensor`, which DeepSpeed 0.19.8 still calls, with a warning. Either is looked up at each call, so
+      that a trace and the watch for hangs see it.
     - `DeepSpeedEngine._broadcast_model` sends parameters even to a single rank. NCCL would make a communicator for it, and does not
       accept tensors in host memory.
     """
@@ -136,8 +137,8 @@ def deepspeed_engine(
             os.environ["LOCAL_RANK"] = local_rank
     engine.attributes_before = attributes
     engine.optimizer.scaled_global_norm = lambda norm_type=2: 0.0  # a number of the host, which it need not wait for
-    if hasattr(torch.distributed, "all_gather_single"):
-        deepspeed.comm.comm.cdb.all_gather_function = lambda **given: torch.distributed.all_gather_single(**given)
+    gather = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
+    deepspeed.comm.comm.cdb.all_gather_function = lambda **given: getattr(torch.distributed, gather)(**given)
     if engine.optimizer.cpu_offload:
         _drop_own_reduction(engine.optimizer)
     if on_host:

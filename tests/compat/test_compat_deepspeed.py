@@ -4,6 +4,7 @@ here."""
 import gc
 import inspect
 import os
+import re
 import sys
 import threading
 import time
@@ -243,7 +244,7 @@ def kept_on_host(dtype: torch.dtype) -> None:
         started, module, _ = engine_of_two_groups(dtype, offload=True, on_host=True)
     engine_source = inspect.getsource(type(started))
     assert "self.module.to(self.device)" in engine_source  # what `Holder` refuses
-    assert "dist.broadcast(p.data.view(torch.uint8)" in engine_source  # what is left out
+    assert re.search(r"dist\.broadcast\(p\b", engine_source)  # what is left out
     zero, groups = started.optimizer, deepspeed_groups(started)
     for name, group in zip(("weight", "bias"), groups, strict=True):
         (parameter,) = group.parameters

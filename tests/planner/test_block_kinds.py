@@ -10,6 +10,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from versions import since_transformers
 
 from lightning_3d.compat.torch_fake import fake_mode
 from lightning_3d.dryrun.gpu_attention import gpu_attention
@@ -86,7 +87,10 @@ def _size(module: nn.Module) -> int:
 SEQ = 256
 
 
-@pytest.mark.parametrize("name", ["llama3_1_8b", "qwen3_8b", "mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3", "gpt_oss_120b"])
+LATER = pytest.param("deepseek_v3", marks=since_transformers("5.24"))  # before, its latent attention keeps 4 % more
+
+
+@pytest.mark.parametrize("name", ["llama3_1_8b", "qwen3_8b", "mixtral_8x7b", "qwen3_30b_a3b", LATER, "gpt_oss_120b"])
 def test_each_kind_of_block_keeps_what_autograd_saves(name: str) -> None:
     """Counted on Transformers' own blocks of the real widths, without values, with the kernel of attention that GPUs have."""
     first = {"first_k_dense_replace": 1} if name == "deepseek_v3" else {}
