@@ -288,11 +288,19 @@ def backward_input(
 def backward_weight(parameters: Sequence[nn.Parameter], work: list[dict[str, Any]]) -> None:
     """Run the second half of a split backward: add to `.grad` of the parameters, without AccumulateGrad hooks.
 
-    `torch.distributed.pipelining._backward.stage_backward_weight` (torch 2.11 to 2.13) is not public.
+    `torch.distributed.pipelining._backward.stage_backward_weight` (torch 2.11 to 2.13) is not public. It runs one backward for each group
+    of parameters that meet the rest of the graph at the same nodes. Without the group of executions, each of these recomputes the whole
+    block that it begins in (`recompute=full`), and what it does not read lives until the graph is freed.
+
+    The groups run from the output to the input. Only the nodes of later groups hold the graph of a block, so that what was recomputed for
+    a block is freed before the block below it is recomputed. `work` is empty afterwards.
     """
     from torch.distributed.pipelining._backward import stage_backward_weight
+    from torch.utils.checkpoint import GraphExecGroup
 
-    stage_backward_weight(iter(parameters), work)
+    with GraphExecGroup():
+        while work:
+            stage_backward_weight(iter(parameters), [work.pop()])
 
 
 @contextmanager

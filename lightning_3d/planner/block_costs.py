@@ -7,7 +7,7 @@ doi:10.1145/1498765.1498785): small or narrow products are slow because their by
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
 from lightning_3d.planner.architecture import Architecture, Kind, Matrix
@@ -26,7 +26,8 @@ _LOSS_FORWARD, _SHARDED_LOSS_FORWARD = 14 / 36, 30 / 66
 class Part:
     """Seconds of one part of the model: computation and exposed communication, forward and backward.
 
-    `weights` is the share of `backward` for gradients of weights (zero-bubble schedules run it later, arXiv:2401.10241).
+    `weights` is the share of the backward for gradients of weights (zero-bubble schedules run it later, arXiv:2401.10241). `again` and
+    `again_communication` are the shares of `backward` and `backward_communication` that repeat the forward (recomputation).
     """
 
     forward: float = 0.0
@@ -34,6 +35,8 @@ class Part:
     weights: float = 0.0
     forward_communication: float = 0.0
     backward_communication: float = 0.0
+    again: float = 0.0
+    again_communication: float = 0.0
 
     def __add__(self, other: Part) -> Part:
         return Part(
@@ -42,6 +45,8 @@ class Part:
             self.weights + other.weights,
             self.forward_communication + other.forward_communication,
             self.backward_communication + other.backward_communication,
+            self.again + other.again,
+            self.again_communication + other.again_communication,
         )
 
     def __mul__(self, times: float) -> Part:
@@ -51,6 +56,17 @@ class Part:
             times * self.weights,
             times * self.forward_communication,
             times * self.backward_communication,
+            times * self.again,
+            times * self.again_communication,
+        )
+
+    def recomputed_twice(self) -> Part:
+        """Return the part where gradients of weights have a pass of their own, which repeats the forward again."""
+        return replace(
+            self,
+            backward=self.backward + self.again,
+            weights=self.weights + self.again + self.again_communication,
+            backward_communication=self.backward_communication + self.again_communication,
         )
 
     def seconds(self) -> tuple[float, ...]:
@@ -280,11 +296,12 @@ def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
     forward."""
     block = _block(job, machine, kind)
     if job.recompute == "full":
-        again = Part(backward=block.forward, backward_communication=block.forward_communication)
+        repeated, communicated = block.forward, block.forward_communication
     elif job.recompute == "selective":
-        again = Part(backward=_selected(job, machine, kind))
+        repeated, communicated = _selected(job, machine, kind), 0.0
     else:
         return block
+    again = Part(backward=repeated, again=repeated, backward_communication=communicated, again_communication=communicated)
     return block + again * (1 / job.recompute_every)
 
 

@@ -135,7 +135,7 @@ def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
     Stage 0 sends more than stage 1, and with a pipeline stage 2 is the same as stage 1. With a split backward, selective recomputation does
     not run (see `BlockOptions`), and stage 3 would hold all parameters.
     """
-    split = find_schedule(job.schedule).split_backward and job.layout.pp > 1
+    split = job.splits_backward
     stages = [1] if job.layout.dp * job.layout.cp == 1 else [1, 2, 3] if job.layout.pp == 1 else [1] if split else [1, 3]
     levels = [fixed.recompute] if fixed.recompute else RECOMPUTE[RECOMPUTE.index(job.recompute) :]
     for recompute in levels:

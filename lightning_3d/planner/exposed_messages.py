@@ -78,7 +78,7 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
 def exposed_in_frozen(job: Job, machine: Machine) -> Part:
     """Return the exposed gathers of a frozen second model in one micro-batch, where ZeRO 3 gathers its blocks one at a time."""
     second = alone(job)
-    if second is None or not job.gathers_often:
+    if second is None or not job.gathers_frozen_often:
         return Part()
     ranks, _ = machine.shard_groups(job.layout, job.shards)
     hidden = _HIDDEN if job.stack.overlap.blocks else 0.0

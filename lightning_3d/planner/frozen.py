@@ -34,7 +34,7 @@ class FrozenWeights:
 
     With ZeRO 3, a rank keeps its part of them. While a batch is computed, it has the parameters outside the blocks, and while the frozen
     model runs, two blocks: one that runs, and the next one, which is gathered (`parallel/zero/parameter_units.py`). With `gather="step"`,
-    it has all of them while a batch is computed.
+    it has all of them while a batch is computed, unless the schedule splits the backward.
 
     Attributes:
         held: those that are there while a batch is computed.
@@ -60,7 +60,7 @@ def frozen_weights(job: Job) -> FrozenWeights:
     if job.zero != 3:
         return FrozenWeights(whole)
     part = whole / shard_ranks(job)[0]
-    if not job.gathers_often:
+    if not job.gathers_frozen_often:
         return FrozenWeights(part + whole, gathered=whole)
     outside = size(Stage((0,) * len(second.model.counts), True, True))
     return FrozenWeights(part + outside, 2 * max(map(size, one_block(second))), outside + job.micro_batches * (whole - outside))

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.loss_chunks import count_chunks
+from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.stack import Stack
 
@@ -90,6 +91,11 @@ class Job:
         return max(1, self.global_batch // (self.micro_batch * self.layout.dp))
 
     @property
+    def splits_backward(self) -> bool:
+        """True if gradients of weights are computed in a pass of their own."""
+        return self.layout.pp > 1 and find_schedule(self.schedule or "1F1B").split_backward
+
+    @property
     def buffers_all_gradients(self) -> bool:
         """True if ZeRO 1 and 2 reduce gradients in one tensor of all of them: without reduce-scatter, and where tp does not divide the
         vocabulary and more than two ranks share the parameters."""
@@ -140,7 +146,13 @@ class Job:
     @property
     def gathers_often(self) -> bool:
         """True if ZeRO 3 gathers a block's parameters for its forward pass and again for its backward pass."""
-        return self.zero == 3 and self.gather != "step"
+        return self.gathers_frozen_often and (self.gather is not None or not self.splits_backward)
+
+    @property
+    def gathers_frozen_often(self) -> bool:
+        """True if ZeRO 3 gathers a block of a frozen second model for each of its forward passes: also where a split backward needs all
+        parameters of the trained one (`ZeroOptions.gather_frozen`)."""
+        return self.zero == 3 and (self.gather != "step" or self.splits_backward)
 
     @cached_property
     def loss_parts(self) -> int:

@@ -147,12 +147,12 @@ class _Search:
             return
         self._expanded += 1
         work = self._costs.work(shape)
-        seconds: dict[int, list[StageSeconds]] = {}  # by the number of stages of a rank
+        seconds: dict[tuple[int, bool], list[StageSeconds]] = {}  # by the number of stages of a rank and the passes of the backward
         for scheduled in schedules(shape, self._fixed):
-            chunks = scheduled.layout.vp
-            if chunks not in seconds:
-                seconds[chunks] = stage_seconds(scheduled, self._machine, work)
-            self._push(max(bound, least_span(scheduled, work, seconds[chunks])), scheduled)
+            key = scheduled.layout.vp, scheduled.splits_backward
+            if key not in seconds:
+                seconds[key] = stage_seconds(scheduled, self._machine, work)
+            self._push(max(bound, least_span(scheduled, work, seconds[key])), scheduled)
 
     def _push_ways(self, bound: float, scheduled: Job) -> None:
         """Replace a job by the ways to run it that fit, each with a lower bound of its step, which is exact without a pipeline."""

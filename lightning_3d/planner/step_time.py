@@ -53,20 +53,24 @@ def _smooth_max(a: float, b: float) -> float:
     return largest * ((a / largest) ** _SHARPNESS + (b / largest) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _stage_part(work: Work, stage: Stage) -> Part:
-    """Return the seconds of a stage for one micro-batch."""
+def _stage_part(work: Work, stage: Stage, *, splits: bool) -> Part:
+    """Return the seconds of a stage for one micro-batch.
+
+    If the schedule splits the backward, each of its two passes recomputes what the forward did not keep. The first stage, which no other
+    waits for, has one pass (`parallel/pipeline/engine.py`).
+    """
     part = work.of(stage.counts)
     if stage.embedding:
         part += work.embedding
     if stage.head:
         part += work.head
-    return part
+    return part.recomputed_twice() if splits and not stage.embedding else part
 
 
 def _with_late(job: Job, machine: Machine, work: Work) -> Work:
     """Add to each block, and to a frozen second model, the exposed communication where ZeRO gathers parameters or reduces gradients for
     every micro-batch."""
-    if not job.gathers_often and not job.reduces_often:
+    if not job.gathers_frozen_often and not job.reduces_often:
         return work
     held = [parameters_of(job, stage) for stage in one_block(job)]
     blocks = zip(work.blocks, held, strict=True)
@@ -144,7 +148,7 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
 def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
     """Return for each kind of stage, for a micro-batch: (seconds of the GPU, seconds including the host that starts kernels)."""
     late = _with_late(job, machine, work)
-    kinds = {stage: _stage_part(late, stage) for stage in stage_kinds(job)}
+    kinds = {stage: _stage_part(late, stage, splits=job.splits_backward) for stage in stage_kinds(job)}
     return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
 
 

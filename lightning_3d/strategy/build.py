@@ -30,8 +30,9 @@ from lightning_3d.strategy.local_model import LocalModel, Partition, context_of
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.plan_draft.auto import choose_plan, with_draft
 from lightning_3d.strategy.refusals import refuse_skipped_blocks
-from lightning_3d.strategy.self_check.check import SelfCheck
+from lightning_3d.strategy.self_check.check import SelfCheck, place_of
 from lightning_3d.strategy.self_check.frozen import FrozenChecks
+from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes
 from lightning_3d.strategy.step import LossWeights, StepRunner
 from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_weights import weigh_loss
@@ -169,6 +170,8 @@ def _assemble(
         )
     except NoPlanError as error:
         raise with_draft(error, module, mesh, chosen.name, alone=alone) from None
+    if alone:  # no self-check, which finds these sizes with the other ranks
+        apply_local_sizes(parts.module, chosen.local_sizes, place_of(mesh))
     check.attach(parts.module)
     frozen.attach()
     return parts

@@ -445,3 +445,26 @@ def test_idle_time_is_that_of_the_published_formulas() -> None:
         assert idle(bars) == pytest.approx(wanted)
         assert len(as_text(bars).splitlines()) == stages
         assert as_svg(bars, "a < b").count("<title>") == 2 * stages * micro_batches
+
+
+def dry_operations(*words: str) -> tuple[int, int]:
+    """Operations in a step of rank 0, and its parameters."""
+    from lightning_3d.cli.dryrun import job_of
+    from lightning_3d.dryrun.run import dry_run
+    from lightning_3d.runs.check import check_shapes
+
+    config, plan = check_shapes(words)
+    report = dry_run(job_of(config, plan), 0)
+    return report.usage.flops, report.parameters
+
+
+@pytest.mark.slow
+def test_a_model_whose_plan_is_derived_runs_dry_on_shards() -> None:
+    """GPT-2's attention reads a size of its own, which is smaller on a rank. Two ranks share all matrix products of a stage."""
+    words = ("model=gpt2_tiny", "cluster=local_cpu", "parallelism.schedule=ZBVZeroBubble", "data.global_batch_size=8")
+    words += ("data.sequence_length=64", "parallelism.micro_batch_size=2", "force=true", "trainer.dry=true")
+    (whole, of_whole), (shared, of_shard) = (
+        run_ranks(dry_operations, 1, *words, f"parallelism={layout}", process_group=False, timeout=300)[0] for layout in ("pp2", "tp2_pp2")
+    )
+    assert shared == pytest.approx(whole / 2, rel=0.02)
+    assert 0.5 < of_shard / of_whole < 0.6

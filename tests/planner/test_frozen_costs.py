@@ -100,6 +100,28 @@ def test_zero_3_gathers_two_blocks_of_a_teacher_at_a_time(layout: str, distillat
     assert frozen.gathered == pytest.approx(gathered - alone, rel=0.01)
 
 
+SPLIT = ("parallelism=pp2_dp4", "parallelism.zero_stage=3", "parallelism.schedule=InterleavedZeroBubble", "parallelism.vp=1")
+
+
+def test_a_split_backward_gathers_the_trained_model_whole_and_a_teacher_in_blocks(distillation: tuple[str, ...]) -> None:
+    """As with another schedule, 3 of 4 parts of each of the teacher's three blocks arrive in every micro-batch."""
+    split, plain = job(*distillation, *SPLIT), job(*distillation, *SPLIT[:2], "parallelism.schedule=1F1B")
+    assert (split.gathers_often, plain.gathers_often) == (False, True)
+    frozen = frozen_weights(split)
+    assert frozen == frozen_weights(plain) and frozen.passing > 0
+    exposed = exposed_in_frozen(split, ONLY_LINKS).forward_communication
+    assert exposed == pytest.approx(3 * frozen.passing / 2 * 3 / 4 / ONLY_LINKS.link, rel=1e-3)
+
+
+@pytest.mark.full
+def test_bytes_of_a_split_backward_with_a_teacher_are_those_of_a_dry_run(distillation: tuple[str, ...]) -> None:
+    """On the last of two stages, with one block: its weights, gathered and sharded, next to those of the teacher."""
+    one = job(*distillation, *SPLIT)
+    frozen, trained = frozen_weights(one), 4 * sum(parameters_of(one, Stage((1,), False, True)))
+    [report] = run_ranks(dry_last_rank, 1, *WORDS, *SPLIT, *distillation, process_group=False, timeout=300)
+    assert report.usage.peak["parameters"] == pytest.approx(trained * 5 / 4 + frozen.held + frozen.passing, rel=0.01)
+
+
 def test_a_whole_teacher_does_not_fit_where_its_blocks_do(distillation: tuple[str, ...]) -> None:
     """`zero_gather=step` gathers all of it: by hand, three blocks and both embeddings."""
     by_block, whole = (job(*distillation, "parallelism=dp8", "parallelism.zero_stage=3", *more)

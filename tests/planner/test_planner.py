@@ -33,6 +33,7 @@ from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
 from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.choices import Fixed, fits, node_shard_size, schedules, shapes
 from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
@@ -41,7 +42,7 @@ from lightning_3d.planner.memory import block_activations, least_memory, memory_
 from lightning_3d.planner.search import Candidate, search
 from lightning_3d.planner.stack import Footprint, Overlap, Stack
 from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
-from lightning_3d.planner.step_time import Step, least_seconds, step_of
+from lightning_3d.planner.step_time import Step, least_seconds, stage_seconds, step_of
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "conf/model").glob("*.yaml") if path.stem != "pretrained")
 
@@ -631,6 +632,25 @@ def test_blocks_that_are_not_recomputed_cost_no_time(recompute: str) -> None:
         for level, every in (("none", 1), (recompute, 1), (recompute, 4))
     )
     assert quarter - none == pytest.approx((all_of_them - none) / 4) and all_of_them > none
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_both_passes_of_a_split_backward_recompute(every: int) -> None:
+    """Of four stages with two blocks each, the first has one pass, which recomputes once; the others recompute in two."""
+    model = replace(Architecture.from_spec(spec("llama3_1_8b")), layers=8)
+    job = Job(model, Layout(pp=2, vp=2), 4096, 8, 1, blocks=(2, 2, 2, 2), stack=constants.OURS)
+    where, seconds = machine(2), {}
+    for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
+        for level in ("none", "full"):
+            one = job.but(schedule=schedule, recompute=level, recompute_every=every)
+            stages = stage_seconds(one, where, replace(work_of(one, where), host_block=0.0))
+            seconds[schedule, level] = [stage.backward for stage in stages], [stage.weights for stage in stages]
+    forward = 2 * work_of(job, where).blocks[0].forward / every
+    for schedule, times in (("Interleaved1F1B", [1, 1, 1, 1]), ("ZBVZeroBubble", [1, 2, 2, 2])):
+        more = [b - a for a, b in zip(seconds[schedule, "none"][0], seconds[schedule, "full"][0], strict=True)]
+        assert more == pytest.approx([count * forward for count in times])
+    later = [b - a for a, b in zip(*(seconds["ZBVZeroBubble", level][1] for level in ("none", "full")), strict=True)]
+    assert later == pytest.approx([0.0, forward, forward, forward])
 
 
 def test_a_search_below_a_time_finds_the_same_layout_or_none() -> None:

@@ -47,6 +47,11 @@ CASES: list[Any] = [
             ("mixtral", "dp2_cp2", {"zero_stage": 3}),
             ("qwen3", "pp2_dp2", {"zero_stage": 3, "zero_gather": "step"}),
             ("qwen3", "pp2_dp2", {"zero_stage": 3, "schedule": "ZBVZeroBubble"}),
+            ("qwen3", "pp2_dp2", {"zero_stage": 3, "schedule": "InterleavedZeroBubble", "recompute": "full", "zero_reduce": "micro_batch"}),
+            ("dpo", "pp2_dp2", {"zero_stage": 3, "schedule": "DualPipeV"}),
+            ("mixtral", "pp2_dp2", {"zero_stage": 3, "schedule": "ZBVZeroBubble", "zero_offload": "parameters"}),
+            ("qwen3", "pp2", {"schedule": "ZBVZeroBubble", "recompute": "full"}),
+            ("dpo", "pp2", {"schedule": "DualPipeV", "recompute": "full"}),
             ("qwen3", "pp2_dp2", {"zero_stage": 3, "schedule": "Interleaved1F1B", "recompute": "full"}),
         )
     ),

@@ -23,8 +23,12 @@ from family_configs import build
 
 
 def draft(family: str, tp: int = 2) -> Draft:
+    return draft_plan(build_on_meta(family), tp)
+
+
+def build_on_meta(family: str) -> Any:
     with torch.device("meta"):
-        return draft_plan(build(family), tp)
+        return build(family)
 
 
 def test_gpt2_has_transposed_layers() -> None:
@@ -37,6 +41,8 @@ def test_gpt2_has_transposed_layers() -> None:
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
     assert list(found.plan["pp"]) == ["transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head"]
+    blocks = build_on_meta("gpt2").transformer.h
+    assert found.local_sizes == {f"transformer.h.{index}.attn.split_size": 16 for index in range(len(blocks))}
 
 
 def test_what_cannot_be_split_gathers_its_output() -> None:

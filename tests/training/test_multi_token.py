@@ -70,6 +70,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tp2_pp2_cp2", {"sequence_parallel": True}),
     ("cp2_dp2", {"zero_stage": 1} | FLOAT32),
     ("pp2_cp2", {"zero_stage": 3} | FLOAT32),
+    ("pp2", {"schedule": "ZBVZeroBubble", "recompute": "full", "tied": True}),
+    ("pp2_vp2", {"schedule": "InterleavedZeroBubble", "recompute": "full", "loss_chunks": 3}),
 ]
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 """Positions for which each rank of cp computes attention for all tokens (`SplitBlocks`)."""

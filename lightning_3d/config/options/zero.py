@@ -29,7 +29,8 @@ class ZeroOptions:
             None: "micro_batch" at stages 2 and 3 without a pipeline, else "step".
         gather: when parameters are gathered at stage 3. "step": all parameters of a rank are gathered before a batch and freed after
             it. "micro_batch": each block before its forward and its backward pass, in every micro-batch. None: "step" where the schedule
-            splits the backward pass, which needs it, else "micro_batch".
+            splits the backward pass, which needs it, else "micro_batch". The blocks of frozen second models, which run forward only, are
+            gathered for each forward with such a schedule, too (`gather_frozen`).
         reduce_scatter: whether to send gradients only to the rank that uses them, in half the bytes of an all-reduce. None: only on
             CUDA. (Between processes on one machine gloo's all-reduce is faster.)
         offload: what is kept in host memory. "none": nothing. "optimizer" (stages 1 to 3): optimizer state and fp32 master weights; the
@@ -39,6 +40,7 @@ class ZeroOptions:
             None: all data-parallel ranks shard. (HSDP: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.2.2.)
         overlap_gather: whether the next forward begins while the parameters that an optimizer step has changed are still gathered (stages
             1 and 2). A block waits only for its own. (As Megatron-LM's `--overlap-param-gather`.)
+        gather_frozen: as `gather`, for frozen second models. Not a key: `resolve` sets it.
     """
 
     stage: int = 0
@@ -48,6 +50,7 @@ class ZeroOptions:
     offload: str = NONE
     shard_size: int | None = None
     overlap_gather: bool = False
+    gather_frozen: str | None = None
 
     def resolve(self, schedule: str, pp: int) -> ZeroOptions:
         """Fill in the options that are None, except `reduce_scatter`, which depends on the device.
@@ -66,7 +69,7 @@ class ZeroOptions:
             )
         reduce = self.reduce or (MICRO_BATCH if self.stage >= 2 and pp == 1 else STEP)
         gather = self.gather or ((STEP if splits else MICRO_BATCH) if self.stage == 3 else None)
-        return replace(self, reduce=reduce, gather=gather)
+        return replace(self, reduce=reduce, gather=gather, gather_frozen=MICRO_BATCH if self.stage == 3 and splits else gather)
 
     def over(self, layout: Layout) -> ZeroOptions:
         """Check `shard_size` against a layout.
@@ -112,7 +115,7 @@ class ZeroOptions:
     @property
     def gathers_every_micro_batch(self) -> bool:
         """True if data-parallel ranks communicate in every forward pass, so that they must run the same number of micro-batches."""
-        return self.gather == MICRO_BATCH
+        return MICRO_BATCH in (self.gather, self.gather_frozen)
 
     @property
     def reduces_every_micro_batch(self) -> bool:
@@ -121,7 +124,7 @@ class ZeroOptions:
 
     def describe(self) -> str:
         """Describe the options in a few words."""
-        when = {"gather": self.gathers_every_micro_batch, "reduce": self.reduces_every_micro_batch}
+        when = {"gather": self.gather == MICRO_BATCH, "reduce": self.reduces_every_micro_batch}
         eager = [word for word, each in when.items() if each]
         offloaded = "" if self.offload == NONE else f", {self.offload} offloaded"
         where = "" if self.shard_size is None else f" in groups of dp {self.shard_size}"

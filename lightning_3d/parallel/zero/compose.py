@@ -181,7 +181,8 @@ class Composition:
             flat = self._flat(trained, end_to_end(store.in_unit_order(experts)), everyone=everyone)
             replicas = self._replica_sums(trained, stepper, expert_ids)
             reductions.append(AddedToPieces(flat, trained.first_expert_group, sums, stepper.owned, replicas=replicas))
-        return Reducer(trained, sums, reductions, accumulated=stepper.partitions, frees=True)
+        absorbs = self.zero.reduce != MICRO_BATCH
+        return Reducer(trained, sums, reductions, accumulated=stepper.partitions, frees=True, absorbs=absorbs)
 
     def _flat(
         self,

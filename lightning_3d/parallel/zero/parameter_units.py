@@ -164,7 +164,7 @@ class ParameterUnits:
     """All parameters of a rank in units: one for each block, and for everything outside the blocks one of trained and one of frozen ones.
 
     The latter is gathered while a batch is computed. A block is gathered before its forward and before its backward and freed
-    after them; the next one of its model is gathered meanwhile. With `whole`, everything is gathered for the whole batch.
+    after them; the next one of its model is gathered meanwhile. What is `whole` is gathered for the whole batch.
 
     A function with a backward of its own may run blocks without autograd, and parts of them again in its backward (Reformer's reversible
     layers): neither passes the block. The modules inside such a block are watched from its first forward on, and the first one that is
@@ -177,6 +177,8 @@ class ParameterUnits:
         control: a group of the same ranks for tensors in host memory.
         is_active: whether a call of a block will run it (it does not while another pipeline stage is running).
         finished: called with the parameters of a block whose backward is over, at the same point on all ranks of the group.
+        whole: gather the trained model for the whole batch. The passes of a split backward read a block's parameters at different times.
+        whole_frozen: gather the frozen models for the whole batch.
         on_host: the parts are kept in host memory.
         apart: by id of a parameter that is not the same on all ranks of `group`, the group of those on which it is.
     """
@@ -190,12 +192,12 @@ class ParameterUnits:
         device: torch.device,
         *,
         whole: bool,
+        whole_frozen: bool,
         is_active: Callable[[nn.Module], bool],
         finished: Callable[[list[nn.Parameter]], None],
         on_host: bool = False,
         apart: Mapping[int, dist.ProcessGroup] | None = None,
     ) -> None:
-        self._whole = whole
         self._group, self._control = group, control
         self._is_active = is_active
         self._finished = finished
@@ -220,6 +222,7 @@ class ParameterUnits:
         self._outside = [*units(trained), *units(frozen)]
         self._blocks = [(block, units(parameters)) for block, parameters in zip(blocks, inside, strict=True)]
         self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
+        self._passing = [place for place, model in enumerate(self._model) if not (whole_frozen if model else whole)]
         self._hooks: list[Any] = []
         self.open()
 
@@ -244,7 +247,8 @@ class ParameterUnits:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context of the forward and backward of a batch. Collective, as is every block's forward and backward without `whole`.
+        """Context of the forward and backward of a batch. Collective, as is the forward and backward of every block that is not
+        `whole`.
 
         Raises:
             ConfigError: a block's parameters were used outside of it.
@@ -255,7 +259,9 @@ class ParameterUnits:
             unit.require_untouched()
         self._in_use, self._order, self._trains = True, 0, torch.is_grad_enabled()
         self._used_again.clear()
-        _gather(self.all if self._whole else self._outside)
+        passing = set(self._passing)
+        whole = [unit for place, (_, units) in enumerate(self._blocks) if place not in passing for unit in units]
+        _gather([*self._outside, *whole])
         try:
             yield
         except RuntimeError as error:
@@ -275,7 +281,7 @@ class ParameterUnits:
 
     def _require_same_order(self) -> None:
         """Refuse ranks that gathered different blocks: each would have computed with another's parameters."""
-        if self._whole or dist.get_world_size(self._group) == 1:
+        if not self._passing or dist.get_world_size(self._group) == 1:
             return
         extremes = torch.tensor([self._order, -self._order], dtype=torch.int64)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._control)
@@ -293,10 +299,9 @@ class ParameterUnits:
 
     def after_backward(self) -> None:
         """Free the blocks: the backward of a micro-batch through a stage is over."""
-        if not self._whole:
-            for _, units in self._blocks:
-                for unit in units:
-                    unit.free()
+        for place in self._passing:
+            for unit in self._blocks[place][1]:
+                unit.free()
 
     def require_gathered_again(self) -> None:
         """Refuse gradients of a micro-batch, not taken yet, that were computed while a block's parameters were away."""
@@ -328,9 +333,8 @@ class ParameterUnits:
 
     def _runs(self, block: nn.Module) -> int | None:
         """Place of a block whose parameters this call must gather; None if it need not."""
-        if not self._in_use or self._whole or id(block) not in self._place or not self._is_active(block):
-            return None
-        return self._place[id(block)]
+        place = self._place.get(id(block))
+        return place if self._in_use and place in self._passing and self._is_active(block) else None
 
     def _is_recomputing(self, place: int) -> bool:
         """True if a block runs again inside its own backward, which needs its parameters afterwards."""
@@ -360,7 +364,7 @@ class ParameterUnits:
                 self._hooks.append(inner.register_forward_pre_hook(lambda module, args: self._before_inner(place), prepend=True))
 
     def _before_inner(self, place: int) -> None:
-        if self._in_use and not self._whole and not all(unit.gathered for unit in self._blocks[place][1]):
+        if self._in_use and not all(unit.gathered for unit in self._blocks[place][1]):
             self._used_again.add(place)
             self._gather(place, 0)
 

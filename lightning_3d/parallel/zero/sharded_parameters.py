@@ -24,7 +24,8 @@ from lightning_3d.parallel.zero.trained import TrainedParameters, expert_shard_g
 
 
 class ShardedParameters(ParameterStore):
-    """Parameters are whole only while a batch, or with `gather="micro_batch"` a block, is computed.
+    """Parameters are whole only while a batch, or with `gather="micro_batch"` a block, is computed; those of frozen models as
+    `gather_frozen` says.
 
     Args:
         mesh: process groups.
@@ -56,6 +57,7 @@ class ShardedParameters(ParameterStore):
             self._mesh.data_control,
             device,
             whole=self._zero.gather == STEP,
+            whole_frozen=(self._zero.gather_frozen or self._zero.gather) == STEP,
             is_active=is_active,
             finished=self._block_finished,
             on_host=self._zero.offload == PARAMETERS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from lightning_3d.strategy.plan_draft.draft import Draft, draft_plan, parameters
 from lightning_3d.strategy.plan_draft.find_model import find_model
 from lightning_3d.strategy.plan_draft.inputs import Inputs
 from lightning_3d.strategy.plan_draft.text import as_python
+from lightning_3d.strategy.self_check.local_sizes import LocalSizes
 
 _QUICK = 300_000_000
 """Most parameters that a draft for a message may run: about 20 s of processor time."""
@@ -32,11 +33,13 @@ class ChosenPlan:
         plan: what replaces the model's own declarations; None if there is nothing to replace.
         name: name of the model in the user's module; None to find it.
         drafted: whether a part of it is a draft, which must pass the self-check.
+        local_sizes: attributes of the model that differ on a rank, as the draft found them. The self-check finds them, too.
     """
 
     plan: dict[str, Any] | None
     name: str | None
     drafted: bool = False
+    local_sizes: LocalSizes = field(default_factory=dict)
 
 
 def choose_plan(
@@ -69,7 +72,7 @@ def choose_plan(
         raise PlanError(f"{lacks}. One was derived, but it is used only after a self-check: leave out self_check=never, or pass:\n{text}")
     if mesh.rank == 0:
         print(f"lightning_3d: {lacks}; this one was derived:\n{text}", file=sys.stderr, flush=True)
-    return ChosenPlan(plan, draft.name, drafted=True)
+    return ChosenPlan(plan, draft.name, drafted=True, local_sizes=draft.local_sizes)
 
 
 def _completed(root: nn.Module, mesh: Mesh, name: str | None, missing: list[str], *, alone: bool) -> Draft:

@@ -24,6 +24,7 @@ from lightning_3d.strategy.plan_draft.inputs import Inputs, example_inputs
 from lightning_3d.strategy.plan_draft.pipeline_order import PipelineOrder, find_order
 from lightning_3d.strategy.plan_draft.regions import Region, described, find_regions
 from lightning_3d.strategy.self_check.explain import first_line
+from lightning_3d.strategy.self_check.local_sizes import LocalSizes
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kinds_of, leave_out_blocks
 from lightning_3d.strategy.self_check.noise import WithoutNoise
 from lightning_3d.weights.blueprint import isolated_generators
@@ -41,6 +42,7 @@ class Draft:
         problems: axis ("tp", "pp") -> what cannot be derived, and why.
         notes: what the plan leaves whole without harm.
         inputs: inputs with which the model ran.
+        local_sizes: attributes of the model that differ on one of the `tp` ranks.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Draft:
     problems: Mapping[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
     inputs: Inputs = field(default_factory=Inputs, repr=False)
+    local_sizes: LocalSizes = field(default_factory=dict)
 
     def require(self, layout: Layout, axes: Iterable[str], *, partly: bool) -> None:
         """Refuse a plan that does not have everything that a layout needs along these axes ("tp", "pp").
@@ -103,7 +106,8 @@ def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draf
         plan["tp"] = entries | whole
     if not order.problems:
         plan["pp"] = _pipeline_part(order, layers)
-    return Draft(name, type(model).__name__, plan, tp, {"tp": tuple(problems), "pp": order.problems}, tuple(notes), inputs)
+    sizes = {name: value for region in regions for name, value in _in_all_blocks(region.sizes, layers, kinds).items()}
+    return Draft(name, type(model).__name__, plan, tp, {"tp": tuple(problems), "pp": order.problems}, tuple(notes), inputs, sizes)
 
 
 def parameters_to_run(root: nn.Module, *, name: str | None = None) -> int:
@@ -194,12 +198,19 @@ def _other_matrices(model: nn.Module, blocks: tuple[str, ...]) -> list[str]:
 def _entries(model: nn.Module, layers: str, kinds: list[tuple[int, ...]], regions: list[Region]) -> dict[str, Any]:
     """Write the cuts of one block of each kind as patterns for all blocks of that kind."""
     exact: dict[str, Any] = {}
-    of_block = {kind[0]: kind for kind in kinds}
     for region in regions:
-        for name, cut in (region.cuts or {}).items():
-            index, _, rest = name.removeprefix(f"{layers}.").partition(".")
-            exact |= {f"{layers}.{other}.{rest}": _short(cut) for other in of_block[int(index)]}
+        exact |= _in_all_blocks({name: _short(cut) for name, cut in (region.cuts or {}).items()}, layers, kinds)
     return _with_patterns(model, layers, exact)
+
+
+def _in_all_blocks(entries: Mapping[str, Any], layers: str, kinds: list[tuple[int, ...]]) -> dict[str, Any]:
+    """Repeat what belongs to one block of each kind, by name, for all blocks of that kind."""
+    of_block = {kind[0]: kind for kind in kinds}
+    found: dict[str, Any] = {}
+    for name, entry in entries.items():
+        index, rest = re.match(r"(\d+)(.*)", name.removeprefix(f"{layers}.")).groups()  # type: ignore[union-attr]
+        found |= {f"{layers}.{other}{rest}": entry for other in of_block[int(index)]}
+    return found
 
 
 def _with_patterns(model: nn.Module, layers: str, exact: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from lightning_3d.parallel.tensor import resolve
 from lightning_3d.parallel.tensor.resolve_plan import share, width
 from lightning_3d.strategy.plan_draft.data_flow import DataFlow
 from lightning_3d.strategy.plan_draft.inputs import Inputs
-from lightning_3d.strategy.self_check.local_sizes import do_not_fit
+from lightning_3d.strategy.self_check.local_sizes import LocalSizes, sizes_by_module
 
 _PARTIAL = "replicated_with_grad_allreduce"
 
@@ -36,6 +36,7 @@ class Region:
         inside: names of other parameters between them.
         cuts: how they are sharded; empty if they cannot be.
         problem: why what is between them cannot be split; empty if it can.
+        sizes: attributes of the modules around them that differ on a rank.
     """
 
     columns: tuple[str, ...]
@@ -43,6 +44,7 @@ class Region:
     inside: tuple[str, ...] = ()
     cuts: Mapping[str, Cut] | None = None
     problem: str = ""
+    sizes: LocalSizes = field(default_factory=dict)
 
 
 class _Indivisible(Exception):
@@ -134,11 +136,12 @@ def _settled(model: nn.Module, flow: DataFlow, region: Region, inputs: Inputs, t
         return region
     try:
         cuts = _cuts_of(model, flow, region, tp)
-        misfits = do_not_fit(model, ParallelPlan(cuts), tp, inputs.args, dict(inputs.kwargs))
+        found = sizes_by_module(model, ParallelPlan(cuts), tp, inputs.args, dict(inputs.kwargs), drafted=True)
     except (_Indivisible, Lightning3DError) as error:
         return Region(region.columns, region.rows, region.inside, problem=str(error).rstrip("."))
+    misfits = [name or type(model).__name__ for name, sizes in found.items() if sizes is None]
     if misfits:
-        name = misfits[0] or type(model).__name__
+        name = misfits[0]
         problem = (
             f"the code of '{name}' between these layers does not compute a rank's part of the result from that rank's shards, whichever of"
             " its attributes is divided by tp. Does it use a constant, a tensor with an entry for each head, or the width C of its input,"
@@ -146,7 +149,8 @@ def _settled(model: nn.Module, flow: DataFlow, region: Region, inputs: Inputs, t
             " layer (docs/attention.md)"
         )
         return Region(region.columns, region.rows, region.inside, problem=problem)
-    return Region(region.columns, region.rows, region.inside, cuts)
+    sizes = {name: value for sizes in found.values() for name, value in (sizes or {}).items()}
+    return Region(region.columns, region.rows, region.inside, cuts, sizes=sizes)
 
 
 def _cuts_of(model: nn.Module, flow: DataFlow, region: Region, tp: int) -> dict[str, Cut]:

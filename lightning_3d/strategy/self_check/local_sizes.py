@@ -72,20 +72,16 @@ def find_local_sizes(
         drafted: whether the plan is not the model's own.
     """
     found: LocalSizes = {}
-    for sizes in _search(whole, plan, tp, args, kwargs, drafted).values():
+    for sizes in sizes_by_module(whole, plan, tp, args, kwargs, drafted=drafted).values():
         found |= sizes or {}
     return found
 
 
-def do_not_fit(whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """List the modules for which no choice of attributes is right with a drafted plan. The arguments are those of `find_local_sizes`."""
-    return [name for name, sizes in _search(whole, plan, tp, args, kwargs, drafted=True).items() if sizes is None]
-
-
-def _search(
-    whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any], drafted: bool
+def sizes_by_module(
+    whole: nn.Module, plan: ParallelPlan, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, drafted: bool
 ) -> dict[str, LocalSizes | None]:
-    """Find the sizes in each module that runs; None for a module for which no choice is right."""
+    """Find the sizes in each module that runs; None for a module for which no choice is right. The arguments are those of
+    `find_local_sizes`."""
     cuts = resolve(whole, plan, tp)
     owners = list(_owners(whole, cuts, drafted))
     if not owners:

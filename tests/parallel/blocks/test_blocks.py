@@ -364,6 +364,7 @@ COMPILED: list[dict[str, Any]] = [
     {"layout": "tp2_pp2", "sequence_parallel": True, "schedule": "ZBVZeroBubble"},
     {"layout": "tp2_dp2", "sequence_parallel": True, "zero_stage": 3, "offload_activations": True},
     {"layout": "tp2_cp2", "sequence_parallel": True, "recompute": "full"},
+    {"layout": "pp2", "schedule": "ZBVZeroBubble", "recompute": "full"},
 ]
 
 

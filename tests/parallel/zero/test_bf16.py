@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from master_weights import RECIPE, train_with_masters
-from parity import train_on_rank
+from parity import Module, Rows, fit_on_rank, train_on_rank
 from ranks import run_ranks
-from reference import Run
+from reference import Recipe, Run, data
 
 LAYOUTS = [
     pytest.param("dp4", {}, marks=pytest.mark.full),
@@ -34,3 +34,31 @@ def test_many_steps_stay_close(layout: str, strategy: dict[str, Any], expected: 
     assert abs(sum(errors[-20:]) / 20) < 2e-3, "the losses drift apart"
     assert parts[0].grad_norms == pytest.approx(expected.grad_norms, rel=5e-2)
     assert losses[-1] < losses[0]
+
+
+class Arriving(Module):
+    """Counts the parameters that have a 16-bit gradient when autograd has added one."""
+
+    most = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._count(parameters))
+
+    def _count(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.most = max(self.most, sum(parameter.grad is not None for parameter in parameters))
+
+
+def most_gradients(**strategy: Any) -> int:
+    recipe = Recipe(steps=1, dtype="bfloat16")
+    module = Arriving(recipe)
+    fit_on_rank(recipe, Rows(data(recipe)), module, micro_batch_size=2, **strategy)
+    return module.most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_gradients_are_added_to_their_sums_as_they_arrive(stage: int) -> None:
+    """A 16-bit gradient is gone before the next parameter's arrives: none is left when the hooks of this test run."""
+    assert run_ranks(most_gradients, 4, layout="pp2_dp2", zero_stage=stage) == [0, 0, 0, 0]
