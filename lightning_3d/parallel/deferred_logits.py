@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_3d.errors import PlanError
 from lightning_3d.layout.loss_chunks import count_chunks
@@ -231,12 +232,25 @@ class _Part:
     chunks: int
     with_gradients: bool
 
-    def loss_and_gradient(self, product: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of the losses, and the gradient of the head's product."""
+    def loss_and_gradient(self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the sum of the losses of some rows of hidden states, and the gradient of their product with the weight."""
+        product = F.linear(rows, weight, bias)
         with torch.set_grad_enabled(self.with_gradients):
-            product.requires_grad_(self.with_gradients)
+            if not self.with_gradients:
+                return self.loss_of_tokens(_applied(product, self.operations), labels).sum(), None
+            product = _Source.apply(product, product.new_empty(0, requires_grad=True))
+            source = get_gradient_edge(product)
             loss = self.loss_of_tokens(_applied(product, self.operations), labels).sum()
-            return loss.detach(), torch.autograd.grad(loss, product)[0] if self.with_gradients else None
+            del product  # the backward needs other tensors; as a leaf of its graph, the product would stay
+            return loss.detach(), torch.autograd.grad(loss, source)[0]
+
+
+class _Source(torch.autograd.Function):
+    """Begins a graph at `value`, which the graph does not hold. Autograd stops at this node, so it has no backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -251,7 +265,7 @@ class _SummedLoss(torch.autograd.Function):
         size = -(-len(hidden) // part.chunks)
         for start in range(0, len(hidden), size):
             rows = hidden[start : start + size]
-            loss, gradient = part.loss_and_gradient(F.linear(rows, weight, bias), labels[start : start + size])
+            loss, gradient = part.loss_and_gradient(rows, weight, bias, labels[start : start + size])
             losses.append(loss)
             if gradient is None:
                 continue
@@ -261,6 +275,7 @@ class _SummedLoss(torch.autograd.Function):
                 _add_product(of_weight, gradient.mT, rows.to(gradient.dtype))
             if of_bias is not None:
                 of_bias += gradient.sum(0)
+            del gradient  # before the logits of the next chunk are computed
         ctx.save_for_backward(
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),

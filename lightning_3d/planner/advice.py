@@ -229,10 +229,6 @@ class Advice:
             ConfigError: unknown GPUs, an unknown model family, or stages, which a layout must be named for.
             LayoutError: nothing fits.
         """
-        if listed_stages(run.parallelism.stages) is not None:
-            raise ConfigError(
-                "stages belongs to one layout, but auto lets the planner choose the layout. Name a layout, omit stages, or use stages=auto."
-            )
         best = plan(run, precision).best[0].job
         return {
             "layout": best.layout.name,
@@ -387,9 +383,14 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
         most: layouts to return.
 
     Raises:
-        ConfigError: unknown GPUs, or an unknown model family.
+        ConfigError: unknown GPUs, an unknown model family, or stages, which a layout must be named for.
         LayoutError: nothing fits.
     """
+    if listed_stages(run.parallelism.stages) is not None:
+        raise ConfigError(
+            "stages belongs to one layout, but here the planner chooses the layout. Name a layout in train or dryrun, omit stages, or use"
+            " stages=auto."
+        )
     machine = machine_of(run.cluster, run.profile)
     if run.parallelism.zero_shard_size is not None:
         require_possible(run.parallelism.zero_shard_size, run.parallelism.zero_stage, machine.gpus if machine is not None else None)

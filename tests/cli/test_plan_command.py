@@ -62,6 +62,7 @@ def answers(folder: Path) -> dict[str, Result]:
         "no such option": ["plan", "--evalute", "x.csv"],
         "a script now": ["plan", "--evaluate", "x.csv"],
         "no such folder": ["plan", *LARGE, "--out", "/nowhere/at/all"],
+        "stages of one layout": ["plan", *SMALL, "parallelism=pp2", "parallelism.stages=[16,16]"],
         "left open": ["train", *SMALL, "parallelism=dp8", "parallelism.zero_stage=null"],
         "help": ["plan", "--help"],
     }
@@ -215,6 +216,7 @@ def test_a_dry_run_says_that_this_machine_is_too_small(answers: dict[str, Result
         ("no such option", 'lightning-3d plan has no option --evalute. Did you mean "--evaluate"?'),
         ("a script now", "--evaluate is now a script of the repository: python -m benchmarks.planner_accuracy FILE.csv"),
         ("no such folder", "there is no folder /nowhere/at/all"),
+        ("stages of one layout", "stages belongs to one layout, but here the planner chooses the layout. Name a layout in train or dryrun"),
         ("left open", "parallelism.zero_stage must be given"),
     ],
 )

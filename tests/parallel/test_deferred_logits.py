@@ -7,8 +7,10 @@ from typing import Any
 import parity
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from composed_configs import dry
+from memory import LiveBytes
 from parity import Cell
 from ranks import run_ranks
 from reference import reference
@@ -18,11 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import loss_chunks
 from lightning_3d.layout.loss_chunks import count_chunks
 from lightning_3d.parallel.deferred_logits import DeferredLogits, computing_what_is_kept, defer_heads, deferred, summed_loss
 from lightning_3d.parallel.tensor import loss
+from lightning_3d.parallel.tensor.group import TensorParallel
+from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 from lightning_3d.parallel.tensor.loss import summed_losses
 from lightning_3d.planner.advice import job_of, machine_of
 from lightning_3d.planner.block_costs import work_of
@@ -51,6 +56,10 @@ def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> tuple[Te
     labels = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
     labels[0, 2] = labels[1, 5] = -100
     return hidden, weight, offset, labels
+
+
+def alone(logits: Tensor) -> Tensor:
+    return logits
 
 
 def capped(logits: Tensor) -> Tensor:
@@ -214,6 +223,48 @@ def test_only_an_eighth_of_the_logits_of_a_large_vocabulary_is_in_memory() -> No
         found[chunks] = largest.elements
     assert found[1] == tokens * vocabulary
     assert found["auto"] <= tokens * vocabulary / 8
+
+
+def peak_bytes(follow: Any, terms: LossOptions, dtype: torch.dtype, chunks: int, sizes: tuple[int, ...] | None = None) -> int:
+    """Most bytes of all tensors of head and loss, forward and backward, without those of the inputs.
+
+    Args:
+        sizes: columns of each rank, if tensor-parallel ranks share the vocabulary.
+    """
+    columns = 4096 if sizes is None else sizes[dist.get_rank()]
+    hidden, weight = (torch.ones(rows, 2, dtype=dtype, requires_grad=True) for rows in (64, columns))
+    labels = torch.arange(64)
+    with LiveBytes() as live:
+        for given in (labels, hidden, weight):
+            given.detach().add_(0)  # seen
+        live.reset()
+        before = live.now
+        logits = follow(deferred(hidden, weight, None, chunks))
+        if sizes is not None:
+            logits = VocabParallelLogits(logits, sizes, TensorParallel(dist.group.WORLD, len(sizes), dist.get_rank()))  # type: ignore[arg-type]
+        loss = summed_losses(logits, labels, terms=terms)
+        del logits  # as the output of a model, before the backward
+        loss.backward()
+    return live.peak - before
+
+
+OF_WEIGHT = 2 * 4096 * 2 * 4
+"""Bytes of the gradient of the weight: its sum, and what is added to it."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("terms", [LossOptions(), LossOptions(0.1), LossOptions(z_loss=1e-3)], ids=["plain", "smoothed", "z-loss"])
+@pytest.mark.parametrize("follow", [alone, capped])
+def test_all_tensors_of_the_loss_need_an_eighth(follow: Any, terms: LossOptions, dtype: torch.dtype) -> None:
+    whole, chunked = (peak_bytes(follow, terms, dtype, chunks) for chunks in (1, 8))
+    assert whole >= 12 * 64 * 4096
+    assert chunked <= whole / 8 + OF_WEIGHT
+
+
+def test_all_tensors_of_the_loss_of_a_sharded_vocabulary_need_an_eighth() -> None:
+    for terms in (LossOptions(), LossOptions(0.1, 1e-3)):
+        found = [run_ranks(peak_bytes, 2, alone, terms, torch.bfloat16, chunks, (2048, 2048)) for chunks in (1, 8)]
+        assert all(chunked <= whole / 8 + OF_WEIGHT / 2 for whole, chunked in zip(*found, strict=True))
 
 
 def test_the_number_of_chunks() -> None:

@@ -59,6 +59,7 @@ class Run:
     frozen: tuple[str, ...] = ()  # beginnings of names
     late: bool = False  # only the first data-parallel rank has gradients for "down.bias"
     wakes: int | None = None  # step from which on "unused" is used
+    one_count: bool = False  # AdamW counts the steps of all parameters, and not those in which one has a gradient
     tensor_scale: bool = False
     shard: int | None = None  # data-parallel ranks that shard; None: all
     overlap_gather: bool = False
@@ -155,6 +156,9 @@ def reference(run: Run) -> tuple[dict[str, Tensor], list[float]]:
                 g.mul_(float(clip_coefficient(torch.tensor(norms[-1], dtype=torch.float64), run.max_norm)))
         if run.clip_value is not None:
             nn.utils.clip_grad_value_(masters.values(), run.clip_value)
+        for master in masters.values() if run.one_count else ():
+            state = optimizer.state[master] or {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[master] = {**state, "step": torch.tensor(float(step))}
         optimizer.step()
         scheduler.step()
         for name, master in masters.items():

@@ -96,6 +96,14 @@ def test_options(change: dict[str, Any], mode: str) -> None:
     check(Run("pp2_dp2", mode=mode, **change), weights=5e-5, norm=1e-5)
 
 
+@pytest.mark.parametrize(("mode", "one_count"), by_default([("0", False), ("1", True), ("2 eager", True), ("3 eager", True)], 0, 3))
+def test_adam_counts_the_steps_of_a_group(mode: str, one_count: bool) -> None:
+    """One parameter has no gradient in the first steps. Without ZeRO each parameter has a count of its own."""
+    check(Run("dp2", mode=mode, wakes=5, one_count=one_count), weights=5e-5, norm=1e-5)
+    with pytest.raises(AssertionError):
+        check(Run("dp2", mode=mode, wakes=5, one_count=not one_count), weights=5e-5, norm=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["0", "1", "1 offloaded"])
 def test_bf16_with_a_stage_that_trains_nothing(mode: str) -> None:
     """Nobody waits for its ranks in the step."""
