@@ -119,7 +119,7 @@ def check_ramp(layout: Layout, ramp: BatchRamp, micro_batch: int, schedule: str)
         reason = f"gives each rank {wrong // unit} micro-batch{'es' * (wrong != unit)}, which {info.name} cannot run with pp {layout.pp}"
     near = _nearest_ramp(layout, ramp, unit, info)
     works = f"Use data.batch_ramp.from={near[0]} and data.batch_ramp.step={near[1]}" if near is not None else "Leave data.batch_ramp out"
-    smaller = f", or a smaller {MICRO_BATCH}" if micro_batch > 1 and wrong % unit else ""
+    smaller = f", or use a smaller {MICRO_BATCH}" if micro_batch > 1 and wrong % unit else ""
     raise LayoutError(f"The batch ramp {ramp} has a global batch of {wrong}, which {reason}. {works}{smaller}.")
 
 

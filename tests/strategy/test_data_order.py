@@ -32,7 +32,7 @@ class Numbered(Module):
         self.seen.append(batch.pop("number").tolist())
 
 
-def seen_rows(layout: str, shuffle: bool) -> tuple[int, list[list[int]]]:
+def seen_rows(layout: str, shuffle: bool, **options: Any) -> tuple[int, list[list[int]]]:
     """(data-parallel index, rows by step) of this rank over two epochs of a user's own DataLoader."""
     from lightning_3d.strategy import Lightning3DStrategy
 
@@ -43,15 +43,15 @@ def seen_rows(layout: str, shuffle: bool) -> tuple[int, list[list[int]]]:
     recipe = Recipe(layers=2, steps=STEPS, global_batch=GLOBAL_BATCH)
     rows = Rows(data(recipe) | {"number": torch.arange(STEPS * GLOBAL_BATCH)})
     module = Numbered(recipe)
-    trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size, max_epochs=EPOCHS)
+    trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size, max_epochs=EPOCHS, **options)
     trainer.fit(module, DataLoader(rows, batch_size=GLOBAL_BATCH // plan.layout.dp, shuffle=shuffle))
     assert plan.mesh is not None
     return plan.mesh.index("dp"), module.seen
 
 
-def global_batches(layout: str, shuffle: bool) -> list[list[int]]:
+def global_batches(layout: str, shuffle: bool, **options: Any) -> list[list[int]]:
     """The rows of every step, over all data-parallel ranks, sorted."""
-    seen = run_ranks(seen_rows, Layout.parse(layout).world_size, layout, shuffle)
+    seen = run_ranks(seen_rows, Layout.parse(layout).world_size, layout, shuffle, **options)
     by_rank = dict(seen)
     assert all(rows == by_rank[data_rank] for data_rank, rows in seen), "ranks of one replica read different rows"
     return [sorted(sum(parts, [])) for parts in zip(*by_rank.values(), strict=True)]
@@ -63,6 +63,13 @@ def test_a_loader_that_does_not_shuffle_keeps_its_order(layout: str) -> None:
     """As on one process: Lightning by itself shuffles the training data of every distributed strategy."""
     in_order = [list(range(start, start + GLOBAL_BATCH)) for start in range(0, STEPS * GLOBAL_BATCH, GLOBAL_BATCH)]
     assert global_batches(layout, shuffle=False) == in_order * EPOCHS
+
+
+@pytest.mark.slow
+def test_overfit_batches_are_the_same_rows_in_every_epoch() -> None:
+    """Lightning replaces the sampler: each data-parallel rank must still read rows of its own."""
+    in_order = [list(range(start, start + GLOBAL_BATCH)) for start in (0, GLOBAL_BATCH)]
+    assert global_batches("dp2", shuffle=True, overfit_batches=2) == in_order * EPOCHS
 
 
 @pytest.fixture(scope="module")

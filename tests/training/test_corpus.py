@@ -162,6 +162,20 @@ def test_the_first_batch_of_ten_trillion_tokens(tmp_path: Path) -> None:
         assert start.seconds < 5 and start.peak < 200e6, (start.seconds, start.peak)
 
 
+def test_token_files_of_nanotron_are_found_by_a_pattern(tmp_path: Path) -> None:
+    """datatrove writes `.ds` files of ids, and other files next to them."""
+    for number in (0, 1):
+        values()[number::2].astype(np.uint16).tofile(tmp_path / f"0000{number}_tokens.ds")
+        index = {"dtype": "uint16", "tokens": len(values()[number::2]), "vocab_size": 3000, "document_separator": END}
+        (tmp_path / f"0000{number}_tokens.json").write_text(json.dumps(index))
+        (tmp_path / f"0000{number}_tokens.ds.index").write_bytes(b"")
+        (tmp_path / f"0000{number}_tokens.ds.metadata").write_text("")
+    expected = [*values()[::2], *values()[1::2]]
+    for wanted in ("*.ds", "*"):
+        found = find_corpus(tmp_path / wanted)
+        assert np.asarray(Concatenation(found.parts)[:]).tolist() == expected and found.separator == END
+
+
 def test_a_concatenation_is_the_joined_array(tmp_path: Path) -> None:
     parts, whole = [], []
     for number, size in enumerate([5, 0, 1, 7, 3]):

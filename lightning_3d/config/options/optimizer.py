@@ -38,6 +38,8 @@ _FEW_BITS = {"4bit": (0.5, 128), "8bit": (1.0, 256), "Fp8": (1.0, 256)}
 """Endings of the names of torchao's optimizers with states of few bits: bytes of an element, and elements with a common float32 scale."""
 CLOSURE = ("LBFGS",)
 """Optimizers that compute the loss several times in a step."""
+SPARSE = ("SparseAdam",)
+"""Optimizers that take sparse gradients only, which no collective sums."""
 
 
 def check_optimizer(config: Mapping[str, Any]) -> None:
@@ -75,7 +77,7 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
 
 
 def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -> None:
-    """Refuse an optimizer that is known to need whole tensors, or to call the loss, where the layout cannot give them.
+    """Refuse an optimizer that is known to need whole tensors, sparse gradients, or calls of the loss, where the layout cannot give them.
 
     Ranks check unknown classes by a small step (`parallel.zero.elementwise`).
 
@@ -91,6 +93,8 @@ def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -
     name = target.rpartition(".")[2]
     if name in CLOSURE:
         raise ConfigError(closure_refusal(name))
+    if name in SPARSE:
+        raise ConfigError(sparse_refusal(name))
     axes = [f"{axis}{size}" for axis, size in (("tp", layout.tp), ("ep", layout.ep)) if size > 1]
     by = [*axes, *([f"zero_stage={zero_stage}"] if zero_stage > 0 else [])]
     if has_few_bits(target) and by:
@@ -136,6 +140,14 @@ def closure_refusal(name: str) -> str:
     )
 
 
+def sparse_refusal(name: str) -> str:
+    """Message for an optimizer that fails in its first step, because gradients are dense."""
+    return (
+        f"{name} takes sparse gradients only, and those of this strategy are dense. Use an optimizer of dense ones:"
+        f" {listed(ELEMENTWISE, last='or')}."
+    )
+
+
 def sharding_refusal(name: str, by: str) -> str:
     """Message for an optimizer that needs whole tensors. `by`: what shards them."""
     whole = " Or use optimizer=muon, which any layout trains." if name == "Muon" else ""
@@ -143,6 +155,14 @@ def sharding_refusal(name: str, by: str) -> str:
         f"{name} computes the update of an element from other elements of its tensor. It needs whole weight matrices, which {by} would"
         f" shard. Use an elementwise optimizer ({listed(ELEMENTWISE, last='or')}), or a layout without tp and ep and with zero_stage=0."
         + whole
+    )
+
+
+def stages_refusal(name: str, axis: str) -> str:
+    """Message for an optimizer that compares tensors with each other. `axis`: gives ranks different tensors."""
+    return (
+        f"{name} computes the update of a tensor from other tensors, for example from a norm over all gradients. With {axis}, no rank has"
+        f" all tensors. Use another optimizer ({listed(ELEMENTWISE, last='or')}), or a layout without pp, tp and ep and with zero_stage=0."
     )
 
 

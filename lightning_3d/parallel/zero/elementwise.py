@@ -2,14 +2,15 @@
 
 An optimizer of the same class and options steps a small matrix. Two others step its elements in flat parts of different size, as two ranks
 would. If the results are equal in float64, the optimizer is elementwise. The first part ends inside a block of elements with a common
-scale, so that states in 8 bits are found too.
+scale, so that states in 8 bits are found too. In the same way, two matrices show whether it steps each tensor by itself, as pipeline stages
+need it, which have different tensors.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -29,6 +30,8 @@ _SIZES = (0.1, 0.01, 10.0, 1.0)
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 _LEARNING_RATE = 0.01
 
+Split = Callable[[Tensor], list[Tensor]]
+
 
 def is_elementwise(optimizer: Optimizer, device: torch.device) -> bool | None:
     """Find out whether an optimizer updates each element by itself. Local; takes some milliseconds.
@@ -40,12 +43,21 @@ def is_elementwise(optimizer: Optimizer, device: torch.device) -> bool | None:
     Returns:
         None if the optimizer could not step the matrix.
     """
-    if _is_known(optimizer):
-        return True
-    verdicts = [_try(optimizer, group, device) for group in _distinct_options(optimizer)]
-    if False in verdicts:
-        return False
-    return None if None in verdicts else True
+    return True if _is_known(optimizer) else _verdict(optimizer, device, _whole, _cut)
+
+
+def steps_each_tensor_alone(optimizer: Optimizer, device: torch.device) -> bool | None:
+    """Find out whether the update of a tensor depends on its own gradients only, not on a norm over all tensors. Local.
+
+    Args:
+        optimizer: the optimizer. Neither it nor its parameters are changed.
+        device: as in `is_elementwise`.
+
+    Returns:
+        None if the optimizer could not step two matrices.
+    """
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    return True if of_torch or _is_known(optimizer) else _verdict(optimizer, device, _halves, _halves)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -78,21 +90,34 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
 
 
-def _try(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> bool | None:
+def _verdict(optimizer: Optimizer, device: torch.device, together: Split, apart: Split) -> bool | None:
+    """Compare one optimizer for all parts of a matrix with one for each part, for the options of each parameter group.
+
+    Args:
+        together: makes the parts of the one optimizer.
+        apart: makes those that have an optimizer each.
+    """
+    verdicts = [_try(optimizer, group, device, together, apart) for group in _distinct_options(optimizer)]
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True
+
+
+def _try(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device, together: Split, apart: Split) -> bool | None:
     generators = [device] if device.type == "cuda" else []
     for dtype, place in ((torch.float64, torch.device("cpu")), (torch.float32, device)):
         with real_values(), torch.enable_grad(), torch.random.fork_rng(generators), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             values = _values(dtype, place)
             try:
-                [whole] = _trained(optimizer, options, [values[0]], [[gradient] for gradient in values[1:]])
+                whole = _trained(optimizer, options, [together(value) for value in values])
             except Exception:  # closures, kernels for other devices, other arguments
                 continue
             try:
-                first, rest = _trained(optimizer, options, _cut(values[0]), [_cut(gradient) for gradient in values[1:]])
+                parts = [_trained(optimizer, options, [[part] for part in of_each]) for of_each in zip(*map(apart, values), strict=True)]
             except Exception:  # takes no flat parameters
                 return False
-            return torch.allclose(whole.flatten(), torch.cat([first, rest]), rtol=0, atol=_TOLERANCE[dtype])
+            return torch.allclose(whole, torch.cat(parts), rtol=0, atol=_TOLERANCE[dtype])
     return None
 
 
@@ -109,29 +134,41 @@ def _values(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     return [value.to(device, dtype) for value in (weights, *gradients)]
 
 
+def _whole(matrix: Tensor) -> list[Tensor]:
+    return [matrix]
+
+
 def _cut(whole: Tensor) -> list[Tensor]:
     flat = whole.flatten()
     return [flat[:CUT].clone(), flat[CUT:].clone()]
 
 
-def _trained(optimizer: Optimizer, options: Mapping[str, Any], start: Iterable[Tensor], gradients: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Step each tensor with an optimizer of its own, and return the results."""
-    parameters = [nn.Parameter(value.clone()) for value in start]
-    steppers = [another_optimizer(optimizer, options, parameter) for parameter in parameters]
-    for step in gradients:
-        for parameter, stepper, gradient in zip(parameters, steppers, step, strict=True):
+def _halves(matrix: Tensor) -> list[Tensor]:
+    return list(matrix.chunk(2))
+
+
+def _trained(optimizer: Optimizer, options: Mapping[str, Any], values: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Step tensors with an optimizer of their own, and return the results, flat.
+
+    Args:
+        values: the weights, and their gradients in each step.
+    """
+    parameters = [nn.Parameter(value.clone()) for value in values[0]]
+    stepper = another_optimizer(optimizer, options, *parameters)
+    for gradients in values[1:]:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
-            stepper.step()
-    return [parameter.detach() for parameter in parameters]
+        stepper.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
-def another_optimizer(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """Build an optimizer of the same class for one parameter, which shares nothing with the original."""
+def another_optimizer(optimizer: Optimizer, options: Mapping[str, Any], *parameters: nn.Parameter) -> Optimizer:
+    """Build an optimizer of the same class for some parameters, which shares nothing with the original."""
     kind: Any = type(optimizer)
     accepted = signature(kind).parameters
     options, defaults = copy.deepcopy((dict(options), optimizer.defaults))
     arguments = {key: value for key, value in (defaults | options).items() if key in accepted and key != "params"}
-    made: Optimizer = kind([{**options, "params": [parameter]}], **arguments)
+    made: Optimizer = kind([{**options, "params": list(parameters)}], **arguments)
     # Arguments that are not among the defaults, as 8-bit optimizers have them.
     own = {key: value for key, value in vars(optimizer).items() if key not in ("defaults", "state", "param_groups") and _is_plain(value)}
     vars(made).update(copy.deepcopy(own))

@@ -12,12 +12,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.config.options.optimizer import WHOLE_TENSOR, closure_refusal, few_bits_refusal, has_few_bits, sharding_refusal
+from lightning_3d.config.options.optimizer import (
+    SPARSE,
+    WHOLE_TENSOR,
+    closure_refusal,
+    few_bits_refusal,
+    has_few_bits,
+    sharding_refusal,
+    sparse_refusal,
+    stages_refusal,
+)
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure
+from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure, steps_each_tensor_alone
 from lightning_3d.parallel.zero.first_copies import is_copied
 from lightning_3d.parallel.zero.muon import MuonWithAdamW
 from lightning_3d.parallel.zero.waves import Wave, find_waves
@@ -235,7 +244,8 @@ def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int, device: torch.device, layout: Layout) -> None:
-    """Refuse an optimizer that needs a closure, or needs whole tensors of which ranks step parts. Warn of one that cannot be checked.
+    """Refuse an optimizer that needs a closure, sparse gradients, all tensors of a pipeline, or whole tensors of which ranks step parts.
+    Warn of one that cannot be checked.
 
     Args:
         optimizer: the user's.
@@ -250,13 +260,19 @@ def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int
     name = type(optimizer).__name__
     if needs_closure(optimizer):
         raise ConfigError(closure_refusal(name))
+    if name in SPARSE:
+        raise ConfigError(sparse_refusal(name))
     if isinstance(optimizer, MuonWithAdamW):
         return  # its matrices are stepped as wholes, whatever parts ranks have
     by = [*(["this layout"] if any(entry.spec.is_cut for entry in trained) else []), *([f"zero_stage={stage}"] if stage > 0 else [])]
+    if has_few_bits(f"{type(optimizer).__module__}.{name}"):
+        if by:
+            raise ConfigError(few_bits_refusal(name, by[0], layout))
+        return
+    if layout.pp > 1 and steps_each_tensor_alone(optimizer, device) is False:
+        raise ConfigError(stages_refusal(name, f"pp{layout.pp}"))
     if not by:
         return
-    if has_few_bits(f"{type(optimizer).__module__}.{name}"):
-        raise ConfigError(few_bits_refusal(name, by[0], layout))
     elementwise = False if name in WHOLE_TENSOR else is_elementwise(optimizer, device)
     if elementwise is False:
         raise ConfigError(sharding_refusal(name, by[0]))

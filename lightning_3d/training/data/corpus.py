@@ -49,8 +49,8 @@ def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
     """Find the files of a path and check them by their sizes, manifests and indices.
 
     Args:
-        path: a `.npy` (`array_file`), a `.bin` with a `.json` (`token_file`) or an `.idx` (`indexed_file`), the `.idx`, or the common path
-            of such a pair without the suffix; a folder of `lightning-3d tokenize`; or a glob of these.
+        path: a `.npy` (`array_file`), a `.bin` or `.ds` with a `.json` (`token_file`), a `.bin` with an `.idx` (`indexed_file`), the
+            `.idx`, or the common path of such a pair without the suffix; a folder of `lightning-3d tokenize`; or a glob of these.
         hashes: read the shards of folders and compare their hashes.
 
     Raises:
@@ -92,7 +92,7 @@ def _of_pattern(url: SteadyPath, hashes: bool) -> Corpus:
     return found[0] if len(found) == 1 else _joined(str(url), found)
 
 
-_SUFFIXES = (".bin", ".idx", ".npy")
+_SUFFIXES = (".bin", ".ds", ".idx", ".npy")
 _REQUESTS = 16
 """Files of a pattern of URLs that are checked at the same time."""
 

@@ -10,14 +10,15 @@ from ranks import run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_3d.config.options.optimizer import ELEMENTWISE
+from lightning_3d.config.options.optimizer import ELEMENTWISE, check_sharding
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.zero import make_backend
-from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure
+from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure, steps_each_tensor_alone
+from lightning_3d.parallel.zero.trained import check_optimizer
 
 CPU = torch.device("cpu")
 
@@ -47,6 +48,18 @@ class TrustRatio(Own):
 
     def direction(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * parameter.norm() / gradient.norm()
+
+
+class GlobalNorm(Own):
+    """A norm over the gradients of all tensors, as LAMB of NVIDIA's apex and Prodigy have."""
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        super().step(closure)
+
+    def direction(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / self.norm
 
 
 class Rows(Own):
@@ -159,10 +172,24 @@ def test_options_and_attributes() -> None:
     assert [is_elementwise(of(ByAttribute, whole=whole), CPU) for whole in (True, False)] == [False, True]
 
 
-@pytest.mark.parametrize("kind", [TrustRatio, Rows, Blocks, Matrices, LimitedNorm, LimitedRms, torch.optim.Adafactor, torch.optim.Muon])
+@pytest.mark.parametrize(
+    "kind", [TrustRatio, Rows, Blocks, Matrices, GlobalNorm, LimitedNorm, LimitedRms, torch.optim.Adafactor, torch.optim.Muon]
+)
 def test_optimizers_of_whole_tensors(kind: Any) -> None:
     assert is_elementwise(of(kind), CPU) is False
     assert is_elementwise(of(Own), CPU) is True
+
+
+def test_a_pipeline_needs_an_optimizer_that_steps_each_tensor_alone() -> None:
+    """Its stages have different tensors, also where nothing is sharded."""
+    kinds = [TrustRatio, Rows, Own, torch.optim.Adafactor, type("Derived", (torch.optim.Adafactor,), {})]
+    for kind in kinds:
+        assert steps_each_tensor_alone(of(kind), CPU) is True
+        check_optimizer(of(kind), [], 0, CPU, Layout.parse("pp2"))
+    assert steps_each_tensor_alone(of(GlobalNorm), CPU) is False
+    check_optimizer(of(GlobalNorm), [], 0, CPU, Layout.parse("dp2_cp2"))
+    with pytest.raises(ConfigError, match="GlobalNorm computes the update of a tensor from other tensors.* With pp2, no rank has all"):
+        check_optimizer(of(GlobalNorm), [], 0, CPU, Layout.parse("pp2"))
 
 
 def test_every_parameter_group_is_tried() -> None:
@@ -198,6 +225,13 @@ def test_closures() -> None:
     assert needs_closure(of(torch.optim.LBFGS)) and needs_closure(of(WithClosure))
     assert not any(needs_closure(of(getattr(torch.optim, name))) for name in (*ELEMENTWISE, "Muon", "Adafactor"))
     assert is_elementwise(of(AsksForClosure), CPU) is None
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SparseAdam takes sparse gradients only"):
+        check_optimizer(of(torch.optim.SparseAdam), [], 0, CPU, Layout.parse("dp2"))
+    with pytest.raises(ConfigError, match="SparseAdam takes sparse gradients only"):
+        check_sharding({"_target_": "torch.optim.SparseAdam"}, Layout.parse("dp2"), 0)
 
 
 def warnings_of(kind: Any) -> list[str]:
