@@ -75,6 +75,17 @@ _INSTEAD_OF_NULL = {
     "trainer.val_check_interval": " To turn validation off, set trainer.limit_val_batches=0. By default a run validates once, at its end.",
 }
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("evaluate_every", "eval_every", "eval_interval", "eval_steps", "eval_every_n_steps"), "val_check_interval"),
+    **dict.fromkeys(("save_every", "save_interval", "save_steps", "checkpoint_every"), "checkpoint_every_n_steps"),
+    **dict.fromkeys(("train_iters", "train_steps", "total_steps", "steps"), "max_steps"),
+    **dict.fromkeys(("clip_grad", "max_grad_norm", "grad_clip"), "gradient_clip_val"),
+    **dict.fromkeys(("log_every", "log_interval", "logging_steps"), "log_every_n_steps"),
+    **dict.fromkeys(("ema", "ema_decay"), "average_decay"),
+    **dict.fromkeys(("resume_from", "resume_from_checkpoint", "load", "ckpt_path"), "resume"),
+}
+"""Names of Megatron-LM, Transformers and others -> the key that does it here."""
+
 
 def explain_value(error: OmegaConfBaseException) -> ConfigError:
     """Explain what is wrong with a key or a value, without OmegaConf's vocabulary."""
@@ -99,7 +110,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     """
     group, _, name = key.rpartition(".")
     known = [other for other in known if not other.startswith("_")]  # Hydra's own, such as _target_
-    near = did_you_mean(name, known)
+    here = _OTHER_NAMES.get(name)
+    near = f' Here it is "{here}".' if here in known else did_you_mean(name, known)
     if group:
         near = near.replace('"', f'"{group}.', 1)
     where = f"{group} has" if group else "A run has"
