@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each contender in a round")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--layouts", nargs="*", help="only these layouts")
+    parser.add_argument("--layouts", nargs="*", help="only these layouts", choices=sorted({race.layout for race in RACES}))
     parser.add_argument("--peers", nargs="*", help="only these peers", choices=sorted({race.peer for race in RACES}))
     parser.add_argument("--picotron", type=Path, metavar="PATH", help="checkout or Git directory of picotron; by default it is fetched")
     parser.add_argument("--output", type=Path, help="JSON file for all step times")
