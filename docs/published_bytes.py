@@ -19,7 +19,8 @@ from lightning_3d.planner.advice import job_of
 from lightning_3d.planner.architecture import Architecture, Kind
 from lightning_3d.planner.constants import compiled
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import Memory, memory_of
+from lightning_3d.planner.memory import memory_of
+from lightning_3d.planner.rank_memory import Memory
 
 
 class Published(NamedTuple):
@@ -43,13 +44,13 @@ JOBS = (
         "Llama 3 70B on 64 H100",
         "model=llama3_70b cluster=h100_8x8 data.global_batch_size=128 data.sequence_length=8192",
         "tp4_pp4_dp2_cp2_vp5",
-        "parallelism=tp4_pp8_cp2_vp4 parallelism.zero_stage=1 parallelism.schedule=InterleavedZeroBubble",
+        "parallelism=tp4_pp8_cp2_vp5 parallelism.zero_stage=1 parallelism.schedule=InterleavedZeroBubble",
     ),
     Published(
         "Llama 3 70B on 128 H100",
         "model=llama3_70b cluster=h100_16x8 data.global_batch_size=256 data.sequence_length=8192",
         "tp4_pp4_dp4_cp2_vp5",
-        "parallelism=tp4_pp4_dp4_cp2 parallelism.zero_stage=1 parallelism.schedule=1F1B",
+        "parallelism=tp4_pp4_dp4_cp2_vp8 parallelism.zero_stage=1 parallelism.schedule=Interleaved1F1B",
     ),
     Published(
         "Llama 3 70B on 1024 H100",
@@ -61,7 +62,7 @@ JOBS = (
         "Mixtral 8x7B on 64 H100",
         "model=mixtral_8x7b cluster=h100_8x8 data.global_batch_size=256 data.sequence_length=4096",
         "pp4_dp16_ep8_vp8",
-        "parallelism=pp8_dp8_ep8_vp2 parallelism.zero_stage=1 parallelism.schedule=ZBVZeroBubble",
+        "parallelism=pp4_dp8_cp2_ep8_vp2 parallelism.zero_stage=1 parallelism.schedule=DualPipeV",
     ),
     Published(
         "Qwen3-30B-A3B on 16 H100",
@@ -73,7 +74,7 @@ JOBS = (
         "Llama 3.1 405B on 1024 H100",
         "model=llama3_1_405b cluster=h100_128x8 data.global_batch_size=512 data.sequence_length=8192",
         "tp8_pp8_dp8_cp2_vp8",
-        "parallelism=tp8_pp32_dp2_cp2_vp2 parallelism.zero_stage=1 parallelism.schedule=ZBVZeroBubble",
+        "parallelism=tp2_dp512 parallelism.zero_stage=3 parallelism.recompute=full",
     ),
 )
 MEMORY = 80e9

@@ -478,7 +478,7 @@ AROUND_TRAINING = (
     Fault(
         "planner-optimizer-not-sharded",
         "The planner counts the optimizer state of ZeRO stage 1 as if every rank held all of it.",
-        "planner/memory.py",
+        "planner/stage_memory.py",
         "job.zero >= 1",
         "job.zero >= 2",
         ("planner/test_planner.py::test_memory_of_zero_is_the_published_one",),

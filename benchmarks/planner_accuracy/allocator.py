@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from benchmarks.planner_accuracy.software import Allocator, Published
+from lightning_3d.planner.block_memory import BlockBytes, block_bytes
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import BlockBytes, Memory, StagesOfRank, block_bytes, memory_of_rank, stages_in_flight
+from lightning_3d.planner.memory import stages_in_flight
+from lightning_3d.planner.rank_memory import Memory, StagesOfRank, memory_of_rank
 from lightning_3d.planner.stages import parameters_of
 from lightning_3d.planner.step_time import Step
 
@@ -71,7 +73,7 @@ def _on_top(job: Job, own: StagesOfRank) -> float:
     """Bytes of tensors that do not live together with the activations but are larger than each of their blocks: the gradient of the
     embedding, and the copies in which parameters are gathered. And buckets of gradients, which always live."""
     model, tp, sharers = job.model, job.layout.tp, job.layout.dp * job.layout.cp
-    allocator, stages = software_of(job).allocator, [stage for stage, _ in own]
+    allocator, stages = software_of(job).allocator, own.stages
     parameters = sum(sum(parameters_of(job, stage)) for stage in stages)
     inner = (2 if model.gated else 1) * max(model.ffn, model.expert_ffn) / tp
     logits = _WORD * model.vocab / tp if any(stage.head for stage in stages) else 0.0

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from lightning_3d.models.families import read_spec
 from lightning_3d.planner.architecture import Architecture
 
 _FIELDS = (
@@ -70,4 +71,5 @@ def _plain(name: str) -> str:
 @lru_cache(maxsize=32)
 def _architecture(index: int) -> Architecture:
     _, values, others = _CONFIGS[index]
-    return Architecture.from_config({**dict(zip(_FIELDS, values, strict=False)), **others})
+    spec = read_spec({**dict(zip(_FIELDS, values, strict=False)), **others})
+    return Architecture.from_spec(replace(spec, whole=()))  # these programs shard what the plans of Transformers leave whole

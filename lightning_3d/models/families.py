@@ -29,6 +29,7 @@ class Family:
         biased_routers: routers add a bias to their scores that only affects the choice of experts.
         expert_groups: function from the reader to (groups of experts, groups from which a token chooses its experts).
         kept: bytes that blocks keep for the backward pass.
+        whole: beginnings of the names of matrices that the tensor-parallel plan of Transformers does not shard.
     """
 
     block: Callable[[ModelSpec, Reader], Shapes]
@@ -45,6 +46,7 @@ class Family:
     biased_routers: bool = False
     expert_groups: Callable[[Reader], tuple[int, int]] = lambda reader: (1, 1)
     kept: Kept = Kept()
+    whole: tuple[str, ...] = ()
 
     @property
     def sparse(self) -> bool:
@@ -76,7 +78,7 @@ class Family:
         if spec.experts % groups or spec.experts // groups * top_groups < spec.top_k:
             groups = top_groups = 1  # not a number of groups with which the model runs
         spec = replace(spec, shapes=shapes, embedding=embedding, positions=positions)
-        return replace(spec, head_dim=width, groups=groups, top_groups=min(top_groups, groups), kept=self.kept)
+        return replace(spec, head_dim=width, groups=groups, top_groups=min(top_groups, groups), kept=self.kept, whole=self.whole)
 
 
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Shapes:
@@ -320,6 +322,7 @@ FAMILIES: dict[str, Family] = {
         {**_QWEN, "num_key_value_heads": 16, "decoder_sparse_step": 1, "num_experts_per_tok": 4},
         experts=_qwen2_experts,
         dense_layers=_qwen_dense_layers,
+        whole=("mlp.shared_expert.",),
     ),
     "qwen3_moe": Family(
         _llama_like(qk_norm=True),
@@ -345,6 +348,7 @@ FAMILIES: dict[str, Family] = {
         expert_groups=_deepseek_groups,
         biased_routers=True,
         kept=_FLOAT_ROUTERS,
+        whole=("self_attn.",),
     ),
     "gpt_neox": Family(
         _gpt_neox,

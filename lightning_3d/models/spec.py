@@ -72,6 +72,7 @@ class ModelSpec:
         top_groups: groups from which a token chooses its experts.
         kept: bytes that its blocks keep for the backward pass.
         ahead: modules of multi-token prediction: further blocks, which also run the output head.
+        whole: beginnings of the names, relative to a block, of matrices that its tensor-parallel plan in Transformers does not shard.
     """
 
     model_type: str
@@ -94,6 +95,7 @@ class ModelSpec:
     top_groups: int = 1
     kept: Kept = Kept()
     ahead: int = 0
+    whole: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int | None:

@@ -29,9 +29,10 @@ from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.host_memory import available_memory
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.memory import Memory, memory_of, memory_of_all
+from lightning_3d.planner.memory import memory_of, memory_of_all
 from lightning_3d.planner.memory_risk import fit_probability, largest_share
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, require_same_gpu, stack_of_profile
+from lightning_3d.planner.rank_memory import Memory
 from lightning_3d.planner.search import Candidate, Found, search
 from lightning_3d.planner.stack import Stack
 from lightning_3d.planner.step_time import step_of

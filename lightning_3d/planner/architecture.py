@@ -79,6 +79,8 @@ class Architecture:
         kept: bytes that blocks of its family keep for the backward pass in Transformers.
         groups: groups of experts of a mixture (node-limited routing, arXiv:2412.19437, section 2.1.2); 1 without.
         top_groups: groups from which a token chooses its experts.
+        whole_attention: tensor parallelism does not shard attention.
+        whole_shared: tensor parallelism does not shard the experts that see every token.
         ahead: modules of multi-token prediction behind the blocks, on the last stage. Each is one more block like the last one, joins it
             with the embedding, and runs the output head once more.
     """
@@ -114,6 +116,8 @@ class Architecture:
     groups: int = 1
     top_groups: int = 1
     ahead: int = 0
+    whole_attention: bool = False
+    whole_shared: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -190,7 +194,7 @@ class Architecture:
             ffn=spec.intermediate if dense else 0,
             gated=any("gate" in name for name in any_block),
             tied=spec.tied,
-            attention=tuple(_matrix(name, shape) for name, shape in of_attention.items() if len(shape) == 2),
+            attention=tuple(_matrix(name, shape, spec.whole) for name, shape in of_attention.items() if len(shape) == 2),
             query_width=spec.heads * spec.head_dim,
             key_width=2 * spec.kv_heads * spec.head_dim,
             mixtures=mixtures if any(mixtures) else (),
@@ -213,6 +217,8 @@ class Architecture:
             groups=spec.groups,
             top_groups=spec.top_groups,
             ahead=spec.ahead,
+            whole_attention="self_attn." in spec.whole,
+            whole_shared="mlp.shared_expert." in spec.whole,
         )
 
     @classmethod
@@ -231,8 +237,13 @@ class Architecture:
 
     @cached_property
     def largest_attention(self) -> int:
-        """Weights of the largest projection of attention that tensor parallelism shards."""
-        return max((matrix.size for matrix in self.attention if matrix.sharded_by != "none"), default=0)
+        """Weights of the largest projection of attention that tensor parallelism shards, or does not if it shards none of them."""
+        return max((matrix.size for matrix in self.attention if self.whole_attention or matrix.sharded_by != "none"), default=0)
+
+    def shared_mlp(self) -> tuple[Matrix, ...]:
+        """Return the matrices of the experts that see every token."""
+        matrices = self.mlp(self.shared_ffn)
+        return tuple(Matrix(one.outputs, one.inputs, "none") for one in matrices) if self.whole_shared else matrices
 
     def mlp(self, width: int) -> tuple[Matrix, ...]:
         """Return the matrices of an MLP of this inner width."""
@@ -279,9 +290,10 @@ class Architecture:
     @cached_property
     def parameters_of_kinds(self) -> tuple[tuple[int, int, int], ...]:
         """Parameters of a block of each kind: those that every tensor-parallel rank holds (norms, routers, down-projections of latent
-        attention), the others, and those of routed experts."""
+        attention, and what the plan of the family does not shard), the others, and those of routed experts."""
         everywhere = sum(matrix.size for matrix in self.attention if matrix.sharded_by == "none") + self.norms
-        whole = [everywhere + (self.router + self.router_biases if kind.mixture else 0) for kind in self.kinds]
+        in_mixtures = self.router + self.router_biases + self.whole_shared * self.mlp_size(self.shared_ffn)
+        whole = [everywhere + (in_mixtures if kind.mixture else 0) for kind in self.kinds]
         dense, routed = map(self.dense_parameters, self.kinds), map(self.routed_parameters, self.kinds)
         return tuple((held, all_ - held, experts) for held, all_, experts in zip(whole, dense, routed, strict=True))
 
@@ -363,10 +375,11 @@ def _kept_by_latent_attention(shapes: Mapping[str, tuple[int, ...]], spec: Model
     return shapes.get("self_attn.q_a_layernorm.weight", (0,))[0] + expanded[1], expanded[0] - values
 
 
-def _matrix(name: str, shape: tuple[int, ...]) -> Matrix:
-    """Return a projection of attention as tensor parallelism shards it; down-projections of latent attention are replicated."""
+def _matrix(name: str, shape: tuple[int, ...], whole: tuple[str, ...]) -> Matrix:
+    """Return a projection of attention as tensor parallelism shards it; down-projections of latent attention are replicated, and what is
+    `whole` (`ModelSpec.whole`)."""
     outputs, inputs = reversed(shape) if "attn.c_" in name else shape  # GPT-2 stores (inputs, outputs)
-    if any(part in name for part in ("q_a_proj", "kv_a_proj")):
+    if any(part in name for part in ("q_a_proj", "kv_a_proj")) or name.startswith(whole):
         return Matrix(outputs, inputs, "none")
     if any(part in name for part in ("o_proj", "attention.dense", "attn.c_proj")):
         return Matrix(outputs, inputs, "row")

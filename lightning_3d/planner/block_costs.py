@@ -165,17 +165,17 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
     (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read: mask, softmax and dropout
     of 16-bit scores. A causal mask saves nothing there (arXiv:2205.05198, section 4)."""
     layout, model = job.layout, job.model
-    width = model.query_width / layout.tp
+    width = model.query_width / job.attention_tp
     context = model.context(job.seq, kind)
     if job.stack.flash:
         forward = 4.0 * job.tokens * context * width / job.stack.attention_rate(machine)
         part = Part(forward=forward, backward=2.5 * forward)
     else:
-        scores = job.tokens * job.seq * model.heads / layout.tp
+        scores = job.tokens * job.seq * model.heads / job.attention_tp
         forward = 4.0 * job.tokens * job.seq * width / machine.matmul_rate("bf16") + 16 * scores / machine.memory_rate
         part = Part(forward=forward, backward=2 * forward)
     if layout.cp > 1:
-        kv = gather(machine, machine.group(layout, ("cp",)), job.tokens * layout.cp * model.key_width / layout.tp * job.width)
+        kv = gather(machine, machine.group(layout, ("cp",)), job.tokens * layout.cp * model.key_width / job.attention_tp * job.width)
         forward, backward = (part.forward, part.backward) if job.stack.overlap.blocks else (0.0, 0.0)
         part += Part(forward_communication=max(0.0, kv - forward), backward_communication=max(0.0, 2 * kv - backward))
         merged = (layout.cp - 1) * 3 * _WORD * job.tokens * width / machine.memory_rate  # results of a round join those before
@@ -202,7 +202,7 @@ def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
 
 def _rotated(job: Job) -> float:
     """Count the numbers of a token's queries and keys on a rank."""
-    return (job.model.query_width + job.model.key_width / 2) / job.layout.tp
+    return (job.model.query_width + job.model.key_width / 2) / job.attention_tp
 
 
 def _tensor_parallel(job: Job, machine: Machine) -> Part:
@@ -234,7 +234,7 @@ def _mixture(job: Job, machine: Machine) -> Part:
     else:
         part = products(job, machine, model.mlp(model.expert_ffn), rows, local)
         inner = model.expert_ffn * model.top_k / layout.tp
-    shared = products(job, machine, model.mlp(model.shared_ffn), job.tokens) if model.shared_ffn else Part()
+    shared = products(job, machine, model.shared_mlp(), job.tokens) if model.shared_ffn else Part()
     moved = 4 * rows * model.hidden * job.width / machine.memory_rate  # permutation there and back
     part += shared + Part(forward=moved, backward=2 * moved) + _token_exchange(job, machine, rows / model.top_k, shared)
     return part + _elementwise(job, machine, inner)

@@ -63,6 +63,11 @@ OURS = replace(
         # what a rank keeps of its reduced gradients, or the copy of the largest one in its bucket: the same file
         kept_gradient=4.0,
         logit=12.0,  # in float32 the log-softmax, its gradient and that of the logits; the 16-bit logits and their copy are gone by then
+        kept_logit=4.0,  # the log-softmax
+        # parallel/tensor/cross_entropy.py: it keeps the 16-bit logits, and meanwhile has their copy in float32 and its exponentials
+        sharded_logit=10.0,
+        kept_sharded_logit=2.0,
+        stepwise=True,  # parallel/zero/gradient_buffers.py, overlapped_reduction.py
         context=0.9e9,  # an estimate without a measurement; `lightning-3d profile` measures it
         allocator=1.05,  # as nanotron's runs show: with 1, the median error of their memory rises from 2.7 to 4.9 %
     ),

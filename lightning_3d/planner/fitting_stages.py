@@ -10,8 +10,10 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import replace
 
+from lightning_3d.planner.block_memory import block_bytes
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import block_bytes, indices_in_flight, memory_of, memory_of_rank
+from lightning_3d.planner.memory import indices_in_flight, memory_of
+from lightning_3d.planner.rank_memory import RankBytes, StagesOfRank
 from lightning_3d.planner.stages import block_work, end_work, stages_with
 
 
@@ -38,8 +40,8 @@ def fitting_stages(job: Job, room: float) -> tuple[int, ...] | None:
     Returns:
         None if some rank does not fit in any case.
     """
-    model, ranks, sizes = job.model, indices_in_flight(job), block_bytes(job)
-    owner = {index: rank for rank, own in enumerate(ranks) for index, _ in own}
+    model, ranks, sizes, of_job = job.model, indices_in_flight(job), block_bytes(job), RankBytes(job)
+    owner = {index: rank for rank, own in enumerate(ranks) for index in own.stages}
     counts, rest = [1] * len(owner), model.layers - len(owner)
     if rest < 0:
         return None
@@ -48,8 +50,8 @@ def fitting_stages(job: Job, room: float) -> tuple[int, ...] | None:
 
     def have_room(checked: Iterable[int]) -> bool:
         stages = stages_with(job, tuple(counts))
-        own = (tuple((stages[index], live) for index, live in ranks[rank]) for rank in checked)
-        return all(memory_of_rank(job, one, sizes).total <= room for one in own)
+        own = (StagesOfRank(tuple(stages[index] for index in ranks[rank].stages), ranks[rank].moments) for rank in checked)
+        return all(of_job.memory(one, sizes).total <= room for one in own)
 
     def next_work(index: int) -> tuple[float, int]:
         return (counts[index] + 1) * work + head * (index == last), -index

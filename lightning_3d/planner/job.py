@@ -162,6 +162,11 @@ class Job:
         return count_chunks(self.loss_chunks, int(self.tokens), ceil(self.model.vocab / self.layout.tp), self.model.hidden)
 
     @property
+    def attention_tp(self) -> int:
+        """Number of ranks that shard attention."""
+        return 1 if self.model.whole_attention else self.layout.tp
+
+    @property
     def width(self) -> int:
         """Bytes of a number in activations, also when they are sent."""
         return 4 if self.precision == "fp32" else 2

@@ -27,10 +27,10 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.block_memory import block_activations
 from lightning_3d.planner.constants import efficiency_of
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import NCCL, ONE, Machine
-from lightning_3d.planner.memory import block_activations
 from lightning_3d.planner.stack import Host, Overlap, Stack, Traffic
 from lightning_3d.storage.json_file import parse_json
 

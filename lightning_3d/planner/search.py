@@ -18,7 +18,8 @@ from lightning_3d.planner.block_costs import Work
 from lightning_3d.planner.choices import Fixed, degrees, node_shard_size, schedules, shapes
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.memory import Memory, memory_of
+from lightning_3d.planner.memory import memory_of
+from lightning_3d.planner.rank_memory import Memory
 from lightning_3d.planner.shared_costs import SharedCosts
 from lightning_3d.planner.step_time import Step, least_span, stage_seconds, step_of
 from lightning_3d.planner.timeline import StageSeconds

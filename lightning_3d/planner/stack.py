@@ -65,6 +65,11 @@ class Footprint:
         spare_gradient: further copy of that gradient during the backward pass.
         kept_gradient: reduced gradient of a parameter that a rank keeps at ZeRO stages 1 to 3, where whole gradients add up meanwhile.
         logit: one logit, over all copies that live at once.
+        sharded_logit: the same where tensor parallelism shards the vocabulary; None if it is the same.
+        kept_logit: of a logit, what the loss keeps until its backward pass, of each micro-batch in flight.
+        kept_sharded_logit: the same where tensor parallelism shards the vocabulary.
+        stepwise: gradients are made by the first backward pass of a step, that of each parameter arrives in the type of its weight before
+            it is added to its sum, and ZeRO sends them in buckets. Otherwise, gradients live all the time.
         saved: per token and unit of hidden size, beyond what the backward pass of a block needs.
         saved_inner: per token and unit of an MLP's inner width, beyond what its backward pass needs.
         context: CUDA, the buffers of collectives, and libraries.
@@ -75,6 +80,10 @@ class Footprint:
     spare_gradient: float = 0.0
     kept_gradient: float = 0.0
     logit: float = 8.0
+    sharded_logit: float | None = None
+    kept_logit: float = 0.0
+    kept_sharded_logit: float = 0.0
+    stepwise: bool = False
     saved: float = 0.0
     saved_inner: float = 0.0
     context: float = 0.0

@@ -9,8 +9,8 @@ from typing import Any
 from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.memory import Memory
 from lightning_3d.planner.memory_risk import fit_probability
+from lightning_3d.planner.rank_memory import Memory
 from lightning_3d.planner.search import Candidate, Found
 from lightning_3d.planner.step_time import Step
 from lightning_3d.storage.numbers import gibibytes

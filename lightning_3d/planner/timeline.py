@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_3d.layout.pipeline_orders import Order, training_order
+from lightning_3d.layout.pipeline_orders import Order
 
 
 @dataclass(frozen=True)
@@ -120,25 +119,3 @@ def play(
     if any(done < len(actions) for done, actions in zip(position, order, strict=True)):
         raise ValueError("The order of actions deadlocks, because ranks wait for each other.")
     return Timeline(max(clock), tuple(busy), tuple(clock), tuple(events))
-
-
-@lru_cache(maxsize=1024)
-def in_flight(schedule: str, pp: int, vp: int, micro_batches: int) -> tuple[dict[int, int], ...]:
-    """Return for each rank, by stage, the micro-batches whose activations live at once at the rank's peak. A forward adds one; B, or the W
-    after an I, frees it."""
-    ranks = []
-    for actions in training_order(schedule, pp, vp, micro_batches):
-        live: dict[int, int] = {}
-        most: dict[int, int] = {}
-        total = largest = 0
-        for stage, kind, _ in actions:
-            if kind == "F":
-                live[stage] = live.get(stage, 0) + 1
-                total += 1
-                if total > largest:
-                    largest, most = total, dict(live)
-            elif kind in "BW":
-                live[stage] -= 1
-                total -= 1
-        ranks.append(most)
-    return tuple(ranks)

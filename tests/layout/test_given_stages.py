@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_refused_with_what_works(blocks: list[Any], layers:
 def test_a_configuration_with_stages_that_do_not_fit_is_refused_before_anything_starts() -> None:
     with pytest.raises(LayoutError, match=r"stages=\[1, 2\] has 3 blocks, but the model has 4. Use for example stages=\[1, 3\]"):
         dry("parallelism=pp2", "parallelism.stages=[1,2]")
-    with pytest.raises(ConfigError, match="auto lets the planner choose the layout. Name a layout, omit stages, or use stages=auto"):
+    with pytest.raises(ConfigError, match="here the planner chooses the layout. Name a layout in train or dryrun, omit stages"):
         dry("parallelism=auto", "parallelism.stages=[1,2]", "cluster=h100_1x8", "parallelism.micro_batch_size=1")
     config, plan = dry("parallelism=pp4", "parallelism.stages=[1,1,1,1]", "parallelism.micro_batch_size=1")
     given, dropped = strategy_arguments(OmegaConf.to_container(config), plan, Layout(pp=2))

@@ -9,7 +9,8 @@ from torch_orders import torch_pipeline_order
 from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import SCHEDULES, ScheduleInfo, stages_of_rank
 from lightning_3d.parallel.pipeline import schedule as engine
-from lightning_3d.planner.timeline import StageSeconds, in_flight, play
+from lightning_3d.planner.moments import moments_of
+from lightning_3d.planner.timeline import StageSeconds, play
 
 
 def chunks(info: ScheduleInfo) -> tuple[int, ...]:
@@ -90,14 +91,24 @@ def test_an_order_that_waits_for_itself_is_found() -> None:
 
 def test_activations_in_flight() -> None:
     # 1F1B keeps p - rank micro-batches (arXiv:1806.03377), GPipe all of them; a V keeps as much on every rank (arXiv:2401.10241, section 6)
-    assert [live[rank] for rank, live in enumerate(in_flight("1F1B", 4, 1, 16))] == [4, 3, 2, 1]
-    assert [live[rank] for rank, live in enumerate(in_flight("GPipe", 4, 1, 16))] == [16] * 4
-    assert {sum(live.values()) for live in in_flight("ZBVZeroBubble", 4, 2, 16)} == {8}
+    def most(schedule: str, vp: int) -> list[int]:
+        return [max(sum(moment.live) for moment in rank.moments) for rank in moments_of(schedule, 4, vp, 16)]
+
+    assert most("1F1B", 1) == [4, 3, 2, 1]
+    assert most("GPipe", 1) == [16] * 4
+    assert most("ZBVZeroBubble", 2) == [8] * 4
+
+
+def test_gradients_are_there_from_the_first_backward_pass_on() -> None:
+    """GPipe has none when all micro-batches are in flight; with 1F1B, the next forward makes as many alive as before."""
+    [first] = [moment for moment in moments_of("GPipe", 2, 1, 4)[0].moments if sum(moment.live) == 4]
+    assert first.graded == (False,)
+    assert all(moment.graded == (True,) for moment in moments_of("1F1B", 2, 1, 4)[0].moments)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS")])
-def test_two_rounds_are_as_many_as_are_ever_on_the_way(schedule: str) -> None:
+def test_three_rounds_have_all_moments_of_more(schedule: str) -> None:
     """What the planner's memory takes for any number of whole rounds."""
     info = SCHEDULES[schedule]
     for pp, vp in product((2, 3, 4, 8), chunks(info)):
-        assert in_flight(info.name, pp, vp, 2 * pp) == in_flight(info.name, pp, vp, 6 * pp)
+        assert moments_of(info.name, pp, vp, 3 * pp) == moments_of(info.name, pp, vp, 6 * pp)

@@ -19,11 +19,13 @@ from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.pipeline.stages import assign_stages
 from lightning_3d.planner.architecture import Architecture, Kind
 from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.block_memory import block_activations, block_bytes
 from lightning_3d.planner.constants import OURS
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Efficiency, Machine
-from lightning_3d.planner.memory import block_activations, block_bytes, least_memory, memory_of, memory_of_rank, stages_in_flight
+from lightning_3d.planner.memory import least_memory, memory_of, stages_in_flight
+from lightning_3d.planner.rank_memory import memory_of_rank
 from lightning_3d.planner.stages import parameters_of, stages_of
 
 CONF = Path(__file__).parents[2] / "conf/model"

@@ -58,11 +58,11 @@ def test_no_split_that_fits_has_a_faster_slowest_stage(layers: int, pp: int) -> 
 @pytest.mark.slow
 def test_a_layout_that_does_not_fit_with_stages_of_equal_work_fits_with_others() -> None:
     """1F1B keeps 8 micro-batches of the first stage's blocks, and one of the last's."""
-    with pytest.raises(LayoutError, match="tp4_pp8 needs about 94.8 GiB on its fullest rank"):
+    with pytest.raises(LayoutError, match="tp4_pp8 needs about 95.2 GiB on its fullest rank"):
         dry(*LLAMA)
     config, checked = dry(*LLAMA, "parallelism.stages=auto")
-    assert checked.run.parallelism.stages == [6, 8, 8, 9, 10, 12, 14, 13]
-    assert checked.freeze(OmegaConf.to_container(config))["parallelism"]["stages"] == [6, 8, 8, 9, 10, 12, 14, 13], "ranks need no planner"
+    assert checked.run.parallelism.stages == [6, 7, 8, 9, 10, 12, 14, 14]
+    assert checked.freeze(OmegaConf.to_container(config))["parallelism"]["stages"] == [6, 7, 8, 9, 10, 12, 14, 14], "ranks need no planner"
     fitting, balanced = job(*LLAMA, "parallelism.stages=auto"), job(*LLAMA)
     assert memory_of(fitting).total < 74.5 * GIB < 94 * GIB < memory_of(balanced).total
     assert [stage.blocks for stage in stages_of(balanced)] == [9, 10, 10, 10, 10, 11, 11, 9]

@@ -15,11 +15,13 @@ from lightning_3d.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.planner.advice import Advice, job_of
 from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.block_memory import block_bytes
 from lightning_3d.planner.exposed_messages import exposed_in_frozen
 from lightning_3d.planner.frozen import frozen_weights
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import ONE, Efficiency, Machine
-from lightning_3d.planner.memory import block_bytes, memory_of, memory_of_rank, stages_in_flight
+from lightning_3d.planner.memory import memory_of, stages_in_flight
+from lightning_3d.planner.rank_memory import memory_of_rank
 from lightning_3d.planner.stages import Stage, parameters_of
 
 WORDS = ("model=llama3_1_8b", "model.config.num_hidden_layers=2", "data.sequence_length=64", "data.global_batch_size=8")
@@ -148,7 +150,7 @@ def test_weights_are_sharded_where_sizes_divide_and_only_on_the_last_stage(disti
         one = job(*distillation, "parallelism=tp8", "parallelism.zero_stage=0")
         assert one.frozen is not None
         one = replace(one, frozen=replace(one.frozen, **changes))
-        added = memory_of(one).total - memory_of(replace(one, frozen=None)).total
+        added = memory_of(one).weights - memory_of(replace(one, frozen=None)).weights
         assert added == pytest.approx(size / ranks, rel=1e-3)
     piped = job(*distillation, "parallelism=tp4_pp2", "parallelism.zero_stage=1")
     first, last = (memory_of_rank(piped, own, block_bytes(piped)).weights for own in stages_in_flight(piped))

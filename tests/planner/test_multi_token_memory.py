@@ -7,7 +7,9 @@ from composed_configs import dry
 from ranks import run_ranks
 
 from lightning_3d.planner.advice import job_of
-from lightning_3d.planner.memory import block_bytes, memory_of_rank, stages_in_flight
+from lightning_3d.planner.block_memory import block_bytes
+from lightning_3d.planner.memory import stages_in_flight
+from lightning_3d.planner.rank_memory import memory_of_rank
 
 WORDS = (
     *("model=deepseek_v3", "cluster=h100_1x8", "data=tokens", "data.sequence_length=4096", "data.global_batch_size=16", "precision=bf16"),

@@ -15,7 +15,7 @@ from benchmarks.planner_accuracy import software
 from lightning_3d.config.options.blocks import RECOMPUTE
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
-from lightning_3d.planner import block_costs, memory, search, shared_costs, step_time
+from lightning_3d.planner import block_costs, rank_memory, search, shared_costs, step_time
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.choices import Fixed, degrees, fits, schedules, shapes
@@ -134,8 +134,8 @@ class Calls:
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("llama3_70b", {"work_of": 0.2, "least_memory": 0.4, "memory_of_rank": 1.2, "step_of": 0.5}),
-        ("qwen3_235b_a22b", {"work_of": 0.2, "least_memory": 0.195, "memory_of_rank": 0.1, "step_of": 0.02}),
+        ("llama3_70b", {"work_of": 0.2, "least_memory": 0.4, "memory": 1.2, "step_of": 0.5}),
+        ("qwen3_235b_a22b", {"work_of": 0.2, "least_memory": 0.195, "memory": 0.1, "step_of": 0.02}),
     ],
 )
 def test_few_shapes_are_priced_in_full(name: str, most: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_few_shapes_are_priced_in_full(name: str, most: dict[str, float], monkey
     calls = Calls(monkeypatch)
     calls.count("work_of", shared_costs, step_time, block_costs)
     calls.count("least_memory", shared_costs)
-    calls.count("memory_of_rank", memory)
+    calls.count("memory", rank_memory.RankBytes)
     calls.count("step_of", search)
     job = replace(job_of(name), seq=8192, global_batch=2048)
     found = search.search(job, machine(1024), room=0.85 * machine(1024).memory)

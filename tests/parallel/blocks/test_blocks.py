@@ -78,7 +78,7 @@ class Counting(Module):
 def count_calls(**strategy: Any) -> dict[str, int]:
     recipe = Recipe(steps=1)
     module = Counting(recipe)
-    fit_on_rank(recipe, Rows(data(recipe)), module, micro_batch_size=recipe.global_batch, **strategy)
+    fit_on_rank(recipe, Rows(data(recipe)), module, **{"micro_batch_size": recipe.global_batch, **strategy})
     return module.ran
 
 
@@ -90,6 +90,17 @@ def count_calls(**strategy: Any) -> dict[str, int]:
 def test_what_runs_twice(options: dict[str, Any], attention: int, mlp: int) -> None:
     [ran] = run_ranks(count_calls, 1, layout="tp1", **options)
     assert ran == {"self_attn": attention, "mlp": mlp}
+
+
+@pytest.mark.slow
+def test_a_split_backward_recomputes_a_block_once_for_all_of_its_weights() -> None:
+    """The stages of a V are blocks 0 and 3, and 1 and 2. The first stage has no split backward; the others recompute for the gradients of
+    inputs and of weights, and not for each weight."""
+    micro_batches = 4
+    options = {"layout": "pp2", "schedule": "ZBVZeroBubble", "micro_batch_size": Recipe().global_batch // micro_batches}
+    ends, middle = run_ranks(count_calls, 2, recompute="full", **options)
+    assert ends == dict.fromkeys(("self_attn", "mlp"), micro_batches * (2 + 3))
+    assert middle == dict.fromkeys(("self_attn", "mlp"), micro_batches * (3 + 3))
 
 
 def kept_bytes(attention: str, **strategy: Any) -> int:

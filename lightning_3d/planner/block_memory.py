@@ -1,0 +1,130 @@
+"""Bytes that blocks keep of a micro-batch for its backward pass, and those that they recompute meanwhile. Pure Python.
+
+Of a block and a token, with hidden size h, queries q, keys and values k, inner width f, a heads, s tokens, t tensor-parallel ranks
+(Korthikanti et al., arXiv:2205.05198, section 4, for a gated MLP and grouped-query attention instead of GPT's):
+
+    8 h       inputs of two norms and of what follows them; / t with sequence parallelism
+    (4 q + 2 k + 4 a) / t    queries, keys, values, output and log-sum-exp of attention; 5 a s / t more without a fused kernel
+    6 f / t   gate, up and their product; 4 f / t without gate
+
+Software that is not fused keeps more (`Footprint.saved`, `saved_inner`). Compiled blocks keep no more, and with sequence parallelism only
+the inputs of the norms: 4 h / t instead of 8 h / t.
+"""
+
+from __future__ import annotations
+
+from lightning_3d.models.spec import Kept
+from lightning_3d.planner.architecture import Kind
+from lightning_3d.planner.job import Job
+
+BlockBytes = tuple[tuple[float, float], ...]
+"""Bytes of a micro-batch that each kind of block (keeps, recomputes while its backward pass runs)."""
+
+
+def block_bytes(job: Job) -> BlockBytes:
+    """Return the bytes of a micro-batch that each kind of block keeps and recomputes."""
+    return tuple(_of_kind(job, kind) for kind in job.model.kinds)
+
+
+def _of_kind(job: Job, kind: Kind) -> tuple[float, float]:
+    """Return what a block keeps and recomputes: with full recomputation all of what it keeps otherwise (its input is not part of that:
+    norms keep a copy in float32), with selective recomputation those of attention."""
+    whole = block_activations(job, kind)
+    if job.recompute == "none":
+        return whole, 0.0
+    least = _least_kept(job, whole)
+    return least / job.recompute_every + whole * (1 - 1 / job.recompute_every), whole if job.recompute == "full" else whole - least
+
+
+def _least_kept(job: Job, whole: float) -> float:
+    """Return the bytes that a recomputed block keeps of the `whole` ones."""
+    model, layout = job.model, job.layout
+    if job.recompute == "full":
+        return 2 * job.tokens * model.hidden / (layout.tp if job.sequence_parallel else 1)
+    if job.stack.footprint.stepwise:
+        return whole + _changed_by_recomputed_attention(job)
+    core = 2 * (model.query_width + model.key_width) + _score_bytes(job) * model.heads * job.seq
+    return job.stack.selective_bytes(whole, job.tokens * core / layout.tp / 2)
+
+
+def _changed_by_recomputed_attention(job: Job) -> float:
+    """Return the bytes by which a block keeps more, or less if negative, where attention is recomputed. Its output and its scores are not
+    kept. Queries and keys are kept before they are rotated, not afterwards. The results of all its products and collectives are kept
+    (`ATTENTION_KEEPS` in parallel/blocks/recompute.py), so also that of the last one, of which each tensor-parallel rank has all tokens."""
+    model, tp = job.model, job.layout.tp
+    less = (job.width * model.query_width + 4 * model.heads + _score_bytes(job) * model.heads * job.seq) / job.attention_tp
+    split = tp if job.sequence_parallel else 1
+    return job.tokens * (job.width * model.hidden * (1 + (2 / split if tp > 1 else 0)) - less)
+
+
+def block_activations(job: Job, kind: Kind) -> float:
+    """Bytes of one micro-batch that a block without recomputation keeps."""
+    return job.tokens * (_kept_by_attention(job) + _kept_by_mlp(job, kind))
+
+
+def _kept_by_attention(job: Job) -> float:
+    """Bytes of a token that attention keeps."""
+    model, width, unfused, tp = job.model, job.width, unfused_norm(job), job.attention_tp
+    kept = width * (2 * model.query_width + model.expanded) + 4 * model.heads + (width + unfused) * model.normed
+    kept += _of_scores(job) + job.stack.attention_saved(model.key_width)
+    gathered = width * model.hidden if job.sequence_parallel and tp < job.layout.tp else 0.0  # the input of all tokens
+    return kept / tp + (2 * width + unfused) * model.latent + gathered
+
+
+def _kept_by_mlp(job: Job, kind: Kind) -> float:
+    """Bytes of a token that both norms of a block and its MLP or mixture keep."""
+    model, layout, footprint, width = job.model, job.layout, job.stack.footprint, job.width
+    family = model.kept if job.stack.transformers else Kept()
+    fused, tp = job.stack.compiled, layout.tp
+    experts_fused = fused and layout.ep == 1  # those of other ranks run outside of the compiled graphs
+    split = tp if job.sequence_parallel else 1
+    whole = kind.mixture and layout.ep == 1  # every tensor-parallel rank has all tokens, and a part of each expert
+    norms = 2 if not fused or split == 1 else int(kind.mixture and not whole)  # outputs that are kept; a compiler norms again
+    shared = (2 + norms) * model.hidden * width / split + 2 * unfused_norm(job) * model.hidden / split
+    gates: float = (3 if model.gated else 2) * width
+    if not kind.mixture:
+        return shared + (gates + (0.0 if fused else footprint.saved_inner)) * model.ffn / tp
+    # Experts are sharded, or the tokens are split before they are sent.
+    gates += 0.0 if experts_fused else footprint.saved_inner
+    shared += (0.0 if experts_fused else family.inner) * model.top_k * model.expert_ffn / tp
+    shared += 0.0 if fused else family.routed * model.hidden / tp
+    shared += 2 * width * model.top_k * model.hidden / (1 if whole else tp)  # inputs of experts and their outputs
+    shared += 0.0 if fused or not whole else width * model.hidden * (1 - 1 / split)  # the gathered input
+    return shared + gates * (model.top_k * model.expert_ffn / tp + model.shared_ffn / (1 if model.whole_shared else tp))
+
+
+def _of_scores(job: Job) -> float:
+    """Bytes of a token that attention keeps of its keys, values and scores. Without a fused kernel, Transformers has keys for each head."""
+    model, repeats = job.model, job.stack.transformers and not job.stack.flash
+    return job.width * (2 * model.query_width if repeats else model.key_width) + _score_bytes(job) * model.heads * job.seq
+
+
+def _score_bytes(job: Job) -> float:
+    """Bytes of a score that attention keeps: none with a fused kernel, else in Megatron softmax, dropout's mask and its output."""
+    if job.stack.flash:
+        return 0.0
+    return job.model.kept.score if job.stack.transformers else 5.0
+
+
+def unfused_norm(job: Job) -> float:
+    """Bytes that a norm keeps of a number besides its input and output: none where a compiler fuses it."""
+    if job.stack.compiled:
+        return 0.0
+    return job.stack.footprint.saved / 2 + (job.model.kept.norm if job.stack.transformers else 0.0)
+
+
+def ahead_bytes(job: Job) -> tuple[float, float]:
+    """Bytes of one micro-batch that a module of multi-token prediction (keeps, recomputes) besides its block and logits: the inputs of
+    three norms, of the joining matrix (twice as wide) and of the head, and what norms keep that are not fused. Recomputed, it keeps the
+    embedding and the input of the head."""
+    split = job.layout.tp if job.sequence_parallel else 1
+    row, unfused = job.width * job.model.hidden, 3 * unfused_norm(job) * job.model.hidden
+    whole, least = job.tokens * (row + (5 * row + unfused) / split), job.tokens * (row + row / split)
+    if job.recompute != "full":
+        return whole, 0.0
+    return least / job.recompute_every + whole * (1 - 1 / job.recompute_every), whole - least
+
+
+def travelling_bytes(job: Job) -> float:
+    """Bytes of one micro-batch that each stage keeps of the embedding that travels to modules of multi-token prediction."""
+    return job.tokens * job.model.hidden * job.width if job.model.ahead and job.layout.pp > 1 else 0.0
