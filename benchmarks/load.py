@@ -40,7 +40,7 @@ class LoadMeter:
     """Measures the load from `start` on.
 
     Args:
-        processes: ids of the measured processes; this one belongs to them.
+        processes: ids of the measured processes; this one belongs to them, and so do children that they have waited for.
         proc: where the kernel shows its numbers.
     """
 
@@ -67,5 +67,5 @@ class LoadMeter:
         own = 0
         for process in self._processes:
             fields = (self._proc / str(process) / "stat").read_text().rpartition(")")[2].split()
-            own += int(fields[11]) + int(fields[12])  # utime and stime, fields 14 and 15 of proc(5)
+            own += sum(map(int, fields[11:15]))  # utime, stime, and those of children that ended: fields 14 to 17 of proc(5)
         return user + nice + system + sum(interrupts), own

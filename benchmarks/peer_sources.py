@@ -21,6 +21,7 @@ class Source:
 
 
 PICOTRON = Source("picotron", "https://github.com/huggingface/picotron", "59714b1bf25541dbeb6f5a721ed15f6d0768e786")
+MEGATRON = Source("megatron", "https://github.com/NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553")
 
 
 def source_folder(source: Source, given: Path | None, scratch: Path) -> Path:

@@ -1,5 +1,6 @@
 """The benchmarks compare equal work and count it right; the times themselves are nobody's test."""
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,8 @@ import gpu_single_worker
 import peers
 import peers_picotron
 import peers_worker as worker
+import tokenizing
+import tokenizing_corpus
 from load import Load, LoadMeter
 from measure import Contender, cores
 from peer_sources import Source, source_folder
@@ -90,10 +93,12 @@ def test_a_promise_is_judged_where_the_machine_is_quiet_and_all_rounds_agree() -
 
 def test_the_load_is_what_other_processes_use(tmp_path: Path) -> None:
     def kernel_shows(busy: int, own: dict[int, int], running: int) -> None:
+        """Half of the ticks of a process are those of children that ended."""
         (tmp_path / "stat").write_text(f"cpu {busy - 5} 1 1 {10**6} 7 1 1 1 0 0\ncpu0 1\nprocs_running {running}\n")
         for process, ticks in own.items():
             (tmp_path / str(process)).mkdir(exist_ok=True)
-            (tmp_path / str(process) / "stat").write_text(f"{process} (a (b) c) S 1 1 1 0 -1 0 0 0 0 0 {ticks - 2} 2 0 0\n")
+            times = f"{ticks // 2 - 2} 2 {ticks - ticks // 2 - 1} 1"
+            (tmp_path / str(process) / "stat").write_text(f"{process} (a (b) c) S 1 1 1 0 -1 0 0 0 0 0 {times} 20\n")
 
     kernel_shows(1000, {os.getpid(): 10, 7: 100}, 1)
     meter = LoadMeter([7], tmp_path)
@@ -268,3 +273,41 @@ def test_the_strategy_trains_without_hydra_and_deepspeed() -> None:
     command = [sys.executable, "-c", BARE, repr(vars(SETTINGS))]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_corpus_has_each_document_once_and_its_parts_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, scratch = tmp_path / "library", tmp_path / "scratch"
+    (library / "site-packages").mkdir(parents=True)
+    scratch.mkdir()
+    for name, text in {"a.py": "first = 1\n", "b.py": "second = '\u00e9'\n", "empty.py": "", "site-packages/c.py": "third = 3\n"}.items():
+        (library / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(tokenizing_corpus.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    corpus = tokenizing_corpus.write_corpus(scratch, 400, 3)
+    lines = corpus.file.read_text().splitlines()
+    assert corpus.bytes >= 400 and len(lines) == corpus.documents == len(set(lines))
+    assert [json.loads(line)["text"] for line in lines[:3]] == ["first = 1\n", "second = '\u00e9'\n", "# copy 1\nfirst = 1\n"]
+    parts = [path.read_text() for path in sorted(corpus.parts.iterdir())]
+    assert "".join(parts) == corpus.file.read_text()
+    assert len(parts) == 3 and all(abs(len(part) - corpus.bytes / 3) < 60 for part in parts)
+
+
+def test_a_tokenizer_of_other_tokens_is_not_compared() -> None:
+    def runs(*seconds: float, sha256: str = "same") -> list[tokenizing.Tokenized]:
+        return [tokenizing.Tokenized(each, 2 * each, 100.0, 6_000_000, sha256) for each in seconds]
+
+    done = {tokenizing.OURS: runs(2.0, 3.0, 9.0), "peer": runs(4.0, 3.5, 10.0), "other": runs(4.0, 4.0, 10.0, sha256="another")}
+    quiet = Load(1.0, 0.0)
+    peer = tokenizing.row("peer", done, 24_000_000, quiet).split()
+    assert peer == ["peer", "4.0", "8.0", "6000000", "1500000", "6.00", "100", "0.857", "0.500", "0.900", "yes"]
+    assert tokenizing.row("other", done, 24_000_000, quiet).endswith("cannot tell: other tokens than ours")
+    assert "too busy" in tokenizing.row("peer", done, 24_000_000, Load(0.5, 2.0))
+
+
+def test_the_tokens_of_all_files_are_one_text_and_a_failed_command_says_why(tmp_path: Path) -> None:
+    files = {"b.bin": b"34", "a.bin": b"12", "a.idx": b"5"}
+    write = f"import pathlib, sys; [pathlib.Path(sys.argv[1], name).write_bytes(data) for name, data in {files}.items()]"
+    done = tokenizing.Contender("writer", (sys.executable, "-c", write, "{out}")).run(tmp_path)
+    assert (done.tokens, done.sha256) == (2, hashlib.sha256(b"1234").hexdigest())
+    assert done.processor_seconds > 0 and done.largest_mib > 1 and not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit, match="breaker failed. It said:\nno memory"):
+        tokenizing.Contender("breaker", (sys.executable, "-c", "raise SystemExit('no memory')")).run(tmp_path)
