@@ -411,7 +411,7 @@ def test_a_ramp_is_checked_before_ranks_are_started() -> None:
     assert (plan.micro_batch_size, plan.micro_batches) == (2, 4), "the largest micro-batch for all batches"
     assert plan.describe().endswith("batch ramp from 8 by 8 to 16 over 10000 tokens")
     assert frozen["data"]["batch_ramp"] == {"from": 8, "step": 8, "tokens": 10000.0}
-    with pytest.raises(LayoutError, match=r"global batch of 4, .* Use data\.batch_ramp\.from=8 and data\.batch_ramp\.step=8, or a smaller"):
+    with pytest.raises(LayoutError, match=r"batch of 4, .* Use data\.batch_ramp\.from=8 and data\.batch_ramp\.step=8, or use a smaller"):
         check_shapes([*JOB, "parallelism=dp2", "parallelism.micro_batch_size=4", "data.batch_ramp={from:4,step:4,tokens:1e4}"])
     with pytest.raises(ConfigError, match=r"data\.batch_ramp must have the keys from, step and tokens"):
         check_shapes([*JOB, "parallelism=dp2", "data.batch_ramp={start:4,step:4,tokens:1e4}"])
