@@ -269,8 +269,7 @@ def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int
         if by:
             raise ConfigError(few_bits_refusal(name, by[0], layout))
         return
-    if layout.pp > 1 and steps_each_tensor_alone(optimizer, device) is False:
-        raise ConfigError(stages_refusal(name, f"pp{layout.pp}"))
+    _check_stages(optimizer, device, layout)
     if not by:
         return
     elementwise = False if name in WHOLE_TENSOR else is_elementwise(optimizer, device)
@@ -280,6 +279,19 @@ def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int
         rank_zero_warn(
             f"{name} could not step a small matrix, so it is unknown whether it may be sharded by {by[0]}. The result is right only if it"
             " updates each element of a parameter by itself, as AdamW does."
+        )
+
+
+def _check_stages(optimizer: Optimizer, device: torch.device, layout: Layout) -> None:
+    """Refuse an optimizer that needs all tensors, of which each stage of a pipeline has some. Warn of one that cannot be checked."""
+    name = type(optimizer).__name__
+    alone = layout.pp == 1 or steps_each_tensor_alone(optimizer, device)
+    if alone is False:
+        raise ConfigError(stages_refusal(name, f"pp{layout.pp}"))
+    if alone is None:
+        rank_zero_warn(
+            f"{name} could not step two small matrices, so it is unknown whether pp{layout.pp} may train it. The result is right only if"
+            " its update of a parameter depends on no other parameter."
         )
 
 

@@ -190,6 +190,9 @@ def test_a_pipeline_needs_an_optimizer_that_steps_each_tensor_alone() -> None:
     check_optimizer(of(GlobalNorm), [], 0, CPU, Layout.parse("dp2_cp2"))
     with pytest.raises(ConfigError, match="GlobalNorm computes the update of a tensor from other tensors.* With pp2, no rank has all"):
         check_optimizer(of(GlobalNorm), [], 0, CPU, Layout.parse("pp2"))
+    said = "AsksForClosure could not step two small matrices, so it is unknown whether pp2 may train it"
+    with pytest.warns(UserWarning, match=said):
+        check_optimizer(of(AsksForClosure), [], 0, CPU, Layout.parse("pp2"))
 
 
 def test_every_parameter_group_is_tried() -> None:
