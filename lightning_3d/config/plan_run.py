@@ -185,6 +185,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     check_plan(parallelism.plan, check_mode(parallelism.self_check))
     check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))
+    experts.require_suits(layout)
     accelerator, warnings = choose_accelerator(run, layout, outside, adapted.whole)
     warnings = (*adapted.warnings, *warnings)
     precision = choose_precision(run, accelerator)

@@ -11,6 +11,7 @@ from lightning_3d.config.options.token_exchange import (
     check_deepep_ranks,
     check_deepep_sizes,
     check_exchange,
+    check_node_size,
 )
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
@@ -68,6 +69,11 @@ class ExpertOptions:
     def uses_deepep(self) -> bool:
         """Whether tokens travel by DeepEP."""
         return self.exchange == DEEPEP
+
+    def require_suits(self, layout: Layout) -> None:
+        """Raise ConfigError for a `node_size` that splits ranks that share experts unevenly."""
+        if self.node_size is not None:
+            check_node_size(layout, self.node_size)
 
     def check_run(
         self, layout: Layout, node_size: int | None, device: str, precision: str, capability: tuple[int, int] | None = None

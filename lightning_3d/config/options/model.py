@@ -45,7 +45,11 @@ class ModelOptions:
         check_loss_chunks(self.loss_chunks)
 
     def require_suit(self, layout: Layout) -> None:
-        """Raise LayoutError where blocks cannot run these options in this layout, or it has another number of stages."""
+        """Raise LayoutError where blocks cannot run these options in this layout, or it has another number of stages.
+
+        Raises ConfigError for experts on nodes of unequal size.
+        """
         self.blocks.require_suits(self.schedule, pp=layout.pp)
+        self.experts.require_suits(layout)
         if self.stages is not None:
             given_stages(self.stages, layout)

@@ -9,6 +9,7 @@ import importlib.util
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.node_ranks import by_node
 
 ALL_TO_ALL, DEEPEP = "all_to_all", "deepep"
 EXCHANGES = (ALL_TO_ALL, DEEPEP)
@@ -42,6 +43,26 @@ def check_exchange(name: str) -> str:
     if name not in EXCHANGES:
         raise ConfigError(f'moe_exchange must be {listed(EXCHANGES, last="or")}; got "{name}".{did_you_mean(str(name), EXCHANGES)}')
     return name
+
+
+def check_node_size(layout: Layout, size: int) -> None:
+    """Refuse a `moe_node_size` that puts more ranks of a group that shares experts on one node than on another.
+
+    Args:
+        size: ranks of a node, which are filled in order.
+    """
+    if _splits_evenly(layout, size):
+        return
+    near = [next(n for n in way if _splits_evenly(layout, n)) for way in (range(size, 0, -1), range(size, layout.world_size + 1))]
+    raise ConfigError(
+        f"moe_node_size={size} puts the {layout.ep} ranks that share experts in the layout {layout} unevenly on nodes. The nearest sizes"
+        f" that work are {near[0]} and {near[1]}."
+    )
+
+
+def _splits_evenly(layout: Layout, size: int) -> bool:
+    """Whether each group of ranks that share experts has equally many ranks on each of its nodes."""
+    return all(len({rank // size for rank in group}) == 1 or by_node(group, size) != [] for group in layout.expert_groups())
 
 
 def check_deepep_ranks(layout: Layout, node_size: int | None) -> None:

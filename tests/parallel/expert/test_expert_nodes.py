@@ -188,3 +188,14 @@ def test_zero_over_two_tiers(zero: int) -> None:
 def test_a_node_has_a_whole_number_of_ranks(size: Any) -> None:
     with pytest.raises(ConfigError, match="moe_node_size must be"):
         Lightning3DStrategy("ep2_dp2", moe_node_size=size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "near"),
+    [("ep4_dp4", 3, "2 and 4"), ("ep4_dp8", 5, "4 and 6"), ("ep6_dp6", 4, "3 and 6"), ("tp2_ep4_dp2_pp2", 3, "2 and 4")],
+)
+def test_a_node_size_that_splits_experts_unevenly_is_refused(layout: str, size: int, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"moe_node_size={size} .* unevenly on nodes.* work are {near}"):
+        Lightning3DStrategy(layout, moe_node_size=size)
+    Lightning3DStrategy(layout, moe_node_size=int(near[0]))
+    Lightning3DStrategy(layout, moe_node_size=int(near[-1]))
