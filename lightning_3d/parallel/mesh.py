@@ -3,9 +3,10 @@
 All groups are created when the mesh is built, by every rank, in the same order, so that no later code path can wait for a rank that does
 not take it. Groups of one rank exist too, so code need not check whether an axis is in use before it uses the group.
 
-No two groups have the same ranks: each gloo group costs three threads, one of which wakes up a hundred times a second, in
-every process. On NCCL a group costs nothing until it is used; then it makes a communicator, which holds some hundred MB of each GPU (NCCL
-issue 964), and another one for each pair that sends messages. So a group of one rank, and what is small and may wait, is gloo's.
+No two groups have the same ranks, but for those of `Mesh.outside_blocks` and the two directions of a pipeline: each gloo group costs three
+threads, one of which wakes up a hundred times a second, in every process. On NCCL a group costs nothing until it is used; then it makes a
+communicator, which holds some hundred MB of each GPU (NCCL issue 964), and another one for each pair that sends messages. So a group of one
+rank, and what is small and may wait, is gloo's.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ class Mesh:
         self._shard_size = layout.dp
         self._shard_ranks, self._expert_shard_ranks = self.ranks("dp", "cp"), self._expert_data
         self._replica_ranks: tuple[int, ...] = (self.rank,)
+        self._outside: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._create_outside_blocks(layout.groups("dp", "cp"))
         self._apart: dict[str, dist.ProcessGroup] = {}
         if not self._on_host and layout.pp > 1:
             self._apart = {
@@ -164,6 +167,7 @@ class Mesh:
         self._shard_ranks, self._replica_ranks = _containing(self.rank, shards), _containing(self.rank, replicas)
         self._create_missing(shards, "shard")
         self._create_missing(replicas, "replicas")
+        self._create_outside_blocks(shards)
         if self.layout.ep > 1:
             expert_shards = self.layout.expert_shard_groups(self._shard_size)
             self._expert_shard_ranks = _containing(self.rank, expert_shards)
@@ -264,6 +268,14 @@ class Mesh:
         except KeyError:
             raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: call Mesh.create first.") from None
 
+    def outside_blocks(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The group of the ranks of `group`, which are data-parallel, for messages that start while blocks compute.
+
+        If these ranks are those of cp or of the experts, it is another one than theirs. A rank that gets a gradient later than the others
+        would start its messages in another order than they do.
+        """
+        return self._outside.get(_sorted(dist.get_process_group_ranks(group))) or group
+
     def warm_up(self) -> None:
         """Use every group that a pipeline schedule uses, and every pair of pipeline neighbours, once, in the same order on all ranks.
 
@@ -288,7 +300,8 @@ class Mesh:
         if self.layout.ep > 1:
             ranks += [self._experts, self._expert_data, self._expert_shard_ranks]
             ranks += [_containing(self.rank, split) for split in (self._expert_nodes, [*zip(*self._expert_nodes, strict=True)]) if split]
-        return [self.group_for(members) for members in dict.fromkeys(map(_sorted, ranks)) if len(members) > 1]
+        groups = [self.group_for(members) for members in dict.fromkeys(map(_sorted, ranks)) if len(members) > 1]
+        return [*groups, *(group for group in self._outside.values() if group is not None)]
 
     def destroy(self) -> None:
         """Destroy the groups of this mesh, the latest first. The default process group stays."""
@@ -299,6 +312,7 @@ class Mesh:
                 dist.destroy_process_group(group)
         self._by_ranks.clear()
         self._by_axes.clear()
+        self._outside.clear()
         self._known.clear()
         self._apart.clear()
 
@@ -310,6 +324,14 @@ class Mesh:
             group = self._new(ranks, description)
             if group is not None:
                 self._by_ranks[ranks] = group
+
+    def _create_outside_blocks(self, groups: Iterable[Iterable[int]]) -> None:
+        """Create a second group for each of these whose ranks also send messages inside blocks: those of cp, or of the experts."""
+        layout = self.layout
+        busy = {*map(_sorted, layout.groups("cp") if layout.cp > 1 else ()), *map(_sorted, layout.expert_groups() if layout.ep > 1 else ())}
+        for ranks in map(_sorted, groups):
+            if ranks in busy and ranks not in self._outside:
+                self._outside[ranks] = self._new(ranks, "outside blocks")
 
     def _new(self, ranks: tuple[int, ...], description: str, backend: str | None = None) -> dist.ProcessGroup | None:
         """A new group, None when this rank is not in it. All ranks call this for all groups, in the same order."""

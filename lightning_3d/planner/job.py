@@ -115,17 +115,9 @@ class Job:
     @property
     def sends_whole_stages(self) -> bool:
         """True if the gradients of a pipeline stage are sent when its last backward is over, otherwise in it: those in one tensor and those
-        of ZeRO 3 (`early_bytes` in parallel/zero/compose.py), and those that ranks sum whose group has other messages
-        (`_has_group_of_its_own` in parallel/zero/trained.py)."""
-        waits = self.stack.waits_for_stages and (self.zero == 3 or self.shares_group)
+        of ZeRO 3 (`early_bytes` in parallel/zero/compose.py)."""
+        waits = self.stack.waits_for_stages and self.zero == 3
         return self.buffers_all_gradients or (waits and not self.reduces_often)
-
-    @property
-    def shares_group(self) -> bool:
-        """True if the ranks that sum gradients first are also those of cp or of ep."""
-        layout = self.layout
-        dp = layout.dp if self.is_uneven else self.shards
-        return (layout.cp > 1 and dp == 1) or (layout.ep > 1 and layout.tp == 1 and layout.ep == dp * layout.cp)
 
     @property
     def shards(self) -> int:

@@ -148,8 +148,7 @@ class Stack:
 
     @property
     def waits_for_stages(self) -> bool:
-        """True if ZeRO 3, ranks whose group has messages of cp or ep too, and ranks that have the same experts send gradients when the last
-        backward of a stage is over."""
+        """True if ZeRO 3 and ranks that have the same experts send gradients when the last backward of a stage is over."""
         return True
 
     @property

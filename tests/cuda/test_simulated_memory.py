@@ -31,7 +31,7 @@ from lightning_3d.training.parameter_groups import NamedGroup
 COMMUNICATORS = {
     Cell(tp=2, pp=2, dp=2): 7,  # world, tp, dp, tp+pp, pp+dp, and one for the messages of each direction
     Cell("qwen2", tp=2, pp=2, dp=2, zero=2): 8,  # and one for the tied weights of the first and the last stage
-    Cell(tp=2, pp=2, cp=2): 7,
+    Cell(tp=2, pp=2, cp=2): 8,  # and a second one for the ranks of cp, which also sum gradients
     Cell("mixtral", tp=2, pp=2, dp=2, ep=2): 7,
     Cell("qwen2", tp=2, dp=2, zero=3): 3,
     Cell("qwen2", dp=2, zero=1): 1,

@@ -4,7 +4,6 @@ import csv
 import re
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from itertools import product
 from math import exp
@@ -131,15 +130,14 @@ def test_time_in_shard_groups_is_that_of_two_tiers() -> None:
         ({"reduce_scatter": False}, Layout(pp=2, dp=8, vp=2), 0.5),
         ({"zero": 3}, Layout(pp=2, dp=8), 1.0),
         ({"zero": 3}, Layout(pp=2, dp=8, vp=2), 0.5),
-        ({}, Layout(pp=2, cp=8), 1.0),
-        ({}, Layout(pp=2, cp=8, vp=2), 0.5),
-        ({"zero": 0}, Layout(pp=2, cp=8), 1.0),
+        ({}, Layout(pp=2, cp=8), 0.1),
+        ({"zero": 0}, Layout(pp=2, cp=8), 0.1),
     ],
     ids=str,
 )
 def test_a_reduction_hides_as_far_as_the_engine_sends_it_inside_a_backward(changes: dict[str, Any], layout: Layout, shown: float) -> None:
-    """docs/zero.md: in one tensor, at stage 3, and over the ranks of cp, gradients of a stage follow when its last backward is over. Of two
-    chunks the first has half of the parameters, and ends last."""
+    """docs/zero.md: in one tensor and at stage 3, gradients of a stage follow when its last backward is over. Of two chunks the first has
+    half of the parameters, and ends last."""
     model, cluster = gpt(layers=8, hidden=4096, heads=32, vocab=64), machine(64)
     schedule = "1F1B" if layout.vp == 1 else "Interleaved1F1B"
     options = {"zero": 1, "stack": constants.OURS, **changes}
@@ -149,20 +147,6 @@ def test_a_reduction_hides_as_far_as_the_engine_sends_it_inside_a_backward(chang
     size = max(sum(parameters_of(job, stage)) for stage in stages_of(replace(job, layout=replace(layout, vp=1))))
     whole = (1 if job.scatters else 2) * gather(cluster, group(layout, ("dp", "cp"), 8), 4 * size)
     assert exposed[1] - exposed[0] == pytest.approx((1 - shown) * whole, rel=0.02, abs=1e-6)
-
-
-def test_ranks_that_sum_gradients_are_those_of_cp_or_ep_where_the_groups_are_equal() -> None:
-    model, found = gpt(layers=8, hidden=64, heads=8, vocab=64), Counter[bool]()
-    for tp, cp, dp, ep in product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8)):
-        for order in (("tp", "cp", "pp", "dp"), ("dp", "cp", "tp", "pp")) if ep <= tp * cp * dp else ():
-            layout = Layout(tp=tp, cp=cp, dp=dp, ep=ep, order=order)
-            of_cp = layout.groups("cp") if cp > 1 else []
-            for size in (size for size in (1, 2, 4) if size <= dp):
-                summing = layout.shard_groups(size)
-                equal = summing in (of_cp, layout.expert_groups() if ep > 1 else [])
-                assert Job(model, layout, 64, 64, 1, shard_size=size).shares_group == equal, (layout, size)
-                found[equal] += 1
-    assert min(found.values()) > 20
 
 
 @pytest.mark.parametrize(("scatters", "shown"), [(True, 0.1), (False, 1.0)])

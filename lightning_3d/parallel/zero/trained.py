@@ -83,7 +83,7 @@ class TrainedParameters:
             self.parameters,
             late=lambda parameter: len(by_id[id(parameter)].spec.pp_replicas) > 1,
             early=lambda parameter: self._may_be_early(by_id[id(parameter)]),
-            early_bytes=early_bytes if self._has_group_of_its_own else None,
+            early_bytes=early_bytes if dist.get_world_size(self.first_group) > 1 else None,
         )
         self.wave_of = {id(parameter): number for number, wave in enumerate(self.waves) for parameter in wave.parameters}
 
@@ -94,12 +94,12 @@ class TrainedParameters:
     @property
     def group(self) -> dist.ProcessGroup:
         """The data-parallel ranks."""
-        return self.mesh.group(*DATA_AXES)
+        return self.mesh.outside_blocks(self.mesh.group(*DATA_AXES))
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """The data-parallel ranks that ZeRO shards over: all, or a group of neighbours."""
-        return self.mesh.shard_group
+        return self.mesh.outside_blocks(self.mesh.shard_group)
 
     @property
     def in_two_levels(self) -> bool:
@@ -134,14 +134,6 @@ class TrainedParameters:
     def last_wave(self) -> int:
         """The wave of gradients that are complete only at the end of the step: those of parameters tied to another pipeline rank's."""
         return len(self.waves) - 1
-
-    @property
-    def _has_group_of_its_own(self) -> bool:
-        """True if nothing else is sent over the group of the first sum inside a backward: a rank that lacks a gradient sends the wave later
-        than others, so that the order of both would differ between ranks."""
-        mesh, group = self.mesh, self.first_group
-        other = (mesh.group("cp") if mesh.size("cp") > 1 else None, mesh.expert_group if mesh.layout.ep > 1 else None)
-        return dist.get_world_size(group) > 1 and all(group is not one for one in other)
 
     def _may_be_early(self, entry: Trained) -> bool:
         """Return whether a gradient may be sent inside a backward: it is whole, and of one size and at one place on all ranks with a copy.

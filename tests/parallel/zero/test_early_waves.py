@@ -314,6 +314,11 @@ CELLS = [
     Cell(pp=2, dp=2, schedule="Interleaved1F1B"),
     Cell(pp=2, dp=2, schedule="ZBVZeroBubble"),
     Cell(dp=2, cp=2),
+    # The ranks that sum gradients are those of ring attention, or share the experts.
+    Cell(cp=2),
+    Cell(cp=2, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True))),
+    Cell(model="mixtral", dp=2, ep=2),
+    Cell(model="mixtral", dp=4, ep=2, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
     Cell(dp=4, zero=1, options=(("zero_reduce_scatter", True),)),
     Cell(dp=4, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
     Cell(pp=2, dp=2, zero=1, options=(("zero_reduce_scatter", True),)),
@@ -341,7 +346,7 @@ def train_with_small_buckets(*args: Any, **options: Any) -> tuple[parity.Part, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", by_default(CELLS, 1, 3, 9), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", by_default(CELLS, 1, 3, 9, 13), ids=lambda cell: cell.name)
 def test_layouts_train_as_one_process_does(cell: Cell) -> None:
     expected, noise = reference(cell.recipe)
     results = run_ranks(train_with_small_buckets, cell.world_size, cell.recipe, **parity.strategy_arguments(cell), timeout=180)
@@ -350,17 +355,90 @@ def test_layouts_train_as_one_process_does(cell: Cell) -> None:
     assert all(early >= 2 for _, early in results)
 
 
-WAITING = [
-    Cell(cp=2),
-    Cell(model="mixtral", dp=2, ep=2),
-    Cell(dp=4, zero=1),
-    Cell(model="mixtral", dp=4, ep=2, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", by_default(WAITING, 0, 1, 2), ids=lambda cell: cell.name)
-def test_groups_with_other_messages_and_whole_buffers_wait_for_the_end_of_the_backward(cell: Cell) -> None:
-    """Ring attention and experts send over the same group: a rank that lacks a gradient would send in another order."""
+def test_one_tensor_of_all_gradients_waits_for_the_end_of_the_backward() -> None:
+    cell = Cell(dp=4, zero=1)
     results = run_ranks(train_with_small_buckets, cell.world_size, cell.recipe, **parity.strategy_arguments(cell), timeout=180)
     assert all(early == 0 for _, early in results)
+
+
+class SumOfRanks(torch.autograd.Function):
+    """The mean over a group, forward and backward: messages inside blocks, as those of experts and of ring attention."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return mean_over(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return mean_over(gradient, ctx.group), None
+
+
+def mean_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x / dist.get_world_size(group)
+
+
+class TalkingLayers(Layers):
+    """Layers whose ranks send messages between them. In odd steps, rank 1 does not use the biases of the last layers."""
+
+    def forward(self, x: Tensor, group: dist.ProcessGroup, step: int, rank: int) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            bias = layer.bias if rank == 0 or step % 2 == 0 or place < LAYERS // 2 else None
+            x = SumOfRanks.apply(torch.tanh(nn.functional.linear(x, layer.weight, bias)), group)
+        return x
+
+
+def train_talking_layers(layout: str, steps: int) -> dict[str, Tensor]:
+    mesh = Mesh(Layout.parse(layout))
+    torch.manual_seed(3)
+    module = TalkingLayers()
+    specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
+    backend = make_backend(MODES["0"], mesh, specs, bucket_bytes=BUCKET)
+    optimizer = backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    group = mesh.expert_group if mesh.layout.ep > 1 else mesh.group("cp")
+    sent = []
+    for step in range(steps):
+        with recording() as recorder, backend.gradient_scope():
+            loss = module(batch(step, 0, 0).requires_grad_(), group, step, mesh.rank).square().mean()
+            first = module.layers[0].weight
+            hook = first.register_post_accumulate_grad_hook(lambda _, calls=recorder.calls: sent.append(_reductions(calls)))
+            backend.before_last_backward(0)
+            loss.backward()
+            backend.after_backward(module.parameters(), stage=0, last=True)
+            backend.reduce(1.0 / 2)
+        hook.remove()
+        backend.step()
+    backend.make_whole()
+    assert sent[-1] > 2 * LAYERS, "buckets were sent inside the backward"
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    backend.teardown()
+    mesh.destroy()
+    return weights
+
+
+def talking_layers_in_one_process(steps: int) -> dict[str, Tensor]:
+    """Both ranks' layers in one autograd graph, without messages."""
+    torch.manual_seed(3)
+    module = TalkingLayers()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        states = [batch(step, 0, 0), batch(step, 0, 0)]
+        for place, layer in enumerate(module.layers):
+            biases = [layer.bias, layer.bias if step % 2 == 0 or place < LAYERS // 2 else None]
+            mean = sum(torch.tanh(nn.functional.linear(x, layer.weight, bias)) for x, bias in zip(states, biases, strict=True)) / 2
+            states = [mean, mean]
+        (sum(x.square().mean() for x in states) / 2).backward()
+        optimizer.step()
+    return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("layout", ["dp2_ep2", "cp2"])
+def test_a_rank_that_lacks_gradients_disturbs_no_messages_inside_blocks(layout: str) -> None:
+    expected = talking_layers_in_one_process(5)
+    for weights in run_ranks(train_talking_layers, 2, layout, 5):
+        assert max((weights[name] - value).abs().max().item() for name, value in expected.items()) < 2e-6
