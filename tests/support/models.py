@@ -242,9 +242,16 @@ def _double_router(kind: type) -> type:
 
 
 def vocabulary(name: str) -> int:
-    if name in OF_CONF:
-        return conf(name)["config"]["vocab_size"]
-    return PlainModel.vocabulary if name == PLAIN else (FAMILIES | MIXTURES | OTHERS)[name][1]["vocab_size"]
+    return PlainModel.vocabulary if name == PLAIN else _sizes(name)["vocab_size"]
+
+
+def experts_of_a_token(name: str) -> int:
+    """Experts that the router of a mixture chooses for each token."""
+    return _sizes(name)["num_experts_per_tok"]
+
+
+def _sizes(name: str) -> dict[str, Any]:
+    return conf(name)["config"] if name in OF_CONF else (FAMILIES | MIXTURES | OTHERS)[name][1]
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def assert_same_routers(parts: list["Part"], expected: Run, cell: Cell) -> None:
         wanted = [loss for losses in expected.router_losses for loss in losses]
         tolerance = TOLERANCES[cell.dtype][0]
         assert max(abs(a - b) / b for a, b in zip(found, wanted, strict=True)) < tolerance, (found[:4], wanted[:4])
-        pairs = 2 * models.SEQUENCE * cell.recipe.global_batch
+        pairs = models.experts_of_a_token(cell.recipe.model) * models.SEQUENCE * cell.recipe.global_batch
         assert all(sum(tokens) == pairs for step in part.routers for tokens in step.tokens)
 
 
