@@ -247,7 +247,8 @@ def vocabulary(name: str) -> int:
 
 def experts_of_a_token(name: str) -> int:
     """Experts that the router of a mixture chooses for each token."""
-    return _sizes(name)["num_experts_per_tok"]
+    with torch.device("meta"):
+        return build(name).config.num_experts_per_tok  # type: ignore[return-value, union-attr]
 
 
 def _sizes(name: str) -> dict[str, Any]:
