@@ -166,7 +166,7 @@ class Composition:
         if not at_once:  # parameters outside the blocks are sent last
             outside = {id(parameter) for parameter in store.units.outside_blocks}
             stages = [sorted(stage, key=lambda parameter: id(parameter) not in outside) for stage in stages]
-        eager = self._eager(trained, stages, slots, store.shares(slots, trained.shard_group), at_once=at_once) if slots else None
+        eager = self._eager(trained, stages, slots, store.shares(slots), at_once=at_once) if slots else None
         pieces = {id(piece.entry.parameter): piece for piece in stepper.owned if not piece.entry.spec.expert}
         kept = [pieces[id(slot.parameter)] for slot in slots if id(slot.parameter) in pieces]
         overlapped = self._overlapped(eager, sums, lambda: [piece.sum_of_gradients() for piece in kept], trained)
@@ -232,6 +232,8 @@ class Composition:
     ) -> EagerReduction | None:
         """The reduction of parameters that one stage uses and whose gradients are whole on this rank; None if there are none."""
         places = {id(slot.parameter): slot for slot in slots}
+        if sum(share.stop - share.start for share in shares) < sum(slot.stop - slot.start for slot in places.values()):
+            raise RuntimeError("Some gradients would be sent to no rank: the shares of the ranks do not cover the buffer of gradients.")
         whole = {id(e.parameter) for e in trained.entries if not trained.summed_over_tp(e) and len(e.spec.pp_replicas) <= 1}
         uses = Counter(id(parameter) for stage in stages for parameter in stage)
         chosen = {key for key in whole & places.keys() if uses[key] == 1}

@@ -120,8 +120,9 @@ class ShardedParameters(ParameterStore):
         chosen = {id(parameter) for parameter in parameters}
         return [slot.parameter for unit in self.units.all for slot in unit.slots if id(slot.parameter) in chosen]
 
-    def shares(self, slots: Sequence[Slot], group: dist.ProcessGroup) -> list[Share]:
-        """Elements that each rank of `group` keeps of a buffer in which parameters have these slots."""
+    def shares(self, slots: Sequence[Slot]) -> list[Share]:
+        """Elements that each rank of the shard group keeps of a buffer in which parameters have these slots."""
+        group = self._mesh.shard_group
         places = {id(slot.parameter): slot for slot in slots}
         return [
             Share(rank, places[id(slot.parameter)].start + first, places[id(slot.parameter)].start + last)
