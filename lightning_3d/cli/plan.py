@@ -121,8 +121,8 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
 
 def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> None:
     """Print the fastest layouts, and memory, messages and warnings of the first."""
-    from lightning_3d.planner.advice import faster_compiled, measured_otherwise, spanning, uncounted
-    from lightning_3d.planner.tables import compiled_line, data_line, found_table, margin, memory_table
+    from lightning_3d.planner.advice import faster_compiled, faster_overlapped, measured_otherwise, spanning, uncounted
+    from lightning_3d.planner.tables import compiled_line, data_line, found_table, margin, memory_table, overlapped_line
 
     first = found.best[0]
     print(found_table(found, machine))
@@ -131,6 +131,8 @@ def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> N
     print(f"\n{data_line(first.job, machine)}")
     for warning in (*measured_otherwise(run), *uncounted(run), *spanning(first.job, machine)):
         print(f"\n{warning}")
+    if (overlapped := faster_overlapped(run, found)) is not None:
+        print(f"\n{overlapped_line(overlapped, first)}")
     if (faster := faster_compiled(run, precision, first)) is not None:
         print(f"\n{compiled_line(faster, first)}")
 

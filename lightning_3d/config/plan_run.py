@@ -174,9 +174,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     )
     adapted = adapt(run, configured, schedule, outside)
     run, layout, parallelism = adapted.run, adapted.layout, adapted.run.parallelism
-    keys = [option.name for option in fields(ZeroOptions) if option.name != "gather_frozen"]
-    zero = ZeroOptions(**{name: getattr(parallelism, f"zero_{name}") for name in keys})
-    zero = zero.resolve(schedule, layout.pp).over(layout)
+    zero = ZeroOptions.of(parallelism).resolve(schedule, layout.pp).over(layout)
     blocks = BlockOptions(**{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)})
     blocks.require_suits(schedule, pp=layout.pp)
     check_cp_kind(parallelism.cp_kind)

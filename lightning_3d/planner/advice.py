@@ -16,14 +16,15 @@ from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.blocks import RECOMPUTE
 from lightning_3d.config.options.objective import DISTILLATION, REQUIRED
 from lightning_3d.config.options.optimizer import MUON, few_bits_moment
-from lightning_3d.config.run_config import CompleteRun, RunConfig
+from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.config.run_config import CompleteRun, ParallelismConfig, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, plural
 from lightning_3d.layout.given_stages import AUTO, listed_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.shard_size import require_possible
 from lightning_3d.models.families import FAMILIES
 from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.choices import Fixed
+from lightning_3d.planner.choices import Fixed, has_options
 from lightning_3d.planner.constants import OURS, compiled, efficiency_of
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.host_memory import available_memory
@@ -49,6 +50,8 @@ _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, preci
 }
 _WEIGHT = {"bf16_mixed": 4.0}
 """By precision, the bytes of a frozen weight where they are not those of a trained one: autocast keeps no copies of it."""
+_MASTER = {"bf16_mixed": 4.0, "fp32": 4.0}
+"""By precision, the bytes of the copy of a float32 weight that ZeRO's optimizer steps (`DeepSpeedStepper`)."""
 _MOMENT = dict.fromkeys(_BYTES, 4.0) | {"fp64": 8.0}
 """By precision, the bytes of one momentum of a parameter, and of its average."""
 _LESS = 0.9
@@ -165,6 +168,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         precision=kind,
         weight_bytes=weight,
         state_bytes=0.0 if offload else _state_bytes(run, precision),
+        master_bytes=0.0 if offload else _MASTER.get(precision, 0.0),
         saved_block_bytes=_MOMENT[precision] if run.optimizer.get("name") == MUON else 0.0,
         trained=0.02 if run.lora.r else 1.0,
         reduce=parallelism.zero_reduce,
@@ -295,9 +299,10 @@ class Advice:
         if run.parallelism.sequence_parallel is None:  # ranks that communicate through gloo keep whole sequences
             run = replace(run, parallelism=replace(run.parallelism, sequence_parallel=False))
         job = job_of(run, precision, layout, schedule, micro_batch)
-        # Host memory has no allocator reserves and no copies of gradients, but it holds what is offloaded.
-        footprint = replace(job.stack.footprint, context=0.0, allocator=1.0, spare_gradient=0.0, kept_gradient=0.0)
-        job = replace(job, state_bytes=_state_bytes(run, precision), stack=replace(job.stack, footprint=footprint))
+        # Host memory has no allocator reserves, but it holds what is offloaded.
+        footprint, states = replace(job.stack.footprint, context=0.0, allocator=1.0), _state_bytes(run, precision)
+        stack = replace(job.stack, footprint=footprint)
+        job = replace(job, state_bytes=states, master_bytes=_MASTER.get(precision, 0.0), stack=stack)
         share = ranks / layout.world_size
 
         def needed(one: Job) -> float:
@@ -411,10 +416,12 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
     if not found.best:
         size = f"{job.model.parameters / 1e9:.1f} billion parameters"
         tight = search(job, machine, fixed=fixed, most=1).best if risk < 0.5 else ()
+        waiting = f" Its pipelines may wait for at most {fixed.max_bubble:.1%} of a step (plan.max_bubble)." if fixed.max_bubble < 1 else ""
         raise LayoutError(
             f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gpu_memory(machine.memory)} each. The"
             f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
-            f"{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a data.global_batch_size with more divisors."
+            f"{waiting}{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a data.global_batch_size with more"
+            " divisors."
         )
     return found
 
@@ -422,8 +429,9 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
 def _fixed(run: CompleteRun) -> Fixed:
     """Return the keys that the configuration fixes."""
     parallelism = run.parallelism
+    options = _zero_options(parallelism)
     if parallelism.layout != "auto":
-        return Fixed(max_bubble=run.plan.max_bubble, fit_stages=parallelism.stages == AUTO)
+        return Fixed(max_bubble=run.plan.max_bubble, fit_stages=parallelism.stages == AUTO, zero_options=options)
     return Fixed(
         schedule=parallelism.schedule,
         micro_batch=parallelism.micro_batch_size,
@@ -433,8 +441,30 @@ def _fixed(run: CompleteRun) -> Fixed:
         order=tuple(parallelism.order) if parallelism.order is not None else None,
         max_bubble=run.plan.max_bubble,
         fit_stages=parallelism.stages == AUTO,
+        zero_options=options,
     )
 
+
+def _zero_options(parallelism: ParallelismConfig) -> ZeroOptions:
+    """Return the options of ZeRO that the configuration has.
+
+    Raises:
+        LayoutError: no stage has them, or not the one that is given.
+    """
+    given = parallelism.zero_stage if parallelism.layout == "auto" else None
+    tried = [replace(ZeroOptions.of(parallelism), stage=stage) for stage in ((3, 2, 1) if given is None else (given,))]
+    for options in tried:
+        try:
+            options.resolve("1F1B", 1)
+        except LayoutError as error:
+            refused = error
+        else:
+            return options
+    raise refused
+
+
+_WORTH_OVERLAPPING = 0.01
+"""Least share of a step that gathering parameters during the next forward must save."""
 
 _WORTH_COMPILING = 0.02
 """Least share of a step that compiled blocks and a loss in chunks must save."""
@@ -456,6 +486,24 @@ def faster_compiled(run: CompleteRun, precision: str, first: Candidate) -> Candi
     room, below = largest_share(run.plan.memory_risk) * machine.memory, (1 - _WORTH_COMPILING) * first.step.seconds
     found = search(fused(job_of(run, precision)), machine, fixed=_fixed(run), most=1, room=room, below=below).best
     return found[0] if found and found[0].step.seconds < below else None
+
+
+def faster_overlapped(run: CompleteRun, found: Found) -> Candidate | None:
+    """Return the fastest of the proposed layouts if parameters are gathered while the next forward runs (`zero_overlap_gather`).
+
+    Args:
+        found: what a search without this option has found.
+
+    Returns:
+        None if the run has the option or one that excludes it, or if it saves little.
+    """
+    machine = machine_of(run.cluster, run.profile)
+    options = replace(_fixed(run).zero_options, overlap_gather=True)
+    tried = [one.job.but(overlap_gather=True) for one in found.best if has_options(replace(options, stage=one.job.zero), one.job)]
+    if machine is None or run.parallelism.zero_overlap_gather or not tried:
+        return None
+    one = min((Candidate(job, step_of(job, machine), memory_of(job)) for job in tried), key=lambda one: one.step.seconds)
+    return one if one.step.seconds < (1 - _WORTH_OVERLAPPING) * found.best[0].step.seconds else None
 
 
 def _at_more_risk(tight: Sequence[Candidate], machine: Machine, risk: float) -> str:

@@ -6,9 +6,10 @@ doi:10.1145/1498765.1498785): small or narrow products are slow because their by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
 from math import comb
+from typing import Any
 
 from lightning_3d.planner.architecture import Architecture, Kind, Matrix
 from lightning_3d.planner.frozen import alone
@@ -84,6 +85,7 @@ class Work:
             the forward of a frozen second model, which is on the same ranks.
         message: one tensor between two stages.
         host_block: seconds that the host needs to start a block, forward and backward together.
+        stages: room for what is computed from the rest, by stage (`step_time.py`). Jobs with the same blocks, embedding and head share it.
     """
 
     blocks: tuple[Part, ...]
@@ -91,6 +93,7 @@ class Work:
     head: Part
     message: float
     host_block: float
+    stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, counts: Iterable[int]) -> Part:
         """Return the seconds of so many blocks of each kind."""

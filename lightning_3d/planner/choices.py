@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import product
 
 from lightning_3d.config.options.blocks import RECOMPUTE
+from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.errors import LayoutError
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
 from lightning_3d.layout.shard_size import suits
@@ -28,7 +30,7 @@ _LONGEST_SHARE = 1024
 class Fixed:
     """Values that the user has set, which are not searched. None: the search may choose the value. `max_bubble` is the largest share of a
     step that the ranks of a pipeline may wait for each other. `fit_stages`: give stages other numbers of blocks where a job does not fit
-    otherwise."""
+    otherwise. `zero_options`: options of ZeRO that the user has set, with which not every stage runs; their own stage is not read."""
 
     layout: Layout | None = None
     schedule: str | None = None
@@ -39,6 +41,7 @@ class Fixed:
     order: tuple[str, ...] | None = None
     max_bubble: float = 1.0
     fit_stages: bool = False
+    zero_options: ZeroOptions = ZeroOptions(1)
 
 
 def degrees(job: Job) -> tuple[int, ...]:
@@ -129,26 +132,49 @@ def _chunks(layers: int, pp: int) -> list[int]:
     return sorted(vp for vp in {2, 4, 8, *equal} if 1 < vp <= min(_MOST_CHUNKS, layers // pp))
 
 
-def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
-    """Yield the ways to run a job within `room` bytes, with each useful ZeRO stage and the least recomputation.
+def ways(job: Job, fixed: Fixed) -> list[Job]:
+    """Return the ways to run a job: each useful ZeRO stage, with the recomputation of the job or the next level that runs.
 
     Stage 0 sends more than stage 1, and with a pipeline stage 2 is the same as stage 1. With a split backward, selective recomputation does
-    not run (see `BlockOptions`), and stage 3 would hold all parameters.
+    not run (see `BlockOptions`), and stage 3 would hold all parameters. Where options of the user refuse all of these stages, another one
+    is useful.
     """
     split = job.splits_backward
+    if split and job.recompute == "selective":
+        more = more_recomputed(job, fixed)
+        return ways(more, fixed) if more is not None else []
+    if fixed.zero is not None:
+        return [job.but(zero=fixed.zero)]
     stages = [1] if job.layout.dp * job.layout.cp == 1 else [1, 2, 3] if job.layout.pp == 1 else [1] if split else [1, 3]
-    levels = [fixed.recompute] if fixed.recompute else RECOMPUTE[RECOMPUTE.index(job.recompute) :]
-    for recompute in levels:
-        if recompute == "selective" and split:
-            continue
-        fitting = 0
-        for stage in [fixed.zero] if fixed.zero is not None else stages:
-            candidate = job.but(recompute=recompute, zero=stage)
-            if fixed.fit_stages and candidate.layout.pp > 1:
-                candidate = fitting_job(candidate, room) or candidate
-            memory = memory_within(candidate, room)
-            if memory is not None:
-                fitting += 1
-                yield candidate, memory
-        if fitting == len(stages):  # more recomputation is slower with every stage
-            return
+    runs = [stage for stage in (1, 2, 3) if has_options(replace(fixed.zero_options, stage=stage), job)]
+    return [job.but(zero=stage) for stage in [stage for stage in stages if stage in runs] or runs]
+
+
+def has_options(options: ZeroOptions, job: Job) -> bool:
+    """Return whether the stage of these options has all of them, with the schedule of a job."""
+    return _has_options(options, job.schedule or "1F1B", job.layout.pp > 1)
+
+
+@lru_cache(maxsize=1024)
+def _has_options(options: ZeroOptions, schedule: str, piped: bool) -> bool:
+    try:
+        options.resolve(schedule, 2 if piped else 1)
+    except LayoutError:
+        return False
+    return True
+
+
+def more_recomputed(job: Job, fixed: Fixed) -> Job | None:
+    """Return the same job with the next level of recomputation that runs, which is slower; None if there is none."""
+    levels = () if fixed.recompute else RECOMPUTE[RECOMPUTE.index(job.recompute) + 1 :]
+    level = next((level for level in levels if level != "selective" or not job.splits_backward), None)
+    return None if level is None else job.but(recompute=level)
+
+
+def fitting(job: Job, room: float, fixed: Fixed) -> tuple[Job, Memory] | None:
+    """Return a job and its memory, with other stages where the user lets the planner choose them; None if it needs more than `room`
+    bytes."""
+    if fixed.fit_stages and job.layout.pp > 1:
+        job = fitting_job(job, room) or job
+    memory = memory_within(job, room)
+    return None if memory is None else (job, memory)

@@ -32,6 +32,7 @@ class Job:
         precision: precision of matrix products: `bf16` (or another 16-bit format), `fp8`, `fp4` or `fp32`.
         weight_bytes: bytes of a parameter; 2 with float32 master weights.
         state_bytes: bytes that the optimizer keeps for a parameter; 12 with float32 master weights.
+        master_bytes: bytes that it keeps in addition at ZeRO stages 1 to 3: a float32 copy of weights that are float32 themselves.
         saved_block_bytes: bytes less that it keeps for a parameter of a block: Muon has one momentum for each, AdamW two.
         trained: share of parameters that have gradients.
         reduce: time of ZeRO's gradient reduction (stages 2, 3): `step` or `micro_batch`; None as in `ZeroOptions.resolve`.
@@ -60,6 +61,7 @@ class Job:
     precision: str = "bf16"
     weight_bytes: float = 2.0
     state_bytes: float = 12.0
+    master_bytes: float = 0.0
     saved_block_bytes: float = 0.0
     trained: float = 1.0
     reduce: str | None = None

@@ -4,8 +4,9 @@ Of N parameters on a rank, d data-parallel ranks that shard (ZeRO: Rajbhandari e
 
     weights 2 N (stage 3: / d), gradients (stages 2 and 3: / d), optimizer with fp32 master weights 12 N (stages 1 to 3: / d)
 
-with fp32 weights 4 N and 8 N; all in 16 bits 2 N and 4 N. They live all the time, gradients only from the first backward pass on where the
-software makes them anew in each step (`Footprint.stepwise`). A backward pass passes these moments, which need different things:
+with fp32 weights 4 N and 12 N, or 8 N at stage 0, whose optimizer needs no copy of them; all in 16 bits 2 N and 4 N. They live all the
+time, gradients only from the first backward pass on where the software makes them anew in each step (`Footprint.stepwise`). A backward pass
+passes these moments, which need different things:
 
     frozen    with ZeRO 3, two blocks of a frozen second model, which runs before the stage; nothing of the micro-batch on the last stage
     head      the loss of the micro-batch and its gradients, all that the micro-batches in flight keep

@@ -2,20 +2,21 @@
 
 A best-first search with lower bounds (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136). A queue orders layouts by a lower
 bound of their step. If a layout is first in the queue, the least recomputation with which it may fit gives it a higher bound. If it is
-first again, its schedules replace it, each with its own bound. If a schedule is first, the ways to run it that fit in memory replace it,
-and the first of them is simulated: its time replaces the bound. A simulated schedule that is first is the fastest of all that remain. So
-only a few are simulated, and the memory of most layouts is never asked for.
+first again, its schedules replace it, each with its own bound. If a schedule is first, the ways to run it replace it: its ZeRO stages. If
+a way is first, its memory is asked for. One that does not fit is replaced by the same way with more recomputation; one that fits is
+simulated, and its time replaces the bound. A simulated schedule that is first is the fastest of all that remain. So only a few are
+simulated, and the memory of most is never asked for.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from lightning_3d.planner.block_costs import Work
-from lightning_3d.planner.choices import Fixed, degrees, node_shard_size, schedules, shapes
+from lightning_3d.planner.choices import Fixed, degrees, more_recomputed, node_shard_size, schedules, shapes, ways
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import memory_of
@@ -46,7 +47,7 @@ class Found:
 
     Attributes:
         best: fastest candidates first, each with other degrees of parallelism.
-        simulated: candidates whose schedule was simulated.
+        simulated: candidates whose schedule was simulated, and whose ranks wait no longer than they may.
         seen: simulated candidates, and those without a pipeline, which need no simulation.
         shapes: number of combinations of degrees, micro-batch and order that divide model and batch.
         expanded: number of shapes whose bound was low enough to look at their schedules.
@@ -87,8 +88,23 @@ def search(
     return _Search(job, machine, fixed or Fixed(), room).run(most, limit, below)
 
 
-_Item = Job | tuple[Job, Memory] | Candidate
-"""What the queue holds: a shape (a job without a schedule), a job with one, a job that fits, or a candidate whose step is known."""
+class _Way(NamedTuple):
+    """A way to run a job whose memory has not been asked for.
+
+    Attributes:
+        job: the job.
+        step: lower bound of its step, which is exact without a pipeline.
+        grouped: the same in shard groups, if these save time (`_in_shard_groups`).
+    """
+
+    job: Job
+    step: Step
+    grouped: tuple[Job, Step] | None
+
+
+_Item = Job | _Way | tuple[Job, Memory] | Candidate
+"""What the queue holds: a shape (a job without a schedule), a job with one, a way to run it, one that fits, or a candidate whose step is
+known."""
 
 
 class _Search:
@@ -121,6 +137,8 @@ class _Search:
                 self._push_ways(bound, item)
             elif isinstance(item, Job):
                 self._push_schedules(bound, number, item)
+            elif isinstance(item, _Way):
+                self._push_fitting(bound, item)
             elif degrees(item[0]) not in self._best:
                 if len(self._simulated) == limit:
                     break
@@ -156,30 +174,59 @@ class _Search:
             self._push(max(bound, least_span(scheduled, work, seconds[key])), scheduled)
 
     def _push_ways(self, bound: float, scheduled: Job) -> None:
-        """Replace a job by the ways to run it that fit, each with a lower bound of its step, which is exact without a pipeline."""
-        for job, memory in self._costs.ways(scheduled):
-            work = self._costs.work(job)
-            one = Candidate(job, step_of(job, self._machine, pipeline="bound", work=work), memory)
-            for each in [one, *_in_shard_groups(one, self._machine, self._room, work)]:
-                self._push(max(bound, each.step.seconds), each if job.layout.pp == 1 else (each.job, each.memory))
+        """Replace a job by the ways to run it, each with a lower bound of its step."""
+        for job in ways(scheduled, self._fixed):
+            self._push_way(bound, job)
+
+    def _push_way(self, bound: float, job: Job) -> None:
+        way = self._way(job)
+        if way.step.waiting > self._fixed.max_bubble:
+            return
+        least = min(way.step.seconds, way.grouped[1].seconds) if way.grouped is not None else way.step.seconds
+        self._push(max(bound, least), way)
+
+    def _way(self, job: Job) -> _Way:
+        work = self._costs.work(job)
+        step = step_of(job, self._machine, pipeline="bound", work=work)
+        return _Way(job, step, _in_shard_groups(job, step, self._machine, work))
+
+    def _push_fitting(self, bound: float, way: _Way) -> None:
+        """Replace a way to run a job by those of its forms that fit, or by the same way with more recomputation."""
+        if way.job.layout.pp > 1 and degrees(way.job) in self._best:
+            return
+        found = self._costs.fitting(way.job)
+        if found is None:
+            more = more_recomputed(way.job, self._fixed)
+            if more is not None:
+                self._push_way(bound, more)
+            return
+        job, memory = found
+        if job.blocks != way.job.blocks:
+            way = self._way(job)
+        forms = [Candidate(job, way.step, memory)]
+        if way.grouped is not None and (memory := memory_of(way.grouped[0])).total <= self._room:
+            forms.append(Candidate(*way.grouped, memory))
+        for each in forms:
+            self._push(max(bound, each.step.seconds), each if job.layout.pp == 1 else (each.job, each.memory))
 
     def _simulate(self, job: Job, memory: Memory) -> None:
-        self._simulated.append(Candidate(job, step_of(job, self._machine, work=self._costs.work(job)), memory))
-        self._push(self._simulated[-1].step.seconds, self._simulated[-1])
+        one = Candidate(job, step_of(job, self._machine, work=self._costs.work(job)), memory)
+        if one.step.waiting <= self._fixed.max_bubble:
+            self._simulated.append(one)
+            self._push(one.step.seconds, one)
 
 
-def _in_shard_groups(one: Candidate, machine: Machine, room: float, work: Work) -> Iterator[Candidate]:
-    """Yield the same candidate with the largest shard groups that are each on one node, if dp spans nodes and they fit and save time.
+def _in_shard_groups(job: Job, step: Step, machine: Machine, work: Work) -> tuple[Job, Step] | None:
+    """Return a job with the largest shard groups that are each on one node, and a lower bound of its step, if dp spans nodes and they save
+    time.
 
     Args:
-        one: a candidate whose step is a lower bound.
-        room: most bytes of a GPU.
+        step: lower bound of the step without these groups.
         work: `work_of` the job.
     """
-    size = node_shard_size(one.job, machine)
+    size = node_shard_size(job, machine)
     if size is None:
-        return
-    grouped = one.job.but(shard_size=size)
-    step = step_of(grouped, machine, pipeline="bound", work=work)
-    if step.seconds < (1 - _WORTH_SHARD_GROUPS) * one.step.seconds and (memory := memory_of(grouped)).total <= room:
-        yield Candidate(grouped, step, memory)
+        return None
+    grouped = job.but(shard_size=size)
+    bound = step_of(grouped, machine, pipeline="bound", work=work)
+    return (grouped, bound) if bound.seconds < (1 - _WORTH_SHARD_GROUPS) * step.seconds else None

@@ -13,7 +13,7 @@ from dataclasses import replace
 from lightning_3d.config.options.blocks import RECOMPUTE
 from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.block_costs import Work, message_seconds, work_of
-from lightning_3d.planner.choices import Fixed, degrees, fits
+from lightning_3d.planner.choices import Fixed, degrees, fitting
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import Memory, least_held, least_memory
@@ -37,7 +37,7 @@ class SharedCosts:
         self._least: dict[Hashable, str | None] = {}
         self._held: dict[Hashable, bool] = {}
         self._groups: dict[Layout, Hashable] = {}
-        self._ways: dict[Hashable, list[tuple[Job, Memory]]] = {}
+        self._fitting: dict[Hashable, tuple[Job, Memory] | None] = {}
 
     def least_seconds(self, shape: Job) -> float:
         """Return `least_seconds` of a job."""
@@ -75,12 +75,13 @@ class SharedCosts:
             self._least[key] = next((level for level, least in bytes_of_levels if least <= self._room), None)
         return self._least[key]
 
-    def ways(self, scheduled: Job) -> list[tuple[Job, Memory]]:
-        """Return the ways to run a job that `fits` yields."""
-        key = (scheduled.schedule, scheduled.recompute, scheduled.layout.vp, _without_order(scheduled))
-        if key not in self._ways:
-            self._ways[key] = list(fits(scheduled, self._room, self._fixed))
-        return [(job.but(layout=scheduled.layout), memory) for job, memory in self._ways[key]]
+    def fitting(self, way: Job) -> tuple[Job, Memory] | None:
+        """Return `fitting` of a job."""
+        key = (way.schedule, way.recompute, way.zero, way.layout.vp, _without_order(way))
+        if key not in self._fitting:
+            self._fitting[key] = fitting(way, self._room, self._fixed)
+        found = self._fitting[key]
+        return found and (found[0].but(layout=way.layout), found[1])
 
 
 def _without_order(job: Job) -> Hashable:

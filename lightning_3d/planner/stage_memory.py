@@ -141,6 +141,7 @@ def _rates_of(job: Job) -> tuple[_Rates, _Rates]:
             gradient, late = gradient + late, 0.0
         sharers = ranks if job.zero >= 1 else 1
         weight = job.weight_bytes / (ranks if job.zero == 3 else 1)
-        state, of_block = trained * job.state_bytes / sharers, trained * job.saved_block_bytes / sharers
+        kept = job.state_bytes + (job.master_bytes if job.zero else 0.0)
+        state, of_block = trained * kept / sharers, trained * job.saved_block_bytes / sharers
         found.append(_Rates(weight, state, of_block, trained * gradient, trained * late))
     return found[0], found[1]

@@ -30,7 +30,8 @@ class Step:
         compute: computation of the busiest rank.
         communication: exposed tensor-, context- and expert-parallel communication of the busiest rank.
         host: seconds that the GPU waits because the host starts kernels more slowly than they run.
-        bubble: waiting for other stages.
+        bubble: seconds that the busiest rank waits for other stages.
+        waiting: share of the time of all pipeline ranks, 0 to 1, that they wait for each other; a lower bound where the step is one.
         data: exposed time of reducing gradients and gathering parameters.
         optimizer: optimizer step.
         timeline: timeline of the pipeline; None for a bound.
@@ -44,6 +45,7 @@ class Step:
     data: float
     optimizer: float
     timeline: Timeline | None = None
+    waiting: float = 0.0
 
 
 def _smooth_max(a: float, b: float) -> float:
@@ -75,7 +77,7 @@ def _with_late(job: Job, machine: Machine, work: Work) -> Work:
     held = [parameters_of(job, stage) for stage in one_block(job)]
     blocks = zip(work.blocks, held, strict=True)
     late = tuple(block + exposed_in_block(job, machine, block, own) for block, own in blocks)
-    return replace(work, blocks=late, head=work.head + exposed_in_frozen(job, machine))
+    return replace(work, blocks=late, head=work.head + exposed_in_frozen(job, machine), stages={})
 
 
 def least_seconds(job: Job, machine: Machine) -> float:
@@ -142,14 +144,20 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
         data=data,
         optimizer=optimizer,
         timeline=timeline,
+        waiting=max(0.0, 1 - sum(loads) / (layout.pp * span)) if layout.pp > 1 else 0.0,
     )
 
 
 def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
     """Return for each kind of stage, for a micro-batch: (seconds of the GPU, seconds including the host that starts kernels)."""
-    late = _with_late(job, machine, work)
-    kinds = {stage: _stage_part(late, stage, splits=job.splits_backward) for stage in stage_kinds(job)}
-    return kinds, {stage: _with_host(part, work.host_block * stage.blocks) for stage, part in kinds.items()}
+    late, splits, parts, played = _with_late(job, machine, work), job.splits_backward, {}, {}
+    for stage in stage_kinds(job):
+        key = stage, splits, work.host_block
+        if key not in late.stages:
+            part = _stage_part(late, stage, splits=splits)
+            late.stages[key] = part, _with_host(part, work.host_block * stage.blocks)
+        parts[stage], played[stage] = late.stages[key]
+    return parts, played
 
 
 def stage_seconds(job: Job, machine: Machine, work: Work) -> list[StageSeconds]:

@@ -66,11 +66,23 @@ def test_a_choice_is_likely_to_fit_and_a_named_layout_that_is_not_is_warned_of()
         planned(mixtral, **where, memory_risk=2)
 
 
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [({}, {3}), ({"zero_overlap_gather": True}, {1, 2}), ({"zero_gather": "micro_batch"}, {3}), ({"zero_offload": "parameters"}, {3})],
+)
+def test_only_stages_that_have_the_options_that_are_set_are_proposed(options: dict[str, Any], stages: set[int]) -> None:
+    where: dict[str, Any] = {"cluster": "h100_1x8", "sequence_length": 4096, "global_batch_size": 64}
+    assert planned(CONFIG, **where, **options)["zero_stage"] in stages
+    with pytest.raises(LayoutError, match="zero_overlap_gather=true needs zero_stage=1 or 2; got 3"):
+        planned(CONFIG, **where, zero_stage=3, zero_overlap_gather=True)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"sequence_length": 16, "global_batch_size": 8, "cluster": "local_cpu", "layout": "dp8", "precision": "fp32"}
     parameters = 8 * 8.03  # 10^9 of them, of all ranks
-    needed = parameters * (4 + 4) + 8.03 * 8  # each has its weights and gradients, and an eighth of the moments
+    # each has its weights, its gradients, all reduced ones in one buffer, and an eighth of the moments and of a copy of the weights
+    needed = parameters * (4 + 4 + 4) + 8.03 * 12
     monkeypatch.setattr("lightning_3d.planner.advice.available_memory", lambda: 0.98e9 * needed)
     with pytest.raises(LayoutError, match=r"dp8 needs about \d+\.\d GiB for its 8 ranks on this machine, but only") as caught:
         planned(CONFIG, **here, zero_stage=1)

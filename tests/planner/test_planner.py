@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from command_line import REPOSITORY
+from planner_ways import fits
 
 from benchmarks.planner_accuracy import software
 from benchmarks.planner_accuracy.allocator import allocated, queue_of
@@ -34,7 +35,7 @@ from lightning_3d.planner import constants
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.block_memory import block_activations
-from lightning_3d.planner.choices import Fixed, fits, node_shard_size, schedules, shapes
+from lightning_3d.planner.choices import Fixed, node_shard_size, schedules, shapes
 from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import ONE, Group, Machine, gather, group, shard_groups
@@ -663,6 +664,19 @@ def test_pipelines_whose_ranks_wait_longer_than_they_may_are_not_searched() -> N
     free, strict = list(schedules(job, Fixed())), list(schedules(job, Fixed(max_bubble=0.1)))
     assert {one.schedule for one in free} > {one.schedule for one in strict} and strict
     assert "1F1B" not in {one.schedule for one in strict}, "3 of 11"
+
+
+def test_no_pipeline_is_proposed_whose_ranks_wait_for_a_larger_stage() -> None:
+    """40 blocks on 8 ranks, and an output head that takes as long as some of them."""
+    job, where = Job(Architecture.from_spec(spec("llama2_13b")), Layout(), 4096, 512, 1, stack=constants.OURS), machine(16)
+    fixed = Fixed(layout=Layout(pp=8, dp=2), max_bubble=0.05)
+    free = search(job, where, fixed=replace(fixed, max_bubble=1.0)).best
+    assert free and free[0].step.timeline is not None
+    assert free[0].step.waiting == pytest.approx(free[0].step.timeline.bubble) and free[0].step.waiting > 0.05
+    for share in (0.05, 0.15):
+        found = search(job, where, fixed=replace(fixed, max_bubble=share))
+        assert all(one.step.waiting <= share for one in (*found.best, *found.simulated))
+    assert found.best
 
 
 def test_virtual_stages_that_make_stages_equal_are_searched() -> None:

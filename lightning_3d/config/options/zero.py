@@ -5,7 +5,8 @@ ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion P
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from lightning_3d.errors import LayoutError, did_you_mean
 from lightning_3d.layout.layout import Layout
@@ -51,6 +52,12 @@ class ZeroOptions:
     shard_size: int | None = None
     overlap_gather: bool = False
     gather_frozen: str | None = None
+
+    @classmethod
+    def of(cls, parallelism: Any) -> ZeroOptions:
+        """Return the options that the group `parallelism` of a configuration has."""
+        names = [option.name for option in fields(cls) if option.name != "gather_frozen"]
+        return cls(**{name: getattr(parallelism, f"zero_{name}") for name in names})
 
     def resolve(self, schedule: str, pp: int) -> ZeroOptions:
         """Fill in the options that are None, except `reduce_scatter`, which depends on the device.
