@@ -76,7 +76,7 @@ _INSTEAD_OF_NULL = {
 }
 
 _OTHER_NAMES = {
-    **dict.fromkeys(("evaluate_every", "eval_every", "eval_interval", "eval_steps", "eval_every_n_steps"), "val_check_interval"),
+    **dict.fromkeys(("eval_every", "eval_interval", "eval_steps", "eval_every_n_steps"), "evaluate_every"),
     **dict.fromkeys(("save_every", "save_interval", "save_steps", "checkpoint_every"), "checkpoint_every_n_steps"),
     **dict.fromkeys(("train_iters", "train_steps", "total_steps", "steps"), "max_steps"),
     **dict.fromkeys(("clip_grad", "max_grad_norm", "grad_clip"), "gradient_clip_val"),

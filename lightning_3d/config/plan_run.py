@@ -357,6 +357,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         **{
             "trainer.max_steps": steps,
             "trainer.val_check_interval": trainer.val_check_interval,
+            "trainer.evaluate_every": trainer.evaluate_every,
             "trainer.log_every_n_steps": trainer.log_every_n_steps,
             "trainer.keep_every_n_steps": trainer.keep_every_n_steps,
             "trainer.restarts_without_progress": trainer.restarts_without_progress,
@@ -369,6 +370,8 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             f"trainer.val_check_interval={trainer.val_check_interval} does not divide trainer.max_steps={steps}, so the"
             f" run would end without a validation. The nearest interval that does is {near}."
         )
+    if trainer.evaluate_every is not None:
+        _check_evaluate_every(trainer)
     check_save_interval("trainer.checkpoint_every_n_steps", trainer.checkpoint_every_n_steps)
     check_number("trainer.restarts", trainer.restarts, least=0)
     check_number("trainer.hours_between_failures", trainer.hours_between_failures, least=0.01)
@@ -390,6 +393,19 @@ def _check_trainer(trainer: TrainerConfig) -> None:
     if trainer.start_method not in START_METHODS:
         raise ConfigError(
             f"trainer.start_method must be {listed(START_METHODS, last='or')}; got {trainer.start_method!r}."
+        )
+
+
+def _check_evaluate_every(trainer: TrainerConfig) -> None:
+    """Refuse a second key that says when to validate. `val_check_interval` is `max_steps` where it is left out."""
+    given = {f"extra.{key}": trainer.extra[key] for key in ("val_check_interval", "check_val_every_n_epoch") if key in trainer.extra}
+    if trainer.val_check_interval != trainer.max_steps:
+        given["val_check_interval"] = trainer.val_check_interval
+    for key, value in given.items():
+        default = f" (its default here is {trainer.max_steps}: set that if a recipe sets another one)" if "extra" not in key else ""
+        raise ConfigError(
+            f"trainer.evaluate_every={trainer.evaluate_every} and trainer.{key}={value} both say when to validate. Leave one of them"
+            f" out{default}."
         )
 
 

@@ -96,6 +96,7 @@ class TrainerConfig(Reliability):
     max_steps: int = MISSING
     max_time: str | None = None
     val_check_interval: int = MISSING
+    evaluate_every: int | None = None
     limit_val_batches: int | None = None
     gradient_clip_val: float | None = None
     average_decay: float | None = None

@@ -24,7 +24,7 @@ _OF_THE_MODEL = ("_target_", "plan", "pipeline_module", "self_check", "cp_kind",
 _NO_TRAINING: dict[str, dict[str, Any]] = {
     "trainer": {
         "max_steps": 1, "val_check_interval": 1, "max_time": None, "resume": None, "auto_resume": False, "restarts": 0, "extra": {},
-        "checkpoint_every_n_steps": None, "trace_every_n_steps": None, "average_decay": None,
+        "evaluate_every": None, "checkpoint_every_n_steps": None, "trace_every_n_steps": None, "average_decay": None,
     },
     "optimizer": {"scheduler": None, "groups": None},
 }
@@ -136,9 +136,7 @@ def _complete_data(config: DictConfig, keys: set[str]) -> None:
     if data.get("name") == "tokens" and OmegaConf.is_missing(data, "train_path") and data.get("val_path"):
         data.train_path = data.val_path
     if data.get("name") == "blend" and not OmegaConf.is_missing(data, "sources"):
-        for source in data.sources.values():
-            if isinstance(source, DictConfig):
-                _complete_source(source)
+        _complete_sources([source for source in data.sources.values() if isinstance(source, DictConfig)])
     if "data.global_batch_size" not in keys and parallelism.layout != AUTO:
         data.global_batch_size = _batch(config)
 
@@ -150,11 +148,17 @@ def _leave_out_data(config: DictConfig) -> None:
     config.data.global_batch_size = _batch(config)
 
 
-def _complete_source(source: DictConfig) -> None:
-    if source.get("train_path") is None and source.get("val_path") is not None:
-        source.train_path = source.val_path
-    if source.get("weight") is None and source.get("tokens") is None:
-        source.weight = 1
+def _complete_sources(sources: Sequence[DictConfig]) -> None:
+    """Give sources what a blend to train on needs. Where no source has files to train on, those to validate take their place."""
+    trained = [source for source in sources if source.get("train_path") is not None]
+    for source in trained:
+        if source.get("weight") is None and source.get("tokens") is None:
+            source.weight = 1
+    for source in sources if not trained else ():
+        if source.get("val_path") is not None:
+            source.train_path = source.val_path
+        if not source.get("weight") and not source.get("tokens"):
+            source.weight, source.tokens = 1, None
 
 
 def _batch(config: DictConfig) -> int:

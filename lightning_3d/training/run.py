@@ -26,6 +26,7 @@ from lightning_3d.planner.utilization import full_speed
 from lightning_3d.ranks.environment import outside_rank
 from lightning_3d.strategy.exponential_average import ExponentialAverage
 from lightning_3d.strategy.strategy import Lightning3DStrategy
+from lightning_3d.training.callbacks.evaluate_every import EvaluateEvery
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.objective import make_module
 from lightning_3d.training.objects import check_object, make_object, make_objects
@@ -116,6 +117,8 @@ def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Tr
     callbacks: list[Callback] = [*make_objects("callbacks", with_full_speed(config)), *more]
     if (decay := options.get("average_decay")) is not None:  # a configuration of an earlier version has none
         callbacks.append(ExponentialAverage(decay))
+    if (every := options.get("evaluate_every")) is not None:
+        callbacks.append(EvaluateEvery(every))
     loggers: list[Logger] = make_objects("logger", same_run(config))
     place = outside_rank()  # ranks that this package started have torchrun's variables too
     local_size = place.local_world_size if place is not None else 1

@@ -116,7 +116,7 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["zero_shard_size=2 needs zero_stage=1, 2 or 3; got 0"],
     ),
     "f19_unknown_key": (["trainer.max_step=5"], ['"trainer.max_step"', 'Did you mean "trainer.max_steps"']),
-    "name_of_another_package": (["trainer.evaluate_every=5"], ['"trainer.evaluate_every"', 'Here it is "trainer.val_check_interval"']),
+    "name_of_another_package": (["trainer.eval_steps=5"], ['"trainer.eval_steps"', 'Here it is "trainer.evaluate_every"']),
     "f19_added_key": (["+trainer.max_epochs=5"], ['"trainer.max_epochs"', "trainer has"]),
     "f19_added_group": (["+wheels=4"], ['"wheels"', "A run has callbacks"]),
     "f19_data_key": (["+data.sequence_lenght=64"], ['Did you mean "data.sequence_length"']),

@@ -299,6 +299,22 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "share": (lambda s: s["math"].update(weight=1e-9), r"share of data\.sources\.math is less than one row"),
     "empty": (lambda s: s["math"].update(val_fraction=0.99), r"math\) has no sample of 4 tokens"),
     "separator": (lambda s: s["math"].update(document_separator=7), r"data\.document_separator=7 contradicts"),
+    "only_validated": (
+        lambda s: [entry.update(val_path=entry.pop("train_path"), weight=0) for entry in s.values()],
+        r"No source of data\.sources has a train_path, so there is nothing to train on\. .* data\.sources\.web\.train_path=",
+    ),
+    "validated_with_a_weight": (
+        lambda s: s["code"].update(val_path=s["code"].pop("train_path")),
+        r"sources\.code\.train_path must be given: .* Without it, a source is only validated, and its weight must be 0\.",
+    ),
+    "validated_with_a_typo": (
+        lambda s: s.update(held={"val_pth": "x"}), "sources\\.held has no option 'val_pth'.*Did you mean \"val_path\""
+    ),
+    "validated_without_files": (lambda s: s.update(held={"val_path": s["web"]["train_path"] + "x"}), "There is no token file .*binx"),
+    "weights_beside_a_validated_one": (
+        lambda s: [*(entry.update(weight=0) for entry in s.values()), s.update(held={"val_path": s["web"]["train_path"]})],
+        r"The weights of data\.sources sum to 0",
+    ),
 }
 
 
@@ -438,6 +454,27 @@ def test_each_source_has_a_validation_set(tmp_path: Path) -> None:
     assert {name: float(last[name]) for name in found if name.startswith("val_loss")} == pytest.approx(
         {name: value for name, value in found.items() if name.startswith("val_loss")}
     )
+
+
+@pytest.mark.parametrize("share", [{}, {"weight": 0}, {"weight": None}, {"tokens": 0}], ids=str)
+def test_a_source_without_files_to_train_on_is_only_validated(share: dict[str, Any], tmp_path: Path) -> None:
+    sources = weighted(tmp_path, web={"val_fraction": 0.2}, code={"val_path": str(tmp_path / "code.bin")})
+    alone = blend_of(sources)
+    held = {"held": {"val_path": str(tmp_path / "math.bin"), **share}}
+    for given in (sources | held, held | sources):
+        check_files({"name": "blend", "sources": given, "sequence_length": LENGTH, "global_batch_size": 12}, steps=3)
+        data = blend_of(given)
+        assert rows_of(data) == rows_of(alone), "it takes no part in the mixture"
+        assert data.position_state() == alone.position_state(), "so a run may resume with it or without it"
+        assert [row["input_ids"][0].item() for row in data.val_sets["held"]] == list(range(2000, 2000 + 13 * LENGTH, LENGTH))
+        assert data.validation_weights() == pytest.approx({"web": 2 / 3, "code": 1 / 3, "held": 0})
+        assert len(data.val_dataloader()) == 3
+
+
+def test_a_budget_of_tokens_goes_with_a_source_that_is_only_validated(tmp_path: Path) -> None:
+    code = write_sources(tmp_path)["code"]
+    sources = {"held": {"val_path": code["train_path"]}, "code": code | {"tokens": 80}}
+    assert len(blend_of(sources, steps=1, global_batch_size=4).train_set) == 20
 
 
 # The command

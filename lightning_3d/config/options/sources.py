@@ -22,7 +22,7 @@ class Source:
 
     Attributes:
         name: its name in `data.sources`.
-        train_path: files to train on, a path or a list of paths; see `corpus.find_corpus`.
+        train_path: files to train on, a path or a list of paths; see `corpus.find_corpus`. None: it is only validated.
         weight: share of the rows, in any unit; 0 is only validated.
         tokens: tokens to take from it in the whole run, in place of a weight.
         epochs: how often it may be read, such as 1 or 2.5; None: as often as needed.
@@ -32,7 +32,7 @@ class Source:
     """
 
     name: str
-    train_path: str | Sequence[str]
+    train_path: str | Sequence[str] | None = None
     weight: float | None = None
     tokens: float | None = None
     epochs: float | None = 1
@@ -42,8 +42,8 @@ class Source:
 
     @property
     def share(self) -> Fraction:
-        """The weight or the tokens, as the decimal number that was given."""
-        return Fraction(str(self.tokens if self.weight is None else self.weight))
+        """The weight or the tokens, as the decimal number that was given; 0 without either."""
+        return Fraction(str((self.tokens if self.weight is None else self.weight) or 0))
 
 
 def read_sources(entries: Any, sequence_length: int | None) -> tuple[Source, ...]:
@@ -62,9 +62,15 @@ def read_sources(entries: Any, sequence_length: int | None) -> tuple[Source, ...
             f"code:{{train_path:/data/code,weight:0.3}}}}; got {entries!r}."
         )
     sources = tuple(_read_source(str(name), entry, sequence_length) for name, entry in entries.items())
-    kinds = {"tokens" if source.weight is None else "weight" for source in sources}
+    trained = [source for source in sources if source.train_path is not None]
+    if not trained:
+        raise ConfigError(
+            "No source of data.sources has a train_path, so there is nothing to train on. Give one, for example"
+            f" data.sources.{sources[0].name}.train_path=/data/{sources[0].name}."
+        )
+    kinds = {"tokens" if source.weight is None else "weight" for source in trained}
     if len(kinds) > 1:
-        budgets = [source.name for source in sources if source.weight is None]
+        budgets = [source.name for source in trained if source.weight is None]
         raise ConfigError(
             f"data.sources has tokens for {listed(budgets)} and a weight for the others. Give all sources a weight, or all of them tokens."
         )
@@ -94,7 +100,7 @@ def check_sources(data: Mapping[str, Any], steps: int) -> None:
     sources = read_sources(data["sources"], length)
     ramp = BatchRamp.read(data.get("batch_ramp"), data["global_batch_size"], length)
     total, taken = sum(source.share for source in sources), ramp.after(steps) * length
-    if sources[0].tokens is not None and total < taken:
+    if any(source.tokens for source in sources) and total < taken:
         possible = ramp.count(0, int(total // length))
         fewer = f", or use trainer.max_steps={possible}" if possible else ""
         raise ConfigError(
@@ -120,13 +126,23 @@ def _read_source(name: str, entry: Any, sequence_length: int | None) -> Source:
     for option in given:
         if option not in known:
             raise ConfigError(f"{key} has no option '{option}'. Its options are {listed(known)}.{did_you_mean(option, known)}")
-    if not _names_files(given.get("train_path")) or given["train_path"] == "???":
-        raise ConfigError(f"{key}.train_path must be given: a folder, a .bin or .npy file, a pattern, or a list of these.")
     source = Source(name, **given)
-    if (source.weight is None) == (source.tokens is None):
-        raise ConfigError(f"{key} must have either weight or tokens, for example {key}.weight=0.5.")
     _check_numbers(key, source)
+    _check_paths(key, source)
+    both = source.weight is not None and source.tokens is not None
+    if both or source.train_path is not None and source.weight is source.tokens is None:
+        raise ConfigError(f"{key} must have either weight or tokens, for example {key}.weight=0.5.")
     return source
+
+
+def _check_paths(key: str, source: Source) -> None:
+    if source.val_path is not None and not _names_files(source.val_path):
+        raise ConfigError(f"{key}.val_path must be a string or a list of strings; got {source.val_path!r}.")
+    if source.train_path is None and source.val_path is not None and not source.share:
+        return
+    if not _names_files(source.train_path) or source.train_path == "???":
+        only = " Without it, a source is only validated, and its weight must be 0." if source.val_path is not None else ""
+        raise ConfigError(f"{key}.train_path must be given: a folder, a .bin or .npy file, a pattern, or a list of these.{only}")
 
 
 def _check_numbers(key: str, source: Source) -> None:
@@ -140,8 +156,6 @@ def _check_numbers(key: str, source: Source) -> None:
         raise ConfigError(f"{key}.val_fraction must be at least 0 and less than 1; got {fraction!r}.")
     if separator is not None and (isinstance(separator, bool) or not isinstance(separator, int)):
         raise ConfigError(f"{key}.document_separator must be a whole number; got {separator!r}.")
-    if source.val_path is not None and not _names_files(source.val_path):
-        raise ConfigError(f"{key}.val_path must be a string or a list of strings; got {source.val_path!r}.")
 
 
 def _names_files(value: Any) -> bool:

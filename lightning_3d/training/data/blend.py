@@ -79,14 +79,15 @@ class Blend(PackedDataModule):
         find = Finder(vars(self), fresh=self.trainer is None)  # a trainer has called prepare_data
         corpora = zip(self.sources, find_sources(self.sources, find=find), strict=True)
         found = {source.name: self._load(source, *files) for source, files in corpora}
-        parts = tuple(self._pack(train, None) for train, _ in found.values())
-        plan = BlendPlan.of(self.sources, [len(part) for part in parts], self.sequence_length)
+        parts = tuple(self._pack(train, None) for train, _ in found.values() if train is not None)
+        trained = [source for source in self.sources if found[source.name][0] is not None]
+        plan = BlendPlan.of(trained, [len(part) for part in parts], self.sequence_length)
         self.plan, self.train_set = plan, BlendDataset(plan, parts, self.seed)
         self.val_sets = {name: self._validation_set(val) for name, (_, val) in found.items() if val is not None}
         self.val_names = tuple(self.val_sets)
 
-    def _load(self, source: Source, files: Corpus, held_out: Corpus | None) -> tuple[Tokens, Tokens | None]:
-        require_separator(files, vars(self))
+    def _load(self, source: Source, files: Corpus | None, held_out: Corpus | None) -> tuple[Tokens | None, Tokens | None]:
+        require_separator(files or held_out, vars(self))
         train, val = map_corpora(files, held_out, source.val_fraction, self.sequence_length)
         self._check_vocabulary(train, val)
         return train, val
@@ -150,9 +151,9 @@ class Blend(PackedDataModule):
     def validation_weights(self) -> dict[str, float]:
         """Weight of each validation set in `val_loss`: the share of its source in the blend; equal if only sources of weight 0 have one."""
         assert self.plan is not None, "setup() comes first"
-        shares = {source.name: share for source, share in zip(self.sources, self.plan.interleaving.shares, strict=True)}
-        total = sum(shares[name] for name in self.val_names)
-        return {name: shares[name] / total if total else 1 / len(self.val_names) for name in self.val_names}
+        shares = {source.name: share for source, share in zip(self.plan.sources, self.plan.interleaving.shares, strict=True)}
+        total = sum(shares.get(name, 0) for name in self.val_names)
+        return {name: shares.get(name, 0) / total if total else 1 / len(self.val_names) for name in self.val_names}
 
 
 class BlendDataset(Samples):

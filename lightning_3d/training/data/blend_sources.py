@@ -25,7 +25,7 @@ class BlendPlan:
     """Which rows a blend has.
 
     Attributes:
-        sources: the sources.
+        sources: the sources that have files to train on.
         samples: training samples of each.
         sequence_length: tokens of a sample.
         interleaving: the order of the sources.
@@ -143,19 +143,29 @@ def find_sources(
     tokenizer: str | None = None,
     check_hashes: bool | None = False,
     find: Callable[..., Corpus] = find_corpus,
-) -> tuple[tuple[Corpus, Corpus | None], ...]:
-    """Find and check the files of all sources; see `find_corpora`.
+) -> tuple[tuple[Corpus | None, Corpus | None], ...]:
+    """Find and check the files of all sources; see `find_corpora`. A source that is only validated has no files to train on.
 
     Raises:
         DataError: a file is missing, truncated or damaged, or the sources are of different tokenizers.
     """
-    found = [
-        find_corpora(source.train_path, source.val_path, tokenizer, source.document_separator, check_hashes, find)
-        for source in sources
-    ]
-    for train, _ in found[1:]:
-        require_same_tokenizer(found[0][0], train)
-    return tuple(found)
+    found = tuple(_find_source(source, tokenizer, check_hashes, find) for source in sources)
+    first, *others = [train or val for train, val in found]
+    assert first is not None, "each source has a path"
+    for other in others:
+        assert other is not None
+        require_same_tokenizer(first, other)
+    return found
+
+
+def _find_source(
+    source: Source, tokenizer: str | None, check_hashes: bool | None, find: Callable[..., Corpus]
+) -> tuple[Corpus | None, Corpus | None]:
+    """Find the files of a source to train on and those held out."""
+    known = tokenizer, source.document_separator, check_hashes, find
+    if source.train_path is None:
+        return None, find_corpora(source.val_path, None, *known)[0]
+    return find_corpora(source.train_path, source.val_path, *known)
 
 
 def training_samples(source: Source, train: Corpus, val: Corpus | None, sequence_length: int) -> int:
@@ -173,9 +183,10 @@ def check_blend(config: Mapping[str, Any], steps: int | None) -> None:
     length, batch = config["sequence_length"], config.get("global_batch_size")
     sources = read_sources(config["sources"], length)
     found = find_sources(sources, config.get("tokenizer"), config.get("check_hashes"), Finder(config, fresh=True))
-    for train, _ in found:
-        require_separator(train, config)
-    samples = [training_samples(source, *corpora, length) for source, corpora in zip(sources, found, strict=True)]
-    plan = BlendPlan.of(sources, samples, length)
+    for train, val in found:
+        require_separator(train or val, config)
+    trained = [(source, train, val) for source, (train, val) in zip(sources, found, strict=True) if train is not None]
+    samples = [training_samples(source, train, val, length) for source, train, val in trained]
+    plan = BlendPlan.of([source for source, *_ in trained], samples, length)
     if steps is not None and batch is not None:
         plan.require_steps(steps, BatchRamp.read(config.get("batch_ramp"), batch, length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_3d.errors import DataError
 from lightning_3d.storage.piece_cache import CachedFile, Piece, PieceCache
 from lightning_3d.storage.remote_path import Place
 
@@ -27,6 +29,7 @@ class TokenPart:
         tokens: number of ids.
         identity: hash that tells its contents from others: that of a manifest, and of a URL that of its version; None if not known.
         offset: bytes before the first id.
+        ends: file with the end of each document, counted in ids, in ascending order; None if documents have no index.
     """
 
     path: Place | CachedFile
@@ -34,12 +37,29 @@ class TokenPart:
     tokens: int
     identity: str | None = None
     offset: int = 0
+    ends: TokenPart | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read the ids [start, stop): a view of the mapped file, or a copy of what a cache has of a URL."""
         if not isinstance(self.path, CachedFile):
             return _map(self)[start:stop]
         return np.frombuffer(self.path.read(*self._span(start, stop)), self.numpy_dtype)
+
+    def begins(self, start: int, stop: int) -> np.ndarray:
+        """Return the places of the ids in [start, stop) at which documents begin, in ascending order. Needs `ends`.
+
+        Raises:
+            DataError: the ends are not in ascending order.
+        """
+        assert self.ends is not None
+        first, last = (bisect_left(range(self.ends.tokens), place, key=self.ends._id_at) for place in (start, stop))
+        places = self.ends.read(first, last).astype(np.int64)
+        if places.size and (places[0] < start or places[-1] >= stop or (np.diff(places) < 0).any()):
+            raise DataError(f"{self.ends.path} is damaged: the ends of its documents are not in ascending order. Copy it again.")
+        return np.concatenate([np.zeros(int(start == 0), np.int64), places])
+
+    def _id_at(self, place: int) -> int:
+        return int(self.read(place, place + 1)[0])
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces of the cache that the ids [start, stop) are in; none for a file on the disk."""
@@ -98,6 +118,19 @@ class Concatenation:
         pieces = [part.read(start, stop) for part, start, stop in self._ranges()]
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, self.dtype)], dtype=self.dtype)
         return whole.astype(self.dtype if dtype is None else dtype, copy=bool(copy))
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether all files have an index of their documents."""
+        return all(part.ends is not None for part in self._parts)
+
+    def begins(self) -> np.ndarray:
+        """Mark the first id of each document by the indices of the files, (ids,) of bool. A file begins with a document."""
+        marks, place = np.zeros(len(self), dtype=bool), 0
+        for part, start, stop in self._ranges():
+            marks[place + part.begins(start, stop) - start] = True
+            place += stop - start
+        return marks
 
     @property
     def cache(self) -> PieceCache | None:

@@ -1,22 +1,23 @@
-"""What a path of `data=tokens` names: a token file, an array of NumPy, a data set of Megatron, a folder of shards, or a glob of these, on
-the disk or at a URL. Reads no tokens. NumPy only."""
+"""What a path of `data=tokens` names: a token file, an array of NumPy, a data set of Megatron, files of nanotron, a folder of shards, or a
+glob of these, on the disk or at a URL. Reads no tokens. NumPy only."""
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_3d.config.options.data_urls import data_place, path_list
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.storage.remote_path import AnyPlace, Place
+from lightning_3d.storage.remote_path import WEB, AnyPlace, Place
 from lightning_3d.storage.steady_path import SteadyPath
 from lightning_3d.training.data.array_file import read_array_header
 from lightning_3d.training.data.concatenation import TokenPart
 from lightning_3d.training.data.indexed_file import index_of, read_header
+from lightning_3d.training.data.nanotron_file import SUFFIX, ends_of, read_nanotron_file, same_name
 from lightning_3d.training.data.shard_manifest import NAME, Manifest, TokenizerIdentity, check_shards, read_manifest
 from lightning_3d.training.data.token_file import index_path, require_size
 
@@ -31,6 +32,7 @@ class Corpus:
         separator: id after each document; None if the files do not say.
         tokenizer: tokenizer of all of them; None if the files do not say.
         largest: largest id; None if the files do not say.
+        tokenizer_name: tokenizer of all of them, where they say no more of it than its name.
     """
 
     parts: tuple[TokenPart, ...]
@@ -38,6 +40,12 @@ class Corpus:
     separator: int | None = None
     tokenizer: TokenizerIdentity | None = None
     largest: int | None = None
+    tokenizer_name: str | None = None
+
+    @property
+    def marks_documents(self) -> bool:
+        """Whether the ends of documents are known: by a separator, or by an index of each file."""
+        return self.separator is not None or all(part.ends is not None for part in self.parts)
 
     @property
     def tokens(self) -> int:
@@ -50,7 +58,8 @@ def find_corpus(path: Path, *, hashes: bool = False) -> Corpus:
 
     Args:
         path: a `.npy` (`array_file`), a `.bin` or `.ds` with a `.json` (`token_file`), a `.bin` with an `.idx` (`indexed_file`), the
-            `.idx`, or the common path of such a pair without the suffix; a folder of `lightning-3d tokenize`; or a glob of these.
+            `.idx`, or the common path of such a pair without the suffix; a `.ds` (`nanotron_file`), or a folder of them; a folder of
+            `lightning-3d tokenize`; or a glob of these.
         hashes: read the shards of folders and compare their hashes.
 
     Raises:
@@ -76,6 +85,8 @@ def find_at_url(url: SteadyPath, *, hashes: bool = False) -> Corpus:
         return _of_pattern(url, hashes)
     if url.suffix not in _SUFFIXES and (url / NAME).is_file():
         return _of_manifest(url, read_manifest(url), None, hashes)
+    if url.suffix not in _SUFFIXES and url.protocol not in WEB and (url / f"*{SUFFIX}").glob():
+        return replace(_of_pattern(url / f"*{SUFFIX}", hashes), name=str(url))
     file = _ids_of(url) if url.suffix in _SUFFIXES else url.with_name(f"{url.name}.bin")
     if file.is_file() or url.suffix == ".idx" and url.is_file():
         return _of_file(file, {}, hashes)
@@ -114,13 +125,19 @@ def _ids_of(path: AnyPlace) -> AnyPlace:
 
 
 def _one(path: Place, folder: bool, manifests: dict[Place, Manifest | None], hashes: bool) -> Corpus:
-    return _of_manifest(path, read_manifest(path), None, hashes) if folder else _of_file(path, manifests, hashes)
+    if not folder:
+        return _of_file(path, manifests, hashes)
+    if isinstance(path, Path) and not (path / NAME).is_file() and (files := sorted(path.glob(f"*{SUFFIX}"))):
+        return _joined(str(path), [_of_file(file, manifests, hashes) for file in files])
+    return _of_manifest(path, read_manifest(path), None, hashes)
 
 
 def _of_file(path: Place, manifests: dict[Place, Manifest | None], hashes: bool) -> Corpus:
     if path.suffix == ".npy":
         array = read_array_header(path)
         return Corpus((TokenPart(path, array.dtype, array.tokens, offset=array.offset),), str(path))
+    if path.suffix == SUFFIX and not index_path(path).is_file():
+        return _of_nanotron(path)
     if index_path(path).is_file() or not index_of(path).is_file():
         index = require_size(path)
         return Corpus((TokenPart(path, index.dtype, index.tokens),), str(path), index.document_separator)
@@ -134,6 +151,12 @@ def _of_file(path: Place, manifests: dict[Place, Manifest | None], hashes: bool)
     return Corpus((TokenPart(path, header.dtype, header.tokens),), str(path))
 
 
+def _of_nanotron(path: Place) -> Corpus:
+    file = read_nanotron_file(path)
+    ends = None if file.documents is None else TokenPart(ends_of(path), "uint64", file.documents)
+    return Corpus((TokenPart(path, file.dtype, file.tokens, ends=ends),), str(path), tokenizer_name=file.tokenizer)
+
+
 def _of_manifest(folder: Place, manifest: Manifest, name: str | None, hashes: bool) -> Corpus:
     shards = [shard for shard in manifest.shards if name in (None, shard.name)]
     check_shards(folder, manifest, shards, hashes=hashes)
@@ -145,8 +168,10 @@ def _of_manifest(folder: Place, manifest: Manifest, name: str | None, hashes: bo
 
 def _joined(name: str, found: list[Corpus]) -> Corpus:
     first = found[0]
+    named = next((corpus for corpus in found if corpus.tokenizer_name is not None), first)
     for other in found[1:]:
         require_same_tokenizer(first, other)
+        _require_same_name(named, other)
     largest = [corpus.largest for corpus in found]
     return Corpus(
         tuple(part for corpus in found for part in corpus.parts),
@@ -154,6 +179,7 @@ def _joined(name: str, found: list[Corpus]) -> Corpus:
         first.separator,
         first.tokenizer,
         None if None in largest else max(one for one in largest if one is not None),
+        named.tokenizer_name,
     )
 
 
@@ -168,14 +194,25 @@ def require_same_tokenizer(first: Corpus, other: Corpus) -> None:
         raise DataError(
             f"{first.name} and {other.name} are of different tokenizers: {both[0]} and {both[1]}. Use files of one tokenizer."
         )
+    _require_same_name(first, other)
     if first.separator != other.separator:
         raise DataError(
             f"{first.name} and {other.name} do not end documents alike: {_ends(first)}, {_ends(other)}. Use files of one tokenizer."
         )
 
 
+def _require_same_name(first: Corpus, other: Corpus) -> None:
+    names = first.tokenizer_name, other.tokenizer_name
+    if names[0] is not None and names[1] is not None and not same_name(names[0], names[1]):
+        raise DataError(
+            f"{first.name} and {other.name} are of different tokenizers: {names[0]} and {names[1]}. Use files of one tokenizer."
+        )
+
+
 def _ends(corpus: Corpus) -> str:
-    return "one does not say which token it has" if corpus.separator is None else f"one has token {corpus.separator}"
+    if corpus.separator is not None:
+        return f"one has token {corpus.separator}"
+    return "one has an index of them" if corpus.marks_documents else "one does not say which token it has"
 
 
 def require_tokenizer(corpora: Iterable[Corpus], tokenizer: str) -> None:
@@ -189,8 +226,12 @@ def require_tokenizer(corpora: Iterable[Corpus], tokenizer: str) -> None:
     """
     from lightning_3d.training.data.tokenization.encoding import load_tokenizer
 
-    wanted = load_tokenizer(tokenizer).identity
+    wanted = None
     for corpus in corpora:
+        if corpus.tokenizer is None and corpus.tokenizer_name is not None:
+            _require_name(corpus, tokenizer)
+            continue
+        wanted = wanted or load_tokenizer(tokenizer).identity
         if corpus.tokenizer is None:
             raise DataError(
                 f"{corpus.name} has no {NAME}, so its tokenizer cannot be compared with {tokenizer}. Leave data.tokenizer out, or"
@@ -201,6 +242,15 @@ def require_tokenizer(corpora: Iterable[Corpus], tokenizer: str) -> None:
                 f"{corpus.name} is of another tokenizer than data.tokenizer: {corpus.tokenizer}, not {wanted}. Tokenize again, or use the"
                 " model of that tokenizer."
             )
+
+
+def _require_name(corpus: Corpus, tokenizer: str) -> None:
+    """Refuse a corpus that says the name of another tokenizer: more than names cannot be compared."""
+    if corpus.tokenizer_name is not None and not same_name(corpus.tokenizer_name, tokenizer):
+        raise DataError(
+            f"{corpus.name} is of another tokenizer than data.tokenizer={tokenizer}: its metadata names {corpus.tokenizer_name}. Use"
+            f" data.tokenizer={corpus.tokenizer_name}, or leave it out if both are the same."
+        )
 
 
 def find_corpora(
@@ -242,11 +292,11 @@ def _separated(corpus: Corpus, separator: int | None) -> Corpus:
             f"data.document_separator={separator} contradicts {corpus.name}, whose documents end with token {corpus.separator}. Leave it"
             " out."
         )
-    return Corpus(corpus.parts, corpus.name, separator, corpus.tokenizer, corpus.largest)
+    return replace(corpus, separator=separator)
 
 
-def require_separator(corpus: Corpus, options: Mapping[str, Any]) -> None:
-    """Refuse files that do not say which token ends a document, where one of these options of a data module needs it.
+def require_separator(corpus: Corpus | None, options: Mapping[str, Any]) -> None:
+    """Refuse files that do not say where documents end, where one of these options of a data module needs it. None has no files.
 
     Raises:
         ConfigError: names the option.
@@ -254,7 +304,7 @@ def require_separator(corpus: Corpus, options: Mapping[str, Any]) -> None:
     needs = "data.document_mask=true" if options.get("document_mask") else ""
     if options.get("predict_across_documents") is False and not needs:
         needs = "data.predict_across_documents=false"
-    if needs and corpus.separator is None:
+    if needs and corpus is not None and not corpus.marks_documents:
         raise ConfigError(
             f"{needs} needs the token that ends a document, and {corpus.name} does not say it. Set data.document_separator to its id"
             " (of a source of a blend: data.sources.NAME.document_separator)."

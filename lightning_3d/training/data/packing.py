@@ -21,12 +21,12 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Tokens:
-    """A sequence of tokens: documents one after the other, each followed by a separator.
+    """A sequence of tokens: documents one after the other, each followed by a separator or listed in an index.
 
     Attributes:
         values: (tokens,) of an integer type; an array in memory, a memory-mapped file, or several files.
         name: source of the tokens, for messages.
-        separator: token at the end of each document; None if documents are not marked.
+        separator: token at the end of each document; None if documents are not marked, or only by the index of their files.
         first: position of `values[0]` in the source, for messages.
         largest: largest id of the source; None if it is not known.
     """
@@ -44,6 +44,21 @@ class Tokens:
     def cache(self) -> PieceCache | None:
         """The cache of remote data through which they are read: reading all of them would fetch them. None: they are on the disk."""
         return self.values.cache if isinstance(self.values, Concatenation) else None
+
+    def begins(self, start: int, input_ids: Tensor) -> Tensor | None:
+        """Mark the first token of each document of a sample, (sequence,) of bool. None: documents are not marked.
+
+        Args:
+            start: place of the sample in the tokens.
+            input_ids: (sequence,), the sample.
+        """
+        if self.separator is not None:
+            return begins_after(input_ids, self.separator)
+        if not isinstance(self.values, Concatenation) or not self.values.has_ends:
+            return None
+        begins = torch.from_numpy(self.values[start : start + len(input_ids)].begins())
+        begins[0] = True
+        return begins
 
     def part(self, start: int, stop: int) -> Tokens:
         return Tokens(self.values[start:stop], self.name, self.separator, self.first + start, self.largest)
@@ -184,7 +199,7 @@ class PackedDataset(Samples):
         if begins is not None:
             self._separate(sample, begins)
         elif self._document_mask:
-            raise DataError(f"data.document_mask=true needs the token that ends a document, and {self.tokens.name} has none.")
+            raise DataError(f"data.document_mask=true needs the ends of documents, and {self.tokens.name} does not say them.")
         return sample
 
     @property
@@ -212,7 +227,7 @@ class PackedDataset(Samples):
         Args:
             start: place of the sample in the tokens.
         """
-        return None if self.tokens.separator is None else begins_after(input_ids, self.tokens.separator)
+        return self.tokens.begins(start, input_ids)
 
     def _separate(self, sample: dict[str, Tensor], begins: Tensor) -> None:
         """Add to a sample what its documents change."""

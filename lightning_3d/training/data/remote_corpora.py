@@ -6,7 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -62,9 +62,15 @@ class Finder:
                 corpus = _look(path, hashes)
                 with cache.usable(DataError):
                     _write(file, corpus)
-        parts = tuple(_cached(part, cache) for part in corpus.parts)
-        _require_room(cache, sum(part.path.size for part in parts if isinstance(part.path, CachedFile)))
+        parts = tuple(_with_ends(part, lambda file: _cached(file, cache)) for part in corpus.parts)
+        files = [file for part in parts for file in (part, part.ends) if file is not None]
+        _require_room(cache, sum(file.path.size for file in files if isinstance(file.path, CachedFile)))
         return replace(corpus, parts=parts)
+
+
+def _with_ends(part: TokenPart, change: Callable[[TokenPart], TokenPart]) -> TokenPart:
+    """Change a file and the index of its documents."""
+    return replace(change(part), ends=None if part.ends is None else change(part.ends))
 
 
 def _cached(part: TokenPart, cache: PieceCache) -> TokenPart:
@@ -121,8 +127,8 @@ def _find(url: SteadyPath, hashes: bool) -> Corpus:
     try:
         corpus = find_at_url(steady, hashes=hashes)
         with ThreadPoolExecutor(_REQUESTS) as pool:
-            parts = tuple(pool.map(_identified, corpus.parts))
-        return replace(corpus, parts=tuple(replace(part, path=SteadyPath(str(part.path))) for part in parts))
+            parts = tuple(pool.map(lambda part: _with_ends(part, _identified), corpus.parts))
+        return replace(corpus, parts=parts)
     except OSError as error:
         raise DataError(f"Training data cannot be read: {unreachable(error)}.") from None
 
@@ -131,23 +137,32 @@ def _identified(part: TokenPart) -> TokenPart:
     """Identify the version of a file. Where the store does not tell versions apart, the hash in the manifest does."""
     assert isinstance(part.path, SteadyPath)
     identity = [part.path.url, part.path.facts(), part.identity]
-    return replace(part, identity=hashlib.sha256(json.dumps(identity).encode()).hexdigest())
+    return replace(part, path=SteadyPath(part.path.url), identity=hashlib.sha256(json.dumps(identity).encode()).hexdigest())
 
 
 def _read(file: Path) -> Corpus | None:
     """Read what was written down about a URL; None if nothing was, or another version of this package wrote it."""
     try:
         entries = parse_json(read_text(file))
-        parts = tuple(TokenPart(SteadyPath(part.pop("path")), **part) for part in entries.pop("parts"))
+        parts = tuple(_part_of(part) for part in entries.pop("parts"))
         tokenizer = entries.pop("tokenizer")
         return Corpus(parts=parts, tokenizer=TokenizerIdentity(**tokenizer) if tokenizer else None, **entries)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
+def _part_of(entries: dict[str, Any]) -> TokenPart:
+    path, ends = SteadyPath(entries.pop("path")), entries.pop("ends", None)
+    return TokenPart(path, **entries, ends=_part_of(ends) if ends else None)
+
+
+def _entries_of(part: TokenPart) -> dict[str, Any]:
+    return {**vars(part), "path": str(part.path), "ends": None if part.ends is None else _entries_of(part.ends)}
+
+
 def _write(file: Path, corpus: Corpus) -> None:
     entries = asdict(replace(corpus, parts=()))
-    entries["parts"] = [{**vars(part), "path": str(part.path)} for part in corpus.parts]
+    entries["parts"] = [_entries_of(part) for part in corpus.parts]
     draft = file.with_suffix(".partial")
     file.parent.mkdir(mode=0o700, exist_ok=True)
     draft.write_text(json.dumps(entries), "utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from typing_extensions import override
 
@@ -71,11 +71,23 @@ class TokenFiles(PackedDataModule):
         return map_corpora(train, val, self.val_fraction, self.sequence_length)
 
 
-def map_corpora(train: Corpus, val: Corpus | None, val_fraction: float, sequence_length: int) -> tuple[Tokens, Tokens | None]:
+@overload
+def map_corpora(train: Corpus, val: Corpus | None, val_fraction: float, sequence_length: int) -> tuple[Tokens, Tokens | None]: ...
+
+
+@overload
+def map_corpora(
+    train: Corpus | None, val: Corpus | None, val_fraction: float, sequence_length: int
+) -> tuple[Tokens | None, Tokens | None]: ...
+
+
+def map_corpora(
+    train: Corpus | None, val: Corpus | None, val_fraction: float, sequence_length: int
+) -> tuple[Tokens | None, Tokens | None]:
     """Map files to train on and held-out files into memory. Without the latter, the end of the former is held out."""
-    if val is not None:
-        return _map(train), _map(val)
-    return _map(train).hold_out(val_fraction, sequence_length)
+    if train is not None and val is None:
+        return _map(train).hold_out(val_fraction, sequence_length)
+    return _map(train) if train is not None else None, _map(val) if val is not None else None
 
 
 def _map(corpus: Corpus) -> Tokens:
