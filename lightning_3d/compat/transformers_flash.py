@@ -1,12 +1,13 @@
-"""What FlashAttention of Transformers asks about masks and positions in each layer.
+"""What FlashAttention of Transformers asks about masks and positions in each layer, and the lengths of documents that it takes.
 
 Three functions of `transformers.modeling_flash_attention_utils`, which are not public, read values from the device: where padding is, and
-whether one row has several documents, and where they begin. Tried with Transformers 5.23 and 5.24.
+whether one row has several documents, and where they begin. Tried with Transformers 5.17, 5.23 and 5.24.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,3 +82,41 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "_is_packed_sequence": _is_packed,
     "prepare_fa_kwargs_from_position_ids": _documents,
 }
+
+
+def document_lengths(positions: Tensor) -> dict[str, Any]:
+    """Arguments of a model's forward with which FlashAttention's variable-length kernels keep documents apart, in any number of rows.
+
+    Transformers itself looks for documents in micro-batches of one row only. The number of documents is the one value that the host has
+    to know: it is read once for all layers, and not from the device where the host knows the batch (`KnownValues`). The bound of the
+    lengths is the length of a row.
+
+    Args:
+        positions: (rows, seq) of int64; a document begins with each row and where a position does not follow the one before it.
+    """
+    first = torch.ones_like(positions[:, :1], dtype=torch.bool)
+    begins = torch.cat([first, positions.diff(dim=1) != 1], dim=1).flatten()
+    places = torch.nonzero_static(begins, size=int(begins.sum())).flatten()
+    ends = F.pad(places.to(torch.int32), (0, 1), value=len(begins))
+    longest = positions.shape[1]
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+@contextmanager
+def replaced_kernels(rows: Callable[..., Tensor], lengths: Callable[..., Tensor]) -> Iterator[None]:
+    """Context in which every FlashAttention of Transformers calls these functions instead of its kernels.
+
+    Args:
+        rows: instead of `flash_attn_func`.
+        lengths: instead of `flash_attn_varlen_func`.
+    """
+    import transformers.modeling_flash_attention_utils as flash
+
+    before = dict(vars(flash))  # kernels that are loaded already
+    functions = (rows, lengths, None, flash._pad_input, flash._unpad_input)
+    changed: Any = flash
+    changed._lazy_imports, changed._loaded_implementation = lambda *args, **kwargs: functions, None
+    try:
+        yield
+    finally:
+        vars(flash).update(before)

@@ -12,6 +12,11 @@ MASKED = ("sdpa", "eager", "flex_attention")
 """Implementations of attention that take a mask."""
 
 
+def takes_lengths(attention: str | None) -> bool:
+    """Return whether an implementation of attention is a FlashAttention of Transformers, with kernels that take lengths of documents."""
+    return attention is not None and "|" not in attention and ("flash_attention_" in attention or "flash-" in attention)
+
+
 def check_documents(name: str, read: Callable[[str], Any], attention: str | None, cp: int) -> None:
     """Refuse what `data.document_mask=true` does not work with.
 
@@ -34,8 +39,9 @@ def check_documents(name: str, read: Callable[[str], Any], attention: str | None
             f"data.document_mask=true cannot be used with {name}: {why}. Use data.document_mask=false, or a model with full or sliding"
             " attention and default rotary positions."
         )
-    if attention is not None and attention not in MASKED and cp == 1:
+    if attention is not None and attention not in MASKED and not takes_lengths(attention) and cp == 1:
+        known = (*MASKED, "flash_attention_2")
         raise ConfigError(
-            f"data.document_mask=true does not work with model.attn_implementation={attention}, which sees documents only in micro-batches"
-            f" of one row. Use {listed(MASKED, last='or')}. On GPUs, flex_attention skips what is masked."
+            f"data.document_mask=true does not work with model.attn_implementation={attention}, which is not known to keep documents apart."
+            f" Use {listed(known, last='or')}."
         )

@@ -18,7 +18,8 @@ from lightning_3d.config.options.objective import require_same_vocabulary
 from lightning_3d.models.pretrained_config import architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.documents import IGNORE_INDEX
-from lightning_3d.training.module import CausalLM, inputs_of, transformers_config
+from lightning_3d.training.document_inputs import inputs_of
+from lightning_3d.training.module import CausalLM, transformers_config
 
 
 class DistilledLM(CausalLM):
@@ -70,8 +71,8 @@ class DistilledLM(CausalLM):
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         with torch.no_grad():
-            expected = self.teacher(**inputs_of(batch)).logits
-        output = self.model(**inputs_of(batch), labels=batch["labels"])
+            expected = self.teacher(**inputs_of(batch, self.teacher)).logits
+        output = self.model(**inputs_of(batch, self.model), labels=batch["labels"])
         softened = divergence(output.logits, expected, batch["labels"], self.temperature)
         loss = (1 - self.teacher_weight) * output.loss + self.teacher_weight * softened
         self.log("loss", loss)

@@ -2,7 +2,8 @@
 
 A copy of the model runs on a few random tokens with random weights, in float64 on the CPU: once on samples of several documents, and once
 on each document alone. Every result must be the same. Of large models, one block of each kind runs, and matrices are filled with one row,
-which takes no memory. No rank communicates, and the model may be on meta.
+which takes no memory. Windows are shorter than documents, and the kernels of FlashAttention are replaced (`document_kernels`). No rank
+communicates, and the model may be on meta.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.context.token_trials import random_values
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, kept_blocks, kinds_of, leave_out_blocks
 from lightning_3d.training.data.documents import restarting_positions
+from lightning_3d.training.document_inputs import arguments_of
+from lightning_3d.training.document_kernels import on_the_cpu
 from lightning_3d.weights.blueprint import isolated_generators
 from lightning_3d.weights.initialize import initialize
 
@@ -28,6 +31,9 @@ _DOCUMENTS = ((5, 4, 3), (2, 1, 9))
 
 _IDS = 64
 """Token ids of the copy: rows of its embeddings and of its head."""
+
+_WINDOW = 3
+"""Tokens of a window or of a chunk of attention in the copy."""
 
 _SAME = 1e-6  # relative; some models compute parts in float32
 
@@ -43,7 +49,7 @@ def require_separate_documents(model: nn.Module) -> None:
     """
     name = type(model).__name__
     works = "Use data.document_mask=false, or a model that attends with rotary positions and full or sliding attention, such as Llama."
-    with real_values(), torch.device("cpu"), torch.no_grad(), isolated_generators():
+    with real_values(), torch.device("cpu"), torch.no_grad(), isolated_generators(), on_the_cpu():
         try:
             difference = _largest_difference(_trial_copy(model))
         except Exception as error:
@@ -69,7 +75,8 @@ def _largest_difference(model: nn.Module) -> float:
     places = [(row, start, size) for row, sizes in enumerate(_DOCUMENTS) for start, size in zip(_starts(sizes), sizes, strict=True)]
     # The results of causal models do not depend on the tokens that follow.
     first = torch.stack([ids[row].roll(-start) for row, start, _ in places])
-    packed = _outputs(model, ids, position_ids=torch.stack([restarting_positions(row) for row in begins]))
+    positions = torch.stack([restarting_positions(row) for row in begins])
+    packed = _outputs(model, ids, **arguments_of(model, positions))
     alone = _outputs(model, first)
     errors = [(packed[row, start : start + size] - alone[index, :size]).abs().max() for index, (row, start, size) in enumerate(places)]
     error = torch.stack(errors).max() / alone.abs().max()
@@ -80,7 +87,7 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
-def _outputs(model: nn.Module, ids: Tensor, **more: Tensor) -> Tensor:
+def _outputs(model: nn.Module, ids: Tensor, **more: Any) -> Tensor:
     """Logits (batch, seq, ids)."""
     with _OneRow():
         out: Tensor = model(input_ids=ids, use_cache=False, **more).logits
@@ -114,8 +121,19 @@ def _trial_copy(model: nn.Module) -> Any:
                 child._parameters[key] = shared.setdefault(id(value), nn.Parameter(given, value.requires_grad))
         if (config := vars(child).get("config")) is not None:
             config._experts_implementation = "eager"  # grouped products do not know float64
+            _shorten_windows(config)
+            if getattr(config, "_attn_implementation", None) == "flex_attention":  # same masks, but on the CPU it does not know sinks
+                config._attn_implementation_internal = "eager"
+        _shorten_windows(child)
     initialize(copied, device="cpu")  # buffers that are on meta
     return copied
+
+
+def _shorten_windows(holder: Any) -> None:
+    """Make windows and chunks of attention shorter than the documents of the trial: their edges must follow documents, too."""
+    for name in ("sliding_window", "attention_chunk_size"):
+        if isinstance(value := vars(holder).get(name), int) and value > _WINDOW:
+            setattr(holder, name, _WINDOW)
 
 
 def _leave_out_equal_blocks(copied: nn.Module) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
+from lightning_3d.compat.transformers_masks import give_positions_to_masks
 from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.multi_token import MultiTokenOptions
 from lightning_3d.config.options.optimizer import check_optimizer
@@ -26,6 +27,7 @@ from lightning_3d.models.multi_token import predict_ahead
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.documents import IGNORE_INDEX
+from lightning_3d.training.document_inputs import inputs_of
 from lightning_3d.training.document_trial import require_separate_documents
 from lightning_3d.training.optimizers import decay_of, make_optimizer, try_optimizer
 from lightning_3d.training.parameter_groups import NamedGroup, find_groups
@@ -90,12 +92,12 @@ class CausalLM(LightningModule):
         except (ImportError, ValueError) as error:  # its package is not installed, or there is none of this name
             if isinstance(error, ValueError) and "attn_implementation" not in str(error):
                 raise
+            works = "eager" if attention == "sdpa" else "sdpa (or eager, for a model that has no sdpa)"
             raise ConfigError(
-                f"model.attn_implementation={attention} cannot be used here: {error} Use model.attn_implementation=sdpa, which needs no"
-                " package."
+                f"model.attn_implementation={attention} cannot be used here: {' '.join(str(error).split())} Use"
+                f" model.attn_implementation={works}, which needs no package."
             ) from error
-        if self._separates_documents():
-            require_separate_documents(self.model)
+        self._keep_documents_apart(self.model)
         if self.ahead.layers is not None:
             predict_ahead(self.model, self.ahead.layers)
         if self.model_config.get("pretrained") is not None:
@@ -117,19 +119,24 @@ class CausalLM(LightningModule):
             ConfigError: the model does not keep documents apart, and the data module asks for it.
         """
         model = AutoModelForCausalLM.from_config(config, attn_implementation=self.model_config.get("attn_implementation"))
-        if self._separates_documents():
-            require_separate_documents(model)
+        self._keep_documents_apart(model)
         if folder is not None:
             load_pretrained(model, folder)
         return model.requires_grad_(False).eval()
 
-    def _separates_documents(self) -> bool:
-        """Return whether the data module of the trainer, if there is one, gives positions that keep documents apart."""
+    def _keep_documents_apart(self, model: PreTrainedModel) -> None:
+        """Let a model keep documents apart if the data module of the trainer, if there is one, gives positions for it.
+
+        Raises:
+            ConfigError: the model cannot.
+        """
         try:
             data: Any = getattr(self.trainer, "datamodule", None)
         except RuntimeError:  # there is no trainer
-            return False
-        return bool(getattr(data, "document_mask", False))
+            return
+        if getattr(data, "document_mask", False):
+            give_positions_to_masks(model)
+            require_separate_documents(model)
 
     def group_parameters(self) -> None:
         """Divide the trained parameters of the whole model into the optimizer's groups, at the end of `configure_model`.
@@ -148,7 +155,7 @@ class CausalLM(LightningModule):
         if self.ahead.layers is None:
             loss = self._loss(batch)
         else:
-            output = self.model(**inputs_of(batch), labels=batch["labels"])
+            output = self.model(**inputs_of(batch, self.model), labels=batch["labels"])
             loss = output.loss + self.ahead.loss_weight * output.mtp_loss
             for name, part in zip(self.loss_parts, (output.loss, output.mtp_loss), strict=True):
                 self.log(name, part)
@@ -194,7 +201,7 @@ class CausalLM(LightningModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None, "configure_model comes first"
-        return self.model(**inputs_of(batch), labels=batch["labels"]).loss
+        return self.model(**inputs_of(batch, self.model), labels=batch["labels"]).loss
 
     @override
     def configure_optimizers(self) -> Any:
@@ -216,11 +223,6 @@ class CausalLM(LightningModule):
         except RuntimeError:  # it has none
             return None
         return getattr(getattr(trainer, "strategy", None), "optimizer_device", None)
-
-
-def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a batch that a causal LM reads: tokens and, with a document mask, positions."""
-    return {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
 
 
 def with_adapters(model: PreTrainedModel, options: LoraOptions) -> Any:

@@ -1,6 +1,7 @@
 """FlashAttention 2 of Transformers without its package: torch computes it on any device, and waits where the package waits."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,15 +23,48 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """Causal attention within each document; shapes (tokens, heads, width). The lengths must be numbers: a tensor is read."""
     assert causal and dropout_p == 0.0 and int(max_seqlen_q) == int(max_seqlen_k)
     places = torch.arange(len(q), device=q.device)
     document = torch.searchsorted(cu_seqlens_q.long(), places, right=True)
-    mask = (document[:, None] == document) & (places[:, None] >= places)
+    behind = places[:, None] - places
+    mask = (document[:, None] == document) & (behind >= 0)
+    if window_size[0] >= 0:
+        mask &= behind <= window_size[0]
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
+
+
+def varlen_with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """FlashAttention 3 with sinks: as `flash_attn_varlen_func`, times the share of the scores that the sink of a head leaves."""
+    places = torch.arange(len(q), device=q.device)
+    outs = []
+    for begin, end in itertools.pairwise(cu_seqlens_q.tolist()):
+        assert end - begin <= max_seqlen_q
+        query, key, value = q[begin:end], *(x[begin:end].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        behind = places[: end - begin, None] - places[: end - begin]
+        hidden = (behind < 0) | (behind > (window_size[0] if window_size[0] >= 0 else end))
+        assert causal and softmax_scale is not None and s_aux is not None
+        scores = (torch.einsum("qhd,khd->hqk", query, key) * softmax_scale).masked_fill(hidden, -torch.inf)
+        total = scores.logsumexp(-1)
+        shares = (scores - total.unsqueeze(-1)).exp() * torch.sigmoid(total - s_aux.unsqueeze(-1)).unsqueeze(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", shares, value))
+    return torch.cat(outs).contiguous()
 
 
 def flash_attn_func(
@@ -43,13 +77,13 @@ def flash_attn_func(
 
 
 @contextmanager
-def fake_flash() -> Iterator[None]:
-    """Context in which models may use `flash_attention_2`, see `use_flash`."""
-    functions = (flash_attn_func, flash_attn_varlen_func, None, flash._pad_input, flash._unpad_input)
+def fake_flash(varlen: Callable[..., Tensor] = flash_attn_varlen_func) -> Iterator[None]:
+    """Context in which models may use FlashAttention, see `use_flash`."""
+    functions = (flash_attn_func, varlen, None, flash._pad_input, flash._unpad_input)
     with patch.object(flash, "_lazy_imports", lambda *args, **kwargs: functions), patch.object(flash, "_loaded_implementation", None):
         yield
 
 
-def use_flash(model: nn.Module) -> None:
-    """Let the attention of a model be FlashAttention 2. Transformers itself would look for the package."""
-    model.config._attn_implementation_internal = "flash_attention_2"  # type: ignore[union-attr]
+def use_flash(model: nn.Module, name: str = "flash_attention_2") -> None:
+    """Let the attention of a model be FlashAttention. Transformers itself would look for the package."""
+    model.config._attn_implementation_internal = name  # type: ignore[union-attr]

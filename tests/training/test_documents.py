@@ -1,6 +1,7 @@
 """Documents of a packed sample train as if each were alone: on one process, in every layout, with every implementation of attention."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -11,22 +12,30 @@ import torch
 from command_line import run_commands
 from composed_configs import composed
 from context_batches import world_size
+from counting import HostWaits
+from fake_flash import fake_flash, flash_attn_varlen_func, use_flash, varlen_with_sinks
 from models import IGNORE, Batch
 from parity import Noise, Rows, fit_on_rank
 from ranks import run_ranks
 from reference import Recipe, initial_model, target_count, train_on
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers.masking_utils import create_causal_mask
+from transformers.models.mistral import modeling_mistral
 
+from lightning_3d.compat.transformers_flash import document_lengths
+from lightning_3d.compat.transformers_masks import give_positions_to_masks
 from lightning_3d.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.layout import Layout
 from lightning_3d.models.document_limits import check_documents
+from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.training.data import make_data_module
 from lightning_3d.training.data.documents import begins_after, restarting_positions
 from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.data.packing import PackedDataset, Tokens
 from lightning_3d.training.data.token_file import write_tokens
+from lightning_3d.training.document_inputs import inputs_of
 from lightning_3d.training.document_trial import require_separate_documents
 from lightning_3d.training.module import CausalLM
 
@@ -120,7 +129,7 @@ def test_every_data_module_gives_positions(kind: str, tmp_path: Path) -> None:
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Sum over target tokens, in float64; a model of Transformers computes its own loss in float32."""
-    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
+    logits = model(**inputs_of(batch, model)).logits[:, :-1]
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -156,12 +165,104 @@ def test_a_packed_sample_equals_its_documents_alone(family: str, attention: str)
     assert abs(across - expected) > 1e-4, "the batch shows attention across documents"
 
 
+FLASH = [
+    ("llama", "flash_attention_2", flash_attn_varlen_func),
+    ("mistral", "flash_attention_3", flash_attn_varlen_func),  # with windows
+    ("gpt_oss", "flash_attention_3", varlen_with_sinks),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "kernel"), FLASH)
+def test_flash_attention_separates_the_documents_of_several_rows(family: str, name: str, kernel: Any) -> None:
+    batch = packed(3)
+    whole = target_count("llama", batch)
+    model: Any = initial_model(Recipe(family, dtype="float64"))
+    expected, wanted = gradients(model, documents_of(batch), whole)
+    with fake_flash(kernel):
+        use_flash(model, name)
+        loss, found = gradients(model, [batch], whole)
+        assert loss == pytest.approx(expected, rel=1e-12)
+    largest = max(value.abs().max() for value in wanted.values())
+    assert all((found[key] - wanted[key]).abs().max() <= 1e-12 * largest for key in wanted)
+
+
+@pytest.mark.parametrize(("knows", "reads"), [(True, 0), (False, 2)])
+def test_the_host_learns_the_lengths_of_documents_once(knows: bool, reads: int) -> None:
+    """It reads nothing in the layers, and nothing at all if it knows the batch, as in training. Otherwise it reads the number of documents,
+    and Transformers, which makes no mask here, whether there are several."""
+    model: Any = initial_model(Recipe("mistral", dtype="float64"))
+    known = KnownValues(torch.device("cpu"), wanted=knows)
+    with fake_flash():
+        use_flash(model)
+        known.begin(model)
+        with known.moving():
+            moved = {key: value.to("cpu", copy=True) for key, value in packed(3).items()}
+        with HostWaits(("read_host_copy",)) as waits, known.following():
+            loss_of(model, moved)
+        known.end()
+    assert len(waits.names) == reads, waits.names
+
+
+def test_lengths_of_documents_are_those_of_a_loop_over_tokens() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 0, 1, 2]])
+    lengths = document_lengths(positions)
+    assert lengths["cu_seq_lens_q"].tolist() == lengths["cu_seq_lens_k"].tolist() == [0, 3, 5, 6, 7, 10]
+    assert lengths["cu_seq_lens_q"].dtype == torch.int32
+    assert lengths["max_length_q"] == lengths["max_length_k"] == 5
+
+
+def test_sinks_and_windows_stay_in_a_document() -> None:
+    """GPT-OSS makes its masks without positions."""
+    batch = packed(3)
+    whole = target_count("gpt_oss", batch)
+    model: Any = initial_model(Recipe("gpt_oss", dtype="float64"))
+    expected, wanted = gradients(model, documents_of(batch), whole)
+    across = loss_of(model, batch).item() / whole
+    assert abs(across - expected) > 1e-4, "without positions in its masks"
+    give_positions_to_masks(model)
+    give_positions_to_masks(model)
+    loss, found = gradients(model, [batch], whole)
+    assert loss == pytest.approx(expected, rel=1e-12)
+    largest = max(value.abs().max() for value in wanted.values())
+    assert all((found[name] - wanted[name]).abs().max() <= 1e-12 * largest for name in wanted)
+    other = initial_model(Recipe("gpt_oss", dtype="float64"))
+    assert loss_of(other, batch).item() / whole == across, "another model is as before"
+
+
 def test_a_causal_lm_gives_positions_to_its_model() -> None:
     batch = packed(3)
     module = CausalLM({"config": {"model_type": "llama"}})
     module.model = model = initial_model(Recipe("llama"))
     expected = sum(loss_of(model, document).item() for document in documents_of(batch)) / target_count("llama", batch)
     assert module._loss(batch).item() == pytest.approx(expected, rel=1e-6)
+
+
+class Packing:
+    """A trainer as far as a model that is built asks for it: its data have a document mask."""
+
+    datamodule = SimpleNamespace(document_mask=True)
+
+
+@pytest.mark.parametrize(("model_type", "attention"), [("gpt_oss", "eager"), ("mistral", "flash_attention_2")])
+def test_a_causal_lm_tries_its_attention_and_keeps_documents_apart(model_type: str, attention: str) -> None:
+    more = {"num_local_experts": 4, "head_dim": 8} if model_type == "gpt_oss" else {}
+    module = CausalLM({"config": {"model_type": model_type, **TINY, **more, "sliding_window": 4}, "attn_implementation": "eager"})
+    module._trainer = Packing()  # type: ignore[assignment]
+    batch = packed(3)
+    module.model = AutoModelForCausalLM.from_config(module.config, attn_implementation="eager")
+    expected = sum(loss_of(module.model, document).item() for document in documents_of(batch)) / target_count("llama", batch)
+    with fake_flash():
+        if attention == "flash_attention_2":
+            use_flash(module.model)
+        module._keep_documents_apart(module.model)
+        assert module._loss(batch).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_without_an_attention_is_refused_with_one_that_works() -> None:
+    fields = {"model_type": "gpt_oss", **TINY, "num_local_experts": 4, "head_dim": 8}
+    module = CausalLM({"config": fields, "attn_implementation": "sdpa"})
+    with pytest.raises(ConfigError, match="attn_implementation=sdpa cannot be used here: .* Use model.attn_implementation=eager, which"):
+        module.configure_model()
 
 
 def test_documents_stay_apart_where_the_configuration_asks_for_a_cache() -> None:
@@ -177,8 +278,31 @@ def test_documents_stay_apart_where_the_configuration_asks_for_a_cache() -> None
 # Layouts
 
 
-def fit_packed(recipe: Recipe, **strategy: Any) -> parity.Part:
-    return fit_on_rank(recipe, Rows(packed(recipe.steps * recipe.global_batch)), parity.Module(recipe), **strategy)
+class Documents(parity.Module):
+    """A module that keeps documents apart, as `CausalLM` does."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        give_positions_to_masks(self.model)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        model: Any = self.model
+        return model(**inputs_of(batch, model), labels=batch["labels"]).loss
+
+
+class Flash(Documents):
+    def configure_model(self) -> None:
+        super().configure_model()
+        use_flash(self.model)  # type: ignore[arg-type]
+
+
+def fit_packed(recipe: Recipe, flash: bool = False, **strategy: Any) -> parity.Part:
+    rows = Rows(packed(recipe.steps * recipe.global_batch))
+    if not flash:
+        return fit_on_rank(recipe, rows, Documents(recipe), **strategy)
+    with fake_flash():
+        return fit_on_rank(recipe, rows, Flash(recipe), **strategy)
 
 
 @pytest.mark.slow
@@ -188,9 +312,13 @@ def fit_packed(recipe: Recipe, **strategy: Any) -> parity.Part:
         pytest.param("llama", "tp2_pp2", {"recompute": "selective"}, id="tp2_pp2 selective"),
         pytest.param("qwen3", "cp2", {"cp_kind": "ring", "recompute": "full"}, id="ring full"),
         pytest.param("mixtral", "cp2", {"cp_kind": "ulysses"}, id="ulysses"),
+        pytest.param("gpt_oss", "cp2", {"cp_kind": "ring", "recompute": "full"}, id="sinks ring full"),
+        pytest.param("gpt_oss", "tp2", {"recompute": "selective"}, id="sinks tp2"),
+        pytest.param("mixtral", "tp2_pp2", {"recompute": "full", "flash": True}, id="flash full"),
+        pytest.param("llama", "dp2", {"zero_stage": 0, "flash": True}, id="flash", marks=pytest.mark.full),
         *(
             pytest.param(family, layout, options, marks=pytest.mark.full)
-            for family in ("llama", "qwen3", "mixtral")
+            for family in ("llama", "qwen3", "mixtral", "gpt_oss")
             for layout, options in (
                 ("tp2", {}),
                 ("tp2", {"sequence_parallel": True, "recompute": "full"}),
@@ -252,7 +380,7 @@ def test_a_model_that_keeps_documents_apart_passes_the_trial(model_type: str, mo
         ("bloom", {"n_head": 4, "n_layer": 2}),  # positions from the mask (ALiBi)
         pytest.param("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, marks=pytest.mark.full),
         pytest.param("mamba", {"state_size": 4}, marks=pytest.mark.full),
-        pytest.param("gpt_oss", {"num_local_experts": 4, "head_dim": 8}, marks=pytest.mark.full),  # makes its masks without positions
+        pytest.param("gpt_oss", {"num_local_experts": 4, "head_dim": 8}, marks=pytest.mark.full),  # its masks get no positions here
     ],
 )
 def test_a_model_that_sees_other_documents_is_refused(model_type: str, more: dict[str, Any]) -> None:
@@ -260,10 +388,26 @@ def test_a_model_that_sees_other_documents_is_refused(model_type: str, more: dic
         require_separate_documents(tiny(model_type, **more))
 
 
+def chunks_of_places(*args: Any, **kwargs: Any) -> Any:
+    """Mask in which a token sees its chunk of `sliding_window` tokens."""
+    size = kwargs["config"].sliding_window
+    return create_causal_mask(*args, **kwargs, and_mask_function=lambda batch, head, query, key: query // size == key // size)
+
+
+def test_a_window_that_does_not_follow_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks begin with the row and not with its documents in older versions of Transformers. These are longer than the trial's rows."""
+    model = tiny("mistral", sliding_window=4096)
+    require_separate_documents(model)
+    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", chunks_of_places)
+    monkeypatch.setattr(masking_utils, "remap_positions_for_packed_sequence", lambda mask, positions: mask, raising=False)
+    with pytest.raises(ConfigError, match="cannot be used with MistralForCausalLM: its results in a document depend on the other doc"):
+        require_separate_documents(model)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.attn_implementation=flash_attention_2"], "attn_implementation=flash_attention_2, which sees documents only"),
+        (["model.attn_implementation=paged|eager"], r"attn_implementation=paged\|eager, which is not known to keep documents apart"),
         (["+model.config.rope_parameters={rope_type:dynamic,factor:2.0}"], r"its rotary positions \(rope_type dynamic\) depend on"),
     ],
 )
