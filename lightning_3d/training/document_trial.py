@@ -130,8 +130,8 @@ def _trial_copy(model: nn.Module) -> Any:
 
 
 def _shorten_windows(holder: Any) -> None:
-    """Make windows and chunks of attention shorter than the documents of the trial: their edges must follow documents, too."""
-    for name in ("sliding_window", "attention_chunk_size"):
+    """Make windows, chunks and selections of attention shorter than the documents of the trial: their edges must follow documents, too."""
+    for name in ("sliding_window", "attention_chunk_size", "index_topk"):
         if isinstance(value := vars(holder).get(name), int) and value > _WINDOW:
             setattr(holder, name, _WINDOW)
 
