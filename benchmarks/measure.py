@@ -153,9 +153,11 @@ def take_turns_under_load(contenders: Sequence[Contender], *, rounds: int, steps
     """As `take_turns`, and measure what other processes of this machine did during the rounds."""
     with ExitStack() as running:
         for contender in contenders:
+            started = time.perf_counter()
             running.enter_context(contender)
             for _ in range(warmup):
                 contender.step()
+            print(f"{contender.name}: ready after {time.perf_counter() - started:.0f} s", flush=True)
         measured: list[Round] = []
         meter = LoadMeter(process for contender in contenders for process in contender.processes)
         for index in range(rounds):

@@ -43,6 +43,8 @@ GLOBAL_BATCH = 32
 MICRO_BATCH = 2
 MESSAGES = "LIGHTNING_3D_BENCHMARK_MESSAGES"
 """Environment variable: the file that `note_messages` writes."""
+AGREEMENT = 4096
+"""Bytes of the largest message that is not noted: no bucket is as small."""
 LEARNING_RATE = 3e-4
 CLIP = 1.0
 SMALL_BUCKET = 4 * 2**20
@@ -210,34 +212,25 @@ def note_messages(file: str) -> None:
     import torch.distributed as dist
 
     from lightning_3d.parallel.zero import DataParallelBackend
+    from lightning_3d.tracing import messages
+    from lightning_3d.tracing.marks import Marks
 
-    notes: list[list[Any]] = []
-    over: list[float] = []
+    log, over = messages.MessageLog(Marks()), [0.0]
+    messages.follow(log)
+    messages.follow = lambda log: None  # no trace of a step begins or ends in this process
     reduce, after_backward = DataParallelBackend.reduce, DataParallelBackend.after_backward
 
-    def noting(send: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Tensor, *args: Any, **given: Any) -> Any:
-            work = send(tensor, *args, **given)
-            if given.get("async_op") and tensor.numel() > 1000:
-                ranks = dist.get_process_group_ranks(given["group"])
-                note = [time.perf_counter(), float("nan"), tensor.numel() * tensor.element_size(), ranks]
-                notes.append(note)
-                work.get_future().then(lambda _: note.__setitem__(1, time.perf_counter()))
-            return work
-
-        return call
-
     def backward_is_over(self: DataParallelBackend, *args: Any, **given: Any) -> None:
-        over[:] = [time.perf_counter()]  # before what is sent now; that of the last backward stays
+        over[0] = time.perf_counter()  # before what is sent now; that of the last backward stays
         after_backward(self, *args, **given)
 
     def reduce_all(self: DataParallelBackend, scale: Any) -> None:
         reduce(self, scale)
+        reduced = time.perf_counter()
+        found = [(one.start, one.end, one.size, one.ranks) for one in log.take() if "reduce" in one.operation and one.size > AGREEMENT]
         if dist.get_rank() == 0:
-            Path(file).write_text(json.dumps({"backward_over": over[0], "reduced": time.perf_counter(), "messages": notes}))
-        notes.clear()
+            Path(file).write_text(json.dumps({"backward_over": over[0], "reduced": reduced, "messages": found}))
 
-    dist.all_reduce, dist.reduce = noting(dist.all_reduce), noting(dist.reduce)
     DataParallelBackend.reduce = reduce_all  # type: ignore[method-assign]
     DataParallelBackend.after_backward = backward_is_over  # type: ignore[method-assign]
 

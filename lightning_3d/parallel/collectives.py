@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.torch import all_gather_by_name
 from lightning_3d.parallel.witness import received, sent
+from lightning_3d.tracing.messages import at_once, under_way
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
 
 
+@at_once("all-reduce", "x")
 def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> None:
     """Replace `x`, contiguous, by its sum over the group, or the result of another operation.
 
@@ -32,6 +34,7 @@ def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> No
     received("all-reduce", x)
 
 
+@under_way("all-gather", "part")
 def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
     """Start to gather the parts of all ranks, equal in size, one after the other. Returns the work to wait for.
 
@@ -45,6 +48,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
     return all_gather_by_name(whole, part, group)
 
 
+@under_way("reduce-scatter", "whole")
 def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Work:
     """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait for.
 

@@ -16,6 +16,7 @@ from torch.distributed import P2POp, ReduceOp, all_to_all_single, get_backend, g
 
 from lightning_3d.compat.torch_fake import FAKE_GLOO
 from lightning_3d.parallel.host_channel import MOST_READ, HostChannel, channel_of
+from lightning_3d.tracing.messages import at_once, under_way
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,6 +93,7 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> W
     return _Sum(work, received, part)  # type: ignore[return-value]
 
 
+@at_once("all-reduce", "x")
 def sum_now(x: Tensor, group: ProcessGroup | None) -> None:
     """Replace `x`, contiguous, on any device, by its sum over the group."""
     channel = _channel(x, group)
@@ -101,6 +103,7 @@ def sum_now(x: Tensor, group: ProcessGroup | None) -> None:
         _all_reduce(x, group=group)
 
 
+@at_once("all-gather", "part")
 def gather_now(whole: Tensor, part: Tensor, group: ProcessGroup | None) -> None:
     """Gather the parts of all ranks, on any device, in `whole`."""
     channel = _channel(part, group)
@@ -110,6 +113,7 @@ def gather_now(whole: Tensor, part: Tensor, group: ProcessGroup | None) -> None:
         _all_gather(whole, part, group=group)
 
 
+@at_once("reduce-scatter", "whole")
 def scatter_sum_now(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> None:
     """Sum `whole`, on any device, over the ranks and give each rank its part."""
     channel = _channel(part, group)
@@ -119,6 +123,7 @@ def scatter_sum_now(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> 
         _reduce_scatter(part, whole, group=group)
 
 
+@under_way("all-reduce", "x")
 def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Work:
     """Start to replace `x`, contiguous, on any device, by its sum over the group. Returns the work to wait for."""
     channel = _channel(x, group)
@@ -127,6 +132,7 @@ def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Work:
     return _all_reduce(x, group=group, async_op=True)
 
 
+@under_way("reduce", "x")
 def start_reduce(x: Tensor, owner: int, group: ProcessGroup | None) -> Work:
     """Start to replace `x` on the global rank `owner` by its sum over the group. Elsewhere it is undefined then."""
     channel = _channel(x, group)
@@ -135,6 +141,7 @@ def start_reduce(x: Tensor, owner: int, group: ProcessGroup | None) -> Work:
     return _reduce(x, owner, group=group, async_op=True)
 
 
+@under_way("broadcast", "x")
 def start_broadcast(x: Tensor, source: int, group: ProcessGroup | None) -> Work:
     """Start to replace `x` by that of the global rank `source`."""
     channel = _channel(x, group)
@@ -143,6 +150,7 @@ def start_broadcast(x: Tensor, source: int, group: ProcessGroup | None) -> Work:
     return _broadcast(x, source, group=group, async_op=True)
 
 
+@under_way("all-to-all", "x")
 def start_all_to_all(
     received: Tensor, x: Tensor, received_rows: Sequence[int] | None, sent_rows: Sequence[int] | None, group: ProcessGroup | None
 ) -> Work:
@@ -153,6 +161,7 @@ def start_all_to_all(
     return all_to_all_single(received, x, received_rows, sent_rows, group=group, async_op=True)
 
 
+@at_once("all-to-all", "x")
 def all_to_all(
     received: Tensor, x: Tensor, received_rows: Sequence[int] | None, sent_rows: Sequence[int] | None, group: ProcessGroup | None
 ) -> None:
@@ -164,6 +173,7 @@ def all_to_all(
         all_to_all_single(received, x, received_rows, sent_rows, group=group)
 
 
+@under_way("send", "x")
 def isend(x: Tensor, receiver: int, group: ProcessGroup | None, tag: int = 0) -> Work:
     """Start to send `x`, contiguous, to a global rank. Returns the work to wait for before `x` changes."""
     channel = _channel(x, group)
@@ -172,6 +182,7 @@ def isend(x: Tensor, receiver: int, group: ProcessGroup | None, tag: int = 0) ->
     return _isend(x, receiver, group=group, tag=tag)  # type: ignore[return-value]
 
 
+@under_way("receive", "x")
 def irecv(x: Tensor, sender: int, group: ProcessGroup | None, tag: int = 0) -> Work:
     """Start to receive `x`, contiguous, from a global rank."""
     channel = _channel(x, group)
@@ -184,7 +195,26 @@ def send_and_receive(x: Tensor, receiver: int, arriving: Tensor, sender: int, gr
     """Start to send `x` to a global rank and to receive `arriving` from another, at once. Returns the works to wait for."""
     if _channel(x, group) is not None:
         return [isend(x, receiver, group, tag), irecv(arriving, sender, group, tag)]
-    return dist.batch_isend_irecv([P2POp(_isend, x, receiver, group, tag), P2POp(_irecv, arriving, sender, group, tag)])
+    return [_together(x, receiver, arriving, sender, group, tag)]  # type: ignore[list-item]
+
+
+@under_way("send and receive", "x")
+def _together(x: Tensor, receiver: int, arriving: Tensor, sender: int, group: ProcessGroup, tag: int) -> _All:
+    return _All(dist.batch_isend_irecv([P2POp(_isend, x, receiver, group, tag), P2POp(_irecv, arriving, sender, group, tag)]))
+
+
+class _All:
+    """Several works that are waited for together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class _Sent:
@@ -196,6 +226,9 @@ class _Sent:
     def wait(self) -> None:
         self._work.wait()
 
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
 
 class _Sum:
     """Work that is done when the received rows are added up."""
@@ -206,3 +239,7 @@ class _Sum:
     def wait(self) -> None:
         self._work.wait()
         torch.sum(self._received, 0, dtype=self._part.dtype, out=self._part.view(-1))
+
+    def get_future(self) -> Any:
+        """The arrival of the rows, which `wait` then adds up."""
+        return self._work.get_future()

@@ -1,4 +1,4 @@
-"""Timing of what a rank does while recording is on (CUDA events on GPUs, the clock elsewhere), and hooks for listeners."""
+"""Timing of what a rank does while recording is on, and hooks for listeners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from lightning_3d.ranks.heartbeat import Heartbeat
-from lightning_3d.tracing.trace import Event
+from lightning_3d.tracing import messages
+from lightning_3d.tracing.marks import Marks
+from lightning_3d.tracing.trace import Event, Transfer
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -39,11 +41,10 @@ class Recorder:
     ) -> None:
         self._waited = waited
         self.heartbeat = heartbeat or Heartbeat()
-        self._on_gpu = device is not None and device.type == "cuda"
-        self._device = device
+        self._marks = Marks(device)
+        self._messages = messages.MessageLog(self._marks)
         self._recording = False
         self._open: list[tuple[tuple[str, int | None, int | None, int], Any, Any]] = []
-        self._origin: tuple[float, Any] = (0.0, None)
         self.batch = 0
         self.own_seconds = 0.0
         self._listeners: list[Listener] = []
@@ -63,17 +64,15 @@ class Recorder:
         self.own_seconds += time.perf_counter() - self._waited() - start
 
     def begin(self) -> None:
-        """Discard all events."""
+        """Discard all events and messages."""
         self._open = []
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
-            event = self._mark()
-            event.synchronize()
-            self._origin = (time.perf_counter(), event)
+        self._messages.discard()
+        self._marks.begin()
 
     def recording(self, on: bool) -> None:
-        """Start or stop recording."""
+        """Start or stop recording events, and the messages that start meanwhile."""
         self._recording = on
+        messages.follow(self._messages if on else None)
 
     def span(self, kind: str, stage: int | None = None, micro_batch: int | None = None) -> AbstractContextManager[Any]:
         """Return a context that times its body."""
@@ -82,20 +81,14 @@ class Recorder:
 
     def take(self) -> list[Event]:
         """Return the events since `begin`, in seconds of this machine's `perf_counter`. On a GPU this waits for the work to end."""
-        if self._on_gpu and self._open:
-            torch.cuda.synchronize(self._device)
+        if self._open:
+            self._marks.settle()
         taken, self._open = self._open, []
-        return [Event(*what, self._seconds(start), self._seconds(end)) for what, start, end in taken]
+        return [Event(*what, self._marks.seconds(start), self._marks.seconds(end)) for what, start, end in taken]
 
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _seconds(self, mark: Any) -> float:
-        return self._origin[0] + self._origin[1].elapsed_time(mark) / 1000 if self._on_gpu else mark
+    def take_transfers(self) -> list[Transfer]:
+        """Return the messages since `begin` that have arrived, after `take`."""
+        return self._messages.take()
 
 
 class _Span:
@@ -105,8 +98,8 @@ class _Span:
         self._recorder, self._what = recorder, (kind, stage, micro_batch)
 
     def __enter__(self) -> None:
-        self._start = self._recorder._mark()
+        self._start = self._recorder._marks.mark()
 
     def __exit__(self, kind: object, error: object, stack: object) -> None:
         if error is None:
-            self._recorder._open.append(((*self._what, self._recorder.batch), self._start, self._recorder._mark()))
+            self._recorder._open.append(((*self._what, self._recorder.batch), self._start, self._recorder._marks.mark()))

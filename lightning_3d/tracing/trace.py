@@ -1,4 +1,4 @@
-"""A traced step: events, memory and bubble of all ranks, and their file. Imports no torch.
+"""A traced step: events, messages, memory and bubble of all ranks. Imports no torch.
 
 The bubble of a step is measured in its pipeline part. Of every pipeline (ranks that differ in `pp` only) and batch that is the time
 from the start of its first action to the end of its last, on whichever ranks; actions are forward, backward, gradients of inputs and of
@@ -8,12 +8,9 @@ which a rank is in no action: it waits for a message, hands one over, or has not
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_3d.layout.layout import Layout
 
@@ -40,6 +37,41 @@ class Event(NamedTuple):
     end: float
 
 
+class Transfer(NamedTuple):
+    """One message of a rank, in seconds.
+
+    Attributes:
+        operation: such as "all-reduce".
+        group: axes of the layout that the ranks differ in, or what the group was made for.
+        ranks: global ranks of the group.
+        size: bytes of this rank's tensor.
+        start, launched, end: when the rank began to start it, when it had done so and computed again, and when the message had arrived.
+            On a GPU, `launched` is `start`.
+        wait: when the rank (on a GPU: its stream) began and ended to wait for it; None if it did not.
+        exact: False if the arrival was not reported; `end` is then the end of the wait.
+    """
+
+    operation: str
+    group: str
+    ranks: tuple[int, ...]
+    size: int
+    start: float
+    launched: float
+    end: float
+    wait: tuple[float, float] | None
+    exact: bool
+
+    @property
+    def kind(self) -> str:
+        """Operation and group."""
+        return f"{self.operation} over {self.group}"
+
+    def shifted(self, seconds: float) -> Transfer:
+        """Shift the times to another clock."""
+        wait = self.wait and (self.wait[0] + seconds, self.wait[1] + seconds)
+        return self._replace(start=self.start + seconds, launched=self.launched + seconds, end=self.end + seconds, wait=wait)
+
+
 class Memory(NamedTuple):
     """Bytes of a rank by category; None for a category that was not counted."""
 
@@ -63,19 +95,21 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Report of one rank on a step. `events` is None if they are not kept."""
+    """Report of one rank on a step. `events` and `transfers` are None if they are not kept."""
 
     rank: int
     host: str
     memory: Memory
     work: tuple[Work, ...]
     events: tuple[Event, ...] | None = None
+    transfers: tuple[Transfer, ...] | None = None
 
     def shifted(self, seconds: float) -> RankTrace:
         """Shift the times to another clock."""
         work = tuple(Work(each.first + seconds, each.last + seconds, each.busy) for each in self.work)
         events = self.events and tuple(event._replace(start=event.start + seconds, end=event.end + seconds) for event in self.events)
-        return replace(self, work=work, events=events)
+        transfers = self.transfers and tuple(each.shifted(seconds) for each in self.transfers)
+        return replace(self, work=work, events=events, transfers=transfers)
 
 
 @dataclass(frozen=True)
@@ -143,71 +177,16 @@ def chosen_ranks(layout: Layout) -> frozenset[int]:
     return frozenset(ranks[: max(1, MOST_RANKS // layout.pp) * layout.pp])
 
 
+def group_name(layout: Layout, transfer: Transfer) -> str:
+    """Name the group of a message by the axes that its ranks differ in; by what it was made for where it is only a part of these ranks."""
+    places = [layout.coordinates(rank) for rank in transfer.ranks]
+    axes = [axis for axis in layout.order if len({place[axis] for place in places}) > 1]
+    whole = sorted(transfer.ranks) == sorted(layout.group_of(transfer.ranks[0], *axes))
+    return "+".join(axes) if whole else transfer.group
+
+
 def pipeline_by_pipeline(layout: Layout) -> list[int]:
     """List all ranks, pipeline by pipeline; the first tensor- and context-parallel ranks come before others."""
     places = {pipeline: layout.coordinates(pipeline[0]) for pipeline in layout.groups("pp")}
     pipelines = sorted(places, key=lambda pipeline: (places[pipeline]["tp"] + places[pipeline]["cp"] > 0, pipeline))
     return [rank for pipeline in pipelines for rank in pipeline]
-
-
-# The file
-
-
-def write_timeline(path: Path, trace: StepTrace) -> None:
-    """Write a step in the Trace Event Format of Perfetto and chrome://tracing, atomically: a reader never sees part of a file."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft.write_text(json.dumps(as_chrome(trace), separators=(",", ":")) + "\n", encoding="utf-8")
-    os.replace(draft, path)
-
-
-def as_chrome(trace: StepTrace) -> dict[str, Any]:
-    """Convert to the Trace Event Format: a process per rank, times in microseconds from the first event; the rest under `lightning_3d`."""
-    layout = Layout.parse(trace.layout, order=trace.order)
-    kept = [each for each in trace.ranks if each.events]
-    origin = min((event.start for each in kept for event in each.events or ()), default=0.0)
-    events: list[dict[str, Any]] = []
-    for each in kept:
-        place = " ".join(f"{axis}{index}" for axis, index in layout.coordinates(each.rank).items() if layout.size(axis) > 1)
-        title = " ".join(filter(None, (f"rank {each.rank}", place, each.host)))
-        names: dict[str, dict[str, Any]] = {"process_name": {"name": title}, "process_sort_index": {"sort_index": each.rank}}
-        names |= {"thread_name": {"name": "step"}}
-        events += [{"ph": "M", "pid": each.rank, "tid": 0, "name": name, "args": args} for name, args in names.items()]
-        events += [_chrome_event(each.rank, event, origin) for event in each.events or ()]
-    shifted = (each.shifted(-origin) for each in trace.ranks)
-    ranks = [{"rank": each.rank, "host": each.host, "memory": each.memory._asdict(), "work": each.work} for each in shifted]
-    about = {name: getattr(trace, name) for name in ("step", "layout", "order", "schedule", "bubble", "clock_error", "device")}
-    return {"displayTimeUnit": "ms", "traceEvents": events, "lightning_3d": {**about, "ranks": ranks}}
-
-
-def _chrome_event(rank: int, event: Event, origin: float) -> dict[str, Any]:
-    args = {"stage": event.stage, "micro_batch": event.micro_batch, "batch": event.batch}
-    start, end = ((time - origin) * 1e6 for time in (event.start, event.end))
-    return {
-        "ph": "X", "pid": rank, "tid": 0, "name": event.kind, "cat": event.kind, "ts": round(start, 3), "dur": round(end - start, 3),
-        "args": {key: value for key, value in args.items() if value is not None},
-    }
-
-
-def read_timeline(path: Path) -> StepTrace | None:
-    """Read the step in a file, in seconds from its first event; None if there is no readable one."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        about = content["lightning_3d"]
-        events: dict[int, list[Event]] = {}
-        for entry in content["traceEvents"]:
-            if entry["ph"] == "X":
-                args, start = entry["args"], entry["ts"] / 1e6
-                event = Event(entry["name"], args.get("stage"), args.get("micro_batch"), args["batch"], start, start + entry["dur"] / 1e6)
-                events.setdefault(entry["pid"], []).append(event)
-        ranks = tuple(
-            RankTrace(
-                each["rank"], each["host"], Memory(**each["memory"]), tuple(Work(*work) for work in each["work"]),
-                tuple(events[each["rank"]]) if each["rank"] in events else None,
-            )
-            for each in about["ranks"]
-        )
-        known = (about["step"], about["layout"], tuple(about["order"]), about["schedule"])
-        return StepTrace(*known, ranks, about["clock_error"], about["device"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

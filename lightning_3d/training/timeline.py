@@ -13,7 +13,7 @@ from lightning_3d.runs.report import About, write_report
 from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.step.loss_weights import TokenMeanLoss
-from lightning_3d.tracing.trace import write_timeline
+from lightning_3d.tracing.chrome import write_timeline
 
 WARM_UP_STEPS = 2
 """Steps of a fit before the one that is traced by default: the first ones allocate buffers and connect ranks."""

@@ -24,7 +24,8 @@ from lightning_3d.runs.report import About, write_report, write_sweep_report
 from lightning_3d.runs.report.run import thinned
 from lightning_3d.runs.status import RunStatus
 from lightning_3d.strategy.step.loss_weights import LossWeights, TokenMeanLoss
-from lightning_3d.tracing.trace import Event, Memory, RankTrace, StepTrace, work_of, write_timeline
+from lightning_3d.tracing.chrome import write_timeline
+from lightning_3d.tracing.trace import Event, Memory, RankTrace, StepTrace, work_of
 from lightning_3d.training.timeline import what_is_counted
 
 COLUMNS = "step,loss,grad_norm,lr,tokens,tokens_per_second,step_seconds,val_loss,aux_loss,max_load,dropped,bubble,memory\n"

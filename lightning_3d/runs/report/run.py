@@ -21,6 +21,8 @@ from lightning_3d.runs.metrics_file import column, read_rows
 from lightning_3d.runs.report.page import show_count, show_percent, show_seconds, write_page
 from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED, RUNNING, read_status
 from lightning_3d.storage.numbers import show_memory
+from lightning_3d.tracing.chrome import read_timeline
+from lightning_3d.tracing.overlap import summary
 from lightning_3d.tracing.trace import (
     FORWARD,
     KINDS,
@@ -29,7 +31,6 @@ from lightning_3d.tracing.trace import (
     StepTrace,
     measured_bubble,
     pipeline_by_pipeline,
-    read_timeline,
 )
 
 REPORT_FILE = "report.html"
@@ -39,6 +40,7 @@ _WORDS |= {"weight gradient": "backward: weights"}
 _MOST_POINTS = 1500
 _MOST_IN_ORDER = 16  # with more ranks, run.js shows only so many at first
 _MOST_NODES = 16
+_MOST_KINDS = 6
 _MOST_RANKS_OF_A_NODE = 64
 
 
@@ -182,7 +184,7 @@ class _RunPage:
                 "bubble_text": show_percent(timeline["bubble"]),
                 "predicted_text": None if timeline["predicted"] is None else show_percent(timeline["predicted"]),
                 "schedule": self.schedule, "chunks": self.layout.vp, "left_out": len(timeline["ranks"]) < self.layout.world_size,
-                "ranks_shown": len(timeline["ranks"]),
+                "ranks_shown": len(timeline["ranks"]), "messages": self._messages(),
             },
             "ranks": self.layout.world_size,
             "memory": bool(self._memory()),
@@ -312,6 +314,10 @@ class _RunPage:
             "batches": batches,
             "ranks": ranks,
         }
+
+    def _messages(self) -> list[str]:
+        """Describe the kinds of messages that took longest, and how much of their time was hidden."""
+        return summary(self.trace.ranks)[:_MOST_KINDS] if self.trace is not None else []
 
     def _kept(self) -> list[RankTrace]:
         """List the ranks with recorded events; if there are many, pipeline by pipeline, because the page shows only the first ones."""

@@ -22,7 +22,7 @@ from lightning_3d.strategy.not_ready import BUILT, require
 from lightning_3d.tracing.clocks import Round, clock_name, clock_offsets, meet
 from lightning_3d.tracing.memory import MemoryWatch
 from lightning_3d.tracing.recorder import Recorder
-from lightning_3d.tracing.trace import OPTIMIZER, Event, Memory, RankTrace, StepTrace, chosen_ranks, work_of
+from lightning_3d.tracing.trace import OPTIMIZER, Event, Memory, RankTrace, StepTrace, Transfer, chosen_ranks, group_name, work_of
 
 
 class StepTracer:
@@ -120,22 +120,24 @@ class StepTracer:
             return None
         self._tracing, watch, self._watch = False, self._watch, None
         parts = [value for shard in backend.weight_shards() for value in shard.values.values() if isinstance(value, Tensor)]
-        return self._collect(tuple(self.recorder.take()), watch.measure(parts, backend.held()["optimizer"]))
+        events = tuple(self.recorder.take())
+        transfers = tuple(each._replace(group=group_name(self._layout, each)) for each in self.recorder.take_transfers())
+        return self._collect(events, transfers, watch.measure(parts, backend.held()["optimizer"]))
 
-    def _collect(self, events: tuple[Event, ...], memory: Memory) -> StepTrace:
+    def _collect(self, events: tuple[Event, ...], transfers: tuple[Transfer, ...], memory: Memory) -> StepTrace:
         rank = dist.get_rank()
         if not self._clocks:
             self._clocks = [""] * dist.get_world_size()
             dist.all_gather_object(self._clocks, clock_name())
         rounds = meet(self._device) if len(set(self._clocks)) > 1 else []
-        kept = events if rank in chosen_ranks(self._layout) else None
-        own = (RankTrace(rank, socket.gethostname(), memory, work_of(events), kept), rounds)
+        kept = (events, transfers) if rank in chosen_ranks(self._layout) else (None, None)
+        own = (RankTrace(rank, socket.gethostname(), memory, work_of(events), *kept), rounds)
         without_events: list[Any] = [None]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(own, gathered if rank == 0 else None, dst=0)
         trace = self._combine(gathered) if rank == 0 else None
         if trace is not None:
-            without_events = [replace(trace, ranks=tuple(replace(each, events=None) for each in trace.ranks))]
+            without_events = [replace(trace, ranks=tuple(replace(each, events=None, transfers=None) for each in trace.ranks))]
         dist.broadcast_object_list(without_events, src=0)
         return trace or without_events[0]
 
