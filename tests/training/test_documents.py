@@ -85,7 +85,7 @@ def test_the_first_token_of_a_document_is_no_target_with_a_mask() -> None:
     assert [sample["labels"].tolist() for sample in samples] == [[7, END, IGNORE, 6, END, IGNORE], [9, 10, 11, 12, END, IGNORE]]
     assert [sample["position_ids"].tolist() for sample in samples] == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 0]]
     assert "position_ids" not in PackedDataset(tokens, 6)[0]
-    with pytest.raises(DataError, match="data.document_mask=true needs the token that ends a document, and a test has none"):
+    with pytest.raises(DataError, match="data.document_mask=true needs the ends of documents, and a test does not say them"):
         PackedDataset(Tokens(tokens.values, "a test"), 6, document_mask=True)[0]
 
 
