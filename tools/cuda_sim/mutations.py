@@ -45,7 +45,8 @@ HARMLESS = {
     "profiling/operations.py _wait": _TIMES,
     "profiling/operations.py _kinds": _TIMES,
     "profiling/operations.py send": _TIMES,
-    "tracing/recorder.py begin": _TIMES,
+    "tracing/marks.py begin": _TIMES,
+    "tracing/messages.py _mark_apart": _TIMES,
 }
 """Functions whose deletions change nothing that could be noticed, with the reason."""
 
