@@ -49,9 +49,11 @@ def observe(rank: int, heartbeat: Heartbeat, *, overdue: bool) -> RankReport:
 
 
 def write_report(path: Path, report: RankReport) -> None:
-    """Write what a rank does, its last collectives and the stacks of all its threads."""
+    """Write what a rank does, its last collectives and the stacks of all its threads. A rank that is ended meanwhile leaves the report that
+    it wrote before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    draft = path.with_suffix(".partial")
+    with draft.open("w", encoding="utf-8") as file:
         file.write(f"rank {report.rank} on {report.host}, process {os.getpid()}: {report.activity}, for {report.seconds:.1f} s\n")
         for _, calls in _by_group(recorded_collectives()):
             shown = list(calls)[-MOST_SHOWN:]
@@ -60,6 +62,7 @@ def write_report(path: Path, report: RankReport) -> None:
         file.write("\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
+    draft.replace(path)
 
 
 def _by_group(calls: list[Collective]) -> list[tuple[str, list[Collective]]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_3d.health import watchdog
+from lightning_3d.health import observe, watchdog
 from lightning_3d.health.processes import Process
 from lightning_3d.health.watchdog import Watchdog
 from lightning_3d.ranks.heartbeat import Heartbeat
@@ -81,3 +81,19 @@ def test_a_store_that_gets_stuck_after_it_was_read(tmp_path: Path, capfd: pytest
     assert capfd.readouterr().err.count("rank 0 does not answer") == 1
     stuck.set()
     one._board.close()
+
+
+def test_f46_a_rank_that_is_ended_while_it_writes_leaves_its_last_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rank_1.txt"
+    report = observe.observe(1, Heartbeat(), overdue=True)
+    observe.write_report(file, report)
+    before = file.read_text()
+    assert "rank 1 on " in before and "test_watchdog.py" in before
+
+    def ends(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(observe.faulthandler, "dump_traceback", ends)
+    with pytest.raises(KeyboardInterrupt):
+        observe.write_report(file, report)
+    assert file.read_text() == before
