@@ -404,6 +404,19 @@ def test_a_window_that_does_not_follow_documents_is_refused(monkeypatch: pytest.
         require_separate_documents(model)
 
 
+def test_a_selection_among_tokens_of_all_documents_is_refused() -> None:
+    """The indexer of sparse attention (DeepSeek-V3.2, GLM-5) chooses the best tokens before documents are masked. It chooses all 64 in the
+    trial's rows."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
+    widths = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    config = AutoConfig.for_model("glm_moe_dsa", **sizes, **heads, **widths, **experts, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(ConfigError, match="cannot be used with GlmMoeDsaForCausalLM: its results in a document depend on the other doc"):
+        require_separate_documents(model)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -391,12 +391,12 @@ class TalkingLayers(Layers):
         return x
 
 
-def train_talking_layers(layout: str, steps: int) -> dict[str, Tensor]:
+def train_talking_layers(layout: str, mode: str, steps: int) -> dict[str, Tensor]:
     mesh = Mesh(Layout.parse(layout))
     torch.manual_seed(3)
     module = TalkingLayers()
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
-    backend = make_backend(MODES["0"], mesh, specs, bucket_bytes=BUCKET)
+    backend = make_backend(MODES[mode], mesh, specs, bucket_bytes=BUCKET)
     optimizer = backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
     assert isinstance(optimizer, torch.optim.Optimizer)
     group = mesh.expert_group if mesh.layout.ep > 1 else mesh.group("cp")
@@ -437,8 +437,9 @@ def talking_layers_in_one_process(steps: int) -> dict[str, Tensor]:
     return dict(module.named_parameters())
 
 
+@pytest.mark.parametrize("mode", ["0", "1 scattered", "2 eager"])
 @pytest.mark.parametrize("layout", ["dp2_ep2", "cp2"])
-def test_a_rank_that_lacks_gradients_disturbs_no_messages_inside_blocks(layout: str) -> None:
+def test_a_rank_that_lacks_gradients_disturbs_no_messages_inside_blocks(layout: str, mode: str) -> None:
     expected = talking_layers_in_one_process(5)
-    for weights in run_ranks(train_talking_layers, 2, layout, 5):
+    for weights in run_ranks(train_talking_layers, 2, layout, mode, 5):
         assert max((weights[name] - value).abs().max().item() for name, value in expected.items()) < 2e-6
