@@ -1,9 +1,10 @@
 """Logits that are not computed before they are read, and the loss from a few rows of them at a time.
 
 The logits of a micro-batch are the largest tensor of a step: tokens times vocabulary, in the model's type, in float32, and as gradient.
-A loss that is a sum over tokens needs only some rows at once. For each chunk of rows this computes logits, loss and their gradient, and
-adds what follows from it to the gradients of hidden states and weight, so that the backward only multiplies them. The work is that of
-the usual loss. (Liger Kernel, Hsu et al., arXiv:2410.10989, section 3.2, does the same in one kernel.)
+A loss that is a sum over tokens needs only some rows at once. For each part of the rows this computes the logits, replaces them piece by
+piece by their gradient, and adds what follows from it to the gradients of hidden states and weight, so that the backward only multiplies
+them. The work is that of the usual loss. (Liger Kernel, Hsu et al., arXiv:2410.10989, section 3.2, does the same with one kernel in place
+of the pieces.)
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_3d.errors import PlanError
-from lightning_3d.layout.loss_chunks import count_chunks
+from lightning_3d.layout.loss_chunks import LossRows, count_chunks, rows_of_parts
 from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, is_scalar_operation, whole_arguments
 from lightning_3d.parallel.specialize import specialize
 
 LossOfTokens = Callable[[Tensor, Tensor], Tensor]
 """Function from logits (tokens, vocabulary) and labels (tokens,) to the loss of each token, (tokens,)."""
 
-_PIECE = 2**24  # elements that are multiplied in a wider type at once
+_PIECE = 2**24  # elements that are multiplied, or added up, in a wider type at once
 _REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _OF_THE_RESULT = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")}
 
@@ -42,7 +43,7 @@ class DeferredLogits(Tensor):
     Attributes:
         hidden: (..., hidden).
         weight, bias: of the head: (vocabulary, hidden) and (vocabulary,) or None.
-        chunks: number of parts in which the loss is computed.
+        rows: that are computed together.
         operations: what follows the product.
         trains: whether gradients flow.
     """
@@ -50,7 +51,7 @@ class DeferredLogits(Tensor):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    chunks: int
+    rows: LossRows
     operations: tuple[Callable[[Tensor], Tensor], ...]
     trains: bool
     _full: Tensor | None
@@ -61,7 +62,7 @@ class DeferredLogits(Tensor):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        chunks: int,
+        rows: LossRows,
         operations: tuple[Callable[[Tensor], Tensor], ...] = (),
         dtype: torch.dtype | None = None,
     ) -> DeferredLogits:
@@ -74,11 +75,11 @@ class DeferredLogits(Tensor):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        chunks: int,
+        rows: LossRows,
         operations: tuple[Callable[[Tensor], Tensor], ...] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.hidden, self.weight, self.bias, self.chunks, self.operations, self._full = hidden, weight, bias, chunks, operations, None
+        self.hidden, self.weight, self.bias, self.rows, self.operations, self._full = hidden, weight, bias, rows, operations, None
         self.trains = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
         )
@@ -120,7 +121,7 @@ class DeferredLogits(Tensor):
         numbers = [1.0 if isinstance(value, Tensor) else value for value in args]
         dtype = func(torch.empty((), dtype=self.dtype, device="meta"), *numbers, **kwargs).dtype
         operation = partial(_call, func, args, kwargs)
-        made = DeferredLogits(self.hidden, self.weight, self.bias, self.chunks, (*self.operations, operation), dtype)
+        made = DeferredLogits(self.hidden, self.weight, self.bias, self.rows, (*self.operations, operation), dtype)
         made.trains = self.trains and torch.is_grad_enabled()
         return made
 
@@ -167,10 +168,13 @@ def deferred(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: int | 
 
     Args:
         chunks: see `ModelOptions.loss_chunks`.
-        columns: logits of a token on the rank that has most, so that all ranks compute as many chunks. None: as many as here.
+        columns: logits of a token on the rank that has most, so that all ranks compute as many parts. None: as many as here.
     """
-    count = count_chunks(chunks, hidden.numel() // hidden.shape[-1], columns or weight.shape[0], hidden.shape[-1])
-    return F.linear(hidden, weight, bias) if count <= 1 else DeferredLogits(hidden, weight, bias, count)
+    tokens, columns, width = hidden.numel() // hidden.shape[-1], columns or weight.shape[0], _product_type(hidden).itemsize
+    count = count_chunks(chunks, tokens, columns, hidden.shape[-1], width)
+    if count <= 1:
+        return F.linear(hidden, weight, bias)
+    return DeferredLogits(hidden, weight, bias, rows_of_parts(count, tokens, columns, width, on_cpu=hidden.device.type == "cpu"))
 
 
 class DeferringHead:
@@ -218,31 +222,38 @@ def summed_loss(logits: DeferredLogits, labels: Tensor, loss_of_tokens: LossOfTo
         Shape (), in the type of the losses. Gradients of `hidden`, `weight` and `bias` are computed here.
     """
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    part = _Part(loss_of_tokens, logits.operations, logits.chunks, logits.trains and torch.is_grad_enabled())
+    part = _Part(loss_of_tokens, logits.operations, logits.rows, logits.trains and torch.is_grad_enabled())
     with torch.set_grad_enabled(part.with_gradients):
         return _SummedLoss.apply(hidden, logits.weight, logits.bias, labels.reshape(-1), part)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The loss of a chunk."""
+    """The loss of the rows of one product."""
 
     loss_of_tokens: LossOfTokens
     operations: tuple[Callable[[Tensor], Tensor], ...]
-    chunks: int
+    rows: LossRows
     with_gradients: bool
 
-    def loss_and_gradient(self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    def loss_and_gradient(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the sum of the losses of some rows of hidden states, and the gradient of their product with the weight."""
-        product = F.linear(rows, weight, bias)
-        with torch.set_grad_enabled(self.with_gradients):
-            if not self.with_gradients:
-                return self.loss_of_tokens(_applied(product, self.operations), labels).sum(), None
-            product = _Source.apply(product, product.new_empty(0, requires_grad=True))
-            source = get_gradient_edge(product)
-            loss = self.loss_of_tokens(_applied(product, self.operations), labels).sum()
-            del product  # the backward needs other tensors; as a leaf of its graph, the product would stay
-            return loss.detach(), torch.autograd.grad(loss, source)[0]
+        product = F.linear(hidden, weight, bias)
+        pieces = zip(product.split(self.rows.piece), labels.split(self.rows.piece), strict=True)
+        loss = torch.stack([self._replaced(*piece) for piece in pieces]).sum()
+        return loss, product if self.with_gradients else None
+
+    def _replaced(self, product: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of the losses of some rows, and write its gradient over their product."""
+        if not self.with_gradients:
+            return self.loss_of_tokens(_applied(product, self.operations), labels).sum()
+        with torch.enable_grad():
+            source = _Source.apply(product, product.new_empty(0, requires_grad=True))
+            edge = get_gradient_edge(source)
+            loss = self.loss_of_tokens(_applied(source, self.operations), labels).sum()
+            gradient = torch.autograd.grad(loss, edge)[0]
+        product.copy_(gradient)
+        return loss.detach()
 
 
 class _Source(torch.autograd.Function):
@@ -258,27 +269,26 @@ class _SummedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, part: _Part) -> Tensor:
         wanted = [part.with_gradients and needed for needed in ctx.needs_input_grad[:3]]
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # Sums of many chunks, so not in 16 bits.
-        of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if wanted[1] else None
+        of_weight = _SumOfProducts(weight, one=len(hidden) <= part.rows.product) if wanted[1] else None
+        # A sum of many rows, so not in 16 bits.
         of_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if bias is not None and wanted[2] else None
         losses = []
-        size = -(-len(hidden) // part.chunks)
-        for start in range(0, len(hidden), size):
-            rows = hidden[start : start + size]
-            loss, gradient = part.loss_and_gradient(rows, weight, bias, labels[start : start + size])
+        for start in range(0, len(hidden), part.rows.product):
+            here = slice(start, start + part.rows.product)
+            loss, gradient = part.loss_and_gradient(hidden[here], weight, bias, labels[here])
             losses.append(loss)
             if gradient is None:
                 continue
             if of_hidden is not None:
-                of_hidden[start : start + size] = gradient @ weight.to(gradient.dtype)
+                of_hidden[here] = gradient @ weight.to(gradient.dtype)
             if of_weight is not None:
-                _add_product(of_weight, gradient.mT, rows.to(gradient.dtype))
+                of_weight.add(gradient.mT, hidden[here].to(gradient.dtype))
             if of_bias is not None:
                 of_bias += gradient.sum(0)
-            del gradient  # before the logits of the next chunk are computed
+            del gradient  # before the logits of the next part are computed
         ctx.save_for_backward(
             of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_weight is None or of_weight.total is None else of_weight.total.to(weight.dtype),
             None if of_bias is None or bias is None else of_bias.to(bias.dtype),
         )
         return torch.stack(losses).sum()
@@ -292,12 +302,31 @@ class _SummedLoss(torch.autograd.Function):
         return (*(_scaled(saved, gradient) if saved is not None and needed else None for saved, needed in of_inputs), None, None)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product, in one pass over `total` where it has the type of the factors."""
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, out=total)
-    else:
-        total += left @ right
+class _SumOfProducts:
+    """The gradient of a weight, added up from products of the gradients of logits with hidden states.
+
+    Args:
+        weight: (rows, columns).
+        one: there is only one product, so that no sum is rounded: the total has the weight's type. Otherwise it is in float32 or wider.
+
+    Attributes:
+        total: like the weight; None before the first product.
+    """
+
+    def __init__(self, weight: Tensor, *, one: bool) -> None:
+        self.total: Tensor | None = None
+        self._weight, self._dtype = weight, weight.dtype if one else torch.promote_types(weight.dtype, torch.float32)
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Add a product, in one pass over the total where it has the type of the factors, and otherwise a few rows at a time."""
+        first = self.total is None
+        total = self.total = torch.empty_like(self._weight, dtype=self._dtype) if self.total is None else self.total
+        if total.dtype == left.dtype:
+            torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
+            return
+        size = max(1, _PIECE // total.shape[-1])
+        for rows, of_rows in zip(total.split(size), left.split(size), strict=True):
+            rows.copy_(of_rows @ right) if first else rows.add_(of_rows @ right)
 
 
 def _scaled(saved: Tensor, factor: Tensor) -> Tensor:

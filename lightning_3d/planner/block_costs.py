@@ -333,13 +333,19 @@ def _loss(job: Job, machine: Machine) -> Part:
     return Part(forward=seconds * forward, backward=seconds * (1 - forward))
 
 
+def _bytes_of_summed_products(job: Job) -> int:
+    """Bytes that a loss in parts moves for each element of the head's weight, beyond those of one product: each product is added to the
+    gradient of the weight in float32, which is converted at the end. A product in float32 is added without being written."""
+    if job.loss_products == 1:
+        return 0
+    return job.loss_products * 2 * (_WORD + job.width) if job.width < _WORD else (job.loss_products - 1) * 2 * _WORD
+
+
 def _head(job: Job, machine: Machine) -> Part:
     """Predict the output head, sharded by vocabulary, and the loss."""
     model = job.model
     head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
     part = head + _loss(job, machine)
-    if job.loss_parts > 1:  # each part adds its product to the gradient of the weight in float32
-        moved = 2 * _WORD + (2 * job.width if job.width < _WORD else 0)
-        part += Part(forward=job.loss_parts * moved * job.model.vocab / job.layout.tp * job.model.hidden / machine.memory_rate)
+    part += Part(forward=_bytes_of_summed_products(job) * model.vocab / job.layout.tp * model.hidden / machine.memory_rate)
     once = _gathered_hidden(job, machine)
     return part + Part(forward_communication=once, backward_communication=2 * once)

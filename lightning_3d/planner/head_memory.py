@@ -46,11 +46,14 @@ def _peak_logit(job: Job) -> float:
 
 def _in_parts(job: Job, logits: float) -> LossBytes:
     """A loss that is computed in parts, with its gradients, in the forward (`parallel/deferred_logits.py`): it keeps the gradients of the
-    hidden states and of the head's weight, which adds up in float32 and is then converted."""
+    hidden states and of the head's weight. That of the weight follows the loss, or adds up in float32 over several products and is then
+    converted."""
     weight = job.model.vocab / job.layout.tp * job.model.hidden
-    kept = job.width * (weight + job.tokens * job.model.hidden)
-    part = logits / job.loss_parts
-    return LossBytes(kept, kept + _WORD * weight + max(0.0, _peak_logit(job) * part - job.width * weight))
+    of_hidden, of_weight = job.width * job.tokens * job.model.hidden, job.width * weight
+    part = _peak_logit(job) * logits / job.loss_parts
+    if job.loss_products == 1:
+        return LossBytes(of_hidden + of_weight, of_hidden + max(part, of_weight + job.width * logits))
+    return LossBytes(of_hidden + of_weight, of_hidden + _WORD * weight + max(part, of_weight))
 
 
 def _of_pairs(job: Job) -> LossBytes:

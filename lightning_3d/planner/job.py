@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from lightning_3d.layout.layout import Layout
-from lightning_3d.layout.loss_chunks import count_chunks
+from lightning_3d.layout.loss_chunks import count_chunks, count_products
 from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.stack import Stack
@@ -150,10 +150,16 @@ class Job:
 
     @cached_property
     def loss_parts(self) -> int:
-        """Number of parts in which the loss of a micro-batch is computed: one for objectives with a second model, which read the logits."""
+        """Number of chunks in which the loss of a micro-batch is computed: one for objectives with a second model, which read logits."""
         if self.frozen is not None:
             return 1
-        return count_chunks(self.loss_chunks, int(self.tokens), ceil(self.model.vocab / self.layout.tp), self.model.hidden)
+        columns = ceil(self.model.vocab / self.layout.tp)
+        return count_chunks(self.loss_chunks, int(self.tokens), columns, self.model.hidden, self.width)
+
+    @property
+    def loss_products(self) -> int:
+        """Number of products with the head's weight in which the loss of a micro-batch is computed."""
+        return count_products(self.loss_parts, self.width) if self.loss_parts > 1 else 1
 
     @property
     def attention_tp(self) -> int:

@@ -116,8 +116,8 @@ class Lightning3DStrategy(CheckpointHooks):
         cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
         recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: what happens around the forward of
             the model's blocks, see `BlockOptions`.
-        loss_chunks: number of parts in which the loss that a causal LM of Transformers computes from labels is computed, so that only the
-            logits of one part are in memory; "auto": 8, or fewer where the logits are small.
+        loss_chunks: n computes the loss that a causal LM of Transformers computes from labels with 1/n of the memory of its logits; "auto":
+            8, or fewer where the logits are small.
         label_smoothing, z_loss: terms of that loss in training, see `LossOptions`.
         fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.

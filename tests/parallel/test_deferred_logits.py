@@ -16,14 +16,12 @@ from ranks import run_ranks
 from reference import reference
 from sweeps import by_default
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import loss_chunks
-from lightning_3d.layout.loss_chunks import count_chunks
+from lightning_3d.layout.loss_chunks import count_chunks, count_products, rows_of_parts
 from lightning_3d.parallel.deferred_logits import DeferredLogits, computing_what_is_kept, defer_heads, deferred, summed_loss
 from lightning_3d.parallel.tensor import loss
 from lightning_3d.parallel.tensor.group import TensorParallel
@@ -192,48 +190,38 @@ def test_ranks_with_uneven_shards_of_the_vocabulary_compute_as_many_chunks(monke
     monkeypatch.setattr(loss_chunks, "LARGE_CHUNK", 16 * 17 * 4)
     hidden = torch.zeros(32, 1)
     counts = [deferred(hidden, torch.zeros(columns, 1), None, "auto", columns=17) for columns in (17, 16)]
-    assert [logits.chunks for logits in counts] == [2, 2]
+    assert counts[0].rows == counts[1].rows == rows_of_parts(2, 32, 17, 4, on_cpu=True)
     assert deferred(hidden, torch.zeros(8, 1), None, "auto").shape == (32, 8)
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest result with as many columns as the vocabulary has, except gradients of the weight."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.elements, self._hidden = 0, hidden
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_meta]
-        self.elements = max([self.elements, *(torch.Size(shape).numel() for shape in shapes if self._hidden not in shape)])
-        return result
-
-
 @pytest.mark.slow
-def test_only_an_eighth_of_the_logits_of_a_large_vocabulary_is_in_memory() -> None:
-    tokens, hidden_size, vocabulary = 1024, 12, 128_256
-    assert count_chunks("auto", tokens, vocabulary, hidden_size) == 8
-    head = nn.Linear(hidden_size, vocabulary, bias=False)
-    hidden, labels = torch.randn(tokens, hidden_size, requires_grad=True), torch.randint(vocabulary, (tokens,))
-    found = {}
-    for chunks in (1, "auto"):
-        with Largest(hidden_size) as largest:
-            summed_losses(deferred(hidden, head.weight, None, chunks), labels).backward()
-        found[chunks] = largest.elements
-    assert found[1] == tokens * vocabulary
-    assert found["auto"] <= tokens * vocabulary / 8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_only_an_eighth_of_the_logits_of_a_large_vocabulary_is_in_memory(dtype: torch.dtype) -> None:
+    tokens, columns = 256, 128_256
+    assert count_chunks("auto", 8192, columns, 4096, dtype.itemsize) == 8
+    whole, chunked = (peak_bytes(alone, LossOptions(), dtype, chunks, tokens=tokens, columns=columns) for chunks in (1, 8))
+    assert whole >= 12 * tokens * columns
+    assert chunked <= whole / 8 + 2 * 2 * columns * 4, "and the gradient of the weight: its sum, and what is added to it"
 
 
-def peak_bytes(follow: Any, terms: LossOptions, dtype: torch.dtype, chunks: int, sizes: tuple[int, ...] | None = None) -> int:
+def peak_bytes(
+    follow: Any,
+    terms: LossOptions,
+    dtype: torch.dtype,
+    chunks: int,
+    sizes: tuple[int, ...] | None = None,
+    *,
+    tokens: int = 64,
+    columns: int = 4096,
+) -> int:
     """Most bytes of all tensors of head and loss, forward and backward, without those of the inputs.
 
     Args:
         sizes: columns of each rank, if tensor-parallel ranks share the vocabulary.
     """
-    columns = 4096 if sizes is None else sizes[dist.get_rank()]
-    hidden, weight = (torch.ones(rows, 2, dtype=dtype, requires_grad=True) for rows in (64, columns))
-    labels = torch.arange(64)
+    columns = columns if sizes is None else sizes[dist.get_rank()]
+    hidden, weight = (torch.ones(rows, 2, dtype=dtype, requires_grad=True) for rows in (tokens, columns))
+    labels = torch.arange(tokens)
     with LiveBytes() as live:
         for given in (labels, hidden, weight):
             given.detach().add_(0)  # seen
@@ -261,6 +249,13 @@ def test_all_tensors_of_the_loss_need_an_eighth(follow: Any, terms: LossOptions,
     assert chunked <= whole / 8 + OF_WEIGHT
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("chunks", [2, 3, 4, 6, 16])
+def test_so_many_chunks_need_that_part_of_the_memory(chunks: int, dtype: torch.dtype) -> None:
+    whole, chunked = (peak_bytes(alone, LossOptions(), dtype, asked, tokens=192) for asked in (1, chunks))
+    assert chunked <= whole / chunks + OF_WEIGHT * (2 if dtype == torch.float64 else 1)
+
+
 def test_all_tensors_of_the_loss_of_a_sharded_vocabulary_need_an_eighth() -> None:
     for terms in (LossOptions(), LossOptions(0.1, 1e-3)):
         found = [run_ranks(peak_bytes, 2, alone, terms, torch.bfloat16, chunks, (2048, 2048)) for chunks in (1, 8)]
@@ -268,9 +263,32 @@ def test_all_tensors_of_the_loss_of_a_sharded_vocabulary_need_an_eighth() -> Non
 
 
 def test_the_number_of_chunks() -> None:
-    assert [count_chunks("auto", tokens, 32_000, 64) for tokens in (0, 1, 512, 1024, 8192)] == [1, 1, 1, 2, 8]
-    assert [count_chunks("auto", 8192, 128_256, hidden) for hidden in (4096, 16_384)] == [8, 1], "the gradient of the weight needs more"
-    assert [count_chunks(4, tokens, 32_000, 16_384) for tokens in (0, 1, 3, 100)] == [1, 1, 3, 4]
+    assert [count_chunks("auto", tokens, 32_000, 64, 2) for tokens in (0, 1, 512, 1024, 8192)] == [1, 1, 1, 2, 8]
+    assert [count_chunks(4, tokens, 32_000, 16_384, 2) for tokens in (0, 1, 3, 100)] == [1, 1, 3, 4]
+
+
+@pytest.mark.parametrize(("width", "counts"), [(2, [8, 4, 1]), (4, [8, 8, 1])])
+def test_auto_saves_more_than_the_gradient_of_the_weight_takes(width: int, counts: list[int]) -> None:
+    """In 16 bits, 4 chunks are one product, whose result is not added up in float32."""
+    assert [count_chunks("auto", 8192, 128_256, hidden, width) for hidden in (4096, 16_384, 32_768)] == counts
+    assert count_products(4, 2) == 1
+
+
+def test_few_products_and_many_pieces() -> None:
+    """Each product is added to the gradient of the weight, which is the cost of chunks."""
+    assert [count_products(8, width) for width in (2, 4, 8)] == [2, 4, 4]
+    assert [count_products(chunks, 2) for chunks in (2, 3, 4, 5, 9)] == [1, 1, 1, 2, 3]
+    assert rows_of_parts(8, 8192, 128_256, 2, on_cpu=False) == (4096, 341)
+    assert rows_of_parts(8, 8192, 128_256, 2, on_cpu=True) == (4096, 32), "4 million logits"
+    assert rows_of_parts(5, 5, 10, 8, on_cpu=False) == (2, 1)
+
+
+def test_one_product_in_16_bits_is_the_gradient_of_the_weight() -> None:
+    hidden, weight, offset, labels = inputs(torch.bfloat16)
+    at_once = torch.autograd.grad(_loss_of_all(hidden, weight, offset, labels), weight)[0]
+    hidden, weight, offset, labels = inputs(torch.bfloat16)
+    assert count_products(3, 2) == 1
+    assert torch.equal(torch.autograd.grad(summed_losses(deferred(hidden, weight, offset, 3), labels), weight)[0], at_once)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "many"])
@@ -326,9 +344,26 @@ def test_chunks_need_no_more_operations_but_the_planner_counts_the_sums_of_their
         machine = machine_of(plan.run.cluster)
         assert machine is not None
         heads.append(work_of(job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size), machine).head)
-    moved = 8 * (2 + 2 + 4 + 4) * 4096 * 128_256  # 8 products in bf16 are written and read, and a float32 sum is read and written
+    moved = 2 * (2 + 2 + 4 + 4) * 4096 * 128_256  # 2 products in bf16 are written and read, and a float32 sum is read and written
     assert heads[1].forward - heads[0].forward == pytest.approx(moved / machine.memory_rate)
     assert heads[1].backward == heads[0].backward
+
+
+@pytest.mark.parametrize(("chunks", "precision", "moved"), [(4, "bf16", 0), (4, "fp32", 8), (2, "fp32", 0)])
+def test_one_product_less_is_added_to_float32_than_there_are(chunks: int, precision: str, moved: int) -> None:
+    data = ("data=tokens", "data.sequence_length=8192", "data.global_batch_size=64", "parallelism.micro_batch_size=1", "force=true")
+    heads, memory = [], []
+    for asked in (1, chunks):
+        _, plan = dry("parallelism=dp8", "model=llama3_1_8b", "cluster=h100_1x8", *data, f"parallelism.loss_chunks={asked}")
+        machine = machine_of(plan.run.cluster)
+        assert machine is not None
+        job = job_of(plan.run, precision, plan.layout, plan.schedule, plan.micro_batch_size)
+        heads.append(work_of(job, machine).head)
+        memory.append(memory_of(job).loss)
+    weight, logits, width = 4096 * 128_256, 8192 * 128_256, 2 if precision == "bf16" else 4
+    assert heads[1].forward - heads[0].forward == pytest.approx(moved * weight / machine.memory_rate, abs=1e-9)
+    if moved == 0:  # no sum in float32: the logits of the pieces, or at last their gradient with that of the weight
+        assert memory[1] == width * 8192 * 4096 + max(memory[0] / chunks, width * (weight + logits))
 
 
 LAYOUTS = [

@@ -82,6 +82,7 @@ OTHERS = {
     "v, middle": Cell(DENSE, "pp2_dp4", ("schedule=ZBVZeroBubble",), rank=1, spread=0.03),
     "v, middle, full": Cell(DENSE, "pp2_dp4", ("schedule=ZBVZeroBubble", FULL), rank=1, spread=0.05),
     "chunks": Cell(DENSE, "dp8", ("loss_chunks=auto",)),
+    "chunks of one product": Cell(DENSE, "dp8", ("loss_chunks=4",)),
     "chunks, full": Cell(DENSE, "pp4_dp2", ("loss_chunks=auto", FULL), rank=3),
     "tied": Cell((*DENSE, "model.config.tie_word_embeddings=true"), "dp8", ("zero_stage=3",)),
     "experts": Cell(MIXTURE, "pp2_dp4_ep4"),

@@ -24,8 +24,8 @@ class ModelOptions:
         experts: options of a mixture of experts.
         cp_kind: kind of context parallelism.
         stages: number of blocks of each pipeline stage; None to balance them.
-        loss_chunks: number of parts in which the loss of a micro-batch is computed, so that only the logits of one are in memory; "auto":
-            8, or fewer where the logits are small. It concerns the loss that a causal LM of Transformers computes from labels.
+        loss_chunks: n computes the loss of a micro-batch with 1/n of the memory of its logits; "auto": 8, or fewer where the logits are
+            small. It concerns the loss that a causal LM of Transformers computes from labels.
         loss: terms of that loss.
 
     Raises:
