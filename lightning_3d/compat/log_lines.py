@@ -8,8 +8,9 @@ import re
 _DROPPED = {
     # torchao 0.18: its compiled extensions do not load. Transformers imports torchao wherever it is installed; nothing here needs them.
     "torchao": r"Failed to load |Skipping import of cpp extensions",
-    # torchao 0.18, on the root logger, where Triton is not installed: its int8 kernels, which nothing here needs.
-    "root": r"Warning: Detected no triton",
+    # torchao 0.18, where Triton is not installed: its int8 kernels, which nothing here needs. Its logger has a NullHandler, so the line
+    # appears only where logging is configured, as Hydra does.
+    "torchao.kernel.intmm": r"Warning: Detected no triton",
     # torch 2.13: how torchao registers its enumerations is deprecated.
     "torch.utils._pytree": r".*is an Enum subclass and is now natively supported",
     # Lightning 2.6: `seed_everything` on all ranks. Rank 0 keeps its line, which has no prefix in a script that Lightning starts.

@@ -8,6 +8,7 @@ as a whole when it is closed.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 from collections import OrderedDict
@@ -33,6 +34,9 @@ _BLOCK, _BLOCKS = 256 * 2**10, 8
 _BACKENDS: set[Any] = set()
 """Backends in use. They are kept, because fsspec frees those of the parent in a forked process (a worker of a loader), and so closes
 connections that the parent uses: the next read of the parent would wait until its time is over."""
+_LOGGERS = tuple(map(logging.getLogger, ("fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs", "azure", "httpx", "httpx2")))
+"""Loggers of backends and their clients. At INFO, which Hydra sets for all, botocore reports where it found credentials, and httpx2 (of
+hf://) and azure report every request."""
 
 
 @dataclass(frozen=True, order=True)
@@ -239,6 +243,7 @@ class RemotePath:
         import fsspec
 
         self.require_backend()
+        _hush_backends()
         system, path = fsspec.url_to_fs(self.url)
         _BACKENDS.add(system)
         return system, path
@@ -267,6 +272,16 @@ def backend_call(url: str) -> Iterator[None]:
             raise
         except Exception as error:  # botocore, aiohttp and others raise their own classes
             raise OSError(f"{url}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _hush_backends() -> None:
+    """Raise the loggers of backends from INFO to WARNING. A level that the user chose for one of them, or DEBUG for all, is kept.
+
+    Every request does this, because the first ones come before Hydra configures its logging.
+    """
+    for logger in _LOGGERS:
+        if logger.level == logging.NOTSET and logger.getEffectiveLevel() == logging.INFO:
+            logger.setLevel(logging.WARNING)
 
 
 def _first_sign(pattern: str) -> int:

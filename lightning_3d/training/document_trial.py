@@ -89,7 +89,7 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
 
 def _outputs(model: nn.Module, ids: Tensor, **more: Any) -> Tensor:
     """Logits (batch, seq, ids)."""
-    with _OneRow():
+    with _OneRow(), _FirstOfEqual():
         out: Tensor = model(input_ids=ids, use_cache=False, **more).logits
     return out
 
@@ -103,6 +103,22 @@ class _OneRow(TorchFunctionMode):
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
             return product if bias is None else product + bias
         return func(*args, **(kwargs or {}))
+
+
+class _FirstOfEqual(TorchFunctionMode):
+    """Let `topk` choose the first of equal values.
+
+    The scores of tokens in sparse attention are sums of ReLUs, so that several tokens of a document may have the score 0. Which of them
+    `topk` chooses depends on the length of the row, and would look like an influence of other documents.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_topk if func in (torch.topk, Tensor.topk) else func)(*args, **(kwargs or {}))
+
+
+def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    values, places = input.sort(dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
 
 
 def _trial_copy(model: nn.Module) -> Any:
@@ -130,8 +146,8 @@ def _trial_copy(model: nn.Module) -> Any:
 
 
 def _shorten_windows(holder: Any) -> None:
-    """Make windows, chunks and selections of attention shorter than the documents of the trial: their edges must follow documents, too."""
-    for name in ("sliding_window", "attention_chunk_size", "index_topk"):
+    """Make windows, chunks, blocks and selections of attention shorter than the trial's documents: their edges must follow documents."""
+    for name in ("sliding_window", "attention_chunk_size", "index_topk", "index_block_size", "block_size"):
         if isinstance(value := vars(holder).get(name), int) and value > _WINDOW:
             setattr(holder, name, _WINDOW)
 

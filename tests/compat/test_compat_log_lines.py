@@ -16,6 +16,7 @@ from lightning_3d.compat.log_lines import drop_lines
         ("torchao", "Failed to load /x/_C.so: Could not load this library: /x/_C.so", False),
         ("torchao", "Skipping import of cpp extensions due to incompatible torch version.", False),
         ("torchao", "This quantization is deprecated.", True),
+        ("torchao.kernel.intmm", "Warning: Detected no triton, on systems without Triton certain kernels will not work", False),
         ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by torch.compile", False),
         ("torch.utils._pytree", "something else", True),
         ("lightning.fabric.utilities.seed", "Seed set to 42", True),
@@ -46,10 +47,11 @@ for rank in (None, "0", "3"):
 
 @pytest.mark.full
 def test_torchao_imports_without_a_line() -> None:
-    """Without `drop_lines` it prints some, or they can go."""
+    """Without `drop_lines` it prints some, or they can go. With a handler of the root logger, as Hydra sets one."""
     pytest.importorskip("torchao")
+    program = "import logging; logging.basicConfig(); {}import torchao.float8"
     quiet, loud = (
-        subprocess.run([sys.executable, "-c", f"{first}import torchao.float8"], capture_output=True, text=True, check=True).stderr
+        subprocess.run([sys.executable, "-c", program.format(first)], capture_output=True, text=True, check=True).stderr
         for first in ("import lightning_3d; ", "")
     )
     assert "_pytree" in loud and "torchao" not in quiet and "_pytree" not in quiet

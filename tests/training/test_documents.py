@@ -21,6 +21,7 @@ from reference import Recipe, initial_model, target_count, train_on
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import create_causal_mask
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 from transformers.models.mistral import modeling_mistral
 
 from lightning_3d.compat.transformers_flash import document_lengths
@@ -404,16 +405,55 @@ def test_a_window_that_does_not_follow_documents_is_refused(monkeypatch: pytest.
         require_separate_documents(model)
 
 
-def test_a_selection_among_tokens_of_all_documents_is_refused() -> None:
-    """The indexer of sparse attention (DeepSeek-V3.2, GLM-5) chooses the best tokens before documents are masked. It chooses all 64 in the
-    trial's rows."""
+def sparse(index_topk: int, index_heads: int) -> nn.Module:
+    """A model of the family of GLM-5 and DeepSeek-V3.2, in which an indexer selects the tokens that a query attends to."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
-    widths = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
+    widths = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "index_n_heads": index_heads, "index_head_dim": 16, "index_topk": index_topk}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
     config = AutoConfig.for_model("glm_moe_dsa", **sizes, **heads, **widths, **experts, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config._experts_implementation = "eager"  # grouped products do not know float64
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def test_sparse_attention_selects_tokens_of_the_document_alone() -> None:
+    """Rows of 121 tokens, of which each query selects 8. With 32 heads, no score is the sum of ReLUs that are all 0."""
+    torch.manual_seed(0)
+    model, sizes = sparse(8, 32).double().eval(), (50, 41, 30)
+    ids = torch.randint(3, 64, (1, sum(sizes)))
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    with torch.no_grad():
+        packed = model(**inputs_of({"input_ids": ids, "position_ids": positions}, model), use_cache=False).logits
+        alone = torch.cat([model(input_ids=document, use_cache=False).logits for document in ids.split(sizes, dim=1)], dim=1)
+        everything = model(input_ids=ids, use_cache=False).logits
+    assert (packed - alone).abs().max() <= 1e-12 * alone.abs().max()
+    assert (packed - everything)[:, 50:].abs().max() > 1e-3 * alone.abs().max(), "documents matter"
+
+
+def test_sparse_attention_passes_the_trial_although_tokens_have_equal_scores() -> None:
+    """With 2 heads, every fourth token has the score 0, and `topk` would choose among them by the length of the row."""
+    require_separate_documents(sparse(64, 2))
+
+
+def test_a_selection_among_tokens_of_all_documents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indexer that is causal, but does not know documents. It chooses all 64 in the trial's rows."""
+    forward = modeling_glm_moe_dsa.GlmMoeDsaIndexer.forward
+
+    def select(self: nn.Module, hidden: Tensor, query: Tensor, positions: Any, mask: Tensor, *more: Any, **options: Any) -> Any:
+        causal = torch.full_like(mask, torch.finfo(mask.dtype).min).triu(1)
+        return forward(self, hidden, query, positions, causal, *more, **options)
+
+    monkeypatch.setattr(modeling_glm_moe_dsa.GlmMoeDsaIndexer, "forward", select)
     with pytest.raises(ConfigError, match="cannot be used with GlmMoeDsaForCausalLM: its results in a document depend on the other doc"):
+        require_separate_documents(sparse(64, 2))
+
+
+def test_blocks_of_keys_that_do_not_follow_documents_are_refused() -> None:
+    """The indexer of MiniMax-M3 selects blocks of 128 tokens of the row, which are longer than the trial's rows."""
+    more = {"num_hidden_layers": 2, "layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 2, "head_dim": 8}
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    model = tiny("minimax_m3_vl_text", **more, **rotary, index_n_heads=2, index_head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ConfigError, match="cannot be used with MiniMaxM3VLForCausalLM: its results in a document depend on the other doc"):
         require_separate_documents(model)
 
 

@@ -38,10 +38,11 @@ class Numbers(PackedDataModule):
 class Validated(LightningModule):
     """Notes after which optimizer steps it is validated."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: Path | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self.after: list[int] = []
+        self.saves = saves
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         return self.weight * 1.0
@@ -49,6 +50,8 @@ class Validated(LightningModule):
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         if index == 0:
             self.after.append(self.trainer.global_step)
+        if self.saves is not None:
+            self.trainer.save_checkpoint(self.saves / f"in_{self.trainer.global_step}_{index}.ckpt")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -68,12 +71,19 @@ class SaveAfter(Callback):
 def fit(every: int, steps: int, start: Path | None = None, ramp: Any = None, more: tuple[Callback, ...] = (), **options: Any) -> list[int]:
     """The steps after which a run is validated."""
     module = Validated()
+    run(module, every, steps, start, ramp, more, **options)
+    return module.after
+
+
+def run(
+    module: Validated, every: int, steps: int, start: Path | None = None, ramp: Any = None, more: tuple[Callback, ...] = (), **options: Any
+) -> Trainer:
     callbacks = [EvaluateEvery(every), *more]
     options = {"check_val_every_n_epoch": None, "val_check_interval": steps, "max_epochs": -1, "num_sanity_val_steps": 0, **options}
     trainer = quiet_trainer(max_steps=steps, callbacks=callbacks, use_distributed_sampler=False, **options)
     trainer.fit(module, datamodule=Numbers(ramp), ckpt_path=start)
     assert trainer.global_step == steps
-    return module.after
+    return trainer
 
 
 @pytest.mark.parametrize("ramp", [None, RAMP], ids=["no ramp", "ramp"])
@@ -113,6 +123,27 @@ def test_a_run_that_resumes_validates_after_the_same_steps(accumulate: int, ramp
         step = int(path.stem.split("_")[1])
         if step < 14:
             assert fit(4, 14, path, **options) == [due for due in whole if due > step], path.name
+
+
+def test_a_run_that_resumes_within_a_validation_does_it_again(tmp_path: Path) -> None:
+    """As with `val_check_interval`. A checkpoint of the same step from before or after the validation does not."""
+    run(Validated(tmp_path), 4, 8, more=(SaveAfter(tmp_path),))
+    for name in ("in_4_0", "in_4_1"):
+        assert fit(4, 8, tmp_path / f"{name}.ckpt") == [4, 8], name
+    for name in ("3_3", "4_4", "5_5"):
+        assert fit(4, 8, tmp_path / f"{name}.ckpt") == ([4, 8] if name == "3_3" else [8]), name
+
+
+def test_lightnings_count_of_validation_batches_is_that_of_a_run_without_a_resume(tmp_path: Path) -> None:
+    """A resumed run counts the batches of the validation that it does not repeat."""
+
+    def count(trainer: Trainer) -> int:
+        return int(trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed)
+
+    whole = count(run(Validated(), 4, 8, more=(SaveAfter(tmp_path),)))
+    assert whole == 4  # 8 sequences in batches of 4, twice
+    for batch in (3, 4, 5):
+        assert count(run(Validated(), 4, 8, tmp_path / f"{batch}_{batch}.ckpt")) == whole, batch
 
 
 @pytest.mark.parametrize("options", [{"check_val_every_n_epoch": 2}, {"val_check_interval": "00:00:01:00"}], ids=str)

@@ -1,5 +1,6 @@
 """`PeriodicCheckpoint` in a Trainer on one process: when it saves, and what it keeps."""
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,3 +127,16 @@ def test_all_are_kept_or_the_best_of_a_metric(tmp_path: Path) -> None:
     best = PeriodicCheckpoint(tmp_path / "best" / "checkpoints", monitor="val_loss", every_n_train_steps=1, save_top_k=1)
     options = {"max_steps": 4, "val_check_interval": 2, "limit_val_batches": 1}
     assert len(fit(tmp_path / "best", best, **options)) == 1 and best.best_model_score is not None
+
+
+def test_a_resume_in_another_folder_is_not_warned_of_scores_that_it_has_not(tmp_path: Path) -> None:
+    def saver(name: str, **options: Any) -> PeriodicCheckpoint:
+        return PeriodicCheckpoint(tmp_path / name / "checkpoints", every_n_train_steps=2, **options)
+
+    assert fit(tmp_path / "a", saver("a"), saver("best", monitor="loss"), max_steps=2) == ["step_2.ckpt"]
+    resume = tmp_path / "a" / "checkpoints" / "step_2.ckpt"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The dirpath has changed")
+        fit(tmp_path / "b", saver("b"), resume=resume, max_steps=4)
+        with pytest.raises(UserWarning, match="The dirpath has changed"):
+            fit(tmp_path / "c", saver("c", monitor="loss"), resume=resume, max_steps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,10 @@ class PeriodicCheckpoint(ModelCheckpoint):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        with warnings.catch_warnings():
+            if self._keeps_newest:  # the scores that another folder does not take over are those of a metric
+                warnings.filterwarnings("ignore", message="The dirpath has changed")
+            super().load_state_dict(state_dict)
         self._saved_step, self._kept = state_dict.get("saved_step", 0), set(state_dict.get("kept", ()))
 
     @override

@@ -106,8 +106,9 @@ class Summary(Callback):
         if self._skipped:
             rows.append(("skipped steps", f"{self._skipped:,} (loss or gradient norm was not finite)"))
         if self._losses:
-            mean = sum(self._losses) / len(self._losses)
-            rows.append(("training loss", f"{mean:.4f} nats/{unit}, mean of the last {len(self._losses)} steps"))
+            mean, count = sum(self._losses) / len(self._losses), len(self._losses)
+            of = f"mean of the last {count} steps" if count > 1 else "of the last step"
+            rows.append(("training loss", f"{mean:.4f} nats/{unit}, {of}"))
         rows += _validation_rows(trainer, unit)
         rows.append(("checkpoint", _describe_checkpoint(trainer)))
         return rows
