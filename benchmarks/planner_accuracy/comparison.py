@@ -16,12 +16,13 @@ _GIGA = 2**30
 @dataclass(frozen=True)
 class Comparison:
     """A run and what is predicted for it: seconds of a step; bytes of the rank that the software prints; and of the fullest rank, if
-    nothing had to be given back."""
+    nothing had to be given back; and the share of a step in which its GPUs wait for messages, but for those of pipelines."""
 
     run: Run
     seconds: float
     memory: float
     roomy: float
+    waiting: float = 0.0
 
     @property
     def time_error(self) -> float | None:
@@ -51,7 +52,8 @@ def compare(run: Run) -> Comparison:
     step = step_of(run.job, run.machine)
     queue = queue_of(step, run.job)
     printed = allocated(run.job, queue=queue, room=run.machine.memory)
-    return Comparison(run, step.seconds, printed.total, allocated(run.job, queue=queue).total)
+    roomy, waiting = allocated(run.job, queue=queue).total, (step.communication + step.data) / step.seconds
+    return Comparison(run, step.seconds, printed.total, roomy, waiting)
 
 
 def quantile(values: Iterable[float], share: float) -> float:

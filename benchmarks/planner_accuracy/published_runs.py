@@ -142,6 +142,7 @@ def run_of(row: Mapping[str, str]) -> Run | None:
         return None
     where = " ".join((row["source"], row["gpu_type"], row["notes"])).lower()
     stack = next(stack for words, stack in SOURCES if all(word in where for word in words))
+    stack = replace(stack, shards_experts=shards_experts(row["notes"]))
     machine = stack.on(machine)
     words = (row["zero_or_fsdp"] + " ").upper()
     zero = next((stage for stage in (3, 2, 1) if f"ZERO-{stage}" in words), 3 if "FSDP" in words else 0)
@@ -151,7 +152,7 @@ def run_of(row: Mapping[str, str]) -> Run | None:
         pp=_whole(row, "pp"),
         dp=gpus // split,
         cp=_whole(row, "cp"),
-        ep=_whole(row, "ep") * (_whole(row, "tp") if shards_experts(row["notes"]) else 1),
+        ep=_whole(row, "ep") * (_whole(row, "tp") if stack.shards_experts else 1),
         vp=_whole(row, "vpp"),
         order=stack.order,
     )

@@ -7,6 +7,7 @@ from itertools import permutations
 from pathlib import Path
 
 from benchmarks.planner_accuracy.comparison import Comparison, compare, quantile
+from benchmarks.planner_accuracy.growth import growth
 from benchmarks.planner_accuracy.polling import polling
 from benchmarks.planner_accuracy.published_runs import read_runs
 from lightning_3d.errors import plural
@@ -153,6 +154,7 @@ def report(compared: Sequence[Comparison]) -> str:
             lines += [f"Without the numbers of GPUs on which most runs took more than twice the predicted time: {_scores(usual)}", ""]
         rows = [[model, str(seq), str(gpus), str(count), f"{score:.3f}"] for _, model, seq, gpus, count, score in cells]
         lines += [*table(["model", "tokens", "GPUs", "layouts", "score"], rows), ""]
+    lines += growth([one for one in compared if slow.get(_where(one), 0.0) <= 0.5])
     pairs, pipelines = contradictions(compared), polling(compared)
     if pairs:
         lines += [*_CONTRADICTIONS, *table(_PAIRS, pairs), ""]

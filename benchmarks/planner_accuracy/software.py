@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from lightning_3d.layout.balance import Cost
 from lightning_3d.layout.layout import AXES, Layout
 from lightning_3d.planner.constants import EAGER, LINK_LATENCY, NETWORK_LATENCY, efficiency_of
-from lightning_3d.planner.machine import Group, Machine
+from lightning_3d.planner.machine import Group, Machine, all_to_all, gather
 from lightning_3d.planner.stack import Footprint, Host, Overlap, Split, Stack, Traffic, balanced
 
 _RATES = {
@@ -134,6 +134,8 @@ class Published(Stack):
         kept_logit_bytes: of a logit that lives on while the next micro-batch runs.
         saved_keys: bytes that a block keeps for each number of a key and a value, beyond what its backward pass needs.
         selective_share: of what a block keeps, with selective recomputation; None: all but half of attention's own.
+        shards_experts: tensor-parallel ranks share each expert, and `layout.ep` counts these ranks, too.
+        expert_streams: CUDA streams on which the products of a rank's experts run at the same time.
         separate: how ZeRO 3 gathers; None: a block at a time, while the one before is computed.
     """
 
@@ -149,6 +151,8 @@ class Published(Stack):
     kept_logit_bytes: float = 0.0
     saved_keys: float = 0.0
     selective_share: float | None = None
+    shards_experts: bool = False
+    expert_streams: int = 1
     separate: SeparateGathers | None = None
     allocator: Allocator = field(default_factory=Allocator)
 
@@ -167,6 +171,23 @@ class Published(Stack):
         if layout.pp > 1 and machine.group(layout, ("pp",)).nodes > 1:
             seconds += self.host_tensor * layout.tp
         return seconds
+
+    def expert_precision(self, precision: str, weight_bytes: float) -> str:
+        return precision
+
+    def expert_starts(self, experts: int, precision: str, sizes: Sequence[float], machine: Machine) -> int:
+        return -(-experts // self.expert_streams)
+
+    def shards_experts_of(self, layout: Layout) -> bool:
+        return self.shards_experts or super().shards_experts_of(layout)
+
+    def exchange_seconds(self, machine: Machine, ranks: Group, size: float, crossing: float | None, tp: int) -> tuple[float, float]:
+        """Each token is sent straight to each of its experts. If experts are sharded over tensor-parallel ranks, these then gather what
+        each of them has received. (Megatron Core, moe/token_dispatcher.py, `MoEAlltoAllTokenDispatcher`.)"""
+        if not self.shards_experts:
+            return all_to_all(machine, ranks, size), 0.0
+        sharing = Group(ranks.size // tp, max(1, ranks.local // tp), ranks.near)
+        return all_to_all(machine, sharing, size), gather(machine, Group(tp, tp), tp * size)
 
     def on(self, machine: Machine) -> Machine:
         """Return the machine as this software uses its network."""
@@ -230,6 +251,7 @@ MEGATRON = Published(
     order=_MEGATRON_ORDER,
     split=equal,
     attention_speed=1.5,  # cuDNN's kernel and FlashAttention-3, next to FlashAttention-2 (arXiv:2407.08608, figures 5 and 6)
+    expert_streams=4,  # Transformer Engine, common/include/transformer_engine/multi_streams.h, num_streams
     overlap=Overlap(layers=0.38),  # tensor-parallel communication is split and overlapped [fit]
     traffic=Traffic(elementwise=2.8),  # [fit]
     host=Host(step=0.019),  # [fit]

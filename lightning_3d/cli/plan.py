@@ -121,8 +121,8 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
 
 def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> None:
     """Print the fastest layouts, and memory, messages and warnings of the first."""
-    from lightning_3d.planner.advice import faster_compiled, faster_overlapped, measured_otherwise, spanning, uncounted
-    from lightning_3d.planner.tables import compiled_line, data_line, found_table, margin, memory_table, overlapped_line
+    from lightning_3d.planner.advice import faster_chunked, faster_compiled, faster_overlapped, measured_otherwise, spanning, uncounted
+    from lightning_3d.planner.tables import chunked_line, compiled_line, data_line, found_table, margin, memory_table, overlapped_line
 
     first = found.best[0]
     print(found_table(found, machine))
@@ -133,6 +133,8 @@ def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> N
         print(f"\n{warning}")
     if (overlapped := faster_overlapped(run, found)) is not None:
         print(f"\n{overlapped_line(overlapped, first)}")
+    if (chunked := faster_chunked(run, precision, first)) is not None:
+        print(f"\n{chunked_line(chunked, first)}")
     if (faster := faster_compiled(run, precision, first)) is not None:
         print(f"\n{compiled_line(faster, first)}")
 

@@ -44,16 +44,16 @@ from lightning_3d.storage.numbers import gibibytes, gpu_memory
 _BYTES = {  # precision: (bytes of a weight, bytes of its optimizer state, precision of matrix products)
     "bf16": (2.0, 12.0, "bf16"),
     "fp8": (2.0, 12.0, "fp8"),
-    "bf16_mixed": (6.0, 8.0, "bf16"),  # the weights in float32 and, until the backward, in 16 bits
+    "bf16_mixed": (4.0, 8.0, "bf16"),
     "fp32": (4.0, 8.0, "fp32"),
     "fp64": (8.0, 16.0, "fp32"),
 }
-_WEIGHT = {"bf16_mixed": 4.0}
-"""By precision, the bytes of a frozen weight where they are not those of a trained one: autocast keeps no copies of it."""
 _MASTER = {"bf16_mixed": 4.0, "fp32": 4.0}
 """By precision, the bytes of the copy of a float32 weight that ZeRO's optimizer steps (`DeepSpeedStepper`)."""
 _MOMENT = dict.fromkeys(_BYTES, 4.0) | {"fp64": 8.0}
 """By precision, the bytes of one momentum of a parameter, and of its average."""
+_ROOTS = 2
+"""Temporary tensors of torch's AdamW that is not fused, as on CPUs: the root of the squared average, and this root without its bias."""
 _LESS = 0.9
 """Share of the predicted memory that a run needs at most that is proposed after one that ran out of memory."""
 
@@ -170,6 +170,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         state_bytes=0.0 if offload else _state_bytes(run, precision),
         master_bytes=0.0 if offload else _MASTER.get(precision, 0.0),
         saved_block_bytes=_MOMENT[precision] if run.optimizer.get("name") == MUON else 0.0,
+        autocast=precision == "bf16_mixed",
         trained=0.02 if run.lora.r else 1.0,
         reduce=parallelism.zero_reduce,
         gather=parallelism.zero_gather,
@@ -184,7 +185,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         stack=stack_of(run, precision),
         calls=1 if second is None else len(run.objective.batch_keys) // 2,
         frozen=Architecture.from_spec(second) if second is not None and second.shapes is not None else None,
-        frozen_bytes=_WEIGHT.get(precision, weight),
+        frozen_bytes=weight,
     )
 
 
@@ -210,6 +211,8 @@ def stack_of(run: CompleteRun, precision: str) -> Stack:
         stack = replace(stack, flash=False)
     if run.parallelism.compile:
         stack = compiled(stack)
+    if planned_accelerator(run) == "cpu" and run.optimizer.get("name") == "adamw" and not run.optimizer.get("fused"):
+        stack = replace(stack, footprint=replace(stack.footprint, stepping=_ROOTS * _MOMENT[precision]))
     return stack
 
 
@@ -410,20 +413,31 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
             f"The planner does not know the model family '{run.spec.model_type}'. Use one of the known families:"
             f" {', '.join(sorted(FAMILIES))}."
         )
-    job, fixed, risk = job_of(run, precision), _fixed(run), run.plan.memory_risk
+    job, fixed = job_of(run, precision), _fixed(run)
     with task(f"searching layouts for {plural(machine.gpus, 'GPU')}"):
-        found = search(job, machine, fixed=fixed, most=most, room=largest_share(risk) * machine.memory)
+        found = search(job, machine, fixed=fixed, most=most, room=largest_share(run.plan.memory_risk) * machine.memory)
     if not found.best:
-        size = f"{job.model.parameters / 1e9:.1f} billion parameters"
-        tight = search(job, machine, fixed=fixed, most=1).best if risk < 0.5 else ()
-        waiting = f" Its pipelines may wait for at most {fixed.max_bubble:.1%} of a step (plan.max_bubble)." if fixed.max_bubble < 1 else ""
-        raise LayoutError(
-            f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gpu_memory(machine.memory)} each. The"
-            f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
-            f"{waiting}{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a data.global_batch_size with more"
-            " divisors."
-        )
+        raise LayoutError(_nothing_fits(run, job, machine, _chunked(run, precision)))
     return found
+
+
+def _nothing_fits(run: CompleteRun, job: Job, machine: Machine, chunked: Job | None) -> str:
+    """Return the message about a job for which no layout fits.
+
+    Args:
+        chunked: the same with a loss in chunks, if it can have one.
+    """
+    fixed, risk = _fixed(run), run.plan.memory_risk
+    size = f"{job.model.parameters / 1e9:.1f} billion parameters"
+    tight = search(job, machine, fixed=fixed, most=1).best if risk < 0.5 else ()
+    leaner = search(chunked, machine, fixed=fixed, most=1, room=largest_share(risk) * machine.memory).best if chunked is not None else ()
+    waiting = f" Its pipelines may wait for at most {fixed.max_bubble:.1%} of a step (plan.max_bubble)." if fixed.max_bubble < 1 else ""
+    return (
+        f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gpu_memory(machine.memory)} each. The"
+        f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
+        f"{waiting}{_in_chunks(leaner)}{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a"
+        " data.global_batch_size with more divisors."
+    )
 
 
 def _fixed(run: CompleteRun) -> Fixed:
@@ -466,8 +480,8 @@ def _zero_options(parallelism: ParallelismConfig) -> ZeroOptions:
 _WORTH_OVERLAPPING = 0.01
 """Least share of a step that gathering parameters during the next forward must save."""
 
-_WORTH_COMPILING = 0.02
-"""Least share of a step that compiled blocks and a loss in chunks must save."""
+_WORTH_ANOTHER_SEARCH = 0.02
+"""Least share of a step that compiled blocks and a loss in chunks must save, and also a loss in chunks alone."""
 
 
 def faster_compiled(run: CompleteRun, precision: str, first: Candidate) -> Candidate | None:
@@ -480,11 +494,36 @@ def faster_compiled(run: CompleteRun, precision: str, first: Candidate) -> Candi
         The fastest, or None: on CPU, with a profile (which measured blocks that are not compiled), if the run compiles already, or if it
         saves little.
     """
-    machine = machine_of(run.cluster, run.profile)
-    if machine is None or run.profile is not None or run.parallelism.compile or planned_accelerator(run) == "cpu":
+    if run.profile is not None or run.parallelism.compile or planned_accelerator(run) == "cpu":
         return None
-    room, below = largest_share(run.plan.memory_risk) * machine.memory, (1 - _WORTH_COMPILING) * first.step.seconds
-    found = search(fused(job_of(run, precision)), machine, fixed=_fixed(run), most=1, room=room, below=below).best
+    return _faster_than(first, fused(job_of(run, precision)), run)
+
+
+def faster_chunked(run: CompleteRun, precision: str, first: Candidate) -> Candidate | None:
+    """Search once more, with a loss in chunks alone: layouts fit that need too much memory with whole logits.
+
+    Args:
+        first: the fastest without it.
+
+    Returns:
+        The fastest, or None: if the run has a loss in chunks already or a second model, which reads whole logits, or if it saves little.
+    """
+    job = _chunked(run, precision)
+    return None if job is None else _faster_than(first, job, run)
+
+
+def _chunked(run: CompleteRun, precision: str) -> Job | None:
+    """Return the job of a run with a loss in chunks; None if it has one already, or cannot."""
+    return None if run.parallelism.loss_chunks != 1 or run.second is not None else job_of(run, precision).but(loss_chunks=AUTO)
+
+
+def _faster_than(first: Candidate, job: Job, run: CompleteRun) -> Candidate | None:
+    """Return the fastest way to run a job, if it saves enough compared with `first`."""
+    machine = machine_of(run.cluster, run.profile)
+    if machine is None:
+        return None
+    room, below = largest_share(run.plan.memory_risk) * machine.memory, (1 - _WORTH_ANOTHER_SEARCH) * first.step.seconds
+    found = search(job, machine, fixed=_fixed(run), most=1, room=room, below=below).best
     return found[0] if found and found[0].step.seconds < below else None
 
 
@@ -504,6 +543,13 @@ def faster_overlapped(run: CompleteRun, found: Found) -> Candidate | None:
         return None
     one = min((Candidate(job, step_of(job, machine), memory_of(job)) for job in tried), key=lambda one: one.step.seconds)
     return one if one.step.seconds < (1 - _WORTH_OVERLAPPING) * found.best[0].step.seconds else None
+
+
+def _in_chunks(leaner: Sequence[Candidate]) -> str:
+    """Describe what would fit with a loss in chunks."""
+    if not leaner:
+        return ""
+    return f" With parallelism.loss_chunks={AUTO}, {leaner[0].job.layout.name} fits ({gibibytes(leaner[0].memory.total)})."
 
 
 def _at_more_risk(tight: Sequence[Candidate], machine: Machine, risk: float) -> str:

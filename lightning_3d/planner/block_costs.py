@@ -6,7 +6,7 @@ doi:10.1145/1498765.1498785): small or narrow products are slow because their by
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from lightning_3d.planner.architecture import Architecture, Kind, Matrix
 from lightning_3d.planner.frozen import alone
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Group, Machine, all_to_all, gather, send
+from lightning_3d.planner.machine import Group, Machine, gather, send
 
 _WORD = 4
 """Bytes of a number in 32 bits."""
@@ -146,19 +146,34 @@ def _ahead(job: Job, machine: Machine) -> Part:
     return part + Part(forward_communication=once, backward_communication=once)
 
 
-def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, copies: int = 1) -> Part:
-    """Predict matrix products of `tokens` tokens with matrices that tensor parallelism shards, `copies` times (experts)."""
-    rate, bandwidth, kernel = machine.matmul_rate(job.precision), machine.memory_rate, machine.efficiency.kernel
-    width = {"fp8": 1.0, "fp4": 0.5}.get(job.precision, job.width)
+def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float) -> Part:
+    """Predict matrix products of `tokens` tokens with matrices that tensor parallelism shards."""
+    return _products(job, machine, matrices, tokens, job.precision)
+
+
+def _expert_products(job: Job, machine: Machine, matrices: Sequence[Matrix], rows: float, experts: int) -> Part:
+    """Predict matrix products of `rows` rows, which are divided among `experts` experts with such matrices."""
+    precision = job.expert_precision
+    sizes = [size for matrix in matrices for size in matrix.local(job.layout.tp)]
+    starts = job.stack.expert_starts(experts, precision, sizes, machine)
+    return _products(job, machine, matrices, rows, precision, experts, starts)
+
+
+def _products(
+    job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, precision: str, copies: int = 1, starts: int = 1
+) -> Part:
+    """Predict matrix products in a precision with `copies` of matrices, `starts` of which start one after the other."""
+    rate, bandwidth, kernel = machine.matmul_rate(precision), machine.memory_rate, machine.efficiency.kernel
+    width = {"fp8": 1.0, "fp4": 0.5, "fp32": 4.0}.get(precision, job.width)
     forward = inputs = weights = 0.0
     for matrix in matrices:
         outputs, depth = matrix.local(job.layout.tp)
         work = 2.0 * tokens * outputs * depth / rate
         activations = width * tokens * (outputs + depth) / bandwidth
         size = copies * outputs * depth / bandwidth
-        forward += work + activations + width * size + copies * kernel
-        inputs += work + activations + width * size + copies * kernel
-        weights += work + activations + 2 * job.stack.footprint.gradient * size + copies * kernel
+        forward += work + activations + width * size + starts * kernel
+        inputs += work + activations + width * size + starts * kernel
+        weights += work + activations + 2 * job.stack.footprint.gradient * size + starts * kernel
     weights *= job.trained
     return Part(forward=forward, backward=inputs + weights, weights=weights)
 
@@ -227,39 +242,38 @@ def _mixture(job: Job, machine: Machine) -> Part:
     """Predict router, shared experts, token exchange and routed experts of one block: top_k copies of each token are sent and come back
     (arXiv:2006.16668, section 2.2)."""
     model, layout = job.model, job.layout
-    local = max(1, model.experts // layout.ep)
+    sharded = job.stack.shards_experts_of(layout)
+    local = max(1, model.experts * (layout.tp if sharded and layout.ep > 1 else 1) // layout.ep)
     rows = job.tokens * model.top_k
-    if layout.ep >= layout.tp:  # tokens of a tensor-parallel group are shared before they are sent
+    if not sharded:  # experts are whole, and tokens of a tensor-parallel group are shared before they are sent
         rows /= layout.tp
         unsharded = tuple(Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn))
-        part = products(job, machine, unsharded, rows, local)
+        part = _expert_products(job, machine, unsharded, rows, local)
         inner: float = model.expert_ffn * rows / job.tokens
     else:
-        part = products(job, machine, model.mlp(model.expert_ffn), rows, local)
+        part = _expert_products(job, machine, model.mlp(model.expert_ffn), rows, local)
         inner = model.expert_ffn * model.top_k / layout.tp
     shared = products(job, machine, model.shared_mlp(), job.tokens) if model.shared_ffn else Part()
     moved = 4 * rows * model.hidden * job.width / machine.memory_rate  # permutation there and back
-    part += shared + Part(forward=moved, backward=2 * moved) + _token_exchange(job, machine, rows / model.top_k, shared)
+    sent = job.tokens / layout.tp if layout.ep > 1 else job.tokens
+    part += shared + Part(forward=moved, backward=2 * moved) + _token_exchange(job, machine, sent, shared)
     return part + _elementwise(job, machine, inner)
 
 
 def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> Part:
     """Predict the exposed exchange of tokens with the ranks that have their experts, there and back, forward and backward.
 
-    Over several nodes a token crosses once to each node on which it has experts, and is sent on to its experts there. The first way
-    there, and in the backward the last one, is hidden behind the shared expert.
+    The first way there, and in the backward the last one, is hidden behind the shared expert.
 
     Args:
         tokens: tokens that this rank sends.
         shared: the shared expert.
     """
     model, ranks = job.model, expert_group(job, machine)
-    row = model.hidden * job.width
-    if ranks.nodes == 1 or ranks.size % ranks.local:
-        first, inside = all_to_all(machine, ranks, tokens * model.top_k * row), 0.0
-    else:
-        first = all_to_all(machine, Group(ranks.nodes, 1, ranks.near), tokens * nodes_of_a_token(model, ranks.nodes) * row)
-        inside = all_to_all(machine, Group(ranks.local, ranks.local), tokens * model.top_k * row)
+    row = tokens * model.hidden * job.width
+    several = ranks.nodes > 1 and ranks.size % ranks.local == 0
+    crossing = nodes_of_a_token(model, ranks.nodes) * row if several else None
+    first, inside = job.stack.exchange_seconds(machine, ranks, model.top_k * row, crossing, job.layout.tp)
     return Part(
         forward_communication=2 * (first + inside) - min(first, shared.forward),
         backward_communication=2 * (first + inside) - min(first, shared.backward),

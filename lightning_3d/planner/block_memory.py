@@ -80,17 +80,27 @@ def _kept_by_mlp(job: Job, kind: Kind) -> float:
     split = tp if job.sequence_parallel else 1
     whole = kind.mixture and layout.ep == 1  # every tensor-parallel rank has all tokens, and a part of each expert
     norms = 2 if not fused or split == 1 else int(kind.mixture and not whole)  # outputs that are kept; a compiler norms again
-    shared = (2 + norms) * model.hidden * width / split + 2 * unfused_norm(job) * model.hidden / split
-    gates: float = (3 if model.gated else 2) * width
+    shared = (2 + norms) * model.hidden * width / split + 2 * unfused_norm(job) * model.hidden / split + _cast_inputs(job, kind)
+    gates: float = (3 if model.gated else 2) * (job.number if kind.mixture else width)
     if not kind.mixture:
         return shared + (gates + (0.0 if fused else footprint.saved_inner)) * model.ffn / tp
     # Experts are sharded, or the tokens are split before they are sent.
     gates += 0.0 if experts_fused else footprint.saved_inner
     shared += (0.0 if experts_fused else family.inner) * model.top_k * model.expert_ffn / tp
     shared += 0.0 if fused else family.routed * model.hidden / tp
-    shared += 2 * width * model.top_k * model.hidden / (1 if whole else tp)  # inputs of experts and their outputs
+    shared += 2 * job.number * model.top_k * model.hidden / (1 if whole else tp)  # inputs of experts and their outputs
     shared += 0.0 if fused or not whole else width * model.hidden * (1 - 1 / split)  # the gathered input
     return shared + gates * (model.top_k * model.expert_ffn / tp + model.shared_ffn / (1 if model.whole_shared else tp))
+
+
+def _cast_inputs(job: Job, kind: Kind) -> float:
+    """Bytes of a token that a block keeps in addition with autocast: norms are in float32, also what they keep, and each product has a copy
+    of its input in 16 bits. A compiler makes one copy for all."""
+    if not job.autocast or job.stack.compiled:
+        return 0.0
+    readers = sum(matrix.inputs == job.model.hidden and matrix.sharded_by != "row" for matrix in job.model.attention)
+    readers += 1 if kind.mixture else 1 + job.model.gated
+    return job.width * readers * job.model.hidden
 
 
 def _of_scores(job: Job) -> float:

@@ -62,7 +62,7 @@ def _collectives(job: Job, machine: Machine, parameters: float) -> Iterator[tupl
         yield replicas, 2 * gradients / inside.size
     yield inside, frozen_weights(job).gathered
     times = 2 * job.micro_batches if job.gathers_often else 1
-    yield inside, times * job.width * parameters * (1 if job.zero == 3 else job.trained)
+    yield inside, times * job.number * parameters * (1 if job.zero == 3 else job.trained)
 
 
 def _passed(ranks: Group, size: float) -> DataTraffic:

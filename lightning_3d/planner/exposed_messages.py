@@ -58,13 +58,13 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
     """
     stack, tiers = job.stack, _tiers(job, machine, [held])
     ranks = tiers[0].shards
-    if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.width * sum(held))) is not None:
+    if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.number * sum(held))) is not None:
         again = 1 + (job.recompute == "full") + job.reduces_often
         return Part(forward_communication=once, backward_communication=again * once)
     whole = scatter = 0.0
     for tier in tiers:
         if job.gathers_often:
-            whole += gather(machine, tier.shards, job.width * tier.size)
+            whole += gather(machine, tier.shards, job.number * tier.size)
         if job.reduces_often and not tier.late:
             scatter += _summed(job, machine, tier)
     hidden = _HIDDEN if stack.overlap.blocks else 0.0
@@ -113,7 +113,7 @@ def exposed_in_step(job: Job, machine: Machine, held: Sequence[tuple[float, floa
         reduce += once
         least += once * (max(_LATE, tier.first / max(1.0, tier.size)) if waits else _LATE)
         if job.zero and not job.gathers_often:
-            spread += gather(machine, tier.shards, job.width * tier.size * job.trained)
+            spread += gather(machine, tier.shards, job.number * tier.size * job.trained)
     if overlap.data if job.zero else overlap.all_reduce:
         reduce = max(reduce - _HIDDEN * backward, least)
     if overlap.gather or (job.overlap_gather and job.zero in (1, 2)):

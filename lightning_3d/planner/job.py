@@ -34,6 +34,7 @@ class Job:
         state_bytes: bytes that the optimizer keeps for a parameter; 12 with float32 master weights.
         master_bytes: bytes that it keeps in addition at ZeRO stages 1 to 3: a float32 copy of weights that are float32 themselves.
         saved_block_bytes: bytes less that it keeps for a parameter of a block: Muon has one momentum for each, AdamW two.
+        autocast: weights are in float32, and products are in 16 bits, for which torch's autocast makes copies.
         trained: share of parameters that have gradients.
         reduce: time of ZeRO's gradient reduction (stages 2, 3): `step` or `micro_batch`; None as in `ZeroOptions.resolve`.
         gather: time of ZeRO's parameter gathering (stage 3): `step` or `micro_batch`; None as in `ZeroOptions.resolve`.
@@ -63,6 +64,7 @@ class Job:
     state_bytes: float = 12.0
     master_bytes: float = 0.0
     saved_block_bytes: float = 0.0
+    autocast: bool = False
     trained: float = 1.0
     reduce: str | None = None
     gather: str | None = None
@@ -132,6 +134,12 @@ class Job:
         return self.zero >= 2 and (self.reduce == "micro_batch" if self.reduce else self.layout.pp == 1)
 
     @property
+    def sends_ends_last(self) -> bool:
+        """True if gradients of parameters outside of blocks are sent when the backward pass of a micro-batch is over, the head's before the
+        embedding's: ZeRO 3 that gathers and reduces block by block (`_reducer_of_units` in parallel/zero/compose.py)."""
+        return self.gathers_often and self.reduces_often and self.stack.waits_for_stages
+
+    @property
     def reduces_experts_late(self) -> bool:
         """True if ep distributes experts over ranks and their gradients are reduced once in a step, when the last backward of a stage is
         over: all of them at once, in one buffer (`_may_be_early` in parallel/zero/trained.py; parallel/zero/compose.py)."""
@@ -167,9 +175,19 @@ class Job:
         return 1 if self.model.whole_attention else self.layout.tp
 
     @property
+    def expert_precision(self) -> str:
+        """Precision of the products of routed experts."""
+        return self.stack.expert_precision(self.precision, self.weight_bytes)
+
+    @property
     def width(self) -> int:
         """Bytes of a number in activations, also when they are sent."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number in weights and in gradients that arrive."""
+        return 4 if self.autocast else self.width
 
     @cached_property
     def tokens(self) -> float:

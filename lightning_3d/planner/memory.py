@@ -83,6 +83,8 @@ def least_memory(job: Job, levels: Sequence[str], *, balanced: bool = True) -> I
     moment = Moment(0, (min(count, layout.pp) if balanced else 1,), (0,), (has_gradients,))
     spare, lean = _spare_bytes(job, share), [RankBytes(each, at_end=True).rank((share,)) for each in _leanest(job)]
     for level in levels:
+        if job.autocast:  # a recomputed block has no copies of its weights
+            lean = [RankBytes(each.but(recompute=level), at_end=True).rank((share,)) for each in _leanest(job)]
         kinds = block_bytes(job.but(recompute=level))
         least = ((min(kept for kept, _ in kinds), min(temporary for _, temporary in kinds)),) * len(kinds)
         yield level, min(each.memory((moment,), least).total for each in lean) - spare

@@ -138,7 +138,7 @@ class Rank:
         self._gathered = _gathered_bytes(job, sizes)
         self._frozen = _frozen_bytes(job) if has_head else 0.0
         self._loss = of_job.loss if has_head else LossBytes(0.0, 0.0)
-        self._kept_loss = [stage.head * heads * self._loss.kept for stage in stages]
+        self._kept_loss = [stage.head * heads * self._loss.kept + size.cast_head for stage, size in zip(stages, sizes, strict=True)]
         self._embedding = job.model.embedding / job.layout.tp * (job.trained == 1)
         self._messages = _message_bytes(job, of_job.at_end or any(stage.embedding or stage.head for stage in stages))
 
@@ -146,9 +146,10 @@ class Rank:
         """Return the memory at the moment that needs most. `blocks`: what `block_bytes` returns."""
         at_head = self._of_job.beside_head if self._loss.peak else (0.0, 0.0)
         beside = self._of_job.beside_blocks
+        kept = [sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) for stage in self._stages]
         self._kept = [
-            sum(count * keeps for count, (keeps, _) in zip(stage.counts, blocks, strict=True)) + beside + stage.head * at_head[0]
-            for stage in self._stages
+            own + size.casts + beside + stage.head * at_head[0]
+            for own, size, stage in zip(kept, self._bytes, self._stages, strict=True)
         ]
         self._again = [
             max((again for count, (_, again) in zip(stage.counts, blocks, strict=True) if count), default=0.0) + stage.head * at_head[1]
@@ -174,6 +175,8 @@ class Rank:
         if job.zero > 0 and job.stack.footprint.kept_gradient and not job.buffers_all_gradients and not reduces_all_early:
             buffer = sum(size.buffer for size in self._bytes) if job.reduces_experts_late else 0.0
             late = max(late, buffer, max(size.copied for size in self._bytes))
+        if job.zero == 0:
+            late += max(size.stepped for size in self._bytes)
         return Need(self._gathered[0], sum(self._gradients) + late)
 
     def _needs(self, moments: Sequence[Moment]) -> Iterator[Need]:
@@ -213,16 +216,18 @@ class Rank:
         if kind == "B" and stage.head:
             gradients = self._with_head(moment, gradients)
             of_logits = job.width * job.tokens * job.model.vocab / job.layout.tp if job.loss_parts == 1 else 0.0
-            yield Need(self._gathered[0], gradients + (self._arrives(moment) + buckets) * self._embedding, activations, loss + of_logits)
+            arrived = (self._arrives(moment) + job.width * job.autocast + buckets * (not job.sends_ends_last)) * self._embedding
+            yield Need(self._gathered[0], gradients + arrived, activations, loss + of_logits)
             yield Need(self._gathered[0], gradients + self._copies(moment) * self._embedding, activations, loss)
         if kind == "B" and job.calls > 1 and stage.head:
             yield self._second_call(moment, before)
         size = self._bytes[place]
         # Recomputed activations are freed while gradients come. Without recomputation, the gradients of neighbouring matrices meet.
         halves = {"I": size.of_inputs, "W": size.of_weights} if job.recompute == "full" else {}
-        again = self._again[place] + halves.get(kind, size.temporary)
+        again = self._again[place] + size.cast_again + halves.get(kind, size.temporary)
         if kind != "I":
-            arrived = 2 * buckets * self._bytes[place].matrix + self._copies(moment) * self._embedding * stage.head
+            arrived = 2 * buckets * self._bytes[place].matrix
+            arrived += (job.number if job.sends_ends_last else self._copies(moment)) * self._embedding * stage.head
             yield Need(self._gathered[2], gradients + arrived, activations + again, loss)
             yield self._end(moment, activations, loss)
         else:
@@ -233,7 +238,11 @@ class Rank:
         hooks add them to their sums meanwhile: in the second half of a split backward."""
         place, width = moment.place, self._arrives(moment)
         gradients = _dot(moment.graded, self._gradients) + (0.0 if moment.graded[place] else self._gradients[place])
-        arrived = (width + self._bucket) * max(self._embedding * self._stages[place].embedding, self._bytes[place].matrix)
+        stage, ends_last = self._stages[place], self._job.sends_ends_last
+        has_embedding = stage.embedding or (stage.head and ends_last)
+        arrived = (width + self._bucket) * max(self._embedding * has_embedding, self._bytes[place].matrix)
+        if ends_last and stage.embedding and stage.head:  # the head's bucket is on its way; of a tied weight, a second gradient
+            arrived += (self._job.number if self._job.model.tied else self._bucket) * self._embedding
         if moment.kind == "W":
             arrived = max(arrived, width * self._bytes[place].parameters)
             activations -= self._pending[place]
@@ -269,8 +278,8 @@ class Rank:
         """Bytes for each element of a gradient beside its sum, when it arrives. The first one of float32 weights becomes the sum
         (`GradientSums` in parallel/zero/gradient_buffers.py)."""
         job = self._job
-        is_sum = job.width == job.stack.footprint.gradient and not moment.graded[moment.place] and not job.reduces_often
-        return 0.0 if is_sum else job.width
+        is_sum = job.number == job.stack.footprint.gradient and not moment.graded[moment.place] and not job.reduces_often
+        return 0.0 if is_sum else job.number
 
     def _copies(self, moment: Moment) -> float:
         """Bytes for each element of a bucket that takes a copy of a complete gradient in the last backward pass."""

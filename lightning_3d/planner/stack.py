@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_3d.config.options.experts import GROUPED_ROW_BYTES
 from lightning_3d.layout.balance import Cost, split_layers
 from lightning_3d.layout.layout import Layout
-from lightning_3d.planner.machine import Group, Machine
+from lightning_3d.planner.machine import Group, Machine, all_to_all
 
 Split = Callable[[Sequence[Cost], int, Cost, Cost], tuple[list[int], int]]
 """(costs of each block, stages, costs of the embedding, costs of the output head) -> (blocks of each stage, index of the stage with the
@@ -72,6 +73,7 @@ class Footprint:
             it is added to its sum, and ZeRO sends them in buckets. Otherwise, gradients live all the time.
         saved: per token and unit of hidden size, beyond what the backward pass of a block needs.
         saved_inner: per token and unit of an MLP's inner width, beyond what its backward pass needs.
+        stepping: temporary bytes for each number of the parameter that the optimizer steps at stage 0.
         context: CUDA, the buffers of collectives, and libraries.
         allocator: factor of the caching allocator on activations and loss.
     """
@@ -86,6 +88,7 @@ class Footprint:
     stepwise: bool = False
     saved: float = 0.0
     saved_inner: float = 0.0
+    stepping: float = 0.0
     context: float = 0.0
     allocator: float = 1.0
 
@@ -155,6 +158,51 @@ class Stack:
     def repeats_block(self) -> bool:
         """True if selective recomputation repeats all element-wise operations of a block, otherwise those inside attention."""
         return False
+
+    def expert_precision(self, precision: str, weight_bytes: float) -> str:
+        """Return the precision of the products of routed experts, which is that of their weights: float8 is for linear layers only
+        (`strategy/float8.py`), and autocast does not know grouped products.
+
+        Args:
+            precision: that of other products.
+            weight_bytes: bytes of a parameter.
+        """
+        return "fp32" if precision == "fp32" or weight_bytes > 2 else "bf16"
+
+    def expert_starts(self, experts: int, precision: str, sizes: Sequence[float], machine: Machine) -> int:
+        """Return the number of products of a rank's experts that start one after the other: 1 in a grouped product, if the GPU has a
+        kernel for it, otherwise all (`choose_products` in parallel/expert/experts.py).
+
+        Args:
+            experts: experts of a rank.
+            precision: that of their products.
+            sizes: sizes of the rows of their weights on a rank.
+            machine: the cluster.
+        """
+        aligned = all(2 * size % GROUPED_ROW_BYTES == 0 for size in sizes)
+        return 1 if precision == "bf16" and aligned and machine.groups_products else experts
+
+    def shards_experts_of(self, layout: Layout) -> bool:
+        """Return whether tensor-parallel ranks share each expert. With ep, they have whole experts."""
+        return layout.ep == 1 and layout.tp > 1
+
+    def exchange_seconds(self, machine: Machine, ranks: Group, size: float, crossing: float | None, tp: int) -> tuple[float, float]:
+        """Return the seconds of tokens on their way to their experts: (between ranks, then inside a node).
+
+        Over several nodes a token crosses once to each node on which it has experts, and is sent on to its experts there
+        (`parallel/expert/nodes.py`).
+
+        Args:
+            machine: the cluster.
+            ranks: those that share the experts of a stage.
+            size: bytes that a rank sends to experts.
+            crossing: bytes that it sends to nodes; None: the ranks are on one node, or on different numbers of ranks of each.
+            tp: number of tensor-parallel ranks.
+        """
+        if crossing is None:
+            return all_to_all(machine, ranks, size), 0.0
+        between, inside = Group(ranks.nodes, 1, ranks.near), Group(ranks.local, ranks.local)
+        return all_to_all(machine, between, crossing), all_to_all(machine, inside, size)
 
     def host_seconds(self, layout: Layout, machine: Machine) -> float:
         """Return the seconds that the host needs to start forward and backward of a block."""

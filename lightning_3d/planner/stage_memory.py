@@ -20,6 +20,7 @@ class StageBytes(NamedTuple):
         late: reduced gradients, which the optimizer's step needs in addition.
         buffer: gradients of routed experts that are reduced in one tensor.
         copied: the largest gradient, which a bucket copies.
+        stepped: temporary ones of the optimizer when it steps the largest parameter.
         matrix: elements of the largest parameter of its blocks; 0 where not all parameters are trained.
         temporary: what the backward pass of a block needs in addition to what it kept.
         of_inputs: of this, what the first half of a split backward needs, which computes no gradients of weights.
@@ -29,6 +30,9 @@ class StageBytes(NamedTuple):
         block: of these, those of its largest block.
         outside: of these, those outside of blocks.
         blocks: number of blocks.
+        casts: copies of weights of blocks in 16 bits that autocast makes for each micro-batch, of what is not recomputed.
+        cast_again: those of a recomputed block.
+        cast_head: that of the head's weight.
     """
 
     weights: float
@@ -37,6 +41,7 @@ class StageBytes(NamedTuple):
     late: float
     buffer: float
     copied: float
+    stepped: float
     matrix: float
     temporary: float
     of_inputs: float
@@ -46,6 +51,9 @@ class StageBytes(NamedTuple):
     block: float
     outside: float
     blocks: int
+    casts: float
+    cast_again: float
+    cast_head: float
 
 
 class _Rates(NamedTuple):
@@ -118,6 +126,7 @@ class StagesOfJob:
             late=own * one.late + routed * of_experts.late,
             buffer=copied * routed,
             copied=copied * largest,
+            stepped=job.stack.footprint.stepping * trained * largest,
             matrix=matrix * (trained == 1),
             temporary=max([kind.temporary for kind in kinds], default=0.0),
             of_inputs=max([kind.of_inputs for kind in kinds], default=0.0),
@@ -127,7 +136,20 @@ class StagesOfJob:
             block=max([kind.weights for kind in kinds], default=0.0),
             outside=(own - in_blocks) * job.weight_bytes,
             blocks=stage.blocks,
+            **self._casts(stage, in_blocks),
         )
+
+    def _casts(self, stage: Stage, in_blocks: float) -> dict[str, float]:
+        """Return the copies of weights that autocast makes: of linear layers, so not of the embedding's look-up and of routed experts.
+
+        Args:
+            in_blocks: parameters of the stage's blocks without routed experts.
+        """
+        job = self._job
+        again = 1 / job.recompute_every if job.recompute == "full" else 0.0
+        of_blocks, head = in_blocks * job.width * job.autocast, job.model.embedding / job.layout.tp * job.width * job.autocast
+        one = of_blocks / max(1, stage.blocks)
+        return {"casts": (1 - again) * of_blocks, "cast_again": one * (again > 0), "cast_head": head * stage.head}
 
 
 def _rates_of(job: Job) -> tuple[_Rates, _Rates]:

@@ -7,7 +7,7 @@ left out: CUDA, buffers of collectives and the allocator's reserve.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from ranks import run_ranks
 from lightning_3d.planner.advice import job_of
 from lightning_3d.planner.block_memory import block_bytes
 from lightning_3d.planner.memory import stages_in_flight
-from lightning_3d.planner.rank_memory import memory_of_rank
+from lightning_3d.planner.rank_memory import RankBytes, memory_of_rank
 
 COMMON = ("cluster=h100_1x8", "precision=bf16", "force=true", "data.sequence_length=4096", "data.global_batch_size=16")
 COMMON += ("parallelism.micro_batch_size=1",)
@@ -30,6 +30,11 @@ SHARED = ("model=qwen2_57b_a14b", "model.config.num_hidden_layers=2", "data=toke
 PAIRS = ("model=llama3_1_8b", BLOCKS, "objective.name=dpo", "data=python_pairs", "model.pretrained=required")
 TEACHER = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 3}
 TEACHER |= {"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False}
+
+
+MIXED = ("precision=bf16_mixed", "data.sequence_length=1024")
+SHORT = ("data.sequence_length=16", "data.global_batch_size=8")
+ON_CPU = ("cluster=local_cpu", "precision=fp32", "model.config.num_hidden_layers=1")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ CELLS = {
     "unsharded attention": Cell(LATENT, "tp2_pp2_dp2_ep2"),
     "pairs": Cell(PAIRS, "tp4_dp2"),
     "teacher": Cell(DENSE, "tp4_dp2", teacher=True),
+    "casts in flight": Cell((*DENSE, *MIXED), "pp4_dp2"),
+    "ends sent last": Cell((*DENSE, *SHORT, "model.config.num_hidden_layers=1"), "dp8", ("zero_stage=3",)),
 }
 OTHERS = {
     "unsharded shared experts": Cell(SHARED, "tp4_dp2"),
@@ -89,6 +96,18 @@ OTHERS = {
     "experts, tp": Cell(MIXTURE, "tp4_dp2"),
     "latent": Cell(LATENT, "pp2_dp4_ep4"),
     "tokens ahead": Cell((*LATENT, "model.mtp_layers=1"), "tp2_pp2_dp2_ep2", rank=1),
+    "casts": Cell((*DENSE, *MIXED, "data.sequence_length=4096"), "dp8"),
+    "casts, full": Cell((*DENSE, *MIXED), "dp8", (FULL,)),
+    "casts, full, pipeline": Cell((*DENSE, *MIXED), "pp4_dp2", (FULL,)),
+    "casts, last": Cell((*DENSE, *MIXED), "pp4_dp2", rank=3, spread=0.02),
+    "casts, zero 0": Cell((*DENSE, *MIXED), "dp8", ("zero_stage=0",)),
+    "casts, zero 3": Cell((*DENSE, *MIXED, "data.sequence_length=4096"), "dp8", ("zero_stage=3",)),
+    "casts, tied": Cell((*DENSE, *MIXED, "model.config.tie_word_embeddings=true"), "tp4_dp2"),
+    "casts, experts": Cell((*MIXTURE, *MIXED), "dp8_ep8"),
+    "casts, few tokens": Cell((*DENSE, *SHORT, "precision=bf16_mixed"), "dp8"),
+    "ends sent last, more blocks": Cell((*DENSE, *SHORT), "dp8", ("zero_stage=3",)),
+    "steps on a CPU": Cell((*DENSE, *SHORT, *ON_CPU), "dp2", ("zero_stage=0",)),
+    "ends sent last, tied": Cell((*DENSE, *SHORT, "model.config.tie_word_embeddings=true"), "dp8", ("zero_stage=3",)),
     "pairs, full": Cell(PAIRS, "dp8", (FULL,)),
     "pairs, zero 2": Cell(PAIRS, "dp8", ("zero_stage=2",)),
     "pairs, zero 3": Cell(PAIRS, "tp4_dp2", ("zero_stage=3",)),
@@ -123,12 +142,24 @@ def assert_equal(cells: dict[str, Cell], folder: Path) -> None:
     wrong = {}
     for name, cell in cells.items():
         _, plan = dry(*words[name])
-        job = job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size)
+        precision = [word.partition("=")[2] for word in words[name] if word.startswith("precision=")][-1]
+        job = job_of(plan.run, precision, plan.layout, plan.schedule, plan.micro_batch_size)
         memory = memory_of_rank(job, stages_in_flight(job)[cell.rank], block_bytes(job))
         ratio = (memory.total - memory.other) / peaks[name]
         if abs(ratio - 1) > cell.spread:
             wrong[name] = ratio
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "temporaries"), [((), 8), (("optimizer.fused=true",), 0), (("parallelism.zero_stage=1",), 0)])
+def test_a_step_of_adamw_on_a_cpu_has_two_temporaries(words: tuple[str, ...], temporaries: int) -> None:
+    """In float32, of the embedding, unless the step is fused; ZeRO 1 steps parts."""
+    _, plan = dry(*COMMON, *DENSE, *SHORT, *ON_CPU, "parallelism=dp2", "parallelism.zero_stage=0", *words)
+    job = job_of(plan.run, "fp32", plan.layout, plan.schedule, plan.micro_batch_size)
+    bare = replace(job, stack=replace(job.stack, footprint=replace(job.stack.footprint, stepping=0.0)))
+    rank = [RankBytes(one).rank(stages_in_flight(one)[0].stages) for one in (job, bare)]
+    assert sum(rank[0]._at_step) - sum(rank[1]._at_step) == temporaries * job.model.embedding
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ from planner_ways import fits
 from benchmarks.planner_accuracy import software
 from benchmarks.planner_accuracy.allocator import allocated, queue_of
 from benchmarks.planner_accuracy.calibration import Attempt, attempts_of, calibration, spread_of
-from benchmarks.planner_accuracy.comparison import compare, quantile
+from benchmarks.planner_accuracy.comparison import Comparison, compare, quantile
 from benchmarks.planner_accuracy.fit import fit, leave_out, with_values
+from benchmarks.planner_accuracy.growth import growth, growth_rows
 from benchmarks.planner_accuracy.known_models import named_model
 from benchmarks.planner_accuracy.polling import polled_seconds, polling
 from benchmarks.planner_accuracy.published_runs import COLUMNS, Run, architecture_of, read_runs, run_of
@@ -418,6 +419,25 @@ def test_a_report_on_a_file(tmp_path: Path) -> None:
     assert f"({len(known)} runs)" in report.partition("runs are predicted")[0], "in front of the tables"
     errors = sorted(abs(compare(published(line)).time_error or 0) for line in PUBLISHED[4:])
     assert f"| Ultra-Scale       | H100-80GB SXM | 3    | 3               | {errors[1]:.1%} " in report
+
+
+def test_loss_of_speed_with_more_data_parallel_ranks() -> None:
+    """Per GPU; with the same global batch and with one that grows; of runs with the same settings the fastest."""
+    base = published(PUBLISHED[0])
+
+    def one(dp: int, batch: int, measured: float, predicted: float) -> Comparison:
+        job = replace(base.job, layout=Layout(tp=4, dp=dp), global_batch=batch, zero=1)
+        return Comparison(replace(base, job=job, seconds=measured), predicted, 0.0, 0.0, 0.25)
+
+    same = [one(16, 512, 4.0, 4.0), one(16, 512, 5.0, 9.0), one(64, 512, 2.0, 1.25), one(128, 512, 1.0, 0.8)]
+    grows = [one(32, 320, 1.0, 1.0), one(128, 1280, 1.25, 1.0)]
+    rows = growth_rows([*same, *grows, one(2, 8, 1.0, 1.0)])
+    assert [row[2:] for row in rows] == [
+        ["tp4", "1", "same", "64 to 256", "50%", "20%", "25%"],
+        ["tp4", "1", "same", "64 to 512", "50%", "38%", "25%"],
+        ["tp4", "1", "grows", "128 to 512", "20%", "0%", "25%"],
+    ]
+    assert growth([]) == []
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ import pytest
 
 from lightning_3d.config.compose import compose
 from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.run_config import complete_run
+from lightning_3d.config.run_config import CompleteRun, complete_run
+from lightning_3d.errors import LayoutError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.planner.advice import Advice, faster_compiled, faster_overlapped, plan
-from lightning_3d.planner.tables import compiled_line, describe
+from lightning_3d.planner.advice import Advice, faster_chunked, faster_compiled, faster_overlapped, plan
+from lightning_3d.planner.memory import memory_of
+from lightning_3d.planner.memory_risk import largest_share
+from lightning_3d.planner.tables import chunked_line, compiled_line, describe
 
 
 def page() -> ModuleType:
@@ -65,6 +68,29 @@ def test_compiled_blocks_are_suggested_where_they_help() -> None:
     assert compiled_line(faster, first).startswith(f"With parallelism.compile=true parallelism.loss_chunks=auto, {faster.job.layout.name} ")
     compiles = complete_run(check_keys(compose([*words, "data=tokens", "trainer.dry=true", "parallelism.compile=true"])))
     assert faster_compiled(compiles, "bf16", faster) is None
+
+
+@pytest.mark.slow
+def test_a_loss_in_chunks_alone_is_suggested_where_it_helps() -> None:
+    """Llama 3.1 8B on 4 GPUs: with 32k tokens, dp4 fits only with it, and is faster than cp4; with 128k, nothing fits without it. It does
+    not help with 2k tokens."""
+
+    def run_with(*words: str) -> CompleteRun:
+        return complete_run(check_keys(compose(["model=llama3_1_8b", "parallelism=auto", "data=tokens", "trainer.dry=true", *words])))
+
+    words = ["cluster=h100_1x4", "data.global_batch_size=8"]
+    run = run_with(*words, "data.sequence_length=32768")
+    first = plan(run, "bf16", most=1).best[0]
+    faster = faster_chunked(run, "bf16", first)
+    assert faster is not None and faster.step.seconds < 0.98 * first.step.seconds
+    assert memory_of(faster.job.but(loss_chunks=1)).total > largest_share(0.1) * 80e9 > faster.memory.total
+    assert chunked_line(faster, first).startswith("With parallelism.loss_chunks=auto, dp4 fits and is predicted to be ")
+    chunked = run_with(*words, "data.sequence_length=32768", "parallelism.loss_chunks=auto")
+    assert plan(chunked, "bf16", most=1).best[0] == faster and faster_chunked(chunked, "bf16", faster) is None
+    with pytest.raises(LayoutError, match=r"With parallelism\.loss_chunks=auto, cp4 fits \([0-9.]+ GiB\)\. "):
+        plan(run_with(*words, "data.sequence_length=131072"), "bf16")
+    short = run_with(*words, "data.sequence_length=2048")
+    assert faster_chunked(short, "bf16", plan(short, "bf16", most=1).best[0]) is None
 
 
 @pytest.mark.slow

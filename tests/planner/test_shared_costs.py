@@ -19,12 +19,14 @@ from lightning_3d.models.families import read_spec
 from lightning_3d.planner import block_costs, rank_memory, search, shared_costs, step_time
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.block_memory import block_bytes
 from lightning_3d.planner.choices import Fixed, degrees, fitting, schedules, shapes, ways
 from lightning_3d.planner.constants import OURS
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import least_held, least_memory, memory_of, memory_within
 from lightning_3d.planner.shared_costs import SharedCosts
+from lightning_3d.planner.stages import Stage, parameters_of
 from lightning_3d.planner.step_time import least_seconds, step_of
 
 CASES: dict[str, tuple[str, int, dict[str, Any], float, Fixed]] = {
@@ -36,9 +38,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any], float, Fixed]] = {
 """By name (model, GPUs, changes of its sizes, share of a GPU with which some shapes do not fit, what is fixed)."""
 
 
+MIXED = {"autocast": True, "weight_bytes": 4.0, "state_bytes": 8.0, "master_bytes": 4.0}
+
+
 def job_of(name: str, **changes: Any) -> Job:
+    """Return a job of a model, with changes to the model or, if it is `MIXED`, to the job."""
+    of_job, of_model = (changes, {}) if changes == MIXED else ({}, changes)
     spec = read_spec(yaml.safe_load((REPOSITORY / f"conf/model/{name}.yaml").read_text())["config"])
-    return Job(replace(Architecture.from_spec(spec), **changes), Layout(), 4096, 256, 1, stack=OURS, loss_chunks="auto")
+    return Job(replace(Architecture.from_spec(spec), **of_model), Layout(), 4096, 256, 1, stack=OURS, loss_chunks="auto", **of_job)
 
 
 def machine(gpus: int) -> Machine:
@@ -77,7 +84,10 @@ def test_shared_costs_are_those_of_each_job(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "gpus", "changes"),
-    [("llama3_1_8b", 8, {}), ("mixtral_8x7b", 64, {}), ("qwen3_30b_a3b", 16, {}), ("deepseek_v2_lite", 32, {"ahead": 1})],
+    [
+        *(("llama3_1_8b", 8, {}), ("mixtral_8x7b", 64, {}), ("qwen3_30b_a3b", 16, {}), ("deepseek_v2_lite", 32, {"ahead": 1})),
+        ("llama3_1_8b", 8, MIXED),
+    ],
 )
 def test_no_way_to_run_a_shape_needs_less_than_its_bounds(name: str, gpus: int, changes: dict[str, Any]) -> None:
     """Also not where experts are on more or fewer data-parallel ranks than the rest: a search never looks at what a bound refuses."""
@@ -91,6 +101,16 @@ def test_no_way_to_run_a_shape_needs_less_than_its_bounds(name: str, gpus: int, 
                 assert needed.total * (1 + 1e-9) >= max(held, least[way.recompute]), way
                 seen += 1
     assert seen > 100
+
+
+def test_the_bound_of_full_recomputation_has_no_copies_of_weights() -> None:
+    """With autocast, a micro-batch keeps 16-bit copies of the weights of its blocks unless they are recomputed."""
+    job = replace(job_of("llama3_1_8b", **MIXED), layout=Layout(dp=8), schedule="1F1B")
+    copies = 2 * sum(parameters_of(job, Stage(job.model.counts, False, False)))
+    for one, expected in ((job, copies), (replace(job, autocast=False), 0.0)):
+        least, kept = dict(least_memory(one, ["none", "full"])), [block_bytes(one.but(recompute=level))[0] for level in ("none", "full")]
+        of_blocks = job.model.layers * (kept[0][0] - kept[1][0]) - kept[1][1]
+        assert (least["none"] - least["full"] - 1.05 * of_blocks) / copies == pytest.approx(expected / copies, abs=0.06)
 
 
 def test_the_memory_of_a_job_that_does_not_fit_is_not_asked_for() -> None:

@@ -17,6 +17,9 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.sizes import check_number, check_sizes
 
+GROUPED_ROW_BYTES = 16
+"""Rows of weights in grouped matrix products are a multiple of this (`torch.nn.functional.grouped_mm`)."""
+
 
 @dataclass(frozen=True)
 class ExpertOptions:

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_adapted_experts
+from lightning_3d.config.options.experts import GROUPED_ROW_BYTES
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel
@@ -17,9 +18,6 @@ from lightning_3d.parallel.expert.expert_operators import register
 from lightning_3d.parallel.random_streams import draws_numbers
 from lightning_3d.parallel.sharding import ShardSpec, cut_along
 from lightning_3d.parallel.specialize import specialize
-
-_ROW_BYTES = 16
-"""Strides of grouped matrix products are a multiple of this."""
 
 
 def expert_specs(module: nn.Module, plan: ParallelPlan, ep_size: int, ep_index: int, tp_index: int) -> dict[str, ShardSpec]:
@@ -95,12 +93,12 @@ def choose_products(module: nn.Module, plan: ParallelPlan) -> None:
         if experts is None or getattr(config, "_experts_implementation", "eager") == "eager":
             continue
         matrices = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
-        narrow = [matrix for matrix in matrices if any(size * matrix.element_size() % _ROW_BYTES for size in matrix.shape[1:])]
+        narrow = [matrix for matrix in matrices if any(size * matrix.element_size() % GROUPED_ROW_BYTES for size in matrix.shape[1:])]
         if narrow and narrow[0].dtype != torch.float64:
             rank_zero_warn(
                 "The experts run one by one instead of in grouped matrix products. These need weights whose rows are a multiple of"
-                f" {_ROW_BYTES} bytes, but on a rank these experts have weights of shape {list(narrow[0].shape)}. For wider rows, use a"
-                " smaller tp, or ep instead of tp."
+                f" {GROUPED_ROW_BYTES} bytes, but on a rank these experts have weights of shape {list(narrow[0].shape)}. For wider rows,"
+                " use a smaller tp, or ep instead of tp."
             )
         if narrow or any(matrix.dtype == torch.float64 for matrix in matrices):
             config._experts_implementation = "eager"  # type: ignore[union-attr]

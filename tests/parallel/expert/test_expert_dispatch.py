@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from benchmarks.planner_accuracy.software import published_machine
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.parallel.expert import ExpertParallel, choose_products, shard_experts
@@ -20,6 +21,7 @@ from lightning_3d.parallel.expert.exchange import exchange
 from lightning_3d.parallel.expert.losses import fits
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import cut_along
+from lightning_3d.planner.constants import OURS
 
 EXPERTS, HIDDEN, CHOICES = 8, 6, 2
 PLAN = ParallelPlan(
@@ -131,14 +133,32 @@ def test_bf16_travels_as_it_is() -> None:
     assert run_ranks(exchange_halves, 2) == [[1, 2, 1, 2, 2, 2], [1, 1, 1, 2, 2, 2, 1, 2, 2, 2]]
 
 
-@pytest.mark.filterwarnings("ignore:Experts with weights .* multiply in a loop")
-def test_experts_multiply_in_a_loop_in_float64_and_where_rows_are_narrow() -> None:
-    for dtype, width, chosen in ((torch.float32, 12, "grouped_mm"), (torch.float64, 12, "eager"), (torch.float32, 10, "eager")):
-        config = MixtralConfig(hidden_size=8, intermediate_size=width, num_local_experts=EXPERTS)
-        config._experts_implementation = "grouped_mm"
-        module = nn.ModuleDict({"experts": MixtralExperts(config).to(dtype)})
-        choose_products(module, replace(PLAN, experts=("experts",)))
-        assert module["experts"].config._experts_implementation == chosen
+@pytest.mark.filterwarnings("ignore:The experts run one by one")
+@pytest.mark.parametrize(
+    ("dtype", "width", "chosen"),
+    [
+        *((torch.float32, 12, "grouped_mm"), (torch.float64, 12, "eager"), (torch.float32, 10, "eager")),
+        *((torch.bfloat16, 16, "grouped_mm"), (torch.bfloat16, 12, "eager")),
+    ],
+)
+def test_experts_multiply_in_a_loop_in_float64_and_where_rows_are_narrow(dtype: torch.dtype, width: int, chosen: str) -> None:
+    """And the planner charges a start for each of them (`Stack.expert_starts`)."""
+    config = MixtralConfig(hidden_size=8, intermediate_size=width, num_local_experts=EXPERTS)
+    config._experts_implementation = "grouped_mm"
+    module = nn.ModuleDict({"experts": MixtralExperts(config).to(dtype)})
+    choose_products(module, replace(PLAN, experts=("experts",)))
+    assert module["experts"].config._experts_implementation == chosen
+    if dtype == torch.bfloat16:
+        starts = OURS.expert_starts(EXPERTS, "bf16", (2 * width, 8, width), published_machine("H100", 8))
+        assert starts == (1 if chosen == "grouped_mm" else EXPERTS)
+
+
+def test_autocast_leaves_grouped_products_in_the_type_of_the_weights() -> None:
+    """So experts multiply in float32 with bf16-mixed: see `Stack.expert_precision`."""
+    rows, weights, ends = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.functional.grouped_mm(rows, weights, offs=ends).dtype == torch.float32
+        assert torch.mm(rows, weights[0]).dtype == torch.bfloat16
 
 
 def test_room_is_given_to_first_choices_then_to_earlier_tokens() -> None:
