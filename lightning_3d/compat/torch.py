@@ -87,6 +87,40 @@ def kept_collectives() -> frozenset[Any]:
     return frozenset({operators.all_reduce.default, operators.reduce_scatter_tensor.default, operators.wait_tensor.default})
 
 
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return the innermost functions that pack and unpack what autograd saves (`_top_saved_tensors_default_hooks`, torch 2.11 to 2.13).
+
+    Raises:
+        RuntimeError: there are none.
+    """
+    import torch
+
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if found is None:
+        raise RuntimeError("This runs outside of torch.utils.checkpoint.checkpoint, which has hooks for saved tensors.")
+    pack, unpack = found
+    return pack, unpack
+
+
+def detached_in_mode(x: Tensor) -> Tensor:
+    """Detach `x` in the mode that made it, with its version counter, so that later changes in place are seen.
+
+    `_SetExcludeDispatchKeyGuard`, as torch.utils.checkpoint does it (torch 2.11 to 2.13).
+    """
+    import torch
+
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+@cache
+def ignored_by_checkpoints() -> frozenset[Any]:
+    """Operators that a selective recomputation does not count, because autograd runs them (`SAC_IGNORED_OPS`, torch 2.11 to 2.13)."""
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    return frozenset(SAC_IGNORED_OPS)
+
+
 _recomputed: ContextVar[bool] = ContextVar("recomputed", default=False)
 
 

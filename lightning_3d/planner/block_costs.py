@@ -323,11 +323,18 @@ def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
 
 
 def _selected(job: Job, machine: Machine, kind: Kind) -> float:
-    """Return the forward seconds of what `recompute=selective` repeats: attention without its projections, which are rotation, scores and
-    values (`parallel/blocks/wrap.py`, and `ATTENTION_KEEPS` in `parallel/blocks/recompute.py`)."""
+    """Return the forward seconds of what `recompute=selective` repeats. Ours: the element-wise operations of a block and attention without
+    a fused kernel, but nothing of mixtures that exchange tokens and of attention that shares out sequences (`EXPENSIVE` in
+    `parallel/blocks/recompute.py`). Other software: attention without its projections, which are rotation, scores and values."""
     attention = _attention(job, machine, kind).forward
+    inner = (job.model.expert_ffn * job.model.top_k if kind.mixture else job.model.ffn) / job.layout.tp
+    if job.stack.transformers:
+        exchanged = kind.mixture and job.layout.ep > 1
+        last = 3 * job.model.hidden / (job.layout.tp if job.sequence_parallel else 1)  # no recomputation needs the last residual sum
+        again = _elementwise(job, machine, 0.0 if exchanged else inner).forward
+        again -= job.width * job.tokens * job.stack.traffic.elementwise * last / machine.memory_rate
+        return again + (0.0 if job.stack.flash or job.layout.cp > 1 else attention)
     if job.stack.repeats_block:
-        inner = (job.model.expert_ffn * job.model.top_k if kind.mixture else job.model.ffn) / job.layout.tp
         return attention + _elementwise(job, machine, inner).forward
     return attention + job.width * job.tokens * job.stack.traffic.elementwise * 2 * _rotated(job) / machine.memory_rate
 

@@ -28,33 +28,72 @@ def block_bytes(job: Job) -> BlockBytes:
 
 def _of_kind(job: Job, kind: Kind) -> tuple[float, float]:
     """Return what a block keeps and recomputes: with full recomputation all of what it keeps otherwise (its input is not part of that:
-    norms keep a copy in float32), with selective recomputation those of attention."""
+    norms keep a copy in float32), with selective recomputation what is cheap."""
     whole = block_activations(job, kind)
     if job.recompute == "none":
         return whole, 0.0
-    least = _least_kept(job, whole)
-    return least / job.recompute_every + whole * (1 - 1 / job.recompute_every), whole if job.recompute == "full" else whole - least
+    least = _least_kept(job, kind, whole)
+    kept = least / job.recompute_every + whole * (1 - 1 / job.recompute_every)
+    return kept, whole if job.recompute == "full" else _recomputed_at_once(job, kind, whole - least)
 
 
-def _least_kept(job: Job, whole: float) -> float:
+def _recomputed_at_once(job: Job, kind: Kind, cheap: float) -> float:
+    """Return which of the `cheap` bytes of a block live together: all of them, or the most of a part where parts are recomputed one by one,
+    because a backward frees those of its part before the next begins. Such parts are two norms, and attention or an MLP."""
+    if not job.stack.transformers or not (job.layout.cp > 1 or _exchanges(job, kind)):
+        return cheap
+    norm = job.tokens * unfused_norm(job) * job.model.hidden / (job.layout.tp if job.sequence_parallel else 1)
+    return min(cheap, max(norm, cheap - 2 * norm))
+
+
+def _exchanges(job: Job, kind: Kind) -> bool:
+    """Return whether a block sends tokens to experts of other ranks."""
+    return kind.mixture and job.layout.ep > 1
+
+
+def _least_kept(job: Job, kind: Kind, whole: float) -> float:
     """Return the bytes that a recomputed block keeps of the `whole` ones."""
     model, layout = job.model, job.layout
     if job.recompute == "full":
         return 2 * job.tokens * model.hidden / (layout.tp if job.sequence_parallel else 1)
-    if job.stack.footprint.stepwise:
-        return whole + _changed_by_recomputed_attention(job)
+    if job.stack.transformers:
+        return min(whole, _kept_by_selection(job, kind))
     core = 2 * (model.query_width + model.key_width) + _score_bytes(job) * model.heads * job.seq
     return job.stack.selective_bytes(whole, job.tokens * core / layout.tp / 2)
 
 
-def _changed_by_recomputed_attention(job: Job) -> float:
-    """Return the bytes by which a block keeps more, or less if negative, where attention is recomputed. Its output and its scores are not
-    kept. Queries and keys are kept before they are rotated, not afterwards. The results of all its products and collectives are kept
-    (`ATTENTION_KEEPS` in parallel/blocks/recompute.py), so also that of the last one, of which each tensor-parallel rank has all tokens."""
+def _kept_by_selection(job: Job, kind: Kind) -> float:
+    """Bytes of one micro-batch that a block keeps with our `recompute=selective`: its input, the results of products and fused attention,
+    and the sum behind attention (`parallel/blocks/kept_results.py`). Where experts exchange tokens or attention shares out sequences, the
+    other parts of a block are recomputed one by one (`parts_of` in `parallel/blocks/recompute.py`), and outputs of norms are kept, too."""
+    model, layout = job.model, job.layout
+    split = layout.tp if job.sequence_parallel else 1
+    normed = 2 * unfused_norm(job) * model.hidden / split  # of both norms, which are recomputed
+    attention = _kept_by_attention(job) if layout.cp > 1 else _results_of_attention(job)
+    if _exchanges(job, kind):
+        return job.tokens * (attention + _kept_by_mlp(job, kind) - normed)
+    rows = 2 if layout.cp == 1 else 4  # inputs of both norms; outputs where they are recomputed alone
+    return job.tokens * (rows * job.width * model.hidden / split + attention + _results_of_mlp(job, kind))
+
+
+def _results_of_attention(job: Job) -> float:
+    """Bytes of a token that selective recomputation keeps of attention: results of its products but the last, and of a fused kernel."""
+    *projections, last = job.model.attention
+    results = sum(matrix.local(job.attention_tp)[0] for matrix in projections)
+    if not job.stack.flash:
+        return job.width * results
+    return job.width * (results + last.local(job.attention_tp)[1]) + 4 * job.model.heads / job.attention_tp
+
+
+def _results_of_mlp(job: Job, kind: Kind) -> float:
+    """Bytes of a token that selective recomputation keeps of an MLP, or of a mixture whose experts have all tokens. The products of experts
+    are scaled by their weights, so that the last ones are kept, too."""
     model, tp = job.model, job.layout.tp
-    less = (job.width * model.query_width + 4 * model.heads + _score_bytes(job) * model.heads * job.seq) / job.attention_tp
-    split = tp if job.sequence_parallel else 1
-    return job.tokens * (job.width * model.hidden * (1 + (2 / split if tp > 1 else 0)) - less)
+    gates = 2 if model.gated else 1
+    if not kind.mixture:
+        return job.width * gates * model.ffn / tp
+    shared = model.shared_ffn / (1 if model.whole_shared else tp)
+    return job.width * (gates * (model.top_k * model.expert_ffn / tp + shared) + model.top_k * model.hidden / tp)
 
 
 def block_activations(job: Job, kind: Kind) -> float:

@@ -35,7 +35,7 @@ from lightning_3d.models.parallel_plan import (
     read_plan,
 )
 from lightning_3d.models.spec import TOP_K
-from lightning_3d.parallel.blocks import find_blocks, process_blocks
+from lightning_3d.parallel.blocks import attention_of, find_blocks, process_blocks
 from lightning_3d.parallel.context import SplitBlocks, share_sequences
 from lightning_3d.parallel.deferred_logits import defer_heads
 from lightning_3d.parallel.expert import (
@@ -263,6 +263,21 @@ def _describe(
     return _Whole(regions, specs, Blueprint(root), stored_values(root))
 
 
+def _exchanging(
+    module: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, layout: Layout, split: SplitBlocks | None
+) -> set[nn.Module]:
+    """Return the modules of the whole model that exchange messages of experts or of parts of a sequence: mixtures and attentions."""
+    found: set[nn.Module] = set()
+    if layout.ep > 1:
+        names = [name for name, _ in module.named_modules() if (cut := plan.cut_of(name)) and cut.style == "ep_dispatch_experts"]
+        found |= {module.get_submodule(name.rpartition(".")[0]) for name in names}
+    if layout.cp > 1:
+        found |= {*split.mixing, *split.attentions} if split is not None else set()
+        for block in blocks:
+            found |= set(attention_of(block)) or {block}
+    return found
+
+
 def _wrap_blocks(
     module: nn.Module,
     blocks: list[nn.Module],
@@ -292,7 +307,7 @@ def _wrap_blocks(
     moment = tensor.sequence.moment if regions is not None else None
     # Tensor-parallel ranks draw alike, or not, as the streams in a block say; a compiler would draw as it likes.
     compiler = tensor.random.compile if tensor.random is not None and tensor.size > 1 else None
-    process_blocks(blocks, options.blocks, moment, compiler)
+    process_blocks(blocks, options.blocks, moment, compiler, _exchanging(module, blocks, plan, mesh.layout, split))
     if regions is not None:
         shard_sequence(module, regions, tensor)
     if split is not None:

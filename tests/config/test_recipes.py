@@ -127,7 +127,8 @@ def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int, parts: int) ->
     In bytes of a token: the float32 and bf16 copies of two norms and the residuals, 20 h, four tensors as wide as the MLP and four as
     wide as all heads, of 2 bytes. Tensor-parallel ranks share all of them, with sequence parallelism. A mixture has the MLPs that see
     a token, with even loads, and for each of them four copies of the token, on its way and back. Compiled dense blocks keep the residuals,
-    three tensors as wide as the MLP, and four as wide as all heads.
+    three tensors as wide as the MLP, and four as wide as all heads. With selective recomputation a block keeps its input, the sum behind
+    attention, queries, keys, values and the output of attention, and two tensors as wide as the MLP.
     """
     layout, blocks = plan.layout, plan.blocks
     assert blocks.sequence_parallel is None
@@ -136,8 +137,8 @@ def activation_bytes(spec: ModelSpec, plan: RunPlan, tokens: int, parts: int) ->
     if blocks.compile:
         assert not spec.experts
         everything = tokens * (4 * spec.hidden + 6 * mlp_width(spec) + 8 * heads) / layout.tp
-    repeated = tokens * (4 * heads - 4 * kv_heads) / layout.tp
-    kept = {"none": everything, "selective": everything - repeated, "full": tokens * 2 * spec.hidden / layout.tp}[blocks.recompute]
+    selected = tokens * (4 * spec.hidden + 4 * heads + 4 * kv_heads + 4 * mlp_width(spec)) / layout.tp
+    kept = {"none": everything, "selective": min(everything, selected), "full": tokens * 2 * spec.hidden / layout.tp}[blocks.recompute]
     held = layout.pp  # stages' forwards before the first backward, on the first rank
     if layout.vp > 1:
         held = 2 * (layout.pp - 1) + (layout.vp - 1) * layout.pp + 1

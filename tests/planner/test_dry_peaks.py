@@ -53,10 +53,12 @@ class Cell:
         return (*COMMON, *self.model, f"parallelism={self.layout}", *(f"parallelism.{option}" for option in self.options))
 
 
-FULL, GPIPE = "recompute=full", "schedule=GPipe"
+FULL, SELECTIVE, GPIPE = "recompute=full", "recompute=selective", "schedule=GPipe"
 CELLS = {
     "logits of all micro-batches": Cell(DENSE, "pp4_dp2", (GPIPE,), rank=3),
     "full": Cell(DENSE, "dp8", (FULL,)),
+    "selective": Cell(DENSE, "dp8", (SELECTIVE,)),
+    "selective, tp": Cell(DENSE, "tp2_dp4", (SELECTIVE,)),
     "both ends gathered": Cell(DENSE, "dp8", ("zero_stage=3",)),
     "unsharded attention": Cell(LATENT, "tp2_pp2_dp2_ep2"),
     "pairs": Cell(PAIRS, "tp4_dp2"),
@@ -74,7 +76,13 @@ OTHERS = {
     "zero 3, full": Cell(DENSE, "dp8", ("zero_stage=3", FULL)),
     "zero 3, pipeline": Cell(DENSE, "pp4_dp2", ("zero_stage=3",)),
     "zero 3, experts": Cell(MIXTURE, "dp8_ep8", ("zero_stage=3",)),
-    "selective": Cell(DENSE, "tp4_dp2", ("recompute=selective",)),
+    "selective, tp4": Cell(DENSE, "tp4_dp2", (SELECTIVE,)),
+    "selective, whole sequences": Cell(DENSE, "tp4_dp2", (SELECTIVE, "sequence_parallel=false")),
+    "selective, pipeline": Cell(DENSE, "pp2_dp4", (SELECTIVE,)),
+    "selective, experts, tp": Cell(MIXTURE, "tp4_dp2", (SELECTIVE,)),
+    "selective, experts": Cell(MIXTURE, "pp2_dp4_ep4", (SELECTIVE,)),
+    "selective, context": Cell(DENSE, "cp4_dp2", (SELECTIVE,)),
+    "selective, latent": Cell(LATENT, "tp2_pp2_dp2_ep2", (SELECTIVE,)),
     "whole sequences": Cell(DENSE, "tp4_dp2", ("sequence_parallel=false",)),
     "context": Cell(DENSE, "cp4_dp2"),
     "gpipe, first": Cell(DENSE, "pp4_dp2", (GPIPE,)),
@@ -168,5 +176,6 @@ def test_peaks_are_those_of_dry_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_peaks_are_those_of_dry_runs_everywhere(tmp_path: Path) -> None:
     assert_equal(OTHERS, tmp_path)

@@ -19,8 +19,9 @@ class BlockOptions:
     """Options of a model's blocks: arguments of `Lightning3DStrategy` and keys of the group `parallelism`.
 
     Attributes:
-        recompute: part of a block that the backward pass recomputes instead of keeping it. "none": nothing. "selective": attention except
-            its matrix products, or everything but `recompute_keep`. "full": everything; only the block's input is kept.
+        recompute: part of a block that the backward pass recomputes instead of keeping it. "none": nothing. "selective": everything but
+            the results of matrix products, fused attention and tensor-parallel sums, or everything but `recompute_keep`. "full":
+            everything; only the block's input is kept.
             (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.)
         recompute_every: number n of neighbouring blocks of which the first is recomputed; 1 recomputes every block.
         recompute_keep: with "selective", names of ATen operators, such as "mm", whose results are kept; everything else in a block is

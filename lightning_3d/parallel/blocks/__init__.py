@@ -3,6 +3,7 @@ backward needs, and `torch.compile`. They are applied to the whole model before 
 """
 
 from lightning_3d.parallel.blocks.compilation import Compilation
+from lightning_3d.parallel.blocks.recompute import attention_of
 from lightning_3d.parallel.blocks.wrap import find_blocks, process_blocks
 
-__all__ = ["Compilation", "find_blocks", "process_blocks"]
+__all__ = ["Compilation", "attention_of", "find_blocks", "process_blocks"]

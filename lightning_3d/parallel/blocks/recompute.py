@@ -6,7 +6,7 @@ all-reduce at the end of a tensor-parallel block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -17,11 +17,24 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_3d.compat.torch import functional_collectives, kept_collectives, recomputed
 from lightning_3d.errors import ConfigError, did_you_mean
+from lightning_3d.parallel.blocks.kept_results import KeptResults
 from lightning_3d.parallel.default_dtype import default_dtype
 
-ATTENTION_KEEPS = ("mm", "addmm", "_scaled_mm")
-"""Operators whose results are kept when only attention is recomputed: its projections. The operators between the projections are cheap to
-recompute, but their results can be large, such as attention scores."""
+EXPENSIVE = (
+    "mm",
+    "addmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+"""Operators whose results are kept by default: products with weights, and fused attention. Everything else in a block, such as norms,
+activations, rotation, and the scores of attention without a fused kernel (`bmm`), is cheap to recompute for the bytes that it frees."""
 
 
 Moment = Callable[[], Callable[[], AbstractContextManager[None]]]
@@ -51,9 +64,12 @@ class Recompute:
             forward = partial(_within, self._moment(), forward) if self._moment is not None else forward
         if self._keep is None:
             return checkpoint(partial(_again, forward), *args, use_reentrant=False, **kwargs)
-        context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
         run = partial(_with_functional_collectives, forward)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
+        if torch.compiler.is_compiling():  # torch's partitioner keeps only what the backward reads
+            context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
+            return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
+        kept = KeptResults(partial(_keeps, self._keep))
+        return checkpoint(kept.noting(run), *args, use_reentrant=False, context_fn=kept.contexts, **kwargs)
 
 
 def _within(context: Callable[[], AbstractContextManager[None]], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,9 +90,31 @@ def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _policy(keep: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of the chosen operators, except random ones. If a random result were kept, the next random numbers would differ."""
-    kept = operator in keep and torch.Tag.nondeterministic_seeded not in operator.tags
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _keeps(keep, operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keeps(keep: frozenset[Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Keep the results of the chosen operators, except random ones, and those that write into an argument (`mm.out`), which would not be
+    written again. If a random result were kept, the next random numbers would differ."""
+    if operator not in keep:
+        return False
+    if not isinstance(operator, torch._ops.OpOverload):
+        return True
+    drawn = torch.Tag.nondeterministic_seeded in operator.tags and not _draws_nothing(operator, args, kwargs)
+    return not drawn and not operator._schema.is_mutable
+
+
+def _draws_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether this is attention without dropout, which torch marks as random nevertheless."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+    return False
+
+
+def expensive() -> frozenset[Any]:
+    """Return the operators of `EXPENSIVE` that this version of torch has, and FlexAttention."""
+    return operators(name for name in EXPENSIVE if _exists(name)) | {torch.ops.higher_order.flex_attention}
 
 
 def operators(names: Iterable[str]) -> frozenset[Any]:
@@ -123,3 +161,13 @@ def attention_of(block: nn.Module) -> list[nn.Module]:
 
     look(block)
     return found
+
+
+def parts_of(block: nn.Module, exchanging: Collection[nn.Module]) -> list[nn.Module]:
+    """Find the outermost modules in a block that contain none of `exchanging`, whose messages a recomputation would send again."""
+    if not any(module in exchanging for module in block.modules()):
+        return [block]
+    if block in exchanging:
+        return []
+    children = list(block.children())
+    return [part for child in children for part in parts_of(child, exchanging) if any(True for _ in part.parameters())]

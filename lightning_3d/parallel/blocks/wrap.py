@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.blocks.offload import SavedOnHost
-from lightning_3d.parallel.blocks.recompute import ATTENTION_KEEPS, Moment, Recompute, attention_of, operators
+from lightning_3d.parallel.blocks.recompute import Moment, Recompute, expensive, operators, parts_of
 from lightning_3d.parallel.specialize import specialize
 
 
@@ -37,7 +37,11 @@ def _called(modules: nn.Module) -> Iterator[nn.Module]:
 
 
 def process_blocks(
-    blocks: list[nn.Module], options: BlockOptions, moment: Moment | None = None, compiler: Callable[..., Any] | None = None
+    blocks: list[nn.Module],
+    options: BlockOptions,
+    moment: Moment | None = None,
+    compiler: Callable[..., Any] | None = None,
+    exchanging: Collection[nn.Module] = (),
 ) -> None:
     """Apply the options to the forward of each block, in place. Names, hooks and parameters stay.
 
@@ -45,6 +49,7 @@ def process_blocks(
         blocks: of the whole model.
         moment: see `Recompute`.
         compiler: what compiles a forward, None for `torch.compile`.
+        exchanging: modules with messages whose results cannot be kept, which a selective recomputation leaves out.
 
     Raises:
         ConfigError: there is nothing to which an option could apply, or an operator that does not exist.
@@ -56,26 +61,26 @@ def process_blocks(
             "The model has no list of blocks (no parallel plan, no nn.ModuleList), so recompute, offload_activations and compile have"
             " nothing to apply to. Remove these options, or put the model's layers into an nn.ModuleList."
         )
-    of_attention = options.recompute == "selective" and options.recompute_keep is None
-    keeps = operators(options.recompute_keep) if options.recompute_keep is not None else frozenset()
-    found = False
+    keep = expensive() if options.recompute_keep is None else operators(options.recompute_keep)
+    recompute = Recompute(keep if options.recompute == "selective" else None, moment)
+    by_parts = exchanging if options.recompute == "selective" and options.recompute_keep is None else ()
+    found = options.recompute == "none"
     for index, block in enumerate(blocks):
-        chosen = options.recomputes(index)
-        if chosen and of_attention:
-            for attention in attention_of(block):
-                process = _Process(Recompute(operators(ATTENTION_KEEPS), moment), inside=options.compile)
-                specialize(attention, ProcessedBlock, block_process=process)
-                found = True
-        if chosen:
+        parts = parts_of(block, by_parts) if options.recomputes(index) else []
+        found = found or bool(parts)
+        if parts:
             _require_no_statistics(block)
-        recompute = Recompute(keeps if options.recompute == "selective" else None, moment) if chosen and not of_attention else None
-        if recompute or options.offload_activations or options.compile:
-            process = _Process(recompute, offload=options.offload_activations, compile=options.compile, compiler=compiler)
+        for part in parts:
+            if part is not block:
+                specialize(part, ProcessedBlock, block_process=_Process(recompute, inside=options.compile))
+        whole = recompute if block in parts else None
+        if whole or options.offload_activations or options.compile:
+            process = _Process(whole, offload=options.offload_activations, compile=options.compile, compiler=compiler)
             specialize(block, ProcessedBlock, block_process=process)
-    if of_attention and not found:
+    if not found:
         raise ConfigError(
-            "recompute=selective found no attention in the blocks of the model (no submodule with attn or attention in its name). Use"
-            " recompute=full, or list in recompute_keep the operators whose results are kept."
+            "recompute=selective found nothing to recompute without sending messages again. Use recompute=full, or list in recompute_keep"
+            " the operators whose results are kept."
         )
 
 

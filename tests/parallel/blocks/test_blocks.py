@@ -185,12 +185,26 @@ def count_kept_sums(**strategy: Any) -> int:
 
 
 @pytest.mark.parametrize("sequence_parallel", by_default([False, True], 1))
-@pytest.mark.parametrize(("keep", "sums"), [(None, 4), (["mm"], 8)], ids=["attention", "mm"])
+@pytest.mark.parametrize(("keep", "sums"), [(None, 8), (["mm"], 8)], ids=["expensive", "mm"])
 def test_what_was_communicated_is_kept(keep: list[str] | None, sums: int, sequence_parallel: bool) -> None:
-    """One sum after each of four attentions, or two in each of four blocks, once."""
+    """Two sums in each of four blocks, once."""
     options = {"recompute": "selective", "recompute_keep": keep, "sequence_parallel": sequence_parallel}
     counts = run_ranks(count_kept_sums, 2, layout="tp2", **options)
     assert counts == [sums, sums]
+
+
+def count_all_sums(**strategy: Any) -> int:
+    """Sums over the tensor-parallel ranks of one step, by functions of torch.distributed or by operators."""
+    with FunctionalSums() as counted:
+        return count_sums(**strategy) + counted.sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", by_default([False, True], 1))
+def test_a_selection_sends_no_sum_twice(sequence_parallel: bool) -> None:
+    options = {"layout": "tp2", "sequence_parallel": sequence_parallel}
+    none, selective = (run_ranks(count_all_sums, 2, **options, recompute=word)[0] for word in ("none", "selective"))
+    assert selective == none == 4 * 4 + 2
 
 
 def dropped_run(**strategy: Any) -> Part:
@@ -421,13 +435,14 @@ def operators_of_graphs(**options: Any) -> tuple[Counter[str], Counter[str]]:
     by_default(
         [
             ("tp2", ("cat", 2), {"all_reduce": (2, 2), "mm": (7, 14)}),
-            ("cp2", ("context_attention", 1), {"mm": (7, 14)}),
+            ("cp2", ("silu", 1), {"mm": (7, 14), "context_attention": (1, 0)}),
         ],
         0,
     ),
 )
 def test_what_a_compiler_recomputes(layout: str, recomputed: tuple[str, int], kept: dict[str, tuple[int, int]]) -> None:
-    """Rotated heads and attention, but neither the sums after it and the MLP nor products with weights, each of which has two gradients."""
+    """Rotated heads and the activation of the MLP, but neither sums nor products with weights, each of which has two gradients, nor an
+    attention that sends messages."""
     size = int(layout[2:])
     options = {"layout": layout, "sequence_parallel": False, "recompute": "selective"}
     for forward, backward in run_ranks(operators_of_graphs, size, **options):
@@ -527,8 +542,9 @@ def test_f18_what_cannot_work_is_refused() -> None:
 
     with pytest.raises(LayoutError, match="recompute=selective needs one backward pass.*Use recompute=full, or the schedule 1F1B"):
         Lightning3DStrategy("pp2", schedule="ZBVZeroBubble", recompute="selective")
-    with pytest.raises(ConfigError, match="found no attention"):
-        process_blocks([nn.Sequential(nn.Linear(2, 2))], BlockOptions(recompute="selective"))
+    with pytest.raises(ConfigError, match="selective found nothing to recompute"):
+        block = nn.Sequential(nn.Linear(2, 2))
+        process_blocks([block], BlockOptions(recompute="selective"), exchanging=[block])
     with pytest.raises(ConfigError, match="no list of blocks"):
         process_blocks([], BlockOptions(compile=True))
     for name in ("softmaxx", "name"):
