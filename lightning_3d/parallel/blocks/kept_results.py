@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_3d.compat.torch import detached_in_mode, ignored_by_checkpoints, saved_tensor_hooks
 from lightning_3d.parallel.blocks.seen_memory import SeenMemory, acts, overwritten, storages, tensors
+from lightning_3d.parallel.blocks.unseen_writes import UnseenWrites, versions
 
 Keeps = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
 
@@ -62,12 +63,14 @@ class KeptResults:
 
     Args:
         keeps: function of an operator and its arguments that returns whether its results are expensive.
+        writes: what earlier forwards of the block found out about writes into results.
 
     Attributes:
         seen: memory of the forward while it runs.
     """
 
     keeps: Keeps
+    writes: UnseenWrites = field(default_factory=UnseenWrites)
     results: list[_Result | None] = field(default_factory=list)
     seen: SeenMemory | None = None
 
@@ -111,6 +114,7 @@ class _Forward(_Mode):
         pack, unpack = saved_tensor_hooks()  # those of the checkpoint
 
         self._kept.seen = SeenMemory(())
+        self._watch = self._kept.writes.watch()
 
         def note(x: Tensor) -> Any:
             self._steps.append(_Step(storages(x), frozenset(), acts=True))
@@ -123,6 +127,8 @@ class _Forward(_Mode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.close()
+        if error[0] is None:
+            self._leave_out_written()
         self._free_unread()
         self._kept.seen = None
 
@@ -142,9 +148,17 @@ class _Forward(_Mode):
         if self._kept.keeps(operator, args, kwargs):
             step.kept = len(self._kept.results)
             value = tree_map_only(Tensor, detached_in_mode, result)
-            self._kept.results.append(_Result(operator, value, _versions(value)))
+            self._kept.results.append(_Result(operator, value, versions(value)) if self._watch.allows(operator, value) else None)
         self._steps.append(step)
         return result
+
+    def _leave_out_written(self) -> None:
+        """Leave out results into which code writes that nothing here sees. Where there is such code, nothing is freed."""
+        memory = self._watch.changed(frozenset().union(*(step.over for step in self._steps)))
+        for step in self._steps:
+            if step.kept is not None and not memory.isdisjoint(step.writes):
+                self._kept.results[step.kept] = None
+        self._seen.unseen = self._seen.unseen or self._watch.found
 
     def _free_unread(self) -> None:
         """Free results that no recomputation reads. A result that was written into cannot be kept; its operator runs again."""
@@ -154,7 +168,7 @@ class _Forward(_Mode):
         results = self._kept.results
         for step in reversed(self._steps):
             result = results[step.kept] if step.kept is not None else None
-            if result is not None and (_versions(result.value) != result.versions or not over.isdisjoint(step.writes)):
+            if result is not None and (versions(result.value) != result.versions or not over.isdisjoint(step.writes)):
                 results[step.kept] = result = None  # type: ignore[index]
             over |= step.over
             read, was_read = not needed.isdisjoint(step.writes), seen.was_read(step.writes)
@@ -203,7 +217,7 @@ def _taken(result: _Result, operator: Any) -> Any:
     value, result.value = result.value, None
     if result.stand_in:
         return tree_map_only(_Shape, _Shape.filled, value)
-    if _versions(value) != result.versions:
+    if versions(value) != result.versions:
         raise RuntimeError(f"The result of {operator} was changed in place after the forward of a block with recompute=selective.")
     return value
 
@@ -233,8 +247,3 @@ def _is_subclass(x: Tensor) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(x)
-
-
-def _versions(value: Any) -> list[tuple[int, int]]:
-    """Return what changes when tensors are written into, or their memory is freed."""
-    return [(x._version, x.untyped_storage().nbytes()) for x in tensors(value)]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_3d.compat.torch import functional_collectives, kept_collectives, recomputed
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.parallel.blocks.kept_results import KeptResults
+from lightning_3d.parallel.blocks.unseen_writes import UnseenWrites
 from lightning_3d.parallel.default_dtype import default_dtype
 
 EXPENSIVE = (
@@ -41,7 +43,7 @@ Moment = Callable[[], Callable[[], AbstractContextManager[None]]]
 
 
 class Recompute:
-    """Runner of a forward that the backward will run again.
+    """Runner of forwards that the backward will run again.
 
     Args:
         keep: overloads of operators whose results are kept instead of recomputed; None keeps no results.
@@ -51,6 +53,7 @@ class Recompute:
     def __init__(self, keep: frozenset[Any] | None, moment: Moment | None = None) -> None:
         self._keep = keep | kept_collectives() if keep is not None else None
         self._moment = moment
+        self._writes: WeakKeyDictionary[Any, UnseenWrites] = WeakKeyDictionary()
 
     @property
     def keeps(self) -> bool:
@@ -58,6 +61,7 @@ class Recompute:
         return self._keep is not None
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        block = None if torch.compiler.is_compiling() else getattr(forward, "__self__", forward)
         if not torch.compiler.is_compiling():
             # Lightning's double precision sets the default type in the user's step only, not in the backward that repeats the forward.
             forward = partial(_within, partial(default_dtype, torch.get_default_dtype()), forward)
@@ -68,7 +72,7 @@ class Recompute:
         if torch.compiler.is_compiling():  # torch's partitioner keeps only what the backward reads
             context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
             return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
-        kept = KeptResults(partial(_keeps, self._keep))
+        kept = KeptResults(partial(_keeps, self._keep), self._writes.setdefault(block, UnseenWrites()))
         return checkpoint(kept.noting(run), *args, use_reentrant=False, context_fn=kept.contexts, **kwargs)
 
 
