@@ -44,7 +44,6 @@ EAGER = Stack(
 OURS = replace(
     EAGER,
     transformers=True,
-    batch_first=True,
     traffic=replace(
         EAGER.traffic,
         # parallel/tensor/loss.py: float32 copies 6, log-softmax 8, the gradients of its output 4 and of its input 12, and that in 16 bits 6

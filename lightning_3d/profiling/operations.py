@@ -24,7 +24,6 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel import host_channel
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from lightning_3d.planner.architecture import Architecture
 from lightning_3d.ranks.progress import task
 from lightning_3d.tracing.memory import SavedTensors
 from lightning_3d.training.module import transformers_config
@@ -229,67 +228,19 @@ def _optimizer(meter: _Meter) -> list[Entry]:
 
 
 def _blocks(shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """Measure the user's model with one and with three of its blocks: with a micro-batch, and for the host with few tokens; and the blocks
-    that are left of it to each of several tensor-parallel ranks."""
+    """Measure the user's model with one and with three of its blocks: with a micro-batch, and for the host with few tokens."""
     found = []
     for layers in (1, 3):
         config = with_layers(shapes.config, layers)
-        found += _model(config, shapes, meter)
         model = _build(config, shapes, meter.device)
-        found += _norm(model, shapes, meter) if layers == 1 else []
+        for rows, seq in dict.fromkeys([(shapes.micro_batch, shapes.seq), (1, max(1, shapes.seq // 4))]):
+            step = _step(model, rows, seq, config["vocab_size"])
+            entry = {"kind": "model", "config": config, "tokens": rows * seq, "seq": seq, "kept": _kept(model, step, meter.device)}
+            found.append({**entry, "seconds": meter.seconds(step)})
         few = min(_FEW_TOKENS, shapes.seq)
         seconds = meter.host_seconds(_step(model, 1, few, config["vocab_size"]))
         found.append({"kind": "host", "config": config, "tokens": few, "seq": few, "seconds": seconds})
-        for tp in shapes.degrees:
-            part = sharded_config(config, tp) if tp > 1 else None
-            if part is not None:
-                found += [{**one, "tp": tp} for one in _model(part, shapes, meter)]
     return found
-
-
-def _model(config: Mapping[str, Any], shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """Measure a model with a micro-batch of tokens, and with a quarter of a sequence."""
-    found, model = [], _build(config, shapes, meter.device)
-    for rows, seq in dict.fromkeys([(shapes.micro_batch, shapes.seq), (1, max(1, shapes.seq // 4))]):
-        step = _step(model, rows, seq, config["vocab_size"])
-        entry = {"kind": "model", "config": config, "tokens": rows * seq, "seq": seq, "kept": _kept(model, step, meter.device)}
-        found.append({**entry, "seconds": meter.seconds(step)})
-    return found
-
-
-def _norm(model: torch.nn.Module, shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """Measure the first norm of the model with a residual sum, forward and backward; nothing for a model without such a norm."""
-    hidden = shapes.model.hidden
-    sized = (one for one in model.modules() if "Norm" in type(one).__name__)
-    norm = next((one for one in sized if any(each.shape == (hidden,) for each in one.parameters(recurse=False))), None)
-    if norm is None:
-        return []
-    found = []
-    for tokens in _token_counts(shapes):
-        values = meter.empty(1, tokens, hidden, dtype=_DTYPES[shapes.precision]).requires_grad_()
-        gradient = torch.ones_like(values)
-        seconds = meter.seconds(partial(_add_normed, norm, values, gradient))
-        found.append({"kind": "norm", "tokens": tokens, "hidden": hidden, "seconds": seconds})
-    return found
-
-
-def _add_normed(norm: torch.nn.Module, values: Tensor, gradient: Tensor) -> None:
-    torch.autograd.grad(values + norm(values), [values, *norm.parameters()], gradient)
-
-
-def sharded_config(config: Mapping[str, Any], tp: int) -> dict[str, Any] | None:
-    """Return a configuration whose attention and MLP are as wide as what one of `tp` ranks holds; None where its fields cannot say so."""
-    whole, fields = Architecture.from_config(config), ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    narrow = {name: config[name] // tp for name in fields if config.get(name)}
-    part = {**config, "head_dim": whole.query_width // whole.heads, **narrow}
-    if whole.experts or whole.heads % tp or whole.kv_heads % tp or whole.ffn % tp:
-        return None
-    try:
-        found = Architecture.from_config(part)
-    except ConfigError:
-        return None
-    sizes = [(one.query_width, one.key_width, one.ffn, one.attention_size) for one in (whole, found)]
-    return part if sizes[0] == tuple(tp * size for size in sizes[1]) else None
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
