@@ -227,6 +227,9 @@ def _in_shard_groups(job: Job, step: Step, machine: Machine, work: Work) -> tupl
     size = node_shard_size(job, machine)
     if size is None:
         return None
+    sends_for_each = job.gathers_frozen_often or job.reduces_often
+    if not sends_for_each and step.data <= _WORTH_SHARD_GROUPS * step.seconds:  # nothing else gets faster
+        return None
     grouped = job.but(shard_size=size)
     bound = step_of(grouped, machine, pipeline="bound", work=work)
     return (grouped, bound) if bound.seconds < (1 - _WORTH_SHARD_GROUPS) * step.seconds else None
