@@ -483,6 +483,9 @@ _WORTH_OVERLAPPING = 0.01
 _WORTH_ANOTHER_SEARCH = 0.02
 """Least share of a step that compiled blocks and a loss in chunks must save, and also a loss in chunks alone."""
 
+_LARGE_LOSS = 0.05
+"""Least share of a GPU that the loss of a proposed layout takes where it is worth while to search for layouts with a loss in chunks."""
+
 
 def faster_compiled(run: CompleteRun, precision: str, first: Candidate) -> Candidate | None:
     """Search once more, with compiled blocks and a loss in chunks.
@@ -506,10 +509,13 @@ def faster_chunked(run: CompleteRun, precision: str, first: Candidate) -> Candid
         first: the fastest without it.
 
     Returns:
-        The fastest, or None: if the run has a loss in chunks already or a second model, which reads whole logits, or if it saves little.
+        The fastest, or None: if the run has a loss in chunks already or a second model, which reads whole logits, if the loss of `first`
+        takes little memory, or if it saves little.
     """
-    job = _chunked(run, precision)
-    return None if job is None else _faster_than(first, job, run)
+    job, machine = _chunked(run, precision), machine_of(run.cluster, run.profile)
+    if job is None or machine is None or first.memory.loss < _LARGE_LOSS * machine.memory:
+        return None
+    return _faster_than(first, job, run)
 
 
 def _chunked(run: CompleteRun, precision: str) -> Job | None:

@@ -151,6 +151,10 @@ class _Search:
         simulated, known = tuple(self._simulated), tuple(self._known)
         return Found(ordered, simulated, simulated + known, self._shapes, self._expanded)
 
+    def _is_found(self, job: Job) -> bool:
+        """Return whether a faster candidate with the same degrees is known. (Of layouts without a pipeline, all are kept.)"""
+        return job.layout.pp > 1 and degrees(job) in self._best
+
     def _push(self, seconds: float, item: _Item) -> None:
         heapq.heappush(self._queue, (seconds, self._pushed, item))
         self._pushed += 1
@@ -175,6 +179,8 @@ class _Search:
 
     def _push_ways(self, bound: float, scheduled: Job) -> None:
         """Replace a job by the ways to run it, each with a lower bound of its step."""
+        if self._is_found(scheduled):
+            return
         for job in ways(scheduled, self._fixed):
             self._push_way(bound, job)
 
@@ -192,7 +198,7 @@ class _Search:
 
     def _push_fitting(self, bound: float, way: _Way) -> None:
         """Replace a way to run a job by those of its forms that fit, or by the same way with more recomputation."""
-        if way.job.layout.pp > 1 and degrees(way.job) in self._best:
+        if self._is_found(way.job):
             return
         found = self._costs.fitting(way.job)
         if found is None:

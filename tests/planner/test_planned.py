@@ -57,7 +57,7 @@ def test_a_choice_is_likely_to_fit_and_a_named_layout_that_is_not_is_warned_of()
     where: dict[str, Any] = {"cluster": "h100_4x8", "sequence_length": 4096, "global_batch_size": 512}
     full = planned(mixtral, **where, memory_risk=0.5)
     assert full["layout"] != planned(mixtral, **where)["layout"]
-    with pytest.warns(UserWarning, match=r"is predicted to fill 85% of 74.5 GiB on its fullest rank. That leaves [0-9.]+ GiB"):
+    with pytest.warns(UserWarning, match=r"is predicted to fill 97% of 74.5 GiB on its fullest rank. That leaves [0-9.]+ GiB"):
         assert planned(mixtral, **where, **full) == full
     with warnings.catch_warnings():
         warnings.simplefilter("error")

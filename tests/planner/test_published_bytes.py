@@ -72,7 +72,7 @@ def test_compiled_blocks_are_suggested_where_they_help() -> None:
 
 @pytest.mark.slow
 def test_a_loss_in_chunks_alone_is_suggested_where_it_helps() -> None:
-    """Llama 3.1 8B on 4 GPUs: with 32k tokens, dp4 fits only with it, and is faster than cp4; with 128k, nothing fits without it. It does
+    """Llama 3.1 8B on 4 GPUs: with 32k tokens, tp4 fits only with it, and is faster than cp4; with 128k, nothing fits without it. It does
     not help with 2k tokens."""
 
     def run_with(*words: str) -> CompleteRun:
@@ -84,7 +84,7 @@ def test_a_loss_in_chunks_alone_is_suggested_where_it_helps() -> None:
     faster = faster_chunked(run, "bf16", first)
     assert faster is not None and faster.step.seconds < 0.98 * first.step.seconds
     assert memory_of(faster.job.but(loss_chunks=1)).total > largest_share(0.1) * 80e9 > faster.memory.total
-    assert chunked_line(faster, first).startswith("With parallelism.loss_chunks=auto, dp4 fits and is predicted to be ")
+    assert chunked_line(faster, first).startswith("With parallelism.loss_chunks=auto, tp4 fits and is predicted to be ")
     chunked = run_with(*words, "data.sequence_length=32768", "parallelism.loss_chunks=auto")
     assert plan(chunked, "bf16", most=1).best[0] == faster and faster_chunked(chunked, "bf16", faster) is None
     with pytest.raises(LayoutError, match=r"With parallelism\.loss_chunks=auto, cp4 fits \([0-9.]+ GiB\)\. "):
