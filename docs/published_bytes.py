@@ -44,19 +44,19 @@ JOBS = (
         "Llama 3 70B on 64 H100",
         "model=llama3_70b cluster=h100_8x8 data.global_batch_size=128 data.sequence_length=8192",
         "tp4_pp4_dp2_cp2_vp5",
-        "parallelism=tp4_pp8_cp2_vp5 parallelism.zero_stage=1 parallelism.schedule=InterleavedZeroBubble",
+        "parallelism=tp2_dp16_cp2 parallelism.zero_stage=3 parallelism.recompute=selective",
     ),
     Published(
         "Llama 3 70B on 128 H100",
         "model=llama3_70b cluster=h100_16x8 data.global_batch_size=256 data.sequence_length=8192",
         "tp4_pp4_dp4_cp2_vp5",
-        "parallelism=tp4_pp4_dp4_cp2_vp8 parallelism.zero_stage=1 parallelism.schedule=Interleaved1F1B",
+        "parallelism=tp2_dp32_cp2 parallelism.zero_stage=3 parallelism.recompute=selective",
     ),
     Published(
         "Llama 3 70B on 1024 H100",
         "model=llama3_70b cluster=h100_128x8 data.global_batch_size=1024 data.sequence_length=8192",
         "tp4_pp4_dp32_cp2_vp5",
-        "parallelism=tp4_pp4_dp32_cp2_vp8 parallelism.zero_stage=1 parallelism.schedule=InterleavedZeroBubble",
+        "parallelism=tp4_pp4_dp64_vp8 parallelism.zero_stage=1 parallelism.schedule=Interleaved1F1B parallelism.recompute=selective",
     ),
     Published(
         "Mixtral 8x7B on 64 H100",
@@ -74,7 +74,7 @@ JOBS = (
         "Llama 3.1 405B on 1024 H100",
         "model=llama3_1_405b cluster=h100_128x8 data.global_batch_size=512 data.sequence_length=8192",
         "tp8_pp8_dp8_cp2_vp8",
-        "parallelism=tp2_dp512 parallelism.zero_stage=3 parallelism.recompute=full",
+        "parallelism=tp4_pp32_dp2_cp4_vp2 parallelism.zero_stage=1 parallelism.schedule=Interleaved1F1B parallelism.recompute=selective",
     ),
 )
 MEMORY = 80e9
