@@ -135,19 +135,25 @@ def _chunks(layers: int, pp: int) -> list[int]:
 def ways(job: Job, fixed: Fixed) -> list[Job]:
     """Return the ways to run a job: each useful ZeRO stage, with the recomputation of the job or the next level that runs.
 
-    Stage 0 sends more than stage 1, and with a pipeline stage 2 is the same as stage 1. With a split backward, selective recomputation does
-    not run (see `BlockOptions`), and stage 3 would hold all parameters. Where options of the user refuse all of these stages, another one
+    Stage 0 sends more than stage 1, and with a pipeline stage 2 is the same as stage 1. With a split backward, stage 3 would hold all
+    parameters. Where options of the user refuse all of these stages, another one
     is useful.
     """
-    split = job.splits_backward
-    if split and job.recompute == "selective":
-        more = more_recomputed(job, fixed)
-        return ways(more, fixed) if more is not None else []
+    runs = runnable(job, fixed)
+    if runs is None:
+        return []
+    job, split = runs, job.splits_backward
     if fixed.zero is not None:
         return [job.but(zero=fixed.zero)]
     stages = [1] if job.layout.dp * job.layout.cp == 1 else [1, 2, 3] if job.layout.pp == 1 else [1] if split else [1, 3]
-    runs = [stage for stage in (1, 2, 3) if has_options(replace(fixed.zero_options, stage=stage), job)]
-    return [job.but(zero=stage) for stage in [stage for stage in stages if stage in runs] or runs]
+    possible = [stage for stage in (1, 2, 3) if has_options(replace(fixed.zero_options, stage=stage), job)]
+    return [job.but(zero=stage) for stage in [stage for stage in stages if stage in possible] or possible]
+
+
+def runnable(job: Job, fixed: Fixed) -> Job | None:
+    """Return the job with its recomputation, or the next level that runs: selective recomputation does not run with a split backward (see
+    `BlockOptions`). None if no level runs."""
+    return more_recomputed(job, fixed) if job.splits_backward and job.recompute == "selective" else job
 
 
 def has_options(options: ZeroOptions, job: Job) -> bool:

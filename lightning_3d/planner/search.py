@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from lightning_3d.planner.block_costs import Work
-from lightning_3d.planner.choices import Fixed, degrees, more_recomputed, node_shard_size, schedules, shapes, ways
+from lightning_3d.planner.choices import Fixed, degrees, more_recomputed, node_shard_size, runnable, schedules, shapes, ways
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import memory_of
@@ -169,13 +169,15 @@ class _Search:
             heapq.heappush(self._queue, (self._costs.least_seconds(lean), number, lean))
             return
         self._expanded += 1
-        work = self._costs.work(shape)
         seconds: dict[tuple[int, bool], list[StageSeconds]] = {}  # by the number of stages of a rank and the passes of the backward
         for scheduled in schedules(shape, self._fixed):
-            key = scheduled.layout.vp, scheduled.splits_backward
+            runs = runnable(scheduled, self._fixed)
+            if runs is None:
+                continue
+            work, key = self._costs.work(runs), (runs.layout.vp, runs.splits_backward)
             if key not in seconds:
-                seconds[key] = stage_seconds(scheduled, self._machine, work)
-            self._push(max(bound, least_span(scheduled, work, seconds[key])), scheduled)
+                seconds[key] = stage_seconds(runs, self._machine, work)
+            self._push(max(bound, least_span(runs, work, seconds[key])), runs)
 
     def _push_ways(self, bound: float, scheduled: Job) -> None:
         """Replace a job by the ways to run it, each with a lower bound of its step."""

@@ -154,8 +154,8 @@ class Calls:
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("llama3_70b", {"work_of": 0.2, "least_memory": 0.4, "memory": 0.2, "step_of": 0.65}),
-        ("qwen3_235b_a22b", {"work_of": 0.2, "least_memory": 0.195, "memory": 0.0125, "step_of": 0.04}),
+        ("llama3_70b", {"work_of": 0.2, "least_memory": 0.4, "memory": 0.2, "step_of": 0.58}),
+        ("qwen3_235b_a22b", {"work_of": 0.2, "least_memory": 0.195, "memory": 0.0118, "step_of": 0.0335}),
     ],
 )
 def test_few_shapes_are_priced_in_full(name: str, most: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
