@@ -12,8 +12,7 @@ from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, s
 from lightning_3d.doctor.gpus import is_simulated
 from lightning_3d.errors import plural
 from lightning_3d.planner.advice import machine_of
-from lightning_3d.planner.machine import Group, Machine, ring_rate
-from lightning_3d.planner.profile_file import MESSAGES
+from lightning_3d.planner.machine import MESSAGES, Group, Machine, ring_rate
 from lightning_3d.storage.numbers import show_bytes
 
 _SLOW, _TOO_SLOW = 0.75, 0.5

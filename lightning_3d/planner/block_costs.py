@@ -14,7 +14,7 @@ from typing import Any
 from lightning_3d.planner.architecture import Architecture, Kind, Matrix
 from lightning_3d.planner.frozen import alone
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Group, Machine, gather, send
+from lightning_3d.planner.machine import Group, Machine, all_reduce, gather, reduce_scatter, send
 
 _WORD = 4
 """Bytes of a number in 32 bits."""
@@ -130,7 +130,7 @@ def _frozen(job: Job, machine: Machine) -> Part:
     work = work_of(second, machine)
     whole = work.of(second.model.counts) + work.embedding + work.head
     host = work.host_block * second.model.layers / 3
-    waits = max(0.0, host - whole.forward - whole.forward_communication)
+    waits = host if job.stack.host.computes else max(0.0, host - whole.forward - whole.forward_communication)
     return Part(forward=whole.forward + waits, forward_communication=whole.forward_communication)
 
 
@@ -204,14 +204,15 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
 def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
     """Predict norms, residual sums, rotation of queries and keys, and the activation of an MLP of local inner width `inner`.
 
-    Numbers read and written: a norm 2 h, a sum 3 h, rotation 2 (queries + keys), an activation with gate 3 inner widths; all multiplied by
-    `Traffic.elementwise`.
+    Numbers read and written: a norm 2 h, a sum 3 h, both multiplied by `Traffic.between`; rotation 2 (queries + keys), an activation with
+    gate 3 inner widths, both multiplied by `Traffic.inside`.
     """
     model = job.model
     shared = model.hidden / (job.layout.tp if job.sequence_parallel else 1)
     rotated = _rotated(job)
     gates = 3 if model.gated else 2
-    traffic = job.width * job.tokens * job.stack.traffic.elementwise * (10 * shared + 2 * rotated + gates * inner)
+    times = job.stack.traffic
+    traffic = job.width * job.tokens * (times.of_norms * 10 * shared + times.inside(job.layout.tp) * (2 * rotated + gates * inner))
     if job.precision in ("fp8", "fp4"):
         traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)  # casts of the inputs of products
     forward = traffic / machine.memory_rate
@@ -226,16 +227,27 @@ def _rotated(job: Job) -> float:
 def _tensor_parallel(job: Job, machine: Machine) -> Part:
     """Predict two all-reduces of (batch, seq, hidden) forward and two backward, or as many pairs of all-gather and reduce-scatter. With
     sequence parallelism the inputs of products are gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
-    once = _gathered_hidden(job, machine)
-    return Part(forward_communication=4 * once, backward_communication=(6 if job.sequence_parallel else 4) * once)
+    summed, scattered, gathered = _hidden_states(job, machine)
+    if not job.sequence_parallel:
+        return Part(forward_communication=2 * summed, backward_communication=2 * summed)
+    return Part(forward_communication=2 * (gathered + scattered), backward_communication=4 * gathered + 2 * scattered)
 
 
-def _gathered_hidden(job: Job, machine: Machine) -> float:
-    """Predict the exposed seconds in which tensor-parallel ranks gather or scatter hidden states; an all-reduce takes twice as long."""
+def _hidden_states(job: Job, machine: Machine) -> tuple[float, float, float]:
+    """Predict the exposed seconds in which tensor-parallel ranks (all-reduce, scatter, gather) the hidden states of a micro-batch.
+
+    Scattered and gathered ones are copied, once each: gathered parts of a sequence are side by side in its row, not one behind the other.
+    """
     if job.layout.tp == 1:
-        return 0.0
-    ranks = machine.group(job.layout, ("tp",))
-    return gather(machine, ranks, job.tokens * job.model.hidden * job.width) * job.stack.overlap.layers
+        return 0.0, 0.0, 0.0
+    ranks, size = machine.group(job.layout, ("tp",)), job.tokens * job.model.hidden * job.width
+    copied = 2 * size / machine.memory_rate if job.stack.batch_first and job.calls * job.micro_batch > 1 else 0.0
+    waited = job.stack.overlap.layers
+    return (
+        all_reduce(machine, ranks, size) * waited,
+        reduce_scatter(machine, ranks, size) * waited + copied,
+        gather(machine, ranks, size) * waited + copied,
+    )
 
 
 def _mixture(job: Job, machine: Machine) -> Part:
@@ -332,17 +344,20 @@ def _selected(job: Job, machine: Machine, kind: Kind) -> float:
         exchanged = kind.mixture and job.layout.ep > 1
         last = 3 * job.model.hidden / (job.layout.tp if job.sequence_parallel else 1)  # no recomputation needs the last residual sum
         again = _elementwise(job, machine, 0.0 if exchanged else inner).forward
-        again -= job.width * job.tokens * job.stack.traffic.elementwise * last / machine.memory_rate
+        again -= job.width * job.tokens * job.stack.traffic.of_norms * last / machine.memory_rate
         return again + (0.0 if job.stack.flash or job.layout.cp > 1 else attention)
     if job.stack.repeats_block:
         return attention + _elementwise(job, machine, inner).forward
-    return attention + job.width * job.tokens * job.stack.traffic.elementwise * 2 * _rotated(job) / machine.memory_rate
+    return attention + job.width * job.tokens * job.stack.traffic.inside(job.layout.tp) * 2 * _rotated(job) / machine.memory_rate
 
 
 def _embedding(job: Job, machine: Machine) -> Part:
-    """Predict the embedding: rows are read and written, and the backward pass adds to the gradient's rows."""
+    """Predict the embedding: rows are read and written, and the backward pass adds to the gradient's rows. Tensor-parallel ranks, each with
+    a part of the vocabulary, sum what they have found; with sequence parallelism they gather the gradient of their parts."""
     rows = 2 * job.width * job.tokens * job.model.hidden / machine.memory_rate
-    return Part(forward=rows, backward=2 * rows)
+    summed, _, gathered = _hidden_states(job, machine)
+    part = Part(forward=rows, backward=2 * rows, forward_communication=summed)
+    return part + Part(backward_communication=gathered) if job.sequence_parallel else part
 
 
 def _loss(job: Job, machine: Machine) -> Part:
@@ -363,10 +378,11 @@ def _bytes_of_summed_products(job: Job) -> int:
 
 
 def _head(job: Job, machine: Machine) -> Part:
-    """Predict the output head, sharded by vocabulary, and the loss."""
+    """Predict the output head, sharded by vocabulary, and the loss. Tensor-parallel ranks sum the gradient of its input; with sequence
+    parallelism they gather that input first."""
     model = job.model
     head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
     part = head + _loss(job, machine)
     part += Part(forward=_bytes_of_summed_products(job) * model.vocab / job.layout.tp * model.hidden / machine.memory_rate)
-    once = _gathered_hidden(job, machine)
-    return part + Part(forward_communication=once, backward_communication=2 * once)
+    summed, _, gathered = _hidden_states(job, machine)
+    return part + Part(forward_communication=gathered if job.sequence_parallel else 0.0, backward_communication=summed)

@@ -41,9 +41,14 @@ EAGER = Stack(
 )
 """Eager blocks, as nanotron's runs show them."""
 
+ADAMW = 28.0
+"""Bytes that torch's fused AdamW in float32 moves for a parameter: it reads weight, gradient and two moments, and writes all but the
+gradient."""
+
 OURS = replace(
     EAGER,
     transformers=True,
+    batch_first=True,
     traffic=replace(
         EAGER.traffic,
         # parallel/tensor/loss.py: float32 copies 6, log-softmax 8, the gradients of its output 4 and of its input 12, and that in 16 bits 6
@@ -51,8 +56,8 @@ OURS = replace(
         # parallel/tensor/cross_entropy.py: float32 copies 12, maximum 4, scores without it 16, exponentials 16, their sum 4, the factor of
         # each token 8, and the gradient in 16 bits 6
         sharded_logit=66.0,
-        # parallel/zero/backend.py: norm 4, clipping 8, torch's fused AdamW 28 (the default on GPUs), and the copy in 16 bits 6
-        parameter=46.0,
+        # parallel/zero/backend.py: norm 4, clipping 8, torch's fused AdamW (the default on GPUs), and the copy in 16 bits 6
+        parameter=ADAMW + 18.0,
     ),
     footprint=Footprint(
         # Counted with `torch.autograd.graph.saved_tensors_hooks` on a block of transformers' Llama in bfloat16: norms keep their input in

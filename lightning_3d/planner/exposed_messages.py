@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lightning_3d.planner.block_costs import Part, work_of
 from lightning_3d.planner.frozen import alone
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Group, Machine, all_reduce, gather
+from lightning_3d.planner.machine import Group, Machine, all_reduce, gather, reduce_scatter
 from lightning_3d.planner.stages import one_block, parameters_of
 
 _HIDDEN, _LATE = 0.8, 0.1
@@ -136,4 +136,4 @@ def _summed(job: Job, machine: Machine, tier: _Tier) -> float:
     all-reduce where every rank gets the sums."""
     ranks = tier.everyone if job.zero == 0 or job.is_uneven else tier.shards
     scatters = job.scatters and not (tier.late and job.zero == 3)
-    return (gather if scatters else all_reduce)(machine, ranks, job.stack.reduced_bytes * tier.size * job.trained)
+    return (reduce_scatter if scatters else all_reduce)(machine, ranks, job.stack.reduced_bytes * tier.size * job.trained)

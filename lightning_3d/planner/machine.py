@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import ceil, gcd, prod
 from typing import NamedTuple
@@ -61,6 +61,15 @@ src/graph/tuning.cc, `hwLatencies` of rings and the factors of `busBw`)."""
 ONE = (Protocol(1.0, 1.0, 1.0),)
 """A library with a single protocol, such as gloo."""
 
+MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
+    "all_gather": lambda n: (n - 1, (n - 1) / n),
+    "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
+    "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
+    "all_to_all": lambda n: (1, (n - 1) / n),
+    "send": lambda n: (1, 1),
+}
+"""Of each collective on n ranks: messages one after the other, and bytes that leave a rank, as a share of its size."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -84,6 +93,9 @@ class Machine:
         protocols: of rings; the fastest is taken for each message.
         pod_gpus: GPUs of each pod: neighbouring nodes between which all ports may send at their full rate; 0: all nodes are in one.
         oversubscription: bytes a second that the ports of a pod have, per byte a second that may leave it.
+        collectives: by the name of a collective in `MESSAGES`: (seconds of a message, bytes a second) as measured within a node. Where the
+            ranks of a node share memory, each collective copies and sums in its own way (`parallel/host_channel.py`). Those that are not
+            named take what the links do.
     """
 
     gpu: str
@@ -103,6 +115,7 @@ class Machine:
     protocols: tuple[Protocol, ...] = NCCL
     pod_gpus: int = 0
     oversubscription: float = 1.0
+    collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     @property
     def gpus(self) -> int:
@@ -238,19 +251,39 @@ def _network(machine: Machine, near: float) -> float:
 
 
 def gather(machine: Machine, ranks: Group, size: float) -> float:
-    """Predict an all-gather or a reduce-scatter of `size` bytes in total: (n - 1) / n of them pass each rank in n - 1 steps of a ring
-    (Thakur et al., "Optimization of collective communication operations in MPICH", 2005)."""
+    """Predict an all-gather of `size` bytes in total: (n - 1) / n of them pass each rank in n - 1 steps of a ring (Thakur et al.,
+    "Optimization of collective communication operations in MPICH", 2005)."""
     n = ranks.size
     if n == 1:
         return 0.0
+    if (seconds := _measured(machine, "all_gather", ranks, size)) is not None:
+        return seconds
     inside, between = (n - ranks.nodes) * machine.link_latency, (ranks.nodes - 1) * machine.network_latency
     moved = (n - 1) / n * size / ring_rate(machine, ranks)
     return min(each.link * inside + each.network * between + moved / each.share for each in machine.protocols)
 
 
+def reduce_scatter(machine: Machine, ranks: Group, size: float) -> float:
+    """Predict a reduce-scatter of `size` bytes in total: in a ring it takes as long as an all-gather."""
+    seconds = _measured(machine, "reduce_scatter", ranks, size)
+    return gather(machine, ranks, size) if seconds is None else seconds
+
+
 def all_reduce(machine: Machine, ranks: Group, size: float) -> float:
-    """Predict the seconds of an all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * gather(machine, ranks, size)
+    """Predict the seconds of an all-reduce: in a ring, a reduce-scatter and an all-gather."""
+    seconds = _measured(machine, "all_reduce", ranks, size)
+    return 2 * gather(machine, ranks, size) if seconds is None else seconds
+
+
+def _measured(machine: Machine, name: str, ranks: Group, size: float) -> float | None:
+    """Predict a collective as it was measured within a node; None if it was not, or if the ranks are on several nodes."""
+    found = machine.collectives.get(name) if ranks.nodes == 1 else None
+    if found is None:
+        return None
+    if ranks.size == 1:
+        return 0.0
+    messages, share = MESSAGES[name](ranks.size)
+    return messages * found[0] + share * size / found[1]
 
 
 def all_to_all(machine: Machine, ranks: Group, size: float) -> float:
@@ -259,6 +292,8 @@ def all_to_all(machine: Machine, ranks: Group, size: float) -> float:
     n = ranks.size
     if n == 1:
         return 0.0
+    if (seconds := _measured(machine, "all_to_all", ranks, size)) is not None:
+        return seconds
     inside = size * (ranks.local - 1) / n / (machine.link * machine.efficiency.link)
     outside = size * (n - ranks.local) / n / _network(machine, 0)
     if ranks.near:
@@ -269,6 +304,8 @@ def all_to_all(machine: Machine, ranks: Group, size: float) -> float:
 def send(machine: Machine, layout: Layout, size: float) -> float:
     """Predict the seconds of a message to the next pipeline stage, where it takes longest. One stage of a pod sends to another pod."""
     ranks = machine.group(layout, ("pp",))
+    if (seconds := _measured(machine, "send", ranks, size)) is not None:
+        return seconds
     if ranks.nodes > 1:
         near = max(1.0, machine.pod_gpus / _stride(layout, "pp")) if ranks.near else 0
         return machine.network_latency + size / _network(machine, near)

@@ -11,7 +11,7 @@ from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.planner.block_memory import block_bytes
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.moments import Moment, RankMoments, moments_of
-from lightning_3d.planner.rank_memory import Memory, RankBytes, StagesOfRank
+from lightning_3d.planner.rank_memory import Memory, Rank, RankBytes, StagesOfRank
 from lightning_3d.planner.stages import Stage, one_block, parameters_of, shard_ranks, split_stages, stages_of
 
 
@@ -70,24 +70,33 @@ def indices_in_flight(job: Job) -> tuple[RankMoments, ...]:
     return moments_of(job.schedule, job.layout.pp, job.layout.vp, _enough(job))
 
 
-def least_memory(job: Job, levels: Sequence[str], *, balanced: bool = True) -> Iterator[tuple[str, float]]:
+def least_memory(job: Job, levels: Sequence[str], *, balanced: bool = True, room: float = -inf) -> Iterator[tuple[str, float]]:
     """Yield for each level of recomputation a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks,
     and as many micro-batches in flight as there are stages (1F1B's first rank; the other schedules keep as much or more).
 
     Args:
         balanced: whether stages have equal work; otherwise the rank with most blocks may have one micro-batch in flight.
+        room: bytes that are enough: if one ZeRO stage needs no more, its bound is yielded, which need not be the lowest.
     """
     layout, count = job.layout, job.micro_batches
     share = _smallest_share(job)
     has_gradients = layout.pp == 1 and count > 1  # of a pipeline, the micro-batches in flight may be all
     moment = Moment(0, (min(count, layout.pp) if balanced else 1,), (0,), (has_gradients,))
-    spare, lean = _spare_bytes(job, share), [RankBytes(each, at_end=True).rank((share,)) for each in _leanest(job)]
+    spare, lean = _spare_bytes(job, share), _leanest(job)[::-1]
+    ranks: list[Rank] = []
     for level in levels:
         if job.autocast:  # a recomputed block has no copies of its weights
-            lean = [RankBytes(each.but(recompute=level), at_end=True).rank((share,)) for each in _leanest(job)]
+            ranks.clear()
         kinds = block_bytes(job.but(recompute=level))
         least = ((min(kept for kept, _ in kinds), min(temporary for _, temporary in kinds)),) * len(kinds)
-        yield level, min(each.memory((moment,), least).total for each in lean) - spare
+        lowest = inf
+        for place, each in enumerate(lean):  # the last ZeRO stage first: in most jobs it needs the least
+            if place == len(ranks):
+                ranks.append(RankBytes(each.but(recompute=level), at_end=True).rank((share,)))
+            lowest = min(lowest, ranks[place].memory((moment,), least).total - spare)
+            if lowest <= room:
+                break
+        yield level, lowest
 
 
 def least_held(job: Job) -> float:

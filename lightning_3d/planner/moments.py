@@ -92,7 +92,10 @@ def _of_rank(actions: tuple[tuple[int, str, int], ...], stages: tuple[int, ...],
         is_last = kind != "I" and to_come[place] == 1
         others = found.setdefault((stage == 0, stage == last_stage, is_last, kind, graded), [])
         alive = live[place], all_live, all_pending
-        if not any(other.has_more(*alive) for other in others):
+        for other in others:
+            if other.has_more(*alive):
+                break
+        else:
             moment = _Alive(*alive, Moment(place, tuple(live), tuple(pending), graded, kind, is_last))
             others[:] = [*(other for other in others if not moment.has_more(*other[:3])), moment]
         if kind == "I":

@@ -8,9 +8,12 @@ relative errors, with terms that are not negative (Lawson and Hanson, "Solving L
     matmul        operations / (matmul * peak) + kernel, after its bytes are taken off
     attention     operations / (attention * peak), forward and backward together
     optimizer     parameters * optimizer_traffic / memory's rate, and host_step
-    collectives   by placement: messages * latency + bytes / (link or network), whose counts are those of `machine`
-    model         some blocks of the model: traffic and logit_traffic, after products and attention are taken off; the same with few
-                  tokens: host_block; bytes that are kept: saved, logit_bytes
+    collectives   by placement: messages * latency + bytes / (link or network), whose counts are those of `machine`; on a CPU, where ranks
+                  share memory, each collective within a node for itself
+    norm          a norm and a residual sum: traffic between sharded layers
+    model         some blocks of the model, whole and as narrow as a tensor-parallel rank has them: traffic and logit_traffic, after
+                  products, attention and norms are taken off; the same with few tokens: host_block; bytes that are kept: saved,
+                  logit_bytes
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,9 +31,9 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.block_memory import block_activations
-from lightning_3d.planner.constants import efficiency_of
+from lightning_3d.planner.constants import ADAMW, efficiency_of
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import NCCL, ONE, Machine
+from lightning_3d.planner.machine import MESSAGES, NCCL, ONE, Machine
 from lightning_3d.planner.stack import Host, Overlap, Stack, Traffic
 from lightning_3d.storage.json_file import parse_json
 
@@ -41,14 +44,6 @@ _NEEDED = ("format", "date", "device", "name", "ranks", "ranks_per_node", "opera
 _NEEDED_OF_PROFILE = ("memory", "precision")
 _ONCE = ("copy", "elementwise", "matmul", "attention", "optimizer", "model", "host")
 """Kinds of operations that every profile has. Collectives need at least two ranks."""
-MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
-    "all_gather": lambda n: (n - 1, (n - 1) / n),
-    "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
-    "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
-    "all_to_all": lambda n: (1, (n - 1) / n),
-    "send": lambda n: (1, 1),
-}
-"""Of each collective on n ranks: messages one after the other, and bytes that leave a rank, as a share of its size (see `machine`)."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +115,16 @@ class Profile:
         (slope,) = _fit(self.of("attention"), lambda one: (one["flops"],))
         return 1 / slope if slope else self.products[0]
 
-    def link(self, placement: str) -> tuple[float, float] | None:
-        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between` nodes; None if none was measured."""
-        found = [one for one in self.of("collective") if one["placement"] == placement]
+    @cached_property
+    def collectives(self) -> dict[str, tuple[float, float]]:
+        """Return (seconds of a message, bytes a second) of each collective that was measured within a node."""
+        found = {name: self.link("node", name) for name in MESSAGES}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def link(self, placement: str, name: str | None = None) -> tuple[float, float] | None:
+        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between` nodes, of one kind or of all; None if
+        none was measured."""
+        found = [one for one in self.of("collective") if one["placement"] == placement and name in (None, one["name"])]
         if not found:
             return None
 
@@ -261,6 +263,8 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
         "kernel": kernel,
     }
     measured = replace(stated, efficiency=replace(stated.efficiency, **reached))
+    if profile.device == "cpu":
+        measured = replace(measured, collectives=profile.collectives)
     return _with_links(profile, measured)
 
 
@@ -288,22 +292,11 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     if profile.has_only_links:
         return stack
     per_parameter, step = _fit(profile.of("optimizer"), lambda one: (one["parameters"], 1.0))
-
-    def seconds(one: Mapping[str, Any], elementwise: float = 0.0, logit: float = 0.0) -> float:
-        traffic = replace(stack.traffic, elementwise=elementwise, logit=logit)
-        job = _job(profile, one, replace(stack, traffic=traffic))
-        work = work_of(job, machine)
-        return sum((work.of(job.model.counts) + work.embedding + work.head).seconds()[:2])
-
-    def share(one: Mapping[str, Any]) -> tuple[float, float]:
-        base = seconds(one)
-        return seconds(one, elementwise=1.0) - base, seconds(one, logit=1.0) - base
-
-    elementwise, logit = _fit(profile.of("model"), share, seconds)  # of one rank: its loss is whole
-    sharded = stack.traffic.sharded_logit and stack.traffic.sharded_logit / stack.traffic.logit * logit
-    host, _ = _fit(profile.of("host"), lambda one: (_layers(one), 1.0))
-    largest = max(profile.of("model"), key=lambda one: one["tokens"])
-    kept = [one for one in profile.of("model") if one["tokens"] == largest["tokens"]]
+    around = stack.traffic.parameter - ADAMW  # bytes that a step moves for a parameter besides the optimizer that was measured
+    host = _host_seconds(profile, machine, stack)
+    whole = _whole(profile)
+    largest = max(whole, key=lambda one: one["tokens"])
+    kept = [one for one in whole if one["tokens"] == largest["tokens"]]
     by_block, fixed = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
     footprint = replace(stack.footprint, saved=0.0)
     job = _job(profile, largest, replace(stack, footprint=footprint))
@@ -315,14 +308,72 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
     )
     measured = replace(
         stack,
-        host=Host(block=host, collectives=stack.host.collectives if profile.device == "cuda" else 0.0, step=step),
-        traffic=Traffic(elementwise, logit, sharded, per_parameter * machine.memory_rate),
+        host=replace(host, collectives=stack.host.collectives if profile.device == "cuda" else 0.0, step=step),
+        traffic=replace(_traffic(profile, machine, stack, host), parameter=per_parameter * machine.memory_rate + around),
         footprint=footprint,
     )
     if profile.device == "cuda":
         return measured
     # On a CPU nothing overlaps with the work of the cores, and only the bytes of tensors are counted.
     return replace(measured, overlap=Overlap(False, False, False, blocks=False), footprint=replace(footprint, allocator=1.0))
+
+
+def _host_seconds(profile: Profile, machine: Machine, stack: Stack) -> Host:
+    """Return the host as it starts a block of the model. On a CPU, a block of few tokens also takes its products, and of the rest of the
+    work of many tokens its share."""
+    few = profile.of("host")
+    block, _ = _fit(few, lambda one: (_layers(one), 1.0))
+    if profile.device == "cuda":
+        return Host(block)
+    most = max(one["tokens"] for one in _whole(profile))
+    many = [one for one in _whole(profile) if one["tokens"] == most]
+    plain = replace(stack, traffic=Traffic(0.0, 0.0))
+
+    def counted(one: Mapping[str, Any]) -> float:
+        job = _job(profile, one, plain)
+        return sum(work_of(job, machine).of(job.model.counts).seconds()[:2]) / job.model.layers
+
+    rest = _fit(many, lambda one: (_layers(one), 1.0))[0] - counted(many[0])
+    share = few[0]["tokens"] / most
+    return Host(max(0.0, (block - counted(few[0]) - share * rest) / (1 - share)) if share < 1 else 0.0, computes=True)
+
+
+def _traffic(profile: Profile, machine: Machine, stack: Stack, host: Host) -> Traffic:
+    """Return the traffic of a block and of the loss, as it fits the seconds of the model's blocks, whole and as narrow as tensor-parallel
+    ranks have them. What is between sharded layers is measured alone: blocks do not say how much of their time it is."""
+    between = _between(profile, machine)
+
+    def seconds(one: Mapping[str, Any], elementwise: float = 0.0, logit: float = 0.0) -> float:
+        job = _job(profile, one, replace(stack, traffic=Traffic(elementwise, logit, between=between)))
+        work = work_of(job, machine)
+        started = host.block * job.model.layers if host.computes else 0.0
+        return sum((work.of(job.model.counts) + work.embedding + work.head).seconds()[:2]) + started
+
+    def terms(one: Mapping[str, Any]) -> tuple[float, float]:
+        base = seconds(one)
+        return seconds(one, elementwise=1.0) - base, seconds(one, logit=1.0) - base
+
+    elementwise, logit = _fit(_whole(profile), terms, seconds)  # of one rank: its loss is whole
+    degrees = sorted({one["tp"] for one in profile.of("model") if "tp" in one})
+    narrow = [[one for one in profile.of("model") if one.get("tp") == tp] for tp in degrees]
+    inside = [_fit(found, lambda one: terms(one)[:1], partial(seconds, logit=logit))[0] for found in narrow]
+    of_loss = stack.traffic.sharded_logit and stack.traffic.sharded_logit / stack.traffic.logit * logit
+    return Traffic(elementwise, logit, of_loss, between=between, sharded=tuple(zip(degrees, inside, strict=True)))
+
+
+def _between(profile: Profile, machine: Machine) -> float | None:
+    """Return `Traffic.between` as it was measured: a norm and a residual sum, forward and backward; None if it was not."""
+    measured = profile.of("norm")
+    if not measured:
+        return None
+    width = 4 if profile.precision in ("fp32", "fp64") else 2
+    (slope,) = _fit(measured, lambda one: (15.0 * width * one["tokens"] * one["hidden"],))
+    return slope * machine.memory_rate
+
+
+def _whole(profile: Profile) -> list[Mapping[str, Any]]:
+    """Return the measurements of whole blocks."""
+    return [one for one in profile.of("model") if "tp" not in one]
 
 
 def _rate_of_largest(measured: Sequence[Mapping[str, Any]]) -> float:

@@ -71,7 +71,7 @@ class SharedCosts:
         """Return the least recomputation with which a shape may fit; None if it does not fit with any."""
         key = _without_order(shape)
         if key not in self._least:
-            bytes_of_levels = least_memory(shape, self.levels, balanced=not self._fixed.fit_stages)
+            bytes_of_levels = least_memory(shape, self.levels, balanced=not self._fixed.fit_stages, room=self._room)
             self._least[key] = next((level for level, least in bytes_of_levels if least <= self._room), None)
         return self._least[key]
 

@@ -31,11 +31,13 @@ class Host:
             with 1 ms no median error of the published runs changes by 0.02 points.
         collectives: addition for each block that tensor parallelism shards.
         step: constant for each optimizer step.
+        computes: the host's cores also do the work, as on a CPU: what takes time to start is added, and hides behind nothing.
     """
 
     block: float = 1.4e-3
     collectives: float = 0.0
     step: float = 0.0
+    computes: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Traffic:
 
     Attributes:
         elementwise: element-wise operations of a block, as a multiple of what fused ones move.
+        between: the same of norms and residual sums, between the layers that tensor parallelism shards; None: as `elementwise`.
+        sharded: (degree of tensor parallelism, `elementwise` with it), where caches make a difference.
         logit: one logit in the loss. The default is for a loss that is not known: between 6 for one in a single kernel and 36 for one with
             a kernel for each operation.
         sharded_logit: the same for a loss that tensor parallelism shards by vocabulary; None if it moves as much as any other.
@@ -55,6 +59,17 @@ class Traffic:
     logit: float = 24.0
     sharded_logit: float | None = None
     parameter: float = 30.0
+    between: float | None = None
+    sharded: tuple[tuple[int, float], ...] = ()
+
+    def inside(self, tp: int) -> float:
+        """Return `elementwise` of the layers that so many ranks shard."""
+        return dict(self.sharded).get(tp, self.elementwise)
+
+    @property
+    def of_norms(self) -> float:
+        """`between`, or `elementwise` in its place."""
+        return self.elementwise if self.between is None else self.between
 
 
 @dataclass(frozen=True)
@@ -124,11 +139,14 @@ class Stack:
         transformers: blocks are those of Transformers, which keep what their family does (`Architecture.kept`).
         compiled: blocks are compiled by `torch.compile`. It recomputes norms and the activation of an MLP, and so keeps neither `saved` nor
             `saved_inner` bytes, and with sequence parallelism no outputs of norms (`tests/planner/test_compiled_blocks.py`).
+        batch_first: hidden states are (batch, sequence, hidden), so that sequence parallelism copies what it gathers, and what it will
+            scatter, where the batch has several rows (`gather_tokens`, `scatter_tokens` in parallel/tensor/collectives.py).
     """
 
     flash: bool = True
     transformers: bool = False
     compiled: bool = False
+    batch_first: bool = False
     host: Host = field(default_factory=Host)
     traffic: Traffic = field(default_factory=Traffic)
     footprint: Footprint = field(default_factory=Footprint)

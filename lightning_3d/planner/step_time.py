@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from operator import add
 
 from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
@@ -114,7 +115,7 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
     owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
     count = job.micro_batches
     whole = [one.forward + one.backward for one in seconds]
-    loads = [count * sum([whole[index] for index in own]) for own in owned]
+    loads = _loads(whole, owned, count)
     timeline = None
     if layout.pp == 1:
         span = loads[0]
@@ -155,7 +156,7 @@ def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, 
         key = stage, splits, work.host_block
         if key not in late.stages:
             part = _stage_part(late, stage, splits=splits)
-            late.stages[key] = part, _with_host(part, work.host_block * stage.blocks)
+            late.stages[key] = part, _with_host(part, work.host_block * stage.blocks, adds=job.stack.host.computes)
         parts[stage], played[stage] = late.stages[key]
     return parts, played
 
@@ -194,22 +195,33 @@ def _least_span(seconds: Sequence[StageSeconds], owned: tuple[tuple[int, ...], .
     A rank starts when an input has passed all stages before its first one and works for its load. Its last gradient of an input then
     passes back through those stages. With a split backward, gradients of weights may be computed meanwhile.
     """
-    best = 0.0
     before = seconds[: len(owned)]  # every rank has one of them first
-    way = list(accumulate([one.forward + message for one in before], initial=0.0))
-    back = list(accumulate([one.backward - (one.weights if split else 0.0) + message for one in before], initial=0.0))
-    whole = [one.forward + one.backward for one in seconds]
-    for own in owned:
-        load = count * sum([whole[index] for index in own])
-        late = count * sum([seconds[index].weights for index in own]) if split else 0.0
-        best = max(best, way[own[0]] + load + max(0.0, back[own[0]] - late))
-    return best
+    way = accumulate([one.forward + message for one in before], initial=0.0)
+    loads = _loads([one.forward + one.backward for one in seconds], owned, count)
+    if not split:
+        back = accumulate([one.backward + message for one in before], initial=0.0)
+        return max(map(sum, zip(way, loads, back, strict=False)))
+    late = _loads([one.weights for one in seconds], owned, count)
+    back = accumulate([one.backward - one.weights + message for one in before], initial=0.0)
+    return max([there + load + max(0.0, here - weights) for there, load, here, weights in zip(way, loads, back, late, strict=False)])
 
 
-def _with_host(part: Part, host: float) -> StageSeconds:
-    """Return the seconds of a stage with a host that needs `host` seconds to start the kernels of both passes, a third of it forward."""
-    forward = _smooth_max(part.forward + part.forward_communication, host / 3)
-    backward = _smooth_max(part.backward + part.backward_communication, host * 2 / 3)
+def _loads(seconds: Sequence[float], owned: tuple[tuple[int, ...], ...], count: int) -> list[float]:
+    """Return the seconds of `count` micro-batches on each pipeline rank."""
+    if len(owned[0]) == 1:
+        return [count * one for one in seconds]
+    return [count * sum([seconds[index] for index in own]) for own in owned]
+
+
+def _with_host(part: Part, host: float, *, adds: bool) -> StageSeconds:
+    """Return the seconds of a stage with a host that needs `host` seconds to start the kernels of both passes, a third of it forward.
+
+    Args:
+        adds: the host computes itself (`Host.computes`).
+    """
+    together = add if adds else _smooth_max
+    forward = together(part.forward + part.forward_communication, host / 3)
+    backward = together(part.backward + part.backward_communication, host * 2 / 3)
     whole = part.backward + part.backward_communication
     return StageSeconds(forward, backward, backward * part.weights / whole if whole else 0.0)
 

@@ -2,7 +2,7 @@
 few of the model's blocks. Every rank measures at the same time, as in training; `planner.profile_file` reads the result.
 
 On a GPU an operation is timed between two CUDA events of its stream, on a CPU by the clock. Every number is the median of some
-repetitions and then of the ranks.
+repetitions, or on a CPU the mean of all but the longest tenth, and then the median of the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel import host_channel
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
+from lightning_3d.planner.architecture import Architecture
 from lightning_3d.ranks.progress import task
 from lightning_3d.tracing.memory import SavedTensors
 from lightning_3d.training.module import transformers_config
@@ -39,8 +40,8 @@ _LOADED_SECONDS = 0.3
 On an H200, 802 TFLOP/s were measured in the first milliseconds, and 675 to 722 under load."""
 _COPIED = {"cuda": (1 << 26, 1 << 29), "cpu": (1 << 22, 1 << 25)}
 """Bytes of copies, and of the largest collectives: more than caches hold."""
-_STEPPED = {"cuda": (1 << 24, 1 << 27), "cpu": (1 << 18, 1 << 21)}
-"""Parameters that an optimizer steps."""
+_STEPPED = {"cuda": (1 << 24, 1 << 27), "cpu": (1 << 21, 1 << 23)}
+"""Parameters that an optimizer steps: their states are more than the caches of a core hold."""
 _FEW_TOKENS = 16
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -110,8 +111,13 @@ class _Meter:
         """Return random numbers: products of zeros need less power, and run faster, on some GPUs."""
         return torch.randn(sizes, device=self.device, dtype=dtype)
 
-    def seconds(self, action: Callable[[], Any]) -> float:
-        """Time an action that all ranks run: the median of some repetitions, after two warm-ups, and on a GPU under load."""
+    def seconds(self, action: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
+        """Time an action that all ranks run, after two warm-ups: on a CPU, the mean of the usual times of some repetitions; on a GPU, their
+        median, under load.
+
+        Args:
+            before: on a CPU, what is run before each repetition and not timed.
+        """
         action()
         self._wait()
         started = time.perf_counter()
@@ -121,13 +127,15 @@ class _Meter:
         dist.all_reduce(once, dist.ReduceOp.MAX)  # ranks must run the same number of collectives, and start together
         seconds = float(once)
         if self.device.type != "cuda":
-            return statistics.median(self._clock(action, 1 if seconds > _LONG_SECONDS else self._repeats))
+            return _usual_mean(self._clock(action, 1 if seconds > _LONG_SECONDS else self._repeats, before))
         for _ in range(int(_LOADED_SECONDS / seconds)):
             action()
         return statistics.median(self._events(action))
 
-    def _clock(self, action: Callable[[], Any], repeats: int) -> Iterator[float]:
+    def _clock(self, action: Callable[[], Any], repeats: int, before: Callable[[], Any] | None) -> Iterator[float]:
         for _ in range(repeats):
+            if before is not None:
+                before()
             started = time.perf_counter()
             action()
             yield time.perf_counter() - started
@@ -158,6 +166,12 @@ class _Meter:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _usual_mean(times: Iterable[float]) -> float:
+    """Return the mean of all but the longest tenth: a step has short and long ones, but rarely one that something else has held up."""
+    found = sorted(times)
+    return statistics.fmean(found[: max(1, len(found) * 9 // 10)])
 
 
 def _products(shapes: Shapes, meter: _Meter) -> list[Entry]:
@@ -228,19 +242,67 @@ def _optimizer(meter: _Meter) -> list[Entry]:
 
 
 def _blocks(shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """Measure the user's model with one and with three of its blocks: with a micro-batch, and for the host with few tokens."""
+    """Measure the user's model with one and with three of its blocks: with a micro-batch, and for the host with few tokens; and the blocks
+    that are left of it to each of several tensor-parallel ranks."""
     found = []
     for layers in (1, 3):
         config = with_layers(shapes.config, layers)
+        found += _model(config, shapes, meter)
         model = _build(config, shapes, meter.device)
-        for rows, seq in dict.fromkeys([(shapes.micro_batch, shapes.seq), (1, max(1, shapes.seq // 4))]):
-            step = _step(model, rows, seq, config["vocab_size"])
-            entry = {"kind": "model", "config": config, "tokens": rows * seq, "seq": seq, "kept": _kept(model, step, meter.device)}
-            found.append({**entry, "seconds": meter.seconds(step)})
+        found += _norm(model, shapes, meter) if layers == 1 else []
         few = min(_FEW_TOKENS, shapes.seq)
         seconds = meter.host_seconds(_step(model, 1, few, config["vocab_size"]))
         found.append({"kind": "host", "config": config, "tokens": few, "seq": few, "seconds": seconds})
+        for tp in shapes.degrees:
+            part = sharded_config(config, tp) if tp > 1 else None
+            if part is not None:
+                found += [{**one, "tp": tp} for one in _model(part, shapes, meter)]
     return found
+
+
+def _model(config: Mapping[str, Any], shapes: Shapes, meter: _Meter) -> list[Entry]:
+    """Measure a model with a micro-batch of tokens, and with a quarter of a sequence."""
+    found, model = [], _build(config, shapes, meter.device)
+    for rows, seq in dict.fromkeys([(shapes.micro_batch, shapes.seq), (1, max(1, shapes.seq // 4))]):
+        step = _step(model, rows, seq, config["vocab_size"])
+        entry = {"kind": "model", "config": config, "tokens": rows * seq, "seq": seq, "kept": _kept(model, step, meter.device)}
+        found.append({**entry, "seconds": meter.seconds(step)})
+    return found
+
+
+def _norm(model: torch.nn.Module, shapes: Shapes, meter: _Meter) -> list[Entry]:
+    """Measure the first norm of the model with a residual sum, forward and backward; nothing for a model without such a norm."""
+    hidden = shapes.model.hidden
+    sized = (one for one in model.modules() if "Norm" in type(one).__name__)
+    norm = next((one for one in sized if any(each.shape == (hidden,) for each in one.parameters(recurse=False))), None)
+    if norm is None:
+        return []
+    found = []
+    for tokens in _token_counts(shapes):
+        values = meter.empty(1, tokens, hidden, dtype=_DTYPES[shapes.precision]).requires_grad_()
+        gradient = torch.ones_like(values)
+        seconds = meter.seconds(partial(_add_normed, norm, values, gradient))
+        found.append({"kind": "norm", "tokens": tokens, "hidden": hidden, "seconds": seconds})
+    return found
+
+
+def _add_normed(norm: torch.nn.Module, values: Tensor, gradient: Tensor) -> None:
+    torch.autograd.grad(values + norm(values), [values, *norm.parameters()], gradient)
+
+
+def sharded_config(config: Mapping[str, Any], tp: int) -> dict[str, Any] | None:
+    """Return a configuration whose attention and MLP are as wide as what one of `tp` ranks holds; None where its fields cannot say so."""
+    whole, fields = Architecture.from_config(config), ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    narrow = {name: config[name] // tp for name in fields if config.get(name)}
+    part = {**config, "head_dim": whole.query_width // whole.heads, **narrow}
+    if whole.experts or whole.heads % tp or whole.kv_heads % tp or whole.ffn % tp:
+        return None
+    try:
+        found = Architecture.from_config(part)
+    except ConfigError:
+        return None
+    sizes = [(one.query_width, one.key_width, one.ffn, one.attention_size) for one in (whole, found)]
+    return part if sizes[0] == tuple(tp * size for size in sizes[1]) else None
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -287,7 +349,11 @@ def _kept(model: torch.nn.Module, step: Callable[[], None], device: torch.device
 
 
 def _collectives(shapes: Shapes, meter: _Meter) -> list[Entry]:
-    """Measure all collectives in groups inside a node and in groups with one rank of each node, with small and large messages."""
+    """Measure all collectives in groups inside a node and in groups with one rank of each node, with small and large messages.
+
+    On a CPU, each collective follows products, as in a block. Cores do not compute equally fast all the time, so ranks wait for each other,
+    and caches hold other data: on two cores, an all-reduce of 1 MB takes 0.35 ms in a loop of its own, and 0.7 ms after products.
+    """
     ranks, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
     placed: dict[str, Sequence[list[int]]] = {"node": nodes, "between": [list(column) for column in zip(*nodes, strict=True)]}
@@ -295,6 +361,7 @@ def _collectives(shapes: Shapes, meter: _Meter) -> list[Entry]:
     hidden = shapes.model.hidden * _DTYPES[shapes.precision].itemsize
     largest = _COPIED[meter.device.type][0]
     sizes = sorted({1 << 12, min(largest, tokens * hidden), largest})
+    before = _few_products(shapes, meter) if meter.device.type == "cpu" else None
     found = []
     for placement, groups in placed.items():
         mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
@@ -304,8 +371,21 @@ def _collectives(shapes: Shapes, meter: _Meter) -> list[Entry]:
         for size in sizes if count > 1 else ():
             for name, action in _kinds(size, mine, meter).items():
                 entry = {"kind": "collective", "name": name, "placement": placement, "ranks": count, "bytes": size}
-                found.append({**entry, "seconds": meter.seconds(action)})
+                found.append({**entry, "seconds": meter.seconds(action, None if name == "send" else before)})
     return found
+
+
+def _few_products(shapes: Shapes, meter: _Meter) -> Callable[[], None]:
+    """Return an action of as many products as a block has between two collectives of tensor parallelism."""
+    model, dtype = shapes.model, _DTYPES[shapes.precision]
+    width = model.ffn or model.expert_ffn
+    inward, outward = meter.empty(width, model.hidden, dtype=dtype), meter.empty(model.hidden, width, dtype=dtype)
+    values = meter.empty(shapes.micro_batch * shapes.seq, model.hidden, dtype=dtype)
+
+    def multiply() -> None:
+        F.linear(F.linear(values, inward), outward)
+
+    return multiply
 
 
 def _kinds(size: int, group: Any, meter: _Meter) -> dict[str, Callable[[], Any]]:

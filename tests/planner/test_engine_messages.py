@@ -21,11 +21,13 @@ from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.layout import Layout
 from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.blocks.wrap import process_blocks
+from lightning_3d.parallel.collectives import all_gather_flat, reduce_scatter_flat
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
+from lightning_3d.parallel.tensor.collectives import gather_tokens, scatter_tokens
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.block_costs import _hidden_states, work_of
 from lightning_3d.planner.constants import OURS
 from lightning_3d.planner.data_traffic import data_traffic
 from lightning_3d.planner.job import Job
@@ -47,7 +49,8 @@ def machine(operations: float = inf) -> Machine:
 
 
 def hidden_states(name: str, sequence: bool, recompute: str, layers: int) -> list[float]:
-    """Gathers of whole hidden states that (forward, backward) send; an all-reduce sends as much as two."""
+    """Gathers of whole hidden states that (forward, backward) send; an all-reduce sends as much as two. Of the loss, one number or two of
+    each token are sent: they do not count."""
     model, ids = sharded.build(name, layers=layers), sharded.batch(name)
     sharded.cut(model, sharded.user_plan(name), sequence=sequence)
     process_blocks(list(model.base_model.layers), BlockOptions(recompute=recompute))
@@ -58,17 +61,20 @@ def hidden_states(name: str, sequence: bool, recompute: str, layers: int) -> lis
         loss.backward()
     whole = ids.numel() * model.config.hidden_size
     weights = {"all_reduce": 2.0, "reduce_scatter_tensor": 1.0, "all_gather_into_tensor": float(dist.get_world_size())}
-    return [sum(weights[call.name] * call.numel / whole for call in each.calls) for each in (forward, backward)]
+    large = [[call for call in each.calls if call.numel >= whole / dist.get_world_size()] for each in (forward, backward)]
+    return [sum(weights[call.name] * call.numel / whole for call in each) for each in large]
 
 
-def predicted_hidden_states(name: str, sequence: bool, recompute: str) -> list[float]:
+def predicted_hidden_states(name: str, sequence: bool, recompute: str, *, ends: bool = False) -> list[float]:
+    """The same of a block; with `ends`, of a model of one block."""
     prefix, fields = {**models.FAMILIES, **models.OTHERS}[name]
     config = {"num_hidden_layers": 1, **models.COMMON, **fields, "model_type": {"gemma3": "gemma3_text"}.get(name, name)}
     job = Job(Architecture.from_config(config), Layout(tp=2), models.SEQUENCE, 3, 3, recompute=recompute, stack=OURS)
     job, two = replace(job, sequence_parallel=sequence), machine()
-    block = work_of(job, two).blocks[0]
+    work = work_of(job, two)
+    part = work.blocks[0] + work.embedding + work.head if ends else work.blocks[0]
     once = gather(two, two.group(job.layout, ("tp",)), job.tokens * job.model.hidden * job.width)
-    return [block.forward_communication / once, block.backward_communication / once]
+    return [part.forward_communication / once, part.backward_communication / once]
 
 
 CASES = [(name, sequence, "none") for name in ("llama", "gemma3") for sequence in (False, True)]
@@ -78,6 +84,57 @@ CASES = [(name, sequence, "none") for name in ("llama", "gemma3") for sequence i
 def test_a_block_sends_as_many_hidden_states_as_the_planner_counts(case: tuple[str, bool, str]) -> None:
     many, few = (run_ranks(hidden_states, 2, *case, layers)[0] for layers in (3, 2))
     assert [more - less for more, less in zip(many, few, strict=True)] == pytest.approx(predicted_hidden_states(*case))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_ends_of_a_model_send_as_many_hidden_states_as_the_planner_counts(sequence: bool) -> None:
+    whole = run_ranks(hidden_states, 2, "llama", sequence, "none", 1)[0]
+    assert whole == pytest.approx(predicted_hidden_states("llama", sequence, "none", ends=True))
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that copies read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("clone", "cat", "contiguous"):
+            self.bytes += 2 * result.nbytes
+        return result
+
+
+def copied_bytes(rows: int) -> list[int]:
+    """Bytes that (gathering, scattering) the hidden states of so many sequences copies, in addition to the message."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    part, whole = torch.ones(rows, 8 // ranks, 16), torch.ones(rows, 8, 16)
+    functions: list[Callable[[], Any]] = [
+        lambda: gather_tokens(part, 8, group),
+        lambda: scatter_tokens(whole, group),
+        lambda: all_gather_flat(torch.empty_like(whole), part, group).wait(),
+        lambda: reduce_scatter_flat(torch.empty_like(part), whole, group).wait(),
+    ]
+    counted = []
+    for function in functions:
+        with Copies() as copies:
+            function()
+        counted.append(copies.bytes)
+    return [counted[0] - counted[2], counted[1] - counted[3]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_planner_counts_copies_of_gathered_sequences(rows: int) -> None:
+    """A message puts the parts of the ranks one behind the other; in a batch of several rows they are side by side."""
+    model = Architecture.plain(layers=1, hidden=16, heads=2, kv_heads=2, vocab=8, ffn=32, gated=False, tied=True)
+    planned = Job(model, Layout(tp=2), 8, rows, rows, precision="fp32", stack=OURS)
+    free, slow = machine(), replace(machine(), bandwidth=1.0)
+    (_, *copied), (_, *sent) = _hidden_states(planned, slow), _hidden_states(planned, free)
+    scattered, gathered = (a - b for a, b in zip(copied, sent, strict=True))
+    assert run_ranks(copied_bytes, 2, rows)[0] == pytest.approx([gathered, scattered], abs=1e-3)
+    assert (gathered > 0) == (rows > 1)
 
 
 class Flights(TorchDispatchMode):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.machine import ONE, Efficiency, Machine, all_reduce, gather
+from lightning_3d.planner.machine import ONE, Efficiency, Group, Machine, all_reduce, all_to_all, gather, reduce_scatter, send
 
 MACHINE = Machine("", 128, 8, 80e9, 1e12, 1e14, 1e14, 1e14, 450e9, 50e9, 0.6e-6, 2.7e-6, Efficiency(1.0, 1.0, link=1.0, network=1.0))
 
@@ -49,3 +49,19 @@ def test_gathers_over_many_ranks_lose_bandwidth() -> None:
     plain = replace(MACHINE, protocols=ONE)
     few_plain, many_plain = (gather(plain, plain.group(Layout(dp=ranks), ("dp",)), size) for ranks in (16, 1024))
     assert many / few > 1.5 > 1.3 > many_plain / few_plain
+
+
+def test_collectives_that_were_measured_within_a_node_take_as_long_there() -> None:
+    """On a CPU, ranks share memory, and a reduce-scatter copies and sums more than an all-gather."""
+    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+    measured = replace(MACHINE, collectives={name: (1e-4, 1e9 * place) for place, name in enumerate(names, 1)})
+    node, nodes, size = Group(4, 4), Group(16, 8), 1e8
+    assert gather(measured, node, size) == pytest.approx(3e-4 + 0.75 * size / 1e9)
+    assert reduce_scatter(measured, node, size) == pytest.approx(3e-4 + 0.75 * size / 2e9)
+    assert all_reduce(measured, node, size) == pytest.approx(6e-4 + 1.5 * size / 3e9)
+    assert all_to_all(measured, node, size) == pytest.approx(1e-4 + 0.75 * size / 4e9)
+    assert send(measured, Layout(pp=4), size) == pytest.approx(1e-4 + size / 5e9)
+    for function in (gather, reduce_scatter, all_reduce, all_to_all):
+        assert function(measured, Group(1, 1), size) == 0.0
+        assert function(measured, nodes, size) == function(MACHINE, nodes, size)
+    assert reduce_scatter(MACHINE, node, size) == gather(MACHINE, node, size)

@@ -1,0 +1,93 @@
+"""What the planner fits to a profile of CPU cores: blocks that are whole and blocks as narrow as tensor parallelism makes them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import REPOSITORY
+from made_profile import made
+
+from lightning_3d.layout import Layout
+from lightning_3d.planner.architecture import Architecture
+from lightning_3d.planner.block_costs import work_of
+from lightning_3d.planner.constants import OURS
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, stack_of_profile
+from lightning_3d.planner.stack import Host, Stack, Traffic
+from lightning_3d.planner.step_time import step_of
+from lightning_3d.profiling.operations import sharded_config
+
+CONFIG = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
+TRUE = Traffic(elementwise=3.0, logit=20.0, between=2.0, sharded=((2, 1.5),))
+HOST = 2e-3
+
+
+def job_of(config: dict[str, Any], tokens: int, stack: Stack) -> Job:
+    return Job(Architecture.from_config(config), Layout(), tokens, 1, 1, stack=stack)
+
+
+def cpu_profile(tmp_path: Path) -> Profile:
+    """A profile of cores on which operations take what the planner predicts with `TRUE`, and a block `HOST` more."""
+    content = made(device="cpu", name="CPU")
+    (tmp_path / "first.json").write_text(json.dumps(content))
+    machine = machine_of_profile(read_profile(tmp_path / "first.json"))
+    operations = [one for one in content["operations"] if one["kind"] not in ("model", "host")]
+    for tokens in (1024, 4096):
+        seconds = 15 * 2 * tokens * CONFIG["hidden_size"] * 2.0 / machine.memory_rate
+        operations.append({"kind": "norm", "tokens": tokens, "hidden": CONFIG["hidden_size"], "seconds": seconds})
+    for tp in (1, 2):
+        for layers in (1, 3):
+            config = sharded_config({**CONFIG, "num_hidden_layers": layers}, tp)
+            assert config is not None
+            for tokens in (16, 1024, 4096):
+                job = job_of(config, tokens, replace(OURS, traffic=replace(TRUE, elementwise=TRUE.inside(tp))))
+                work = work_of(job, machine)
+                seconds = sum((work.of(job.model.counts) + work.embedding + work.head).seconds()[:2]) + HOST * layers
+                entry = {"config": config, "tokens": tokens, "seq": tokens, "seconds": seconds, "kept": 1e9 + 1e9 * layers}
+                if tokens > 16:
+                    operations.append({"kind": "model", **entry, **({"tp": tp} if tp > 1 else {})})
+                elif tp == 1:
+                    operations.append({"kind": "host", **entry})
+    (tmp_path / "profile.json").write_text(json.dumps({**content, "operations": operations}))
+    return read_profile(tmp_path / "profile.json")
+
+
+def test_traffic_of_whole_and_narrow_blocks_is_given_back(tmp_path: Path) -> None:
+    profile = cpu_profile(tmp_path)
+    stack = stack_of_profile(profile, machine_of_profile(profile), OURS)
+    found = stack.traffic
+    assert (found.elementwise, found.logit, found.between) == pytest.approx((3.0, 20.0, 2.0), rel=0.01)
+    assert (found.inside(1), found.inside(2), found.inside(4)) == pytest.approx((3.0, 1.5, 3.0), rel=0.01)
+    assert stack.host.computes and stack.host.block == pytest.approx(HOST, rel=0.05)
+
+
+def test_the_time_in_which_cores_start_operations_is_added_to_their_work(tmp_path: Path) -> None:
+    profile = cpu_profile(tmp_path)
+    machine = machine_of_profile(profile)
+    job = replace(job_of(CONFIG, 4096, stack_of_profile(profile, machine, OURS)), zero=0)
+    without = replace(job, stack=replace(job.stack, host=Host(0.0, computes=True)))
+    more = step_of(job, machine).seconds - step_of(without, machine).seconds
+    assert more == pytest.approx(job.stack.host.step + CONFIG["num_hidden_layers"] * job.stack.host.block)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "width"),
+    [
+        ({}, 2, 7168),
+        ({}, 8, 1792),
+        ({}, 16, None),
+        ({"model_type": "gpt2"}, 2, None),
+        ({"model_type": "mixtral", "num_local_experts": 8}, 2, None),
+    ],
+    ids=str,
+)
+def test_blocks_as_narrow_as_those_of_a_rank(changes: dict[str, Any], tp: int, width: int | None) -> None:
+    """Heads and inner width are divided; not where ranks would share a head, nor in families whose fields have other names."""
+    found = sharded_config({**CONFIG, **changes}, tp)
+    assert (found and found["intermediate_size"]) == width
+    if found is not None:
+        whole, part = (Architecture.from_config(config) for config in (CONFIG, found))
+        assert (part.hidden, tp * part.query_width, tp * part.key_width) == (whole.hidden, whole.query_width, whole.key_width)
