@@ -70,6 +70,10 @@ class Part:
             backward_communication=self.backward_communication + self.again_communication,
         )
 
+    def halved(self, times: float) -> Part:
+        """Return the part where the backward in two halves takes `times` as long as a whole one."""
+        return replace(self, backward=times * self.backward, weights=times * self.weights)
+
     def seconds(self) -> tuple[float, ...]:
         return self.forward, self.backward, self.weights, self.forward_communication, self.backward_communication
 

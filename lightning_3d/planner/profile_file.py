@@ -11,6 +11,7 @@ relative errors, with terms that are not negative (Lawson and Hanson, "Solving L
     collectives   by placement: messages * latency + bytes / (link or network), whose counts are those of `machine`; on a CPU, where ranks
                   share memory, each collective within a node for itself
     norm          a norm and a residual sum: traffic between sharded layers
+    backward      some blocks of the model with a whole and with a split backward: halves
     model         some blocks of the model, whole and as narrow as a tensor-parallel rank has them: traffic and logit_traffic, after
                   products, attention and norms are taken off; the same with few tokens: host_block; bytes that are kept: saved,
                   logit_bytes
@@ -312,6 +313,7 @@ def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
         traffic=replace(_traffic(profile, machine, stack, host), parameter=per_parameter * machine.memory_rate + around),
         footprint=footprint,
     )
+    measured = replace(measured, halves=_halves(profile, machine, measured))
     if profile.device == "cuda":
         return measured
     # On a CPU nothing overlaps with the work of the cores, and only the bytes of tensors are counted.
@@ -369,6 +371,17 @@ def _between(profile: Profile, machine: Machine) -> float | None:
     width = 4 if profile.precision in ("fp32", "fp64") else 2
     (slope,) = _fit(measured, lambda one: (15.0 * width * one["tokens"] * one["hidden"],))
     return slope * machine.memory_rate
+
+
+def _halves(profile: Profile, machine: Machine, stack: Stack) -> float:
+    """Return `Stack.halves` as it was measured; 1 if it was not. What a split backward takes longer is compared with the backward of all
+    blocks and of the head."""
+    seconds = {bool(one["split"]): one["seconds"] for one in profile.of("backward")}
+    if not seconds:
+        return 1.0
+    job = _job(profile, profile.of("backward")[0], stack)
+    work = work_of(job, machine)
+    return max(1.0, 1 + (seconds[True] - seconds[False]) / (work.of(job.model.counts) + work.head).backward)
 
 
 def _whole(profile: Profile) -> list[Mapping[str, Any]]:

@@ -141,12 +141,15 @@ class Stack:
             `saved_inner` bytes, and with sequence parallelism no outputs of norms (`tests/planner/test_compiled_blocks.py`).
         batch_first: hidden states are (batch, sequence, hidden), so that sequence parallelism copies what it gathers, and what it will
             scatter, where the batch has several rows (`gather_tokens`, `scatter_tokens` in parallel/tensor/collectives.py).
+        halves: seconds of the two halves of a split backward, as a multiple of those of a whole one, at least 1. They have the same
+            operations, but the second half finds less in caches, and starts operations of its own.
     """
 
     flash: bool = True
     transformers: bool = False
     compiled: bool = False
     batch_first: bool = False
+    halves: float = 1.0
     host: Host = field(default_factory=Host)
     traffic: Traffic = field(default_factory=Traffic)
     footprint: Footprint = field(default_factory=Footprint)

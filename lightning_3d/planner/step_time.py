@@ -56,18 +56,19 @@ def _smooth_max(a: float, b: float) -> float:
     return largest * ((a / largest) ** _SHARPNESS + (b / largest) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _stage_part(work: Work, stage: Stage, *, splits: bool) -> Part:
+def _stage_part(work: Work, stage: Stage, halves: float | None) -> Part:
     """Return the seconds of a stage for one micro-batch.
 
-    If the schedule splits the backward, each of its two passes recomputes what the forward did not keep. The first stage, which no other
-    waits for, has one pass (`parallel/pipeline/engine.py`).
+    Args:
+        halves: `Stack.halves` if the schedule splits the backward. Then, each of its two passes also recomputes what the forward did not
+            keep. The first stage, which no other waits for, has one pass (`parallel/pipeline/engine.py`).
     """
     part = work.of(stage.counts)
     if stage.embedding:
         part += work.embedding
     if stage.head:
         part += work.head
-    return part.recomputed_twice() if splits and not stage.embedding else part
+    return part if halves is None or stage.embedding else part.recomputed_twice().halved(halves)
 
 
 def _with_late(job: Job, machine: Machine, work: Work) -> Work:
@@ -155,7 +156,7 @@ def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, 
     for stage in stage_kinds(job):
         key = stage, splits, work.host_block
         if key not in late.stages:
-            part = _stage_part(late, stage, splits=splits)
+            part = _stage_part(late, stage, job.stack.halves if splits else None)
             late.stages[key] = part, _with_host(part, work.host_block * stage.blocks, adds=job.stack.host.computes)
         parts[stage], played[stage] = late.stages[key]
     return parts, played

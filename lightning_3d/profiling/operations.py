@@ -7,6 +7,7 @@ repetitions, or on a CPU the mean of all but the longest tenth, and then the med
 
 from __future__ import annotations
 
+import inspect
 import os
 import statistics
 import time
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_3d.compat.torch import backward_input, backward_weight
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel import host_channel
@@ -249,7 +251,7 @@ def _blocks(shapes: Shapes, meter: _Meter) -> list[Entry]:
         config = with_layers(shapes.config, layers)
         found += _model(config, shapes, meter)
         model = _build(config, shapes, meter.device)
-        found += _norm(model, shapes, meter) if layers == 1 else []
+        found += _norm(model, shapes, meter) if layers == 1 else _backward(model, config, shapes, meter)
         few = min(_FEW_TOKENS, shapes.seq)
         seconds = meter.host_seconds(_step(model, 1, few, config["vocab_size"]))
         found.append({"kind": "host", "config": config, "tokens": few, "seq": few, "seconds": seconds})
@@ -288,6 +290,29 @@ def _norm(model: torch.nn.Module, shapes: Shapes, meter: _Meter) -> list[Entry]:
 
 def _add_normed(norm: torch.nn.Module, values: Tensor, gradient: Tensor) -> None:
     torch.autograd.grad(values + norm(values), [values, *norm.parameters()], gradient)
+
+
+def _backward(model: torch.nn.Module, config: Mapping[str, Any], shapes: Shapes, meter: _Meter) -> list[Entry]:
+    """Measure a step of a stage that has received hidden states, with a whole backward and with one in two halves (zero-bubble schedules);
+    nothing for a model that takes no hidden states."""
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        return []
+    tokens = torch.randint(0, config["vocab_size"], (shapes.micro_batch, shapes.seq), device=meter.device)
+    received = meter.empty(*tokens.shape, shapes.model.hidden, dtype=_DTYPES[shapes.precision]).requires_grad_()
+    inside = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def loss() -> Tensor:
+        received.grad = None
+        result: Tensor = model(inputs_embeds=received, labels=tokens).loss
+        return result
+
+    def halves() -> None:
+        work = backward_input(loss(), None, received, inside)
+        backward_weight(inside, work or [])
+
+    entry = {"kind": "backward", "config": config, "tokens": tokens.numel(), "seq": shapes.seq}
+    ways: dict[bool, Callable[[], Any]] = {False: lambda: loss().backward(), True: halves}
+    return [{**entry, "split": split, "seconds": meter.seconds(step)} for split, step in ways.items()]
 
 
 def sharded_config(config: Mapping[str, Any], tp: int) -> dict[str, Any] | None:

@@ -17,12 +17,14 @@ from lightning_3d.planner.constants import OURS
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, stack_of_profile
 from lightning_3d.planner.stack import Host, Stack, Traffic
-from lightning_3d.planner.step_time import step_of
+from lightning_3d.planner.stages import stages_of
+from lightning_3d.planner.step_time import stage_seconds, step_of
 from lightning_3d.profiling.operations import sharded_config
 
 CONFIG = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
 TRUE = Traffic(elementwise=3.0, logit=20.0, between=2.0, sharded=((2, 1.5),))
 HOST = 2e-3
+HALVES = 1.12
 
 
 def job_of(config: dict[str, Any], tokens: int, stack: Stack) -> Job:
@@ -51,6 +53,12 @@ def cpu_profile(tmp_path: Path) -> Profile:
                     operations.append({"kind": "model", **entry, **({"tp": tp} if tp > 1 else {})})
                 elif tp == 1:
                     operations.append({"kind": "host", **entry})
+    job = job_of({**CONFIG, "num_hidden_layers": 3}, 4096, replace(OURS, traffic=TRUE))
+    work = work_of(job, machine)
+    for split in (False, True):
+        seconds = 0.5 + split * (HALVES - 1) * (work.of(job.model.counts) + work.head).backward
+        entry = {"config": {**CONFIG, "num_hidden_layers": 3}, "tokens": 4096, "seq": 4096, "split": split, "seconds": seconds}
+        operations.append({"kind": "backward", **entry})
     (tmp_path / "profile.json").write_text(json.dumps({**content, "operations": operations}))
     return read_profile(tmp_path / "profile.json")
 
@@ -71,6 +79,23 @@ def test_the_time_in_which_cores_start_operations_is_added_to_their_work(tmp_pat
     without = replace(job, stack=replace(job.stack, host=Host(0.0, computes=True)))
     more = step_of(job, machine).seconds - step_of(without, machine).seconds
     assert more == pytest.approx(job.stack.host.step + CONFIG["num_hidden_layers"] * job.stack.host.block)
+
+
+def test_a_split_backward_takes_as_much_longer_as_was_measured(tmp_path: Path) -> None:
+    """But that of the first stage, which is not split."""
+    profile = cpu_profile(tmp_path)
+    machine = machine_of_profile(profile)
+    stack = stack_of_profile(profile, machine, OURS)
+    assert stack.halves == pytest.approx(HALVES, rel=0.01)
+    split = replace(job_of(CONFIG, 4096, stack), layout=Layout(pp=2, vp=2), schedule="ZBVZeroBubble", global_batch=8)
+    for job, times in ((split, stack.halves), (replace(split, schedule="Interleaved1F1B"), 1.0)):
+        plain = replace(job, stack=replace(stack, halves=1.0))
+        longer = stage_seconds(job, machine, work_of(job, machine))
+        seconds = stage_seconds(plain, machine, work_of(plain, machine))
+        assert longer[0] == seconds[0]
+        for stage, more, one in zip(stages_of(job)[1:], longer[1:], seconds[1:], strict=True):
+            started = stack.host.block * stage.blocks * 2 / 3
+            assert more.backward - one.backward == pytest.approx((times - 1) * (one.backward - started))
 
 
 @pytest.mark.parametrize(

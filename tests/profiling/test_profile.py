@@ -112,7 +112,7 @@ def test_operations_are_measured_on_two_ranks(answers: dict[str, Result], folder
     content = json.loads((folder / "profile.json").read_text())
     assert (content["device"], content["ranks"], content["precision"]) == ("cpu", 2, "fp32") and content["versions"]["torch"]
     kinds = {one["kind"] for one in content["operations"]}
-    assert kinds == {"matmul", "attention", "copy", "elementwise", "optimizer", "norm", "model", "host", "collective"}
+    assert kinds == {"matmul", "attention", "copy", "elementwise", "optimizer", "norm", "model", "backward", "host", "collective"}
     widths = {(one.get("tp"), one["config"]["intermediate_size"]) for one in content["operations"] if one["kind"] == "model"}
     assert widths == {(None, 64), (2, 32)}, "blocks, whole and as narrow as those of two ranks"
     products = {(one["outputs"], one["inputs"]) for one in content["operations"] if one["kind"] == "matmul"}
