@@ -182,7 +182,7 @@ class Stack:
 
     def expert_precision(self, precision: str, weight_bytes: float) -> str:
         """Return the precision of the products of routed experts, which is that of their weights: float8 is for linear layers only
-        (`strategy/float8.py`), and autocast does not know grouped products.
+        (`strategy/float8.py`), and autocast does not know grouped products, in one process neither.
 
         Args:
             precision: that of other products.

@@ -161,6 +161,35 @@ def test_autocast_leaves_grouped_products_in_the_type_of_the_weights() -> None:
         assert torch.mm(rows, weights[0]).dtype == torch.bfloat16
 
 
+def mixed(size: int, products: str) -> Tensor:
+    """Outputs of all tokens with float32 weights under autocast, on this rank: those of its experts, or of all with one process."""
+    config = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=EXPERTS)
+    module = nn.ModuleDict({"experts": MixtralExperts(config)})
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    hidden, weights = torch.randn(20, 8, generator=generator), torch.rand(20, CHOICES, generator=generator)
+    chosen = torch.rand(20, EXPERTS, generator=generator).argsort(-1)[:, :CHOICES]
+    config._experts_implementation = products
+    if size > 1:
+        rank, share = dist.get_rank(), EXPERTS // size
+        cuts = [(rank * share, share)]
+        specs = {name: cut_along(name, value.shape, 0, cuts, tp_replicas=(0,)) for name, value in module.named_parameters()}
+        shard_experts(module, PLAN, specs, ExpertParallel(dist.group.WORLD, size, rank))
+        choose_products(module, replace(PLAN, experts=("experts",)))
+    with torch.autocast("cpu", torch.bfloat16):
+        output: Tensor = module["experts"](hidden, chosen, weights).detach()
+    return output
+
+
+def test_experts_multiply_under_autocast_in_the_type_in_which_one_process_does() -> None:
+    """Grouped products in float32. A loop over experts multiplies in bfloat16, because autocast knows linear layers."""
+    grouped, loop = mixed(1, "grouped_mm"), mixed(1, "eager")
+    assert (grouped - loop).abs().max() > 1e-3 * grouped.abs().max()
+    for output in run_ranks(mixed, 2, 2, "grouped_mm"):
+        torch.testing.assert_close(output, grouped, rtol=1e-6, atol=1e-6)
+
+
 def test_room_is_given_to_first_choices_then_to_earlier_tokens() -> None:
     chosen = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 3]])
     # Two of each: expert 0 is the first choice of tokens 0, 1 and 3, and the second of token 2.
