@@ -128,6 +128,7 @@ class Published(Stack):
         split: `balanced`, `filled` or `equal`.
         reduced_bytes: of a gradient that is sent.
         scatters: ZeRO scatters gradients, otherwise it reduces all of them on every rank.
+        scatters_messages: tensor-parallel ranks without sequence parallelism send a part each to the next stage, whose ranks gather them.
         attention_speed: rate of its attention kernel, divided by that of the best one of its day.
         network: bandwidth between nodes that its collectives reach, divided by that of NCCL.
         host_tensor: seconds of the host for each block and tensor-parallel rank where a pipeline's messages wait for the host.
@@ -145,6 +146,7 @@ class Published(Stack):
     split: Split = balanced
     reduced_bytes: float = 4.0
     scatters: bool = True
+    scatters_messages: bool = False
     attention_speed: float = 1.0
     network: float = 1.0
     host_tensor: float = 0.0
@@ -155,6 +157,12 @@ class Published(Stack):
     expert_streams: int = 1
     separate: SeparateGathers | None = None
     allocator: Allocator = field(default_factory=Allocator)
+
+    @property
+    def scatters_embedding(self) -> bool:
+        """True for all that have sequence parallelism: nanotron (parallel/tensor_parallel/nn.py), Megatron Core
+        (models/common/embeddings/language_model_embedding.py), torchtitan (models/llama3/infra/parallelize.py)."""
+        return True
 
     @property
     def waits_for_stages(self) -> bool:
@@ -226,10 +234,13 @@ NANOTRON = Published(
     name="nanotron",
     order=_MEGATRON_ORDER,  # parallel/context.py
     split=filled,  # models/base.py: blocks are given out by cumulated cost
-    host=replace(EAGER.host, step=0.05),  # [fit]
+    host=replace(EAGER.host, step=0.045),  # [fit]
     network=0.53,  # gradients and parameters are joined and split on the way (distributed.py) [fit]
     host_tensor=2.0e-3,  # its messages between stages carry shapes that the host waits for (pipeline_parallel/p2p.py) [fit]
-    traffic=EAGER.traffic,
+    # ZeRO 1 reduces whole gradients in float32 to every rank, which takes their norm (4 bytes), clips them (8) and zeroes them (4:
+    # optim/clip_grads.py, optim/gradient_accumulator.py). Gathered parameters are copied three times in 16 bits: before, by torch, and
+    # after (distributed.py, all_gather_coalesced).
+    traffic=replace(EAGER.traffic, whole=16.0, gathered=12.0),
     # gradients in float32 are reduced after the last micro-batch (trainer.py)
     overlap=Overlap(data=False, gather=False, layers=0.67),  # layers [fit]
     scatters=False,  # trainer.py, sync_gradients_across_dp
@@ -261,19 +272,26 @@ MEGATRON_2021 = replace(
     name="megatron_2021",
     sequence_parallel=False,
     flash=False,
+    # One kernel has scale, mask and softmax, and reads what the causal mask leaves (megatron/fused_kernels of 2021,
+    # scaled_upper_triang_masked_softmax.h). Forward, a product writes 2 bytes, that kernel reads 1 and writes 2, dropout reads 2 and writes
+    # 3 with its mask, and the second product reads 2. Backward, products write 2 and read 2 + 4, dropout reads 3 and writes 2, and softmax
+    # reads 2 and writes 2.
+    score_bytes=(12.0, 17.0),
+    scatters_messages=True,  # arXiv:2104.04473, section 4.1; DeepSpeed partitions them likewise (runtime/pipe/engine.py)
     attention_speed=1.0,
     overlap=Overlap(all_reduce=False, data=False, gather=False),
     # DeepSpeed's ZeRO 3 of 2021, without model parallelism: four products and two norms, each with a weight and a bias
-    separate=SeparateGathers(12, network=0.29),  # [fit]
-    traffic=Traffic(elementwise=0.5),  # its kernels join the bias, dropout and residual sum [fit]
+    separate=SeparateGathers(12, network=0.30),  # [fit]
+    traffic=Traffic(elementwise=1.5),  # its kernels join the bias, dropout and residual sum [fit]
     host=Host(),
 )
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021,
     name="megatron_deepspeed",
     reduced_bytes=2.0,
-    host=Host(block=3.4e-3, collectives=0.27e-3, step=0.007),  # [fit]
-    host_tensor=1.5e-3,  # [fit]
+    traffic=Traffic(elementwise=1.2),  # [fit]
+    host=Host(block=3.3e-3, collectives=0.24e-3, step=0.007),  # [fit]
+    host_tensor=0.3e-3,  # [fit]
 )
 FOUNDRY = Published(
     name="foundry",
@@ -307,10 +325,10 @@ ANY = Published(
 
 
 def any_software(software: Published) -> Published:
-    """Return what a software's documentation says of it, with the constants of software of which nothing is known."""
+    """Return what a software's source and documentation say of it, with the constants of software of which nothing is known."""
     overlap = replace(software.overlap, layers=ANY.overlap.layers)
-    fitted = {"traffic": ANY.traffic, "host": ANY.host, "network": ANY.network}
-    return replace(software, name=ANY.name, overlap=overlap, host_tensor=0.0, **fitted)
+    traffic = replace(software.traffic, elementwise=ANY.traffic.elementwise)  # its bytes of logits and parameters were counted
+    return replace(software, name=ANY.name, overlap=overlap, traffic=traffic, host=ANY.host, network=ANY.network, host_tensor=0.0)
 
 
 SOURCES: tuple[tuple[tuple[str, ...], Published], ...] = (

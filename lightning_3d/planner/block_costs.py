@@ -121,9 +121,14 @@ def message_seconds(job: Job, machine: Machine) -> float:
     """Predict the seconds in which one tensor of a micro-batch passes from stage to stage."""
     if job.layout.pp == 1:
         return 0.0
-    sent = job.tokens / (job.layout.tp if job.sequence_parallel else 1)
-    sent += job.tokens if job.model.ahead else 0.0  # the embedding travels with the hidden states to the last stage
-    return send(machine, job.layout, sent * job.model.hidden * job.width)
+    row = job.model.hidden * job.width
+    ahead = job.tokens if job.model.ahead else 0.0  # the embedding travels with the hidden states to the last stage
+    if job.sequence_parallel:
+        return send(machine, job.layout, (job.tokens / job.layout.tp + ahead) * row)
+    whole = (job.tokens + ahead) * row
+    if not job.stack.scatters_messages:
+        return send(machine, job.layout, whole)
+    return send(machine, job.layout, whole / job.layout.tp) + gather(machine, machine.group(job.layout, ("tp",)), whole)
 
 
 def _frozen(job: Job, machine: Machine) -> Part:
@@ -184,8 +189,8 @@ def _products(
 
 def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
     """Predict scores and values of one block. With a causal mask half of the products are needed; a backward pass has 2.5 times as many
-    (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read: mask, softmax and dropout
-    of 16-bit scores. A causal mask saves nothing there (arXiv:2205.05198, section 4)."""
+    (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read (`Stack.score_bytes`). A
+    causal mask saves no products there (arXiv:2205.05198, section 4)."""
     layout, model = job.layout, job.model
     width = model.query_width / job.attention_tp
     context = model.context(job.seq, kind)
@@ -193,9 +198,10 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
         forward = 4.0 * job.tokens * context * width / job.stack.attention_rate(machine)
         part = Part(forward=forward, backward=2.5 * forward)
     else:
-        scores = job.tokens * job.seq * model.heads / job.attention_tp
-        forward = 4.0 * job.tokens * job.seq * width / machine.matmul_rate("bf16") + 16 * scores / machine.memory_rate
-        part = Part(forward=forward, backward=2 * forward)
+        scores = job.tokens * job.seq * model.heads / job.attention_tp / machine.memory_rate
+        work = 4.0 * job.tokens * job.seq * width / machine.matmul_rate("bf16")
+        forward, backward = job.stack.score_bytes
+        part = Part(forward=work + forward * scores, backward=2 * work + backward * scores)
     if layout.cp > 1:
         kv = gather(machine, machine.group(layout, ("cp",)), job.tokens * layout.cp * model.key_width / job.attention_tp * job.width)
         forward, backward = (part.forward, part.backward) if job.stack.overlap.blocks else (0.0, 0.0)
@@ -228,13 +234,31 @@ def _rotated(job: Job) -> float:
     return (job.model.query_width + job.model.key_width / 2) / job.attention_tp
 
 
-def _tensor_parallel(job: Job, machine: Machine) -> Part:
-    """Predict two all-reduces of (batch, seq, hidden) forward and two backward, or as many pairs of all-gather and reduce-scatter. With
-    sequence parallelism the inputs of products are gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
+def _tensor_parallel(job: Job, machine: Machine, kind: Kind) -> Part:
+    """Predict the messages of tensor-parallel ranks of one block: a pair for attention and a pair for its MLP.
+
+    Experts that expert parallelism distributes need no pair: a rank sends its part of the tokens to them (with sequence parallelism that
+    which it has; `_is_expert_parallel` in parallel/tensor/sequence_parallel.py, and `MoELayer.forward` of Megatron Core, moe/moe_layer.py).
+    Without sequence parallelism ranks gather what has come back, forward, and its gradient, backward (`TokenParts` in
+    parallel/tensor/experts.py). A sharded shared expert has a pair.
+    """
+    if not kind.mixture or job.layout.ep == 1:
+        return _pairs(job, machine, 2)
+    shared = bool(job.model.shared_ffn) and not job.model.whole_shared
+    part = _pairs(job, machine, 1 + shared)
+    if job.sequence_parallel:
+        return part
+    _, _, gathered = _hidden_states(job, machine)
+    return part + Part(forward_communication=gathered, backward_communication=gathered)
+
+
+def _pairs(job: Job, machine: Machine, count: int) -> Part:
+    """Predict `count` all-reduces of (batch, seq, hidden) forward and as many backward, or as many pairs of all-gather and reduce-scatter.
+    With sequence parallelism the inputs of products are gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
     summed, scattered, gathered = _hidden_states(job, machine)
     if not job.sequence_parallel:
-        return Part(forward_communication=2 * summed, backward_communication=2 * summed)
-    return Part(forward_communication=2 * (gathered + scattered), backward_communication=4 * gathered + 2 * scattered)
+        return Part(forward_communication=count * summed, backward_communication=count * summed)
+    return Part(forward_communication=count * (gathered + scattered), backward_communication=count * (2 * gathered + scattered))
 
 
 def _hidden_states(job: Job, machine: Machine) -> tuple[float, float, float]:
@@ -318,7 +342,7 @@ def expert_group(job: Job, machine: Machine) -> Group:
 def _block(job: Job, machine: Machine, kind: Kind) -> Part:
     """Predict a block without recomputation."""
     model = job.model
-    part = products(job, machine, model.attention, job.tokens) + _attention(job, machine, kind) + _tensor_parallel(job, machine)
+    part = products(job, machine, model.attention, job.tokens) + _attention(job, machine, kind) + _tensor_parallel(job, machine, kind)
     if kind.mixture:
         return part + _mixture(job, machine)
     return part + products(job, machine, model.mlp(model.ffn), job.tokens) + _elementwise(job, machine, model.ffn / job.layout.tp)
@@ -359,9 +383,11 @@ def _embedding(job: Job, machine: Machine) -> Part:
     """Predict the embedding: rows are read and written, and the backward pass adds to the gradient's rows. Tensor-parallel ranks, each with
     a part of the vocabulary, sum what they have found; with sequence parallelism they gather the gradient of their parts."""
     rows = 2 * job.width * job.tokens * job.model.hidden / machine.memory_rate
-    summed, _, gathered = _hidden_states(job, machine)
-    part = Part(forward=rows, backward=2 * rows, forward_communication=summed)
-    return part + Part(backward_communication=gathered) if job.sequence_parallel else part
+    summed, scattered, gathered = _hidden_states(job, machine)
+    part = Part(forward=rows, backward=2 * rows)
+    if not job.sequence_parallel:
+        return part + Part(forward_communication=summed)
+    return part + Part(forward_communication=scattered if job.stack.scatters_embedding else summed, backward_communication=gathered)
 
 
 def _loss(job: Job, machine: Machine) -> Part:

@@ -51,6 +51,8 @@ class Traffic:
         logit: one logit in the loss. The default is for a loss that is not known: between 6 for one in a single kernel and 36 for one with
             a kernel for each operation.
         sharded_logit: the same for a loss that tensor parallelism shards by vocabulary; None if it moves as much as any other.
+        whole: of `parameter`, what a rank moves for all parameters of its stages also where ZeRO shards them.
+        gathered: further bytes for each of these parameters where ranks gather them after the optimizer's step.
         parameter: one parameter in the optimizer's step. The default is what a fused AdamW in float32 moves: 16 read and 12 written, and 2
             written for the weight in 16 bits.
     """
@@ -59,6 +61,8 @@ class Traffic:
     logit: float = 24.0
     sharded_logit: float | None = None
     parameter: float = 30.0
+    whole: float = 0.0
+    gathered: float = 0.0
     between: float | None = None
     sharded: tuple[tuple[int, float], ...] = ()
 
@@ -136,6 +140,8 @@ class Stack:
 
     Attributes:
         flash: attention is one kernel that keeps no scores.
+        score_bytes: bytes that (forward, backward) move for a score of attention without a fused kernel. The default is a kernel each for
+            mask, softmax and dropout of 16-bit scores, between two products, and twice as much backward.
         transformers: blocks are those of Transformers, which keep what their family does (`Architecture.kept`).
         compiled: blocks are compiled by `torch.compile`. It recomputes norms and the activation of an MLP, and so keeps neither `saved` nor
             `saved_inner` bytes, and with sequence parallelism no outputs of norms (`tests/planner/test_compiled_blocks.py`).
@@ -146,6 +152,7 @@ class Stack:
     """
 
     flash: bool = True
+    score_bytes: tuple[float, float] = (16.0, 32.0)
     transformers: bool = False
     compiled: bool = False
     batch_first: bool = False
@@ -169,6 +176,16 @@ class Stack:
     def scatters(self) -> bool:
         """True if ZeRO scatters gradients; otherwise it reduces all of them on every rank."""
         return True
+
+    @property
+    def scatters_messages(self) -> bool:
+        """True if tensor-parallel ranks that all have the hidden states send a part each to the next stage, whose ranks gather them."""
+        return False
+
+    @property
+    def scatters_embedding(self) -> bool:
+        """True if sequence parallelism scatters the sum of what tensor-parallel ranks find in the embedding; otherwise all ranks get it."""
+        return False
 
     @property
     def waits_for_stages(self) -> bool:

@@ -235,7 +235,11 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
         last: seconds of its first stage.
     """
     dense, routed = map(sum, zip(*held, strict=True))
-    sharers = shard_ranks(job)
-    stepped = job.trained * (dense / sharers[0] + routed / sharers[1] if job.zero else dense + routed)
-    optimizer = stepped * job.stack.traffic.parameter / machine.memory_rate
+    traffic, (ranks, of_experts) = job.stack.traffic, shard_ranks(job)
+    owned = stepped = job.trained * (dense + routed)
+    moved = owned * traffic.whole
+    if job.zero:
+        stepped = job.trained * (dense / ranks + routed / of_experts)
+        moved += owned * traffic.gathered * (ranks > 1 and not job.gathers_often)
+    optimizer = (moved + stepped * (traffic.parameter - traffic.whole)) / machine.memory_rate
     return exposed_in_step(job, machine, held, forward=last.forward, backward=last.backward), optimizer

@@ -11,8 +11,8 @@ from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import Part, nodes_of_a_token, work_of
 from lightning_3d.planner.constants import OURS
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Efficiency, Machine
-from lightning_3d.planner.stack import Overlap
+from lightning_3d.planner.machine import Efficiency, Machine, gather
+from lightning_3d.planner.stack import Overlap, Stack
 
 MODEL = Architecture.plain(
     layers=2, hidden=1024, heads=8, kv_heads=8, vocab=1000, ffn=512, gated=True, tied=False, experts=16, top_k=4
@@ -141,3 +141,28 @@ def test_experts_that_megatron_shards_over_tp_gather_their_tokens() -> None:
     assert sharded.forward_communication == pytest.approx(2 * (crossing + gathered))
     assert starts("tp4_ep16_dp4", stack=job.stack) == 1 == starts("tp4_ep16_dp4", stack=replace(job.stack, shards_experts=True))
     assert starts("tp4_ep8_dp4", stack=replace(job.stack, shards_experts=True)) == 2, "8 experts of 16, sharded over 4 ranks"
+
+
+@pytest.mark.parametrize("stack", [OURS, MEGATRON], ids=["ours", "megatron"])
+@pytest.mark.parametrize("sequence", [True, False])
+def test_tensor_parallel_ranks_send_no_hidden_states_for_experts_of_other_ranks(sequence: bool, stack: Stack) -> None:
+    """Attention has a pair of messages. Ranks that have whole sequences gather what comes back from experts, and its gradient."""
+    job = Job(MODEL, Layout.parse("tp4_ep4_dp4"), 4096, 64, 1, sequence_parallel=sequence, stack=stack)
+    free = replace(MACHINE, bandwidth=1e30)
+    [found] = work_of(job, free).blocks
+    once = gather(free, free.group(job.layout, ("tp",)), 4096 * 1024 * 2) * stack.overlap.layers
+    exchanged = 2 * 1024 * 4 * 3 / 4 * 1024 * 2 / (450e9 * 0.8)
+    assert found.forward_communication == pytest.approx((2 if sequence else 3) * once + exchanged)
+    assert found.backward_communication == pytest.approx(3 * once + exchanged)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_a_shared_expert_that_is_sharded_has_a_pair_of_messages(sequence: bool) -> None:
+    """As many as an MLP; none if tensor parallelism leaves it whole."""
+    job = Job(replace(MODEL, shared_ffn=512), Layout.parse("tp4_ep4_dp4"), 4096, 64, 1, sequence_parallel=sequence, stack=OURS)
+    free = replace(MACHINE, bandwidth=1e30, peak=1e30)
+    whole = replace(job, model=replace(job.model, whole_shared=True))
+    [sharded], [left] = work_of(job, free).blocks, work_of(whole, free).blocks
+    once = gather(free, free.group(job.layout, ("tp",)), 4096 * 1024 * 2)
+    assert sharded.forward_communication - left.forward_communication == pytest.approx(2 * once, rel=1e-6)
+    assert sharded.backward_communication - left.backward_communication == pytest.approx((3 if sequence else 2) * once, rel=1e-6)
