@@ -6,10 +6,12 @@ To start jobs in another way, write another engine: derive from `SweepLauncher`,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_3d.runs.sweep.hydra_launcher import SweepLauncher
-from lightning_3d.runs.sweep.local_engine import Engine, LocalEngine
+
+if TYPE_CHECKING:
+    from lightning_3d.runs.sweep.local_engine import Engine
 
 
 class Lightning3DLauncher(SweepLauncher):
@@ -25,4 +27,6 @@ class Lightning3DLauncher(SweepLauncher):
         self._jobs_at_once = jobs_at_once
 
     def engine(self) -> Engine:
+        from lightning_3d.runs.sweep.local_engine import LocalEngine
+
         return LocalEngine(self._jobs_at_once)

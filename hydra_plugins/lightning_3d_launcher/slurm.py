@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -11,8 +11,9 @@ from lightning_3d.config.keys import explain_value
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.check import Machine
 from lightning_3d.runs.sweep.hydra_launcher import SweepLauncher
-from lightning_3d.runs.sweep.local_engine import Engine
-from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
+
+if TYPE_CHECKING:
+    from lightning_3d.runs.sweep.local_engine import Engine
 
 
 class Lightning3DSlurmLauncher(SweepLauncher):
@@ -34,6 +35,8 @@ class Lightning3DSlurmLauncher(SweepLauncher):
         self._resources = resources
 
     def engine(self) -> Engine:
+        from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
+
         try:
             resources = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SlurmResources), self._resources))
         except OmegaConfBaseException as error:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lightning_3d.cli.options import Command
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.report import write_report, write_sweep_report
-from lightning_3d.runs.report.sweep import SWEEP_FILE
+from lightning_3d.runs.report.run import write_report
+from lightning_3d.runs.report.sweep import SWEEP_FILE, write_sweep_report
 
 COMMAND = Command(
     "report",

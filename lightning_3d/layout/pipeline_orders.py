@@ -28,21 +28,32 @@ def training_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order
         vp: stages per rank.
         micro_batches: number of micro-batches of the step.
     """
+    return tuple(_order_of_rank(schedule, rank, pp, vp, micro_batches) for rank in range(pp))
+
+
+def _order_of_rank(schedule: str, rank: int, pp: int, vp: int, micro_batches: int) -> tuple[Action, ...]:
     info = find_schedule(schedule)
-    ranks = range(pp)
     if pp * vp == 1:
-        return (_alternating(0, 0, micro_batches),)
+        return _alternating(0, 0, micro_batches)
     if info.name == "GPipe":
-        return tuple(_alternating(rank, micro_batches, micro_batches) for rank in ranks)
+        return _alternating(rank, micro_batches, micro_batches)
     if info.name == "1F1B":
-        return tuple(_alternating(rank, pp - 1 - rank, micro_batches) for rank in ranks)
+        return _alternating(rank, pp - 1 - rank, micro_batches)
     if info.name == "LoopedBFS":
-        return tuple(_breadth_first(stages_of_rank(rank, pp, vp, False), micro_batches) for rank in ranks)
+        return _breadth_first(stages_of_rank(rank, pp, vp, False), micro_batches)
     if info.name == "ZBVZeroBubble":
-        return tuple(_zero_bubble_v(rank, pp, micro_batches) for rank in ranks)
+        return _zero_bubble_v(rank, pp, micro_batches)
     if info.name == "DualPipeV":
-        return tuple(_dual_pipe_v(rank, pp, micro_batches) for rank in ranks)
-    return tuple(_interleaved(rank, pp, vp, micro_batches, info.split_backward) for rank in ranks)
+        return _dual_pipe_v(rank, pp, micro_batches)
+    return _interleaved(rank, pp, vp, micro_batches, info.split_backward)
+
+
+@lru_cache(maxsize=1024)
+def first_forwards(schedule: str, pp: int, vp: int, micro_batches: int) -> int:
+    """Return the number of forward passes of stages that the first rank runs before its first backward pass. Arguments are those of
+    `training_order`."""
+    actions = _order_of_rank(schedule, 0, pp, vp, micro_batches)
+    return next(place for place, (_, kind, _) in enumerate(actions) if kind != "F")
 
 
 @lru_cache(maxsize=64)

@@ -74,8 +74,14 @@ def node_shard_size(job: Job, machine: Machine) -> int | None:
 
     None where ZeRO shards nothing, the user has given a number, all ranks that shard are on one node, or no two indices are.
     """
-    layout, per_node = job.layout, machine.gpus_per_node
-    if job.zero == 0 or job.shard_size is not None or on_one_node(layout, layout.dp, per_node):
+    if job.zero == 0 or job.shard_size is not None:
+        return None
+    return _shard_size_of_node(job.layout, machine.gpus_per_node)
+
+
+@lru_cache(maxsize=4096)
+def _shard_size_of_node(layout: Layout, per_node: int) -> int | None:
+    if on_one_node(layout, layout.dp, per_node):
         return None
     sizes = [size for size in divisors(layout.dp) if 1 < size <= per_node and suits(size, layout)]
     return max((size for size in sizes if on_one_node(layout, size, per_node)), default=None)
@@ -117,7 +123,7 @@ def schedules(job: Job, fixed: Fixed) -> Iterator[Job]:
             chunks = [2] if info.v_shaped else _chunks(job.model.layers, layout.pp) if info.looped else [1]
         for vp in chunks:
             fits = layout.pp * vp <= job.model.layers and info.accepts(layout.pp, vp, job.micro_batches)
-            if fits and predicted_bubble(info, layout.pp, vp, job.micro_batches) <= fixed.max_bubble:
+            if fits and (fixed.max_bubble >= 1 or predicted_bubble(info, layout.pp, vp, job.micro_batches) <= fixed.max_bubble):
                 yield job.but(layout=_with_chunks(layout, vp), schedule=info.name)
 
 

@@ -156,6 +156,11 @@ class Job:
         parameters of the trained one (`ZeroOptions.gather_frozen`)."""
         return self.zero == 3 and (self.gather != "step" or self.splits_backward)
 
+    @property
+    def sends_often(self) -> bool:
+        """True if ZeRO reduces gradients or gathers parameters, of a frozen model at least, for every micro-batch."""
+        return self.gathers_frozen_often or self.reduces_often
+
     @cached_property
     def loss_parts(self) -> int:
         """Number of chunks in which the loss of a micro-batch is computed: one for objectives with a second model, which read logits."""

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from math import inf
+from typing import NamedTuple
 
-from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.layout.pipeline_orders import first_forwards
+from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.planner.block_memory import block_bytes
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.moments import Moment, RankMoments, moments_of
@@ -72,16 +74,15 @@ def indices_in_flight(job: Job) -> tuple[RankMoments, ...]:
 
 def least_memory(job: Job, levels: Sequence[str], *, balanced: bool = True, room: float = -inf) -> Iterator[tuple[str, float]]:
     """Yield for each level of recomputation a lower bound of the fullest rank's bytes for all schedules and ZeRO stages: all of its blocks,
-    and as many micro-batches in flight as there are stages (1F1B's first rank; the other schedules keep as much or more).
+    and the fewest micro-batches in flight.
 
     Args:
-        balanced: whether stages have equal work; otherwise the rank with most blocks may have one micro-batch in flight.
+        balanced: see `least_in_flight`.
         room: bytes that are enough: if one ZeRO stage needs no more, its bound is yielded, which need not be the lowest.
     """
-    layout, count = job.layout, job.micro_batches
     share = _smallest_share(job)
-    has_gradients = layout.pp == 1 and count > 1  # of a pipeline, the micro-batches in flight may be all
-    moment = Moment(0, (min(count, layout.pp) if balanced else 1,), (0,), (has_gradients,))
+    has_gradients = job.layout.pp == 1 and job.micro_batches > 1  # of a pipeline, the micro-batches in flight may be all
+    moment = Moment(0, (least_in_flight(job, balanced),), (0,), (has_gradients,))
     spare, lean = _spare_bytes(job, share), _leanest(job)[::-1]
     ranks: list[Rank] = []
     for level in levels:
@@ -99,11 +100,53 @@ def least_memory(job: Job, levels: Sequence[str], *, balanced: bool = True, room
         yield level, lowest
 
 
-def least_held(job: Job) -> float:
-    """Return a lower bound of the fullest rank's bytes for all schedules, ZeRO stages, micro-batches and levels of recomputation: what its
-    share of the parameters needs when the optimizer steps, without activations."""
+class LeastBytes(NamedTuple):
+    """Lower bounds of what the fullest rank needs with some degrees of parallelism, for all schedules, ZeRO stages, micro-batches and
+    levels of recomputation.
+
+    Attributes:
+        held: bytes when the optimizer steps, without activations.
+        passing: bytes in every backward pass, without activations.
+        blocks: its blocks.
+    """
+
+    held: float
+    passing: float
+    blocks: int
+
+
+def least_bytes(job: Job) -> LeastBytes:
+    """Return lower bounds for the degrees of parallelism of a job."""
     share = _smallest_share(job)
-    return min(RankBytes(each).rank((share,)).held for each in _leanest(job)) - _spare_bytes(job, share)
+    ranks, spare = [RankBytes(each).rank((share,)) for each in _leanest(job)], _spare_bytes(job, share)
+    return LeastBytes(min(rank.held for rank in ranks) - spare, min(rank.passing for rank in ranks) - spare, share.blocks)
+
+
+def least_kept(job: Job) -> float:
+    """Return the fewest bytes that a block of a job keeps of a micro-batch."""
+    return min(kept for kept, _ in block_bytes(job)) * job.stack.footprint.allocator
+
+
+def first_stages(job: Job) -> tuple[Stage, ...]:
+    """Return the stages of the first rank of a pipeline."""
+    layout, stages = job.layout, stages_of(job)
+    return tuple(stages[index] for index in stages_of_rank(0, layout.pp, layout.vp, find_schedule(job.schedule).v_shaped))
+
+
+def first_in_flight(job: Job) -> int:
+    """Return the number of forward passes of stages whose activations the first rank of a pipeline keeps when its first backward pass
+    begins."""
+    return first_forwards(job.schedule, job.layout.pp, job.layout.vp, _enough(job))
+
+
+def least_in_flight(job: Job, balanced: bool) -> int:
+    """Return the fewest micro-batches in flight on the fullest rank: as many as there are stages on 1F1B's first rank; other schedules
+    have as many or more.
+
+    Args:
+        balanced: whether stages have equal work; otherwise the rank with most blocks may have one micro-batch in flight.
+    """
+    return min(job.micro_batches, job.layout.pp) if balanced else 1
 
 
 def _leanest(job: Job) -> list[Job]:

@@ -167,6 +167,12 @@ class Rank:
         most = max(sum(self._at_step), self._gathered[1] + sum(self._gradients))
         return self._weights + self._optimizer + most + self._job.stack.footprint.context
 
+    @property
+    def passing(self) -> float:
+        """What the rank needs at least in every backward pass, without activations."""
+        gradients = 0.0 if self._stepwise else sum(self._gradients)
+        return self._weights + self._optimizer + self._gathered[0] + gradients + self._job.stack.footprint.context
+
     @cached_property
     def _at_step(self) -> Need:
         """What the optimizer's step needs."""

@@ -2,10 +2,11 @@
 
 A best-first search with lower bounds (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136). A queue orders layouts by a lower
 bound of their step. If a layout is first in the queue, the least recomputation with which it may fit gives it a higher bound. If it is
-first again, its schedules replace it, each with its own bound. If a schedule is first, the ways to run it replace it: its ZeRO stages. If
-a way is first, its memory is asked for. One that does not fit is replaced by the same way with more recomputation; one that fits is
-simulated, and its time replaces the bound. A simulated schedule that is first is the fastest of all that remain. So only a few are
-simulated, and the memory of most is never asked for.
+first again, its schedules replace it, each with its own bound. If a schedule is first, the ways to run it replace it: its ZeRO stages, each
+with the least recomputation with which the first rank may fit. A way that recomputes more than its schedule, or sends messages for every
+micro-batch, has a bound of its own before its step is priced. If a priced way is first, its memory is asked for. One that does not fit is
+replaced by the same way with more recomputation; one that fits is simulated, and its time replaces the bound. A simulated schedule that is
+first is the fastest of all that remain. So only a few are simulated, and the memory of most is never asked for.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.memory import memory_of
 from lightning_3d.planner.rank_memory import Memory
 from lightning_3d.planner.shared_costs import SharedCosts
-from lightning_3d.planner.step_time import Step, least_span, stage_seconds, step_of
-from lightning_3d.planner.timeline import StageSeconds
+from lightning_3d.planner.step_time import Step, least_span, step_of
 
 MOST_SIMULATED = 30
 """Most candidates that are simulated."""
@@ -88,6 +88,12 @@ def search(
     return _Search(job, machine, fixed or Fixed(), room).run(most, limit, below)
 
 
+class _Unpriced(NamedTuple):
+    """A way to run a job whose step is known to take longer than another one, but not how long."""
+
+    job: Job
+
+
 class _Way(NamedTuple):
     """A way to run a job whose memory has not been asked for.
 
@@ -102,7 +108,7 @@ class _Way(NamedTuple):
     grouped: tuple[Job, Step] | None
 
 
-_Item = Job | _Way | tuple[Job, Memory] | Candidate
+_Item = Job | _Unpriced | _Way | tuple[Job, Memory] | Candidate
 """What the queue holds: a shape (a job without a schedule), a job with one, a way to run it, one that fits, or a candidate whose step is
 known."""
 
@@ -137,6 +143,8 @@ class _Search:
                 self._push_ways(bound, item)
             elif isinstance(item, Job):
                 self._push_schedules(bound, number, item)
+            elif isinstance(item, _Unpriced):
+                self._push_way(bound, item.job)
             elif isinstance(item, _Way):
                 self._push_fitting(bound, item)
             elif degrees(item[0]) not in self._best:
@@ -169,24 +177,48 @@ class _Search:
             heapq.heappush(self._queue, (self._costs.least_seconds(lean), number, lean))
             return
         self._expanded += 1
-        seconds: dict[tuple[int, bool], list[StageSeconds]] = {}  # by the number of stages of a rank and the passes of the backward
         for scheduled in schedules(shape, self._fixed):
             runs = runnable(scheduled, self._fixed)
-            if runs is None:
-                continue
-            work, key = self._costs.work(runs), (runs.layout.vp, runs.splits_backward)
-            if key not in seconds:
-                seconds[key] = stage_seconds(runs, self._machine, work)
-            self._push(max(bound, least_span(runs, work, seconds[key])), runs)
+            if runs is not None:
+                self._push(max(bound, least_span(runs, self._machine, self._costs.work(runs))), runs)
 
     def _push_ways(self, bound: float, scheduled: Job) -> None:
         """Replace a job by the ways to run it, each with a lower bound of its step."""
         if self._is_found(scheduled):
             return
         for job in ways(scheduled, self._fixed):
+            lean = self._with_room(job)
+            if lean is job and not job.sends_often:  # the bound is of it
+                self._push_way(bound, job)
+            elif lean is not None:
+                self._push_unpriced(bound, lean)
+
+    def _with_room(self, job: Job | None) -> Job | None:
+        """Return a way to run a job with the least recomputation with which its first rank may fit; None if it does not fit with any."""
+        while job is not None and not self._costs.may_run(job):
+            job = more_recomputed(job, self._fixed)
+        return job
+
+    def _push_unpriced(self, bound: float, job: Job) -> None:
+        """Add a way to run a job that may take longer than the bound: it recomputes more, or sends messages for every micro-batch."""
+        least = self._least(job)
+        if least > bound:
+            self._push(least, _Unpriced(job))
+        else:
             self._push_way(bound, job)
 
+    def _least(self, job: Job) -> float:
+        """Return a lower bound of the step of a way to run a job, also in shard groups, whose messages take less time."""
+        if not job.sends_often:
+            return self._costs.least_seconds(job)
+        work, size = self._costs.work(job), node_shard_size(job, self._machine)
+        forms = [job] if size is None else [job, job.but(shard_size=size)]
+        return min(least_span(each, self._machine, work) for each in forms)
+
     def _push_way(self, bound: float, job: Job) -> None:
+        """Price a way to run a job, and add it."""
+        if self._is_found(job):
+            return
         way = self._way(job)
         if way.step.waiting > self._fixed.max_bubble:
             return
@@ -204,9 +236,9 @@ class _Search:
             return
         found = self._costs.fitting(way.job)
         if found is None:
-            more = more_recomputed(way.job, self._fixed)
-            if more is not None:
-                self._push_way(bound, more)
+            lean = self._with_room(more_recomputed(way.job, self._fixed))
+            if lean is not None:
+                self._push_unpriced(bound, lean)
             return
         job, memory = found
         if job.blocks != way.job.blocks:
@@ -235,8 +267,7 @@ def _in_shard_groups(job: Job, step: Step, machine: Machine, work: Work) -> tupl
     size = node_shard_size(job, machine)
     if size is None:
         return None
-    sends_for_each = job.gathers_frozen_often or job.reduces_often
-    if not sends_for_each and step.data <= _WORTH_SHARD_GROUPS * step.seconds:  # nothing else gets faster
+    if not job.sends_often and step.data <= _WORTH_SHARD_GROUPS * step.seconds:  # nothing else gets faster
         return None
     grouped = job.but(shard_size=size)
     bound = step_of(grouped, machine, pipeline="bound", work=work)

@@ -16,7 +16,17 @@ from lightning_3d.planner.block_costs import Work, message_seconds, work_of
 from lightning_3d.planner.choices import Fixed, degrees, fitting
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.memory import Memory, least_held, least_memory
+from lightning_3d.planner.memory import (
+    LeastBytes,
+    Memory,
+    first_in_flight,
+    first_stages,
+    least_bytes,
+    least_in_flight,
+    least_kept,
+    least_memory,
+)
+from lightning_3d.planner.rank_memory import RankBytes
 from lightning_3d.planner.step_time import busy_seconds, least_of
 
 _ROUNDING = 1e-9
@@ -32,11 +42,15 @@ class SharedCosts:
 
     def __init__(self, machine: Machine, fixed: Fixed, room: float) -> None:
         self.levels = (fixed.recompute,) if fixed.recompute else RECOMPUTE
-        self._machine, self._fixed, self._room = machine, fixed, room
-        self._works: dict[Hashable, tuple[Work, float]] = {}
+        self._machine, self._fixed, self._room, self._most = machine, fixed, room, room * (1 + _ROUNDING)
+        self._works: dict[Hashable, Work] = {}
+        self._common: dict[Hashable, tuple[Work, float]] = {}
         self._least: dict[Hashable, str | None] = {}
-        self._held: dict[Hashable, bool] = {}
-        self._groups: dict[Layout, Hashable] = {}
+        self._of_degrees: dict[Hashable, LeastBytes] = {}
+        self._kept: dict[Hashable, float] = {}
+        self._first: dict[Hashable, tuple[float, float]] = {}
+        self._groups: dict[Layout, int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._fitting: dict[Hashable, tuple[Job, Memory] | None] = {}
 
     def least_seconds(self, shape: Job) -> float:
@@ -45,35 +59,70 @@ class SharedCosts:
 
     def work(self, job: Job) -> Work:
         """Return `work_of` a job."""
-        message, host = message_seconds(job, self._machine), job.stack.host_seconds(job.layout, self._machine)
-        return replace(self._of_ranks(job)[0], message=message, host_block=host)
+        key = degrees(job), job.layout.order, job.micro_batch, job.sequence_parallel, job.recompute
+        if key not in self._works:
+            message, host = message_seconds(job, self._machine), job.stack.host_seconds(job.layout, self._machine)
+            self._works[key] = replace(self._of_ranks(job)[0], message=message, host_block=host)
+        return self._works[key]
 
     def _of_ranks(self, job: Job) -> tuple[Work, float]:
         """Return the work of any job whose ranks do the same, and its `busy_seconds`."""
-        layout, machine = job.layout, self._machine
+        key = self._communicating(job.layout), job.micro_batch, job.sequence_parallel, job.recompute
+        if key not in self._common:
+            work = work_of(job, self._machine)
+            self._common[key] = work, busy_seconds(job, work)
+        return self._common[key]
+
+    def _communicating(self, layout: Layout) -> int:
+        """Return a number that layouts have in common whose ranks communicate alike in tensor, context and expert parallelism."""
         if layout not in self._groups:
-            communicating = machine.group(layout, ("tp",)), machine.group(layout, ("cp",)), machine.expert_groups(layout, layout.dp)[0]
-            self._groups[layout] = layout.tp, layout.cp, layout.ep, *communicating
-        key = (self._groups[layout], job.micro_batch, job.sequence_parallel, job.recompute)
-        if key not in self._works:
-            work = work_of(job, machine)
-            self._works[key] = work, busy_seconds(job, work)
-        return self._works[key]
+            machine = self._machine
+            groups = machine.group(layout, ("tp",)), machine.group(layout, ("cp",)), machine.expert_groups(layout, layout.dp)[0]
+            self._groups[layout] = self._numbers.setdefault((layout.tp, layout.cp, layout.ep, *groups), len(self._numbers))
+        return self._groups[layout]
 
     def may_fit(self, shape: Job) -> bool:
         """Return False for a shape whose weights, gradients and optimizer state alone do not fit."""
-        key = degrees(shape)
-        if key not in self._held:
-            self._held[key] = least_held(shape) <= self._room * (1 + _ROUNDING)
-        return self._held[key]
+        return self._least_bytes(shape).held <= self._most
 
     def least_recomputation(self, shape: Job) -> str | None:
         """Return the least recomputation with which a shape may fit; None if it does not fit with any."""
         key = _without_order(shape)
         if key not in self._least:
-            bytes_of_levels = least_memory(shape, self.levels, balanced=not self._fixed.fit_stages, room=self._room)
+            balanced = not self._fixed.fit_stages
+            in_flight, (_, passing, blocks) = least_in_flight(shape, balanced), self._least_bytes(shape)
+            levels = [level for level in self.levels if passing + in_flight * blocks * self._least_kept(shape, level) <= self._most]
+            bytes_of_levels = least_memory(shape, levels, balanced=balanced, room=self._room)
             self._least[key] = next((level for level, least in bytes_of_levels if least <= self._room), None)
         return self._least[key]
+
+    def _least_bytes(self, shape: Job) -> LeastBytes:
+        key = degrees(shape)
+        if key not in self._of_degrees:
+            self._of_degrees[key] = least_bytes(shape)
+        return self._of_degrees[key]
+
+    def _least_kept(self, shape: Job, level: str) -> float:
+        layout = shape.layout
+        key = layout.tp, layout.cp, layout.ep, shape.micro_batch, shape.sequence_parallel, level
+        if key not in self._kept:
+            self._kept[key] = least_kept(shape.but(recompute=level))
+        return self._kept[key]
+
+    def may_run(self, way: Job) -> bool:
+        """Return False for a way whose first rank does not fit when its first backward pass begins, or when its optimizer steps."""
+        if self._fixed.fit_stages:
+            return True
+        own = first_stages(way)
+        key = degrees(way), way.zero, way.splits_backward, own
+        if key not in self._first:
+            rank = RankBytes(way).rank(own)
+            self._first[key] = rank.held, rank.passing
+        held, passing = self._first[key]
+        if held > self._most:
+            return False
+        blocks = first_in_flight(way) * min(stage.blocks for stage in own)
+        return passing + blocks * self._least_kept(way, way.recompute) <= self._most
 
     def fitting(self, way: Job) -> tuple[Job, Memory] | None:
         """Return `fitting` of a job."""

@@ -103,8 +103,12 @@ def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
 
 def one_block(job: Job) -> tuple[Stage, ...]:
     """Return for each kind of block a stage that has only one of this kind."""
-    kinds = range(len(job.model.kinds))
-    return tuple(Stage(tuple(int(kind == other) for other in kinds), False, False) for kind in kinds)
+    return _one_of_each(len(job.model.kinds))
+
+
+@lru_cache(maxsize=64)
+def _one_of_each(kinds: int) -> tuple[Stage, ...]:
+    return tuple(Stage(tuple(int(kind == other) for other in range(kinds)), False, False) for kind in range(kinds))
 
 
 def shard_ranks(job: Job) -> tuple[int, int]:

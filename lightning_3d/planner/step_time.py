@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import add
+from typing import NamedTuple
 
 from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
@@ -74,7 +75,7 @@ def _stage_part(work: Work, stage: Stage, halves: float | None) -> Part:
 def _with_late(job: Job, machine: Machine, work: Work) -> Work:
     """Add to each block, and to a frozen second model, the exposed communication where ZeRO gathers parameters or reduces gradients for
     every micro-batch."""
-    if not job.gathers_frozen_often and not job.reduces_often:
+    if not job.sends_often:
         return work
     held = [parameters_of(job, stage) for stage in one_block(job)]
     blocks = zip(work.blocks, held, strict=True)
@@ -110,33 +111,31 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
         work: `work_of` a job that differs only in schedule, chunks or ZeRO stage, if it is known.
     """
     layout, stages, work = job.layout, stages_of(job), work or work_of(job, machine)
-    kinds, played = _stage_seconds(job, machine, work)
-    seconds = [played[stage] for stage in stages]
+    seconds = _seconds_of(job, machine, work)
     info = find_schedule(job.schedule or "1F1B")
     owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
     count = job.micro_batches
-    whole = [one.forward + one.backward for one in seconds]
-    loads = _loads(whole, owned, count)
+    loads = [count * load for load in seconds.of_ranks(owned)[0]]
     timeline = None
     if layout.pp == 1:
         span = loads[0]
     elif pipeline == "simulate":
-        timeline = play(training_order(job.schedule, layout.pp, layout.vp, count), seconds, work.message, keep=keep)
+        timeline = play(training_order(job.schedule, layout.pp, layout.vp, count), seconds.each, work.message, keep=keep)
         span = timeline.seconds
     elif pipeline == "bound":
         span = _least_span(seconds, owned, count, work.message, info.split_backward)
     else:
         idle = predicted_bubble(info, layout.pp, layout.vp, count)
-        through = sum(whole) / layout.vp
+        through = sum([one.forward + one.backward for one in seconds.each]) / layout.vp
         span = max(loads) - max(loads) / count + through if layout.vp == 1 else max(loads) / (1 - idle)
         span += 2 * (layout.pp - 1) * work.message
     busiest = max(range(layout.pp), key=loads.__getitem__)
-    own = [kinds[stages[index]] for index in owned[busiest]]
+    own = [seconds.gpu[stages[index]] for index in owned[busiest]]
     compute = count * sum(part.forward + part.backward for part in own)
     communication = count * sum(part.forward_communication + part.backward_communication for part in own)
     distinct = {tuple([stages[index] for index in mine]) for mine in owned}
-    held = {stage: parameters_of(job, stage) for stage in kinds}
-    data, optimizer = max([_after(job, machine, [held[stage] for stage in mine], played[mine[0]]) for mine in distinct], key=sum)
+    held = {stage: parameters_of(job, stage) for stage in seconds.gpu}
+    data, optimizer = max([_after(job, machine, [held[stage] for stage in mine], seconds.played[mine[0]]) for mine in distinct], key=sum)
     return Step(
         seconds=span + data + optimizer + job.stack.host.step,
         compute=compute,
@@ -150,16 +149,48 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
     )
 
 
-def _stage_seconds(job: Job, machine: Machine, work: Work) -> tuple[dict[Stage, Part], dict[Stage, StageSeconds]]:
-    """Return for each kind of stage, for a micro-batch: (seconds of the GPU, seconds including the host that starts kernels)."""
-    late, splits, parts, played = _with_late(job, machine, work), job.splits_backward, {}, {}
-    for stage in stage_kinds(job):
-        key = stage, splits, work.host_block
-        if key not in late.stages:
-            part = _stage_part(late, stage, job.stack.halves if splits else None)
-            late.stages[key] = part, _with_host(part, work.host_block * stage.blocks, adds=job.stack.host.computes)
-        parts[stage], played[stage] = late.stages[key]
-    return parts, played
+class _Seconds(NamedTuple):
+    """Seconds of the stages of a job for a micro-batch.
+
+    Attributes:
+        gpu: of the GPU, by kind of stage.
+        played: including the host that starts kernels, by kind of stage.
+        each: the same of every stage, in order.
+        ranks: by the number of pipeline ranks and the stages of the first, of all stages of each rank: (forward and backward together,
+            gradients of weights).
+    """
+
+    gpu: dict[Stage, Part]
+    played: dict[Stage, StageSeconds]
+    each: list[StageSeconds]
+    ranks: dict[tuple[int, tuple[int, ...]], tuple[list[float], list[float]]]
+
+    def of_ranks(self, owned: tuple[tuple[int, ...], ...]) -> tuple[list[float], list[float]]:
+        """Return what `ranks` says of ranks that have these stages."""
+        key = len(owned), owned[0]
+        if key not in self.ranks:
+            of_stages = [one.forward + one.backward for one in self.each], [one.weights for one in self.each]
+            whole, weights = ([sum([values[index] for index in own]) for own in owned] for values in of_stages)
+            self.ranks[key] = whole, weights
+        return self.ranks[key]
+
+
+def _seconds_of(job: Job, machine: Machine, work: Work) -> _Seconds:
+    """Return the seconds of the stages of a job. All jobs of this work with as many stages have them in common."""
+    late, splits = _with_late(job, machine, work), job.splits_backward
+    key = job.layout.pp * job.layout.vp, job.blocks, splits, work.host_block
+    if key not in late.stages:
+        gpu, played = {}, {}
+        for stage in stage_kinds(job):
+            one = stage, splits, work.host_block
+            if one not in late.stages:
+                part = _stage_part(late, stage, job.stack.halves if splits else None)
+                late.stages[one] = part, _with_host(part, work.host_block * stage.blocks, adds=job.stack.host.computes)
+            gpu[stage], played[stage] = late.stages[one]
+        each = [played[stage] for stage in stages_of(job)]
+        late.stages[key] = _Seconds(gpu, played, each, {})
+    seconds: _Seconds = late.stages[key]
+    return seconds
 
 
 def stage_seconds(job: Job, machine: Machine, work: Work) -> list[StageSeconds]:
@@ -168,19 +199,17 @@ def stage_seconds(job: Job, machine: Machine, work: Work) -> list[StageSeconds]:
     Args:
         work: `work_of` the job.
     """
-    _, played = _stage_seconds(job, machine, work)
-    return [played[stage] for stage in stages_of(job)]
+    return _seconds_of(job, machine, work).each
 
 
-def least_span(job: Job, work: Work, seconds: Sequence[StageSeconds]) -> float:
+def least_span(job: Job, machine: Machine, work: Work) -> float:
     """Return a lower bound of the seconds for all orders of the schedule's actions, before gradients are reduced.
 
     Args:
         work: `work_of` the job.
-        seconds: seconds of every stage for a micro-batch.
     """
     info, layout = find_schedule(job.schedule), job.layout
-    owned = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1)
+    owned, seconds = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1), _seconds_of(job, machine, work)
     return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host.step
 
 
@@ -190,28 +219,22 @@ def _owned(pp: int, vp: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
     return tuple(stages_of_rank(rank, pp, vp, v_shaped) for rank in range(pp))
 
 
-def _least_span(seconds: Sequence[StageSeconds], owned: tuple[tuple[int, ...], ...], count: int, message: float, split: bool) -> float:
+def _least_span(seconds: _Seconds, owned: tuple[tuple[int, ...], ...], count: int, message: float, split: bool) -> float:
     """Return a lower bound for all orders of actions.
 
     A rank starts when an input has passed all stages before its first one and works for its load. Its last gradient of an input then
     passes back through those stages. With a split backward, gradients of weights may be computed meanwhile.
     """
-    before = seconds[: len(owned)]  # every rank has one of them first
+    before = seconds.each[: len(owned)]  # every rank has one of them first
     way = accumulate([one.forward + message for one in before], initial=0.0)
-    loads = _loads([one.forward + one.backward for one in seconds], owned, count)
+    whole, weights = seconds.of_ranks(owned)
+    loads = [count * load for load in whole]
     if not split:
         back = accumulate([one.backward + message for one in before], initial=0.0)
         return max(map(sum, zip(way, loads, back, strict=False)))
-    late = _loads([one.weights for one in seconds], owned, count)
     back = accumulate([one.backward - one.weights + message for one in before], initial=0.0)
-    return max([there + load + max(0.0, here - weights) for there, load, here, weights in zip(way, loads, back, late, strict=False)])
-
-
-def _loads(seconds: Sequence[float], owned: tuple[tuple[int, ...], ...], count: int) -> list[float]:
-    """Return the seconds of `count` micro-batches on each pipeline rank."""
-    if len(owned[0]) == 1:
-        return [count * one for one in seconds]
-    return [count * sum([seconds[index] for index in own]) for own in owned]
+    late = zip(way, loads, back, weights, strict=False)
+    return max([there + load + max(0.0, here - count * weight) for there, load, here, weight in late])
 
 
 def _with_host(part: Part, host: float, *, adds: bool) -> StageSeconds:

@@ -104,7 +104,8 @@ def play(
                 if ended is None:
                     before.waiting[index], position[rank] = rank, place
                     break
-                start = max(now, ended + late)
+                arrived = ended + late
+                start = arrived if arrived > now else now
             now = start + seconds
             worked += seconds
             if keep:

@@ -159,7 +159,7 @@ def _end(folder: Path, config: Mapping[str, Any], status: RunStatus, command: Co
 
 def _report(folder: Path) -> None:
     """Write the report of a run that has ended. Its failure does not change the exit code."""
-    from lightning_3d.runs.report import write_report
+    from lightning_3d.runs.report.run import write_report
 
     try:
         print(f"report: {write_report(folder)}", flush=True)

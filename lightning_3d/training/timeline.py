@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_3d.runs.report import About, write_report
+from lightning_3d.runs.report.run import About, write_report
 from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.step.loss_weights import TokenMeanLoss

@@ -53,7 +53,7 @@ CODE: dict[str, dict[str, Any]] = {
     "an interpolation that depends on the run folder": {"callbacks.x": "${oc.select:hydra.runtime.output_dir,{a:1}}${x}"},
     "an escaped interpolation": {"callbacks.x": {"_target_": "lightning_3d.cli.train.BeforeRun", "a": r"\${oc.create:{_target_:evil.x}}"}},
     "a launcher": {"launcher._target_": "evil.Launcher"},
-    "a launcher that is none": {"launcher._target_": "hydra_plugins.lightning_3d_launcher.launcher.LocalEngine"},
+    "a launcher that is none": {"launcher._target_": "lightning_3d.runs.sweep.local_engine.LocalEngine"},
     "a launcher that is a word": {"launcher": "${hydra.job.name}"},
     "a sweeper that is a word": {"sweeper": "${hydra.job.name}"},
     "callbacks that are a number": {"callbacks": "${hydra.verbose}x"},

@@ -20,8 +20,8 @@ from ranks import run_ranks
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.runs.report import About, write_report, write_sweep_report
-from lightning_3d.runs.report.run import thinned
+from lightning_3d.runs.report.run import About, thinned, write_report
+from lightning_3d.runs.report.sweep import write_sweep_report
 from lightning_3d.runs.status import RunStatus
 from lightning_3d.strategy.step.loss_weights import LossWeights, TokenMeanLoss
 from lightning_3d.tracing.chrome import write_timeline

@@ -1,4 +1,7 @@
-"""Base of the Hydra launchers of this package: turns overrides into jobs, and outcomes into results for sweepers."""
+"""Base of the Hydra launchers of this package: turns overrides into jobs, and outcomes into results for sweepers.
+
+Hydra loads its plugins with every command, so what only a sweep needs is imported when it begins.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,19 @@ import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.runs.check import Machine, check_for
-from lightning_3d.runs.status import FINISHED
-from lightning_3d.runs.sweep.compose_job import JobFailed, compose_job, swept_overrides, task_config
-from lightning_3d.runs.sweep.folder import SweepFolder
-from lightning_3d.runs.sweep.local_engine import Engine, Interrupted, interruptible
-from lightning_3d.runs.sweep.results import CHECKED, Outcome, check_metric
-from lightning_3d.runs.sweep.sweep import Sweep
+
+if TYPE_CHECKING:
+    from lightning_3d.config.plan_run import RunPlan
+    from lightning_3d.runs.sweep.local_engine import Engine
+    from lightning_3d.runs.sweep.results import Outcome
 
 
 class SweepLauncher(Launcher):
@@ -50,6 +51,11 @@ class SweepLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take the sweep's folder, before Hydra writes into it."""
+        from lightning_3d.runs.sweep.compose_job import swept_overrides
+        from lightning_3d.runs.sweep.folder import SweepFolder
+        from lightning_3d.runs.sweep.results import check_metric
+        from lightning_3d.runs.sweep.sweep import Sweep
+
         given = any(line.startswith("hydra.sweep.dir=") for line in config.hydra.overrides.hydra)
         for name in self._metrics:
             if name is not None:
@@ -67,6 +73,9 @@ class SweepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a batch of jobs; all are composed and checked before the first one starts."""
+        from lightning_3d.runs.sweep.compose_job import compose_job
+        from lightning_3d.runs.sweep.local_engine import Interrupted, interruptible
+
         run = self.check if self._ours else (sys.executable, str(Path(sys.argv[0]).absolute()))
         folder = self._sweep.folder.path
         try:
@@ -85,6 +94,10 @@ class SweepLauncher(Launcher):
 
     def _returned(self, outcome: Outcome, config: DictConfig | None) -> JobReturn:
         """Return the result of a job for the sweeper."""
+        from lightning_3d.runs.status import FINISHED
+        from lightning_3d.runs.sweep.compose_job import JobFailed, task_config
+        from lightning_3d.runs.sweep.results import CHECKED
+
         returned = JobReturn(overrides=list(outcome.overrides), working_dir=str(outcome.folder or ""))
         returned.task_name = self._config.hydra.job.name
         if config is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.runs.report import write_sweep_report
+from lightning_3d.runs.report.sweep import write_sweep_report
 from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED, RUNNING, RunStatus, read_status
 from lightning_3d.runs.sweep.folder import SweepFolder, is_finished, prepare
 from lightning_3d.runs.sweep.jobs import Entry, Job, Skipped
