@@ -21,7 +21,7 @@ from lightning_3d.config.plan_run import check_keys
 from lightning_3d.config.run_config import complete_run
 from lightning_3d.layout.layout import AXES
 from lightning_3d.layout.resolve import resolve_layout
-from lightning_3d.planner.advice import job_of, machine_of
+from lightning_3d.planner.advice import job_of, machine_of_run
 from lightning_3d.planner.choices import Fixed
 from lightning_3d.planner.search import Candidate, search
 
@@ -47,7 +47,7 @@ def predicted(words: list[str]) -> Candidate:
     run = complete_run(check_keys(compose([*words, "trainer.dry=true"])))
     asked = run.parallelism
     layout, schedule = resolve_layout(asked.layout, asked.schedule, asked.vp, AXES)
-    machine = machine_of(run.cluster, run.profile)
+    machine = machine_of_run(run)
     assert machine is not None
     fixed = Fixed(
         layout=layout, schedule=schedule, micro_batch=asked.micro_batch_size, zero=asked.zero_stage, recompute=asked.recompute or "none",

@@ -87,7 +87,7 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
     from lightning_3d.cli.plan_validation import require_here, starter, validate
     from lightning_3d.cli.plan_words import introduce, training_words
     from lightning_3d.config.machine import choose_precision
-    from lightning_3d.planner.advice import machine_of, plan, planned_accelerator
+    from lightning_3d.planner.advice import machine_of_run, plan, planned_accelerator
     from lightning_3d.planner.scaling import scaling, scaling_tables
 
     folder, validated = Path(options.out), options.validate or 0
@@ -95,7 +95,7 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"--out must be an existing folder for plan.json and plan.html; there is no folder {folder}.")
     given = len(overrides)
     run, overrides, choices = _complete(overrides)
-    machine = machine_of(run.cluster, run.profile)
+    machine = machine_of_run(run)
     if validated and machine is not None:
         require_here(machine, run.cluster)
     precision = choose_precision(run, planned_accelerator(run))
@@ -107,7 +107,7 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
     print(f"{title}: {run.data['global_batch_size']} {length}\n")
     _show(run, precision, found, machine)
     if series is not None:
-        print(f"\n{scaling_tables(series)}")
+        print(f"\n{scaling_tables(series, machine.unit)}")
     training = training_words(overrides, found.best[0].job, choices)
     command = shlex.join(["lightning-3d", "train", *training.words])
     _write(folder, run, found, machine, title, command, series)

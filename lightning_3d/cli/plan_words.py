@@ -51,6 +51,8 @@ def training_words(overrides: Sequence[str], job: Job, choices: Mapping[str, Any
     # What `describe` leaves out has its default, unless a recipe or a debug option sets it.
     composed = compose(words)
     found = composed["parallelism"]
+    if composed["cluster"]["accelerator"] != "gpu" and found.get("sequence_parallel") is None:
+        found["sequence_parallel"] = False  # the default where ranks communicate through gloo (`pays_off`)
     others = {f"parallelism.{key}": value for key, value in wanted.items() if not _same(found.get(key), value, key, job)}
     words += [f"{key}={_text(value)}" for key, value in others.items()]
     return TrainingWords(words, [key for key in missing_keys(composed) if key not in others])

@@ -100,6 +100,7 @@ def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | N
 
 def _shapes(run: CompleteRun, accelerator: str, repeats: int) -> Shapes:
     from lightning_3d.config.machine import choose_precision
+    from lightning_3d.config.options.precision import check_float32_matmul
     from lightning_3d.layout.layout import Layout
     from lightning_3d.layout.sizes import check_sizes
     from lightning_3d.planner.architecture import Architecture
@@ -115,17 +116,25 @@ def _shapes(run: CompleteRun, accelerator: str, repeats: int) -> Shapes:
         degrees = tuple(sorted({1, Layout.parse(run.parallelism.layout).tp}))
     precision = choose_precision(run, accelerator)
     precision = "bf16" if precision in ("bf16_mixed", "fp8") else precision  # what of them is not bf16 keeps its constants
-    return Shapes(run.model["config"], model, run.model.get("attn_implementation"), precision, degrees, rows, seq, repeats)
+    sizes = degrees, rows, seq, repeats
+    matmul = run.trainer.float32_matmul_precision
+    check_float32_matmul("trainer.float32_matmul_precision", matmul)
+    return Shapes(run.model["config"], model, run.model.get("attn_implementation"), precision, *sizes, float32_matmul=matmul)
 
 
 def _rank(shapes: Shapes, accelerator: str, path: str) -> None:
     """Measure in one rank. Rank 0 writes the file when all measurements are complete."""
+    import torch
+
     from lightning_3d.planner.profile_file import FORMAT
     from lightning_3d.profiling.operations import profile_rank
 
+    if shapes.float32_matmul is not None:
+        torch.set_float32_matmul_precision(shapes.float32_matmul)
     content = profile_rank(shapes, accelerator)
     if int(os.environ["RANK"]) == 0:
         about = {"format": FORMAT, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        about["float32_matmul_precision"] = torch.get_float32_matmul_precision()
         draft = Path(f"{path}.part")
         draft.write_text(json.dumps(about | content, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)

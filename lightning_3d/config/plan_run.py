@@ -28,6 +28,7 @@ from lightning_3d.config.options.nonfinite import check_nonfinite
 from lightning_3d.config.options.optimizer import MUON, adamw_patterns, check_optimizer, check_sharding, offload_refusal
 from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.config.options.parameter_groups import read_groups, require_matches, require_pattern_matches
+from lightning_3d.config.options.precision import check_float32_matmul
 from lightning_3d.config.options.save_interval import check_save_interval
 from lightning_3d.config.options.scheduler import check_length, endless_warmup
 from lightning_3d.config.options.self_check import check_mode
@@ -383,6 +384,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         check_number("trainer.gradient_clip_val", trainer.gradient_clip_val, least=0)
     if trainer.average_decay is not None:
         check_decay("trainer.average_decay", trainer.average_decay)
+    check_float32_matmul("trainer.float32_matmul_precision", trainer.float32_matmul_precision)
     if trainer.max_time is not None and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", trainer.max_time):
         raise ConfigError(f"trainer.max_time must be DD:HH:MM:SS, for example 00:12:00:00; got {trainer.max_time!r}.")
     if trainer.resume is not None:

@@ -100,6 +100,7 @@ class TrainerConfig(Reliability):
     limit_val_batches: int | None = None
     gradient_clip_val: float | None = None
     average_decay: float | None = None
+    float32_matmul_precision: str | None = None
     log_every_n_steps: int = 10
     trace_every_n_steps: int | None = None
     nonfinite: str = "stop"

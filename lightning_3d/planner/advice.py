@@ -16,6 +16,7 @@ from lightning_3d.config.cluster import ClusterConfig
 from lightning_3d.config.options.blocks import RECOMPUTE
 from lightning_3d.config.options.objective import DISTILLATION, REQUIRED
 from lightning_3d.config.options.optimizer import MUON, few_bits_moment
+from lightning_3d.config.options.precision import FLOAT32_MATMUL, check_float32_matmul, multiplies_in_tf32
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.run_config import CompleteRun, ParallelismConfig, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, plural
@@ -76,13 +77,27 @@ def profile_of(path: str) -> Profile:
     return read_profile(Path(path))
 
 
-def machine_of(cluster: ClusterConfig, profile: str | None = None) -> Machine | None:
+def machine_of_run(run: RunConfig) -> Machine | None:
+    """Return the machine of a run, as `machine_of` does.
+
+    Raises:
+        ConfigError: also `trainer.float32_matmul_precision` that torch does not have.
+    """
+    matmul = run.trainer.float32_matmul_precision
+    check_float32_matmul("trainer.float32_matmul_precision", matmul)
+    return machine_of(run.cluster, run.profile, matmul)
+
+
+def machine_of(cluster: ClusterConfig, profile: str | None = None, matmul: str | None = None) -> Machine | None:
     """Convert a cluster to a machine; None if neither it nor a profile states the rates of its GPUs.
+
+    Args:
+        matmul: `trainer.float32_matmul_precision`.
 
     Raises:
         ConfigError: a profile that cannot be read, or that was measured on other hardware.
     """
-    stated = _stated(cluster)
+    stated = _stated(cluster, matmul)
     if profile is None:
         return stated
     measured = profile_of(profile)
@@ -114,7 +129,7 @@ def _with_pods(machine: Machine, cluster: ClusterConfig) -> Machine:
     return replace(machine, pod_gpus=max(gpus, machine.gpus_per_node), oversubscription=cluster.pod_oversubscription)
 
 
-def _stated(cluster: ClusterConfig) -> Machine | None:
+def _stated(cluster: ClusterConfig, matmul: str | None) -> Machine | None:
     """Convert the rates that the cluster states; None if it does not state those of its GPUs."""
     rates = cluster.peak_flops
     known = (cluster.gpus_per_node, cluster.memory, cluster.memory_bandwidth, rates.bf16, cluster.intra_node.bandwidth)
@@ -130,7 +145,7 @@ def _stated(cluster: ClusterConfig) -> Machine | None:
         bandwidth=cluster.memory_bandwidth,
         peak=rates.bf16,
         peak8=rates.fp8 or rates.bf16,
-        peak32=rates.tf32 or rates.fp32 or rates.bf16,
+        peak32=(multiplies_in_tf32(matmul) and rates.tf32) or rates.fp32 or rates.tf32 or rates.bf16,
         link=cluster.intra_node.bandwidth,
         network=cluster.inter_node.bandwidth or cluster.intra_node.bandwidth,
         link_latency=cluster.intra_node.latency or _LATENCY,
@@ -157,6 +172,7 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
     second = run.second
     offload = parallelism.zero_offload != "none"
     recompute = "full" if parallelism.offload_activations else parallelism.recompute or "none"
+    on_gpus = planned_accelerator(run) == "gpu"
     return Job(
         model=Architecture.from_spec(run.spec),
         layout=layout or Layout(),
@@ -176,8 +192,8 @@ def job_of(run: CompleteRun, precision: str, layout: Layout | None = None, sched
         gather=parallelism.zero_gather,
         recompute=recompute,
         recompute_every=parallelism.recompute_every,
-        sequence_parallel=parallelism.sequence_parallel is not False,
-        reduce_scatter=planned_accelerator(run) == "gpu" if parallelism.zero_reduce_scatter is None else parallelism.zero_reduce_scatter,
+        sequence_parallel=on_gpus if parallelism.sequence_parallel is None else parallelism.sequence_parallel,
+        reduce_scatter=on_gpus if parallelism.zero_reduce_scatter is None else parallelism.zero_reduce_scatter,
         shard_size=parallelism.zero_shard_size,
         overlap_gather=parallelism.zero_overlap_gather,
         loss_chunks=parallelism.loss_chunks,
@@ -209,6 +225,8 @@ def stack_of(run: CompleteRun, precision: str) -> Stack:
     stack = OURS if run.profile is None else _measured_stack(run, run.profile, precision)
     if run.model.get("attn_implementation") == "eager":
         stack = replace(stack, flash=False)
+    if _BYTES[precision][2] == "fp32":
+        stack = replace(stack, attention_precision="fp32")
     if run.parallelism.compile:
         stack = compiled(stack)
     if planned_accelerator(run) == "cpu" and run.optimizer.get("name") == "adamw" and not run.optimizer.get("fused"):
@@ -217,11 +235,17 @@ def stack_of(run: CompleteRun, precision: str) -> Stack:
 
 
 def _measured_stack(run: CompleteRun, path: str, precision: str) -> Stack:
-    machine, profile = machine_of(run.cluster, path), profile_of(path)
+    machine, profile = machine_of_run(run), profile_of(path)
     assert machine is not None
     if not profile.has_only_links and profile.precision != (kind := precision if precision in ("fp32", "fp64") else "bf16"):
         raise ConfigError(
             f"profile={path} was measured in {profile.precision}, but the run uses {precision}. Measure again with precision={kind}."
+        )
+    matmul = run.trainer.float32_matmul_precision or FLOAT32_MATMUL[0]
+    if profile.precision == "fp32" and profile.float32_matmul != matmul:
+        raise ConfigError(
+            f"profile={path} was measured with trainer.float32_matmul_precision={profile.float32_matmul}, but the run uses {matmul}."
+            f" Measure again with trainer.float32_matmul_precision={matmul}."
         )
     return stack_of_profile(profile, machine, OURS)
 
@@ -259,7 +283,7 @@ class Advice:
         Returns:
             None to balance stages by FLOPs and parameters: they fit, no stages fit, or the GPUs or the model family are unknown.
         """
-        machine = machine_of(run.cluster, run.profile)
+        machine = machine_of_run(run)
         if machine is None or run.spec.shapes is None or layout.pp == 1:
             return None
         job = job_of(run, precision, layout, schedule, micro_batch)
@@ -278,7 +302,7 @@ class Advice:
         Raises:
             LayoutError: with a table of the memory, and options that would fit.
         """
-        machine = machine_of(run.cluster, run.profile)
+        machine = machine_of_run(run)
         if machine is None or run.spec.shapes is None:
             return ()
         job, risk = job_of(run, precision, layout, schedule, micro_batch), run.plan.memory_risk
@@ -400,25 +424,35 @@ def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
             "stages belongs to one layout, but here the planner chooses the layout. Name a layout in train or dryrun, omit stages, or use"
             " stages=auto."
         )
-    machine = machine_of(run.cluster, run.profile)
+    machine = machine_of_run(run)
     if run.parallelism.zero_shard_size is not None:
         require_possible(run.parallelism.zero_shard_size, run.parallelism.zero_stage, machine.gpus if machine is not None else None)
     if machine is None:
-        raise ConfigError(
-            f"The planner cannot plan for the cluster {run.cluster.name}, because its GPUs are unknown. Use a cluster such as"
-            " cluster=h100_4x8, or measure this machine with lightning-3d profile and set profile=profile.json."
-        )
+        raise _unknown(run)
     if run.spec.shapes is None:
         raise ConfigError(
             f"The planner does not know the model family '{run.spec.model_type}'. Use one of the known families:"
             f" {', '.join(sorted(FAMILIES))}."
         )
     job, fixed = job_of(run, precision), _fixed(run)
-    with task(f"searching layouts for {plural(machine.gpus, 'GPU')}"):
+    with task(f"searching layouts for {plural(machine.gpus, machine.unit)}"):
         found = search(job, machine, fixed=fixed, most=most, room=largest_share(run.plan.memory_risk) * machine.memory)
     if not found.best:
         raise LayoutError(_nothing_fits(run, job, machine, _chunked(run, precision)))
     return found
+
+
+def _unknown(run: CompleteRun) -> ConfigError:
+    """Return the error for a cluster without known rates."""
+    if planned_accelerator(run) == "cpu":
+        return ConfigError(
+            f"The planner cannot plan for the cluster {run.cluster.name}, because the rates of its CPU cores are unknown. Measure them with"
+            " lightning-3d profile and set profile=profile.json."
+        )
+    return ConfigError(
+        f"The planner cannot plan for the cluster {run.cluster.name}, because its GPUs are unknown. Use a cluster such as"
+        " cluster=h100_4x8, or measure this machine with lightning-3d profile and set profile=profile.json."
+    )
 
 
 def _nothing_fits(run: CompleteRun, job: Job, machine: Machine, chunked: Job | None) -> str:
@@ -433,9 +467,9 @@ def _nothing_fits(run: CompleteRun, job: Job, machine: Machine, chunked: Job | N
     leaner = search(chunked, machine, fixed=fixed, most=1, room=largest_share(risk) * machine.memory).best if chunked is not None else ()
     waiting = f" Its pipelines may wait for at most {fixed.max_bubble:.1%} of a step (plan.max_bubble)." if fixed.max_bubble < 1 else ""
     return (
-        f"No layout of a model with {size} fits on {plural(machine.gpus, 'GPU')} with {gpu_memory(machine.memory)} each. The"
+        f"No layout of a model with {size} fits on {plural(machine.gpus, machine.unit)} with {gpu_memory(machine.memory)} each. The"
         f" run has sequences of {job.seq} tokens and a global batch of {job.global_batch}."
-        f"{waiting}{_in_chunks(leaner)}{_at_more_risk(tight, machine, risk)} Use more GPUs, shorter sequences, or a"
+        f"{waiting}{_in_chunks(leaner)}{_at_more_risk(tight, machine, risk)} Use more {machine.unit}s, shorter sequences, or a"
         " data.global_batch_size with more divisors."
     )
 
@@ -512,7 +546,7 @@ def faster_chunked(run: CompleteRun, precision: str, first: Candidate) -> Candid
         The fastest, or None: if the run has a loss in chunks already or a second model, which reads whole logits, if the loss of `first`
         takes little memory, or if it saves little.
     """
-    job, machine = _chunked(run, precision), machine_of(run.cluster, run.profile)
+    job, machine = _chunked(run, precision), machine_of_run(run)
     if job is None or machine is None or first.memory.loss < _LARGE_LOSS * machine.memory:
         return None
     return _faster_than(first, job, run)
@@ -525,7 +559,7 @@ def _chunked(run: CompleteRun, precision: str) -> Job | None:
 
 def _faster_than(first: Candidate, job: Job, run: CompleteRun) -> Candidate | None:
     """Return the fastest way to run a job, if it saves enough compared with `first`."""
-    machine = machine_of(run.cluster, run.profile)
+    machine = machine_of_run(run)
     if machine is None:
         return None
     room, below = largest_share(run.plan.memory_risk) * machine.memory, (1 - _WORTH_ANOTHER_SEARCH) * first.step.seconds
@@ -542,7 +576,7 @@ def faster_overlapped(run: CompleteRun, found: Found) -> Candidate | None:
     Returns:
         None if the run has the option or one that excludes it, or if it saves little.
     """
-    machine = machine_of(run.cluster, run.profile)
+    machine = machine_of_run(run)
     options = replace(_fixed(run).zero_options, overlap_gather=True)
     tried = [one.job.but(overlap_gather=True) for one in found.best if has_options(replace(options, stage=one.job.zero), one.job)]
     if machine is None or run.parallelism.zero_overlap_gather or not tried:
@@ -566,7 +600,8 @@ def _at_more_risk(tight: Sequence[Candidate], machine: Machine, risk: float) -> 
     needed = ceil(100 * (1 - fit_probability(predicted, machine.memory))) / 100
     return (
         f" Layouts may run out of memory with a probability of at most {risk:.1%} (plan.memory_risk={risk:g}), but"
-        f" {tight[0].job.layout.name} would fill {predicted / machine.memory:.0%} of a GPU. To allow it, set plan.memory_risk={needed:g}."
+        f" {tight[0].job.layout.name} would fill {predicted / machine.memory:.0%} of a {machine.unit}. To allow it, set"
+        f" plan.memory_risk={needed:g}."
     )
 
 
@@ -577,7 +612,7 @@ def _nearest_with_room(job: Job, machine: Machine, risk: float) -> str:
         return f"Use parallelism.stages=auto ({gibibytes(memory_of(fitting).total)})"
     leaner = [replace(job, loss_chunks=AUTO), fused(job)] if job.loss_chunks == 1 else [fused(job)]
     nearest = _nearest(job, lambda one: total if (total := memory_of(one).total) <= room else None, leaner)
-    return nearest or "Use more GPUs or a larger tp or pp"
+    return nearest or f"Use more {machine.unit}s or a larger tp or pp"
 
 
 def _tight(job: Job, memory: Memory, machine: Machine, risk: float) -> str:

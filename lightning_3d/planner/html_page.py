@@ -67,7 +67,7 @@ def page(
     if first.job.layout.pp > 1:
         cards.append(_timeline(first, machine))
     if series is not None:
-        cards.append(scaling_card(series))
+        cards.append(scaling_card(series, machine.unit))
     counted = f"{found.shapes:,} layouts and micro-batch sizes divide the model and the batch; {found.expanded:,}"
     counted += f" could be among the fastest; {plural(len(found.simulated), 'schedule')} simulated"
     body = f"<header><h1>{escape(title)}</h1><pre>{escape(command or describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
@@ -80,11 +80,11 @@ def page(
 def _tiles(first: Candidate, machine: Machine) -> str:
     step = first.step
     tiles = (
-        ("Tokens/s", f"{tokens_per_second(first):,.0f}", f"MFU {share_of_peak(first, machine.gpus, machine.peak):.0%}"),
+        ("Tokens/s", f"{tokens_per_second(first):,.0f}", f"MFU {share_of_peak(first, machine.gpus, machine):.0%}"),
         ("Step", f"{step.seconds:.3g} s", f"{first.job.global_batch:,} sequences of {first.job.seq:,}"),
         ("Bubble", f"{step.bubble / step.seconds:.1%}", "of the step"),
         ("Memory", gibibytes(first.memory.total), f"{margin(first.memory, machine)}, fullest rank"),
-        ("GPUs", f"{machine.gpus:,}", f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu}"),
+        (f"{machine.unit}s", f"{machine.gpus:,}", f"{machine.nodes} x {machine.gpus_per_node} {machine.gpu}"),
     )
     cells = (
         f'<div class="label">{escape(label)}</div><div class="value">{value}</div><div class="more">{escape(more)}</div>'
@@ -95,7 +95,7 @@ def _tiles(first: Candidate, machine: Machine) -> str:
 
 
 def _table(found: Found, machine: Machine) -> str:
-    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", "of GPU", "free", COMPARED)
+    names = ("", "layout", "s / step", "tokens/s", "MFU", "memory", f"of {machine.unit}", "free", COMPARED)
     number = ' class="number"'
     head = "".join(f"<th{number if 2 <= place <= 7 else ''}>{name}</th>" for place, name in enumerate(names))
     rows = []
@@ -104,7 +104,7 @@ def _table(found: Found, machine: Machine) -> str:
         cells = (
             f"{one.step.seconds:.3g}",
             f"{tokens_per_second(one):,.0f}",
-            f"{share_of_peak(one, machine.gpus, machine.peak):.0%}",
+            f"{share_of_peak(one, machine.gpus, machine):.0%}",
             gibibytes(one.memory.total),
             f"{one.memory.total / machine.memory:.0%}",
             gibibytes(machine.memory - one.memory.total),
@@ -150,7 +150,7 @@ def _pareto(found: Found, machine: Machine, risk: float) -> str:
     ]
     full = across(machine.memory / 2**30)
     marks.append(f'<line x1="{full:.1f}" x2="{full:.1f}" y1="{top}" y2="{height - bottom}" stroke="var(--bad)" stroke-dasharray="5 4"/>')
-    marks.append(f'<text x="{full - 6:.1f}" y="{top - 8}" text-anchor="end">all of a GPU: {gibibytes(machine.memory)}</text>')
+    marks.append(f'<text x="{full - 6:.1f}" y="{top - 8}" text-anchor="end">all of a {machine.unit}: {gibibytes(machine.memory)}</text>')
     if risk < 0.5:
         room = across(largest_share(risk) * machine.memory / 2**30)
         ends = f'x1="{room:.1f}" x2="{room:.1f}" y1="{top}" y2="{height - bottom}"'

@@ -83,7 +83,7 @@ class Machine:
         bandwidth: memory bandwidth of one GPU, in bytes a second.
         peak: operations a second of matrix products in 16 bits.
         peak8: the same in float8.
-        peak32: the same in float32.
+        peak32: the same in float32: in TF32 if the run multiplies in it (`trainer.float32_matmul_precision`).
         link: bytes a second of one GPU, one way, within a node.
         network: bytes a second of one GPU, one way, between nodes.
         link_latency: seconds of one message within a node.
@@ -96,6 +96,7 @@ class Machine:
         collectives: by the name of a collective in `MESSAGES`: (seconds of a message, bytes a second) as measured within a node. Where the
             ranks of a node share memory, each collective copies and sums in its own way (`parallel/host_channel.py`). Those that are not
             named take what the links do.
+        unit: word for what a rank runs on, "GPU" or "CPU rank". In all names and descriptions here, a GPU is such a unit.
     """
 
     gpu: str
@@ -116,17 +117,20 @@ class Machine:
     pod_gpus: int = 0
     oversubscription: float = 1.0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    unit: str = "GPU"
 
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
+    def peak_of(self, precision: str) -> float:
+        """Return the operations a second of matrix products in a precision, as the vendor states them."""
+        peaks = {"fp4": self.peak4 or self.peak8, "fp8": self.peak8, "fp32": self.peak32}
+        return peaks.get(precision, self.peak)
+
     def matmul_rate(self, precision: str) -> float:
-        """Operations a second that large matrix products reach."""
-        if precision in ("fp8", "fp4"):
-            peak = self.peak4 or self.peak8 if precision == "fp4" else self.peak8
-            return peak * self.efficiency.matmul
-        return (self.peak32 if precision == "fp32" else self.peak) * self.efficiency.matmul
+        """Return the operations a second that large matrix products reach."""
+        return self.peak_of(precision) * self.efficiency.matmul
 
     def group(self, layout: Layout, axes: tuple[str, ...]) -> Group:
         """Return the ranks along these axes that communicate with rank 0."""

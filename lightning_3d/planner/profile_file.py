@@ -27,6 +27,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.config.options.precision import FLOAT32_MATMUL
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.planner.architecture import Architecture
@@ -60,6 +61,7 @@ class Profile:
         precision: precision of the measurements: fp32, fp64 or bf16.
         operations: measurements, each with its `kind` and `seconds`.
         context: bytes of a GPU that are neither free nor the allocator's.
+        float32_matmul: what `torch.get_float32_matmul_precision` returned; profiles of earlier versions were measured with torch's default.
     """
 
     device: str
@@ -70,6 +72,7 @@ class Profile:
     precision: str
     operations: tuple[Mapping[str, Any], ...]
     context: float = 0.0
+    float32_matmul: str = FLOAT32_MATMUL[0]
 
     @property
     def has_only_links(self) -> bool:
@@ -167,6 +170,7 @@ def read_profile(path: Path) -> Profile:
             precision=str(content["precision"]),
             operations=tuple(content["operations"]),
             context=float(content.get("context", 0.0)),
+            float32_matmul=str(content.get("float32_matmul_precision", FLOAT32_MATMUL[0])),
         )
         lacking = [kind for kind in _ONCE if not profile.of(kind)]
         if lacking:
@@ -260,12 +264,12 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
     reached: dict[str, Any] = {
         "matmul": rate / peak,
         "memory": profile.memory_rate / stated.bandwidth,
-        "attention": profile.attention / stated.peak,
+        "attention": profile.attention / peak,
         "kernel": kernel,
     }
     measured = replace(stated, efficiency=replace(stated.efficiency, **reached))
     if profile.device == "cpu":
-        measured = replace(measured, collectives=profile.collectives)
+        measured = replace(measured, collectives=profile.collectives, unit="CPU rank")
     return _with_links(profile, measured)
 
 

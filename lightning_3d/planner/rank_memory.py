@@ -209,8 +209,8 @@ class Rank:
         """Yield the needs of one backward pass, in the order of time."""
         job, place, (_, gradients, activations, loss) = self._job, moment.place, before
         stage, buckets, kind = self._stages[place], self._bucket, moment.kind
+        waiting = buckets * self._last_sent(place) if moment.graded[place] else 0.0  # of the pass before
         if stage.head and kind != "W":
-            waiting = buckets * self._last_sent(place) if moment.graded[place] else 0.0  # of the pass before
             if self._frozen:
                 weights, others = self._gathered[0] + self._frozen, activations - self._kept[place]
                 yield Need(weights, gradients + waiting, others, loss - self._kept_loss[place])
@@ -232,12 +232,27 @@ class Rank:
         halves = {"I": size.of_inputs, "W": size.of_weights} if job.recompute == "full" else {}
         again = self._again[place] + size.cast_again + halves.get(kind, size.temporary)
         if kind != "I":
-            arrived = 2 * buckets * self._bytes[place].matrix
-            arrived += (job.number if job.sends_ends_last else self._copies(moment)) * self._embedding * stage.head
-            yield Need(self._gathered[2], gradients + arrived, activations + again, loss)
+            yield from self._of_blocks(moment, Need(self._gathered[2], gradients, activations + again, loss), waiting)
             yield self._end(moment, activations, loss)
         else:
             yield Need(self._gathered[2], gradients, activations + again + self._pending[place], loss)
+
+    def _of_blocks(self, moment: Moment, before: Need, waiting: float) -> Iterator[Need]:
+        """Yield what the backward of a block needs: `before`, and gradients that have arrived.
+
+        Args:
+            waiting: bytes of the bucket that the pass before sent last.
+        """
+        job, size, head = self._job, self._bytes[moment.place], self._embedding * self._stages[moment.place].head
+        sent = 2 * self._bucket * size.matrix
+        if not job.sends_ends_last:
+            yield before._replace(gradients=before.gradients + sent + self._copies(moment) * head)
+            return
+        # The gradients of a block are sent when its backward is over. Until the first ones are, the last bucket of the pass before waits.
+        gradients = before.gradients + job.number * head
+        yield before._replace(gradients=gradients + waiting + 2 * job.number * size.matrix)
+        freed = self._kept[moment.place] / max(1, size.blocks)
+        yield before._replace(gradients=gradients + sent, activations=before.activations - freed)
 
     def _end(self, moment: Moment, activations: float, loss: float) -> Need:
         """Return the need of the end of a pass. Gradients arrive in the type of their weights, one after the other; all of them where no

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_3d.config.run_config import CompleteRun
-from lightning_3d.errors import ConfigError, LayoutError
-from lightning_3d.planner.advice import machine_of, plan
+from lightning_3d.errors import ConfigError, LayoutError, plural
+from lightning_3d.planner.advice import machine_of_run, plan
+from lightning_3d.planner.machine import Machine
 from lightning_3d.planner.search import Candidate
 from lightning_3d.planner.tables import share_of_peak, table, tokens_per_second
 
@@ -18,8 +19,8 @@ MOST_GPUS = 65_536
 Series = dict[str, "list[Point]"]
 """Points by the names of `SERIES`, fewest GPUs first."""
 
-SERIES = {"fixed": "the same global batch", "proportional": "global batch in proportion to the GPUs"}
-"""What changes with the number of GPUs, by the names in plan.json."""
+SERIES = {"fixed": "the same global batch", "proportional": "global batch in proportion to the {unit}s"}
+"""What changes with the number of GPUs, by the names in plan.json; `{unit}` stands for `Machine.unit`."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class Point:
         gpus: number of GPUs.
         global_batch: sequences of a step.
         best: the fastest candidate. None: no layout fits, or none divides the batch.
-        peak: operations per second of one GPU, in 16 bits.
+        machine: the cluster, whose GPUs these are.
     """
 
     gpus: int
     global_batch: int
     best: Candidate | None
-    peak: float
+    machine: Machine
 
     @property
     def rate(self) -> float | None:
@@ -46,10 +47,10 @@ class Point:
     @property
     def mfu(self) -> float | None:
         """Share of the peak, 0 to 1; see `share_of_peak`."""
-        return None if self.best is None else share_of_peak(self.best, self.gpus, self.peak)
+        return None if self.best is None else share_of_peak(self.best, self.gpus, self.machine)
 
 
-def node_counts(nodes: int, gpus_per_node: int, most_gpus: int) -> list[int]:
+def node_counts(nodes: int, gpus_per_node: int, most_gpus: int, unit: str = "GPU") -> list[int]:
     """Return 1, 2, 4, ... nodes with at most `most_gpus` GPUs, and the cluster's own number of nodes.
 
     Raises:
@@ -57,7 +58,7 @@ def node_counts(nodes: int, gpus_per_node: int, most_gpus: int) -> list[int]:
     """
     if not gpus_per_node <= most_gpus <= MOST_GPUS:
         raise ConfigError(
-            f"--scaling must be at least the {gpus_per_node} GPUs of a node and at most {MOST_GPUS}; got {most_gpus}. For example"
+            f"--scaling must be at least the {plural(gpus_per_node, unit)} of a node and at most {MOST_GPUS}; got {most_gpus}. For example"
             f" --scaling {max(1024, gpus_per_node)}."
         )
     powers = (2**power for power in range((most_gpus // gpus_per_node).bit_length()))
@@ -78,18 +79,18 @@ def scaling(run: CompleteRun, precision: str, most_gpus: int) -> Series:
     Raises:
         ConfigError: see `node_counts`; unknown GPUs or an unknown model family.
     """
-    machine = machine_of(run.cluster, run.profile)
+    machine = machine_of_run(run)
     if machine is None:
         plan(run, precision)  # raises: the GPUs are unknown
     assert machine is not None
     nodes, batch = run.cluster.nodes, run.data["global_batch_size"]
-    counts = node_counts(nodes, machine.gpus // nodes, most_gpus)
+    counts = node_counts(nodes, machine.gpus // nodes, most_gpus, machine.unit)
     found: dict[tuple[int, int], Point] = {}
 
     def point(count: int, sequences: int) -> Point:
         if (count, sequences) not in found:
             best = _fastest(run, precision, count, sequences)
-            found[count, sequences] = Point(count * machine.gpus // nodes, sequences, best, machine.peak)
+            found[count, sequences] = Point(count * machine.gpus // nodes, sequences, best, machine)
         return found[count, sequences]
 
     return {
@@ -112,13 +113,19 @@ def efficiencies(points: Sequence[Point]) -> list[float | None]:
     return [None if point.rate is None or first is None else point.rate / first for point in points]
 
 
-def scaling_tables(series: Series) -> str:
-    """Return a Markdown table for each series."""
-    head = ["GPUs", "global batch", "layout", "s/step", "tokens/s", "MFU", "efficiency"]
+def scaling_tables(series: Series, unit: str = "GPU") -> str:
+    """Return a Markdown table for each series.
+
+    Args:
+        unit: word for a GPU, as in `Machine`.
+    """
+    head = [f"{unit}s", "global batch", "layout", "s/step", "tokens/s", "MFU", "efficiency"]
     parts = [
-        f"Scaling with {words}:\n" + "\n".join(table(head, list(_rows(series[name])))) for name, words in SERIES.items() if series[name]
+        f"Scaling with {words.format(unit=unit)}:\n" + "\n".join(table(head, list(_rows(series[name]))))
+        for name, words in SERIES.items()
+        if series[name]
     ]
-    note = "Efficiency: tokens/s of one GPU, compared with the fewest GPUs on which a layout fits."
+    note = f"Efficiency: tokens/s of one {unit}, compared with the fewest {unit}s on which a layout fits."
     return "\n\n".join([*parts, note])
 
 

@@ -13,26 +13,32 @@ from lightning_3d.planner.tables import describe, tokens_per_second
 _COLOURS = {"fixed": "accent", "proportional": "second"}
 _WIDTH, _HEIGHT = 1100, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 40, 24, 44
-_NOTE = "tokens/s of one GPU with the fastest layout, compared with the fewest GPUs on which a layout fits; predicted"
+_NOTE = "tokens/s of one {unit} with the fastest layout, compared with the fewest {unit}s on which a layout fits; predicted"
 
 
-def scaling_card(series: Series) -> str:
-    """Draw efficiency against the number of GPUs, one line for each series."""
+def scaling_card(series: Series, unit: str = "GPU") -> str:
+    """Draw efficiency against the number of GPUs, one line for each series.
+
+    Args:
+        unit: word for a GPU, as in `Machine`.
+    """
+    note = _NOTE.format(unit=unit)
     values = [value for points in series.values() for value in efficiencies(points) if value is not None]
     if not values:
-        return card("Scaling", _NOTE, "<p>No layout fits.</p>")
-    axes = _Axes([point.gpus for points in series.values() for point in points], [0.0, 1.0, *values])
+        return card("Scaling", note, "<p>No layout fits.</p>")
+    axes = _Axes([point.gpus for points in series.values() for point in points], [0.0, 1.0, *values], unit)
     marks = axes.marks()
     for name, points in series.items():
-        marks += _line(axes, points, _COLOURS[name])
-    entries = [(SERIES[name], _COLOURS[name]) for name, points in series.items() if points]
-    return card("Scaling", _NOTE, legend(entries) + svg(_WIDTH, _HEIGHT, marks, least=760))
+        marks += _line(axes, points, _COLOURS[name], unit)
+    entries = [(SERIES[name].format(unit=unit), _COLOURS[name]) for name, points in series.items() if points]
+    return card("Scaling", note, legend(entries) + svg(_WIDTH, _HEIGHT, marks, least=760))
 
 
 class _Axes:
     """Places of numbers of GPUs, which grow by factors, and of efficiencies."""
 
-    def __init__(self, gpus: Sequence[int], values: Sequence[float]) -> None:
+    def __init__(self, gpus: Sequence[int], values: Sequence[float], unit: str) -> None:
+        self._unit = unit
         self._gpus = sorted(set(gpus))
         self._values = min(values), 1.05 * max(values)
 
@@ -56,17 +62,17 @@ class _Axes:
         floor = _HEIGHT - _BOTTOM
         marks.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{floor}" y2="{floor}"/>')
         marks += [f'<text x="{self.across(gpus):.1f}" y="{floor + 17}" text-anchor="middle">{gpus:,}</text>' for gpus in self._gpus]
-        return [*marks, f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">GPUs</text>']
+        return [*marks, f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{self._unit}s</text>']
 
 
-def _line(axes: _Axes, points: Sequence[Point], colour: str) -> list[str]:
+def _line(axes: _Axes, points: Sequence[Point], colour: str, unit: str) -> list[str]:
     marks, path = [], []
     for point, value in zip(points, efficiencies(points), strict=True):
         if point.best is None or value is None:
             continue
         x, y = axes.across(point.gpus), axes.up(value)
         path.append(f"{x:.1f},{y:.1f}")
-        label = f"{point.gpus:,} GPUs, global batch {point.global_batch:,}, {describe(point.best.job)}: {value:.0%},"
+        label = f"{point.gpus:,} {unit}s, global batch {point.global_batch:,}, {describe(point.best.job)}: {value:.0%},"
         label += f" {tokens_per_second(point.best):,.0f} tokens/s"
         marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="var(--{colour})"><title>{escape(label)}</title></circle>')
     return [f'<polyline points="{" ".join(path)}" fill="none" stroke="var(--{colour})" stroke-width="2"/>', *marks]

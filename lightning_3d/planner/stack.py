@@ -142,6 +142,7 @@ class Stack:
         flash: attention is one kernel that keeps no scores.
         score_bytes: bytes that (forward, backward) move for a score of attention without a fused kernel. The default is a kernel each for
             mask, softmax and dropout of 16-bit scores, between two products, and twice as much backward.
+        attention_precision: precision of its products, `bf16` or `fp32`.
         transformers: blocks are those of Transformers, which keep what their family does (`Architecture.kept`).
         compiled: blocks are compiled by `torch.compile`. It recomputes norms and the activation of an MLP, and so keeps neither `saved` nor
             `saved_inner` bytes, and with sequence parallelism no outputs of norms (`tests/planner/test_compiled_blocks.py`).
@@ -157,6 +158,7 @@ class Stack:
     compiled: bool = False
     batch_first: bool = False
     halves: float = 1.0
+    attention_precision: str = "bf16"
     host: Host = field(default_factory=Host)
     traffic: Traffic = field(default_factory=Traffic)
     footprint: Footprint = field(default_factory=Footprint)
@@ -248,7 +250,7 @@ class Stack:
 
     def attention_rate(self, machine: Machine) -> float:
         """Return the operations a second of fused attention."""
-        return machine.peak * machine.efficiency.attention
+        return machine.peak_of(self.attention_precision) * machine.efficiency.attention
 
     def attention_saved(self, key_width: int) -> float:
         """Return the bytes that attention keeps of a token beyond what its backward pass needs.

@@ -105,10 +105,16 @@ def tokens_per_second(candidate: Candidate) -> float:
     return job.calls * job.global_batch * job.seq / candidate.step.seconds
 
 
-def share_of_peak(candidate: Candidate, gpus: int, peak: float) -> float:
-    """Return the MFU, 0 to 1: model FLOPs of a step, as papers count them, divided by the peak in 16 bits."""
+def share_of_peak(candidate: Candidate, gpus: int, machine: Machine) -> float:
+    """Return the MFU, 0 to 1: model FLOPs of a step, as papers count them, divided by the peak in the precision of the run, as in
+    `metrics.csv`.
+
+    Args:
+        gpus: GPUs that run the candidate.
+        machine: their rates.
+    """
     job = candidate.job
-    return job.model.model_flops(job.seq) * tokens_per_second(candidate) / gpus / peak
+    return job.model.model_flops(job.seq) * tokens_per_second(candidate) / gpus / machine.peak_of(job.precision)
 
 
 def compare(candidate: Candidate, first: Candidate) -> str:
@@ -140,7 +146,7 @@ def _seconds(step: Step, part: str) -> float:
 
 def found_table(found: Found, machine: Machine) -> str:
     """Return a table of the best candidates, one row each."""
-    settings, sizes = ("layout", "schedule", "micro-batch", "ZeRO", "recompute"), ("GiB", "of GPU", "GiB free", "fits")
+    settings, sizes = ("layout", "schedule", "micro-batch", "ZeRO", "recompute"), ("GiB", f"of {machine.unit}", "GiB free", "fits")
     head = (*settings, "s/step", "tokens/s", "MFU", *sizes, COMPARED)
     rows = [head]
     for one in found.best:
@@ -154,7 +160,7 @@ def found_table(found: Found, machine: Machine) -> str:
                 job.recompute,
                 f"{one.step.seconds:.3g}",
                 f"{tokens_per_second(one):,.0f}",
-                f"{share_of_peak(one, machine.gpus, machine.peak):.0%}",
+                f"{share_of_peak(one, machine.gpus, machine):.0%}",
                 f"{one.memory.total / 2**30:.0f}",
                 f"{one.memory.total / machine.memory:.0%}",
                 f"{(machine.memory - one.memory.total) / 2**30:.0f}",
@@ -185,7 +191,7 @@ def as_data(candidate: Candidate, machine: Machine) -> dict[str, Any]:
         "waiting_share": candidate.step.waiting,
         "seconds_of": {part: _seconds(candidate.step, part) for part in PARTS},
         "tokens_per_second": tokens_per_second(candidate),
-        "mfu": share_of_peak(candidate, machine.gpus, machine.peak),
+        "mfu": share_of_peak(candidate, machine.gpus, machine),
         "bytes": candidate.memory.total,
         "bytes_free": machine.memory - candidate.memory.total,
         "memory_share": candidate.memory.total / machine.memory,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_3d.config.options.precision import multiplies_in_tf32
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.families import read_spec
 
-_RATES = {"bf16": ("bf16",), "bf16_mixed": ("bf16",), "fp8": ("fp8",), "fp32": ("tf32", "fp32")}
-"""Keys of `cluster.peak_flops` for each precision; the first known one counts."""
+_RATES = {"bf16": "bf16", "bf16_mixed": "bf16", "fp8": "fp8", "fp32": "fp32"}
+"""Key of `cluster.peak_flops` for each precision."""
 
 
 def full_speed(config: Mapping[str, Any]) -> float | None:
@@ -24,7 +25,10 @@ def full_speed(config: Mapping[str, Any]) -> float | None:
     if config["cluster"]["accelerator"] != "gpu" or (config["model"].get("lora") or {}).get("r") is not None:
         return None
     known = config["cluster"].get("peak_flops") or {}
-    rate = next((known[name] for name in _RATES.get(config["precision"]["name"], ()) if known.get(name)), None)
+    kind = _RATES.get(config["precision"]["name"])
+    if kind == "fp32" and multiplies_in_tf32(config["trainer"].get("float32_matmul_precision")):
+        kind = "tf32"
+    rate = known.get(kind) if kind is not None else None
     spec = read_spec(config["model"]["config"], config["model"].get("mtp_layers"))
     if rate is None or spec.shapes is None:
         return None

@@ -22,6 +22,7 @@ class Shapes:
         micro_batch: sequences of a micro-batch.
         seq: tokens of a sequence.
         repeats: repetitions of each operation.
+        float32_matmul: argument of `torch.set_float32_matmul_precision`; None leaves torch's setting.
     """
 
     config: Mapping[str, Any]
@@ -32,3 +33,4 @@ class Shapes:
     micro_batch: int
     seq: int
     repeats: int
+    float32_matmul: str | None = None

@@ -118,7 +118,7 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
     how = {"shape_only": around.shape_only, "equal_copies": around.equal_copies}
     backend = make_backend(options.zero, mesh, parts.specs, stages=stages, precision=precision, **how)
     # Hooks that measure memory inside a block would break the graph of a compiled one.
-    recorder = around.tracer.connect(module, device, mesh.layout, model.schedule, hooks=not model.blocks.compile)
+    recorder = around.tracer.connect(module, device, mesh.layout, model.schedule, operations=not model.blocks.compile)
     engine = PipelineEngine(
         mesh,
         parts.assignment,

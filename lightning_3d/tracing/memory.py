@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from lightning_3d.tracing.trace import Memory
 
@@ -65,26 +68,124 @@ def _unpack(kept: Any) -> Tensor:
     return kept.tensor if isinstance(kept, _Kept) else kept
 
 
-class MemoryWatch:
-    """Meter of the memory of one rank during a step.
+class LiveBytes(TorchDispatchMode):
+    """Meter of all tensors in host memory that are alive, each storage once, from its first appearance in an operation until it is freed.
 
-    On a GPU, the peak is that of the allocator since the process began, and activations are all bytes in no other category. On a CPU,
-    tensors are counted, and activations are those that the backward keeps.
+    Memory that torch did not allocate does not count: mapped files of data, and the buffers through which ranks of one machine send
+    messages (`parallel/host_memory.py`), which several ranks map.
+
+    Attributes:
+        peak: largest number of bytes that were alive at an operation.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let what a step compiles run compiled: with other modes, torch 2.11 to 2.13 runs it eagerly, or fails with `fullgraph=True`."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._resized: list[int] = []  # storages whose size changes without an operation
+        self._now = 0
+        self.peak = 0
+
+    def hold(self, tensors: Iterable[Tensor], *, resized: bool = False) -> None:
+        """Count tensors that were there before.
+
+        Args:
+            resized: True if their storages may shrink and grow (`Unit` in parallel/zero/parameter_units.py).
+        """
+        for tensor in tensors:
+            self._see_storage(tensor)
+            self._resized += [tensor.untyped_storage()._cdata] if resized else []
+        self._resized = list(dict.fromkeys(self._resized))
+        self.peak = max(self.peak, self._now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for kind in types:
+            if is_traceable_wrapper_subclass_type(kind):
+                return NotImplemented  # the class itself computes with its inner tensors, in operations that arrive here
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):  # an operation that writes into a tensor returns it
+            self._see_storage(result)
+        else:
+            self._see_all(result)
+            self._see_all(args)  # what a collective, or one operation for many tensors, has written
+        if self._now > self.peak:
+            for place in self._resized:
+                self._measure(place)
+            self.peak = max(self.peak, self._now)
+        return result
+
+    def _see_all(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._see_storage(value)
+        elif isinstance(value, (tuple, list)):
+            for part in value:
+                self._see_all(part)
+
+    def _see_storage(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place, size = storage._cdata, storage.nbytes()
+        known = self._alive.get(place)
+        if known is None:
+            # Those of tensors without values, as compilers have, are on the device meta.
+            if storage.device.type != "cpu" or not storage.resizable():
+                return
+            self._alive[place] = weakref.ref(storage, partial(self._free, place)), size
+            self._now += size
+        elif known[1] != size:
+            self._measure(place)
+
+    def _measure(self, place: int) -> None:
+        reference, size = self._alive.get(place, (None, 0))
+        storage = reference() if reference is not None else None
+        if reference is not None and storage is not None:
+            self._alive[place] = reference, storage.nbytes()
+            self._now += storage.nbytes() - size
+
+    def _free(self, place: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        known = self._alive.get(place)
+        if known is not None and known[0] is reference:
+            self._now -= self._alive.pop(place)[1]
+
+
+class MemoryWatch:
+    """Meter of the memory of one rank during a step. Activations are all bytes in no other category at the peak.
+
+    On a GPU, the peak is that of the allocator since the process began. On a CPU, it is that of all tensors during the watched parts of
+    the step.
 
     Args:
         module: this rank's part of the model.
         device: device of the rank.
-        hooks: True to watch tensors that the backward keeps; compiled blocks would be compiled again.
+        parameters: parameters that the rank holds besides the module's, when the step begins.
+        others: other tensors that it holds then.
+        operations: True to watch operations on a CPU; compiled blocks would not run compiled.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, hooks: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        parameters: Iterable[Tensor] = (),
+        others: Iterable[Tensor] = (),
+        *,
+        operations: bool = True,
+    ) -> None:
         self._module, self._device = module, device
         self._gradients = 0
-        self._saved = SavedTensors(_storages(_tensors_of(module))) if hooks and device.type != "cuda" else None
+        self._live = LiveBytes() if operations and device.type != "cuda" else None
+        if self._live is not None:
+            self._live.hold([*_tensors_of(module), *parameters], resized=True)
+            self._live.hold(others)
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return a context for the forward and backward of a batch."""
-        return self._saved if self._saved is not None else nullcontext()
+        """Return a context for a part of the step."""
+        return self._live if self._live is not None else nullcontext()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Record the gradients that the rank holds now; the largest amount counts."""
@@ -101,8 +202,12 @@ class MemoryWatch:
         state = {place: size for place, size in self._here(optimizer).items() if place not in held}
         sizes = (sum(held.values()), self._gradients, sum(state.values()))
         if self._device.type == "cuda":
-            return Memory(*sizes, max(0, torch.cuda.max_memory_allocated(self._device) - sum(sizes)))
-        return Memory(*sizes, self._saved.peak if self._saved is not None else None)
+            peak = torch.cuda.max_memory_allocated(self._device)
+        elif self._live is not None:
+            peak = self._live.peak
+        else:
+            return Memory(*sizes, None)
+        return Memory(*sizes, max(0, peak - sum(sizes)))
 
     def _here(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         """Bytes of storages on this rank's device, by address."""

@@ -121,7 +121,7 @@ class StepTrace:
         layout, order, schedule: those of the run.
         ranks: all ranks in order, with times of rank 0's clock.
         clock_error: possible error in seconds between times of different machines.
-        device: "cpu" or "cuda". With "cuda" activations are everything in no other category, else what the backward keeps.
+        device: "cpu" or "cuda". Activations are everything in no other category.
     """
 
     step: int

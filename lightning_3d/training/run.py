@@ -60,13 +60,15 @@ def train(config: dict[str, Any]) -> None:
 
 
 def prepare(config: Mapping[str, Any]) -> None:
-    """Silence announcements, check that torch can use the GPUs, and seed the generators of this rank."""
+    """Silence announcements, check that torch can use the GPUs, set how exactly they multiply, and seed the generators of this rank."""
     quiet()
     if config["cluster"]["accelerator"] == "gpu" and not torch.cuda.is_available():
         raise ConfigError(
             f"This machine has GPUs, but torch {torch.__version__} cannot use them. Install a build with CUDA, or run"
             " on the CPU with cluster=local_cpu."
         )
+    if (name := config["trainer"].get("float32_matmul_precision")) is not None:  # a configuration of an earlier version has none
+        torch.set_float32_matmul_precision(name)
     seed_everything(config["seed"], verbose=False)
 
 

@@ -200,6 +200,7 @@ def test_full_speed_is_that_of_all_ranks() -> None:
         "cluster": {"accelerator": "gpu", "peak_flops": {"bf16": 1e12, "fp32": None}},
         "model": {"config": model, "lora": {"r": None}},
         "precision": {"name": "bf16_mixed"},
+        "trainer": {},
         "parallelism": {"layout": "tp2_dp2"},
         "data": {"sequence_length": 10},
     }

@@ -22,6 +22,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.self_check import remembered
+from lightning_3d.strategy.self_check.check import _own_context
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, kept_blocks, kinds_of
 from lightning_3d.strategy.self_check.remembered import identity, is_verified, recall
 
@@ -137,6 +138,28 @@ def test_heads_that_no_rank_can_count_are_found_where_training_would_go_on(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["highest", "high", "medium"])
+def test_a_check_multiplies_in_float32_whatever_the_run_does(name: str) -> None:
+    """TF32 has 10 bits: on GPUs, a whole product and its shards differ by 1e-3."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(name)
+        set_before = [backend.fp32_precision for backend in backends]
+        with pytest.raises(ZeroDivisionError), _own_context(torch.device("cpu")):
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert [backend.fp32_precision for backend in backends] == ["ieee", "ieee"]
+            raise ZeroDivisionError
+        assert torch.get_float32_matmul_precision() == name
+        assert [backend.fp32_precision for backend in backends] == set_before
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # a script that sets backends, which may have no common name then
+        with _own_context(torch.device("cpu")):
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_a_check_is_remembered_with_what_it_found(tmp_path: Path) -> None:
     model = build(own_gpt.NamedHeads)
     first, second = fit(model, "tp2", tmp_path), fit(model, "tp2", tmp_path)

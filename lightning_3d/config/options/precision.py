@@ -15,6 +15,26 @@ FP8_CAPABILITY = (8, 9)
 """The first compute capability with float8 matrix products: Ada. (CUDA C++ programming guide, "Compute Capabilities".)"""
 
 
+FLOAT32_MATMUL = ("highest", "high", "medium")
+"""Arguments of `torch.set_float32_matmul_precision`, the most exact first."""
+
+
+def check_float32_matmul(option: str, name: object) -> None:
+    """Refuse what is neither in `FLOAT32_MATMUL` nor None.
+
+    Raises:
+        ConfigError: with the option and its value.
+    """
+    if name is not None and name not in FLOAT32_MATMUL:
+        hint = did_you_mean(str(name), FLOAT32_MATMUL)
+        raise ConfigError(f"{option} must be {listed(FLOAT32_MATMUL, last='or')}, or null; got {name!r}.{hint}")
+
+
+def multiplies_in_tf32(name: str | None) -> bool:
+    """Return whether GPUs multiply float32 matrices in TF32; without a name, torch's own setting is highest, which does not."""
+    return name in FLOAT32_MATMUL[1:]
+
+
 def precision_of(lightning: str, *, fp8: bool = False) -> str:
     """Return this package's name of a precision of Lightning's. With float8 layers it is "bf16", the precision of everything else.
 

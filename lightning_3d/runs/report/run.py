@@ -158,7 +158,7 @@ class _RunPage:
             "timeline": self._timeline(),
             "counted": self.about.counted,
             "memory": self._memory(),
-            "activations": "activations and everything else" if self.trace is not None and self.trace.device == "cuda" else "activations",
+            "activations": "activations and everything else",
         }
 
     def shown(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class _RunPage:
     def _memory_note(self) -> str:
         if self.trace is None:
             return ""
-        how = "sizes of the tensors; for activations, the peak of those kept for the backward pass"
+        how = "peak of all tensors in the step"
         if self.trace.device == "cuda":
             how = "peak of the allocator since the run started"
         elif any(each.memory.activations is None for each in self.trace.ranks):

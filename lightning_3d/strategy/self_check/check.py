@@ -34,7 +34,7 @@ from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest
 from lightning_3d.strategy.self_check.explain import Explanation, first_line
 from lightning_3d.strategy.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes, modules_to_try
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
-from lightning_3d.strategy.self_check.noise import WithoutNoise
+from lightning_3d.strategy.self_check.noise import WithoutNoise, exact_products
 from lightning_3d.strategy.self_check.remembered import identity, is_verified, recall, remember
 from lightning_3d.strategy.self_check.stages import RewrittenModel
 from lightning_3d.weights.blueprint import isolated_generators
@@ -433,6 +433,7 @@ def _own_context(device: torch.device) -> Iterator[None]:
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
         WithoutNoise(),
+        exact_products(),
     ):
         yield
 

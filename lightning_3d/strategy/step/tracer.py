@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -46,19 +46,19 @@ class StepTracer:
         self.recorder = Recorder(heartbeat=heartbeat)
         self._module: nn.Module | None = None
         self._device = torch.device("cpu")
-        self._layout, self._schedule, self._hooks = Layout(), "", True
+        self._layout, self._schedule, self._operations = Layout(), "", True
         self._asked = self._tracing = False
         self._step = 0
         self._watch: MemoryWatch | None = None
         self._clocks: list[str] = []
 
-    def connect(self, module: nn.Module, device: torch.device, layout: Layout, schedule: str, *, hooks: bool) -> Recorder:
+    def connect(self, module: nn.Module, device: torch.device, layout: Layout, schedule: str, *, operations: bool) -> Recorder:
         """Set what is traced, before the first step. Returns the recorder of times.
 
         Args:
-            hooks: see `MemoryWatch`.
+            operations: see `MemoryWatch`.
         """
-        self._module, self._device, self._layout, self._schedule, self._hooks = module, device, layout, schedule, hooks
+        self._module, self._device, self._layout, self._schedule, self._operations = module, device, layout, schedule, operations
         self.recorder = Recorder(device, self.recorder.heartbeat, lambda: seconds_waited() + uneven_seconds())
         return self.recorder
 
@@ -67,22 +67,19 @@ class StepTracer:
         self._asked = True
 
     @contextmanager
-    def batch(self, step: int, place: int) -> Iterator[None]:
+    def batch(self, step: int, place: int, backend: DataParallelBackend) -> Iterator[None]:
         """Wrap forward, backward and reduction of a batch.
 
         Args:
             step: number of the optimizer step, 1 for the first.
             place: index of this batch among those of the step.
+            backend: holder of gradients and of the optimizer's state.
         """
         if place == 0:
-            self._begin(step)
+            self._begin(step, backend)
         self.recorder.batch = place
         with self._recording():
-            if self._watch is None:
-                yield
-            else:
-                with self._watch.watching():
-                    yield
+            yield
 
     @contextmanager
     def optimizer(self) -> Iterator[None]:
@@ -94,16 +91,20 @@ class StepTracer:
     def _recording(self) -> Iterator[None]:
         self.recorder.recording(self._tracing)
         try:
-            yield
+            with self._watch.watching() if self._watch is not None else nullcontext():
+                yield
         finally:
             self.recorder.recording(False)
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, backend: DataParallelBackend) -> None:
         self._tracing = self._asked or (self.every is not None and step % self.every == 0)
         self._asked, self._watch = False, None
         if self._tracing:
             self._step = step
-            self._watch = MemoryWatch(require(self._module, "a model to trace", BUILT), self._device, hooks=self._hooks)
+            module = require(self._module, "a model to trace", BUILT)
+            held = backend.held()
+            weights, others = [*_weights(backend), *held["parameters"]], [*held["gradients"], *held["optimizer"]]
+            self._watch = MemoryWatch(module, self._device, weights, others, operations=self._operations)
             self.recorder.begin()
 
     def before_reduction(self, backend: DataParallelBackend) -> None:
@@ -119,10 +120,9 @@ class StepTracer:
         if not self._tracing or self._watch is None:
             return None
         self._tracing, watch, self._watch = False, self._watch, None
-        parts = [value for shard in backend.weight_shards() for value in shard.values.values() if isinstance(value, Tensor)]
         events = tuple(self.recorder.take())
         transfers = tuple(each._replace(group=group_name(self._layout, each)) for each in self.recorder.take_transfers())
-        return self._collect(events, transfers, watch.measure(parts, backend.held()["optimizer"]))
+        return self._collect(events, transfers, watch.measure(_weights(backend), backend.held()["optimizer"]))
 
     def _collect(self, events: tuple[Event, ...], transfers: tuple[Transfer, ...], memory: Memory) -> StepTrace:
         rank = dist.get_rank()
@@ -146,3 +146,8 @@ class StepTracer:
         ranks = tuple(each.shifted(-offset) for (each, _), (offset, _) in zip(gathered, offsets, strict=True))
         error = max(uncertain for _, uncertain in offsets)
         return StepTrace(self._step, self._layout.name, self._layout.order, self._schedule, ranks, error, self._device.type)
+
+
+def _weights(backend: DataParallelBackend) -> list[Tensor]:
+    """Return the tensors of this rank's shards of parameters."""
+    return [value for shard in backend.weight_shards() for value in shard.values.values() if isinstance(value, Tensor)]
