@@ -104,15 +104,27 @@ class _FewRows(TorchFunctionMode):
     RMS norm leaves the sign. Some models write a linear layer as `x @ weight.T`, and some scale its result in place.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._shares: dict[int, Tensor] = {}  # by number of rows
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         more = kwargs or {}
         if func is F.linear and len(args) > 1 and _repeats(args[1], dim=0):
-            product = _product(args[0], args[1][0], len(args[1]))
+            product = self._product(args[0], args[1][0], len(args[1]))
             bias = args[2] if len(args) > 2 else more.get("bias")
             return product if bias is None else product + bias
         if func in _MATMULS and len(args) > 1 and _repeats(args[1], dim=1):
-            return _product(args[0], args[1][:, 0], args[1].shape[1])
+            return self._product(args[0], args[1][:, 0], args[1].shape[1])
         return func(*args, **more)
+
+    def _product(self, x: Tensor, row: Tensor, outputs: int) -> Tensor:
+        """Multiply (..., inputs) by a matrix of `outputs` rows that is made from one row (inputs,): (..., outputs)."""
+        rows = torch.stack([row.roll(place) for place in range(_RANK)])
+        if outputs not in self._shares:
+            generator = torch.Generator().manual_seed(outputs)
+            self._shares[outputs] = torch.randn(outputs, _RANK, generator=generator, dtype=torch.float64) / _RANK**0.5
+        return F.linear(F.linear(x, rows), self._shares[outputs].to(row.dtype))
 
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -123,14 +135,6 @@ _RANK = 4
 def _repeats(matrix: Any, dim: int) -> bool:
     """Return whether a matrix is one vector, repeated along a dimension."""
     return isinstance(matrix, Tensor) and matrix.ndim == 2 and matrix.stride(dim) == 0
-
-
-def _product(x: Tensor, row: Tensor, outputs: int) -> Tensor:
-    """Multiply (..., inputs) by a matrix of `outputs` rows that is made from one row (inputs,): (..., outputs)."""
-    rows = torch.stack([row.roll(place) for place in range(_RANK)])
-    generator = torch.Generator().manual_seed(outputs)
-    shares = torch.randn(outputs, _RANK, generator=generator, dtype=row.dtype) / _RANK**0.5
-    return F.linear(F.linear(x, rows), shares)
 
 
 class _FirstOfEqual(TorchFunctionMode):
