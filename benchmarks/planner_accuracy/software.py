@@ -306,6 +306,7 @@ FOUNDRY_A100 = replace(
     attention_speed=0.56,  # [fit]
     host=Host(step=0.069),  # [fit]
 )
+_FITTED_ATTENTION = (FOUNDRY.name, FOUNDRY_A100.name)
 TITAN = Published(
     name="titan",
     traffic=Traffic(elementwise=3.2),  # [fit]
@@ -325,10 +326,18 @@ ANY = Published(
 
 
 def any_software(software: Published) -> Published:
-    """Return what a software's source and documentation say of it, with the constants of software of which nothing is known."""
+    """Return what a software's source and documentation say of it, with the constants of software of which nothing is known, except those
+    of its attention and its gathers."""
     overlap = replace(software.overlap, layers=ANY.overlap.layers)
     traffic = replace(software.traffic, elementwise=ANY.traffic.elementwise)  # its bytes of logits and parameters were counted
     return replace(software, name=ANY.name, overlap=overlap, traffic=traffic, host=ANY.host, network=ANY.network, host_tensor=0.0)
+
+
+def unseen_software(software: Published) -> Published:
+    """Return `any_software` without anything that was fitted to its runs."""
+    speed = ANY.attention_speed if software.name in _FITTED_ATTENTION else software.attention_speed
+    separate = software.separate and replace(software.separate, network=ANY.network)
+    return replace(any_software(software), attention_speed=speed, separate=separate)
 
 
 SOURCES: tuple[tuple[tuple[str, ...], Published], ...] = (

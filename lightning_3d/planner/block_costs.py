@@ -199,7 +199,7 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
         part = Part(forward=forward, backward=2.5 * forward)
     else:
         scores = job.tokens * job.seq * model.heads / job.attention_tp / machine.memory_rate
-        work = 4.0 * job.tokens * job.seq * width / machine.matmul_rate("bf16")
+        work = 4.0 * job.tokens * job.seq * width / machine.matmul_rate(job.stack.attention_precision)
         forward, backward = job.stack.score_bytes
         part = Part(forward=work + forward * scores, backward=2 * work + backward * scores)
     if layout.cp > 1:
