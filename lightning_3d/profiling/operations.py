@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 _LONG_SECONDS = 0.5
 """Longer operations are measured once."""
+_MORE_OF_WAITS = 5
+"""Times as many repetitions for collectives of CPU ranks: how long ranks wait for each other varies more than how long cores compute."""
 _LOADED_SECONDS = 0.3
 """How long a GPU repeats an operation before it is measured: the first matrix products run faster than the power limit allows in training.
 On an H200, 802 TFLOP/s were measured in the first milliseconds, and 675 to 722 under load."""
@@ -129,7 +131,8 @@ class _Meter:
         dist.all_reduce(once, dist.ReduceOp.MAX)  # ranks must run the same number of collectives, and start together
         seconds = float(once)
         if self.device.type != "cuda":
-            return _usual_mean(self._clock(action, 1 if seconds > _LONG_SECONDS else self._repeats, before))
+            repeats = self._repeats * (1 if before is None else _MORE_OF_WAITS)
+            return _usual_mean(self._clock(action, 1 if seconds > _LONG_SECONDS else repeats, before))
         for _ in range(int(_LOADED_SECONDS / seconds)):
             action()
         return statistics.median(self._events(action))
