@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.compat.torch import real_values
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.context.few_rows import FewRows
 from lightning_3d.training.data.documents import restarting_positions
 from lightning_3d.training.document_copy import IDS, trial_copy
 from lightning_3d.training.document_inputs import arguments_of
@@ -81,7 +81,7 @@ def _starts(sizes: tuple[int, ...]) -> list[int]:
 
 def _outputs(model: nn.Module, ids: Tensor, **more: Any) -> Tensor:
     """Logits (batch, seq, ids)."""
-    with _FewRows(), _FirstOfEqual(), _in_float64():
+    with FewRows(), _FirstOfEqual(), _in_float64():
         out: Tensor = model(input_ids=ids, use_cache=False, **more).logits
     return out
 
@@ -95,46 +95,6 @@ def _in_float64() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-class _FewRows(TorchFunctionMode):
-    """Take a matrix that is one row, repeated, for one of rank `_RANK` whose rows differ: random sums of that row, rotated.
-
-    Equal rows would hide other documents. They give every feature of a token the same value, which a layer norm takes away, and of which an
-    RMS norm leaves the sign. Some models write a linear layer as `x @ weight.T`, and some scale its result in place.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._shares: dict[int, Tensor] = {}  # by number of rows
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        more = kwargs or {}
-        if func is F.linear and len(args) > 1 and _repeats(args[1], dim=0):
-            product = self._product(args[0], args[1][0], len(args[1]))
-            bias = args[2] if len(args) > 2 else more.get("bias")
-            return product if bias is None else product + bias
-        if func in _MATMULS and len(args) > 1 and _repeats(args[1], dim=1):
-            return self._product(args[0], args[1][:, 0], args[1].shape[1])
-        return func(*args, **more)
-
-    def _product(self, x: Tensor, row: Tensor, outputs: int) -> Tensor:
-        """Multiply (..., inputs) by a matrix of `outputs` rows that is made from one row (inputs,): (..., outputs)."""
-        rows = torch.stack([row.roll(place) for place in range(_RANK)])
-        if outputs not in self._shares:
-            generator = torch.Generator().manual_seed(outputs)
-            self._shares[outputs] = torch.randn(outputs, _RANK, generator=generator, dtype=torch.float64) / _RANK**0.5
-        return F.linear(F.linear(x, rows), self._shares[outputs].to(row.dtype))
-
-
-_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-
-_RANK = 4
-
-
-def _repeats(matrix: Any, dim: int) -> bool:
-    """Return whether a matrix is one vector, repeated along a dimension."""
-    return isinstance(matrix, Tensor) and matrix.ndim == 2 and matrix.stride(dim) == 0
 
 
 class _FirstOfEqual(TorchFunctionMode):

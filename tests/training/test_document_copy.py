@@ -13,8 +13,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MistralForCausalL
 
 from lightning_3d.compat.transformers_masks import give_positions_to_masks
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.context.few_rows import FewRows
 from lightning_3d.training.document_copy import trial_copy
-from lightning_3d.training.document_trial import _FewRows, require_separate_documents
+from lightning_3d.training.document_trial import require_separate_documents
 from lightning_3d.training.token_lengths import is_length, shorten
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -118,7 +119,7 @@ def test_large_matrices_and_layer_norms_hide_no_documents(family: str, sizes: di
 
 def test_both_ways_to_write_a_product_with_a_large_matrix_are_the_same() -> None:
     weight, x, bias = torch.randn(8).expand(6, 8), torch.randn(2, 3, 8), torch.randn(6)
-    with _FewRows():
+    with FewRows():
         product = nn.functional.linear(x, weight)
         assert torch.equal(x @ weight.T, product)
         assert torch.equal(nn.functional.linear(x, weight, bias), product + bias)

@@ -2,8 +2,8 @@
 
 A module that does can work on this rank's part of the tokens. To find out, a copy of it runs on a few random tokens with random weights,
 once more with each of some tokens changed, and once with the tokens in another order, in float64 on the CPU: no other token's result may
-change, and results change places as the tokens do. No rank communicates, the model may be on meta, and matrices that are large are filled
-with one row, which takes no memory. A module with a capacity drops tokens only where there are many, so it counts as one that mixes them.
+change, and results change places as the tokens do. No rank communicates, the model may be on meta, and large matrices take no memory
+(`few_rows`). A module with a capacity drops tokens only where there are many, so it counts as one that mixes them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.compat.torch import real_values
+from lightning_3d.parallel.context.few_rows import FewRows, random_values
 from lightning_3d.parallel.nested import tensors_of
 
 _TOKENS = 7  # a size that nothing else in a model has
 _CHANGED = (0, 3, 6)
 _ORDER = (5, 0, 3, 6, 1, 4, 2)
 _BY_TOKEN = (nn.Linear, nn.LayerNorm, nn.Dropout)
-_LARGE = 2**22  # elements of a parameter above which all of its rows are one
 _SAME = 1e-6  # relative; some models compute parts in float32
 
 
@@ -118,7 +118,8 @@ def _with_another(value: Tensor, token: int, generator: torch.Generator) -> Tens
 
 def _results(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
     """Floating-point tensors that the module returns, by the forward of its class, without hooks, which belong to the model."""
-    return [value for value in tensors_of(type(module).forward(module, *inputs)) if value.is_floating_point()]
+    with FewRows():
+        return [value for value in tensors_of(type(module).forward(module, *inputs)) if value.is_floating_point()]
 
 
 def _changes_only(token: int, before: list[Tensor], after: list[Tensor]) -> bool:
@@ -157,13 +158,3 @@ def _clone(module: nn.Module) -> Any:
         if (config := vars(child).get("config")) is not None:
             config._experts_implementation = "eager"  # grouped products do not know float64
     return clone
-
-
-def random_values(parameter: Tensor) -> Tensor:
-    """Draw float64 values of the shape of a parameter; zeros for one of whole numbers. All rows of a large matrix are one."""
-    if not parameter.is_floating_point():
-        return torch.zeros(parameter.shape, dtype=parameter.dtype)
-    generator = torch.Generator().manual_seed(parameter.ndim)
-    shape = parameter.shape if parameter.numel() <= _LARGE else parameter.shape[-1:]
-    scale = max(parameter.shape[-1], 1) ** -0.5 if parameter.ndim > 1 else 1.0
-    return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).expand(parameter.shape)

@@ -80,6 +80,24 @@ class Mean(nn.Module):
         return self.out(x) + x.mean(1, keepdim=True)
 
 
+class Wide(nn.Module):
+    """Matrices of 2**23 elements. Where all of their rows are one, a layer norm takes away what the tokens are.
+
+    Args:
+        mixes: all tokens see each other.
+    """
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        width = 2**23 // WIDTH
+        self.up, self.norm, self.down = nn.Linear(WIDTH, width), nn.LayerNorm(width), nn.Linear(width, WIDTH)
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(self.up(x))
+        return x + self.down(inner.mean(1, keepdim=True) if self.mixes else inner)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("make", "separate"),
@@ -94,6 +112,8 @@ class Mean(nn.Module):
         (Experts, True),
         (Shares, False),
         (Mean, False),
+        (lambda: Wide(mixes=False), True),
+        (lambda: Wide(mixes=True), False),
         (lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), False),
     ],
 )
