@@ -39,7 +39,7 @@ def training_words(overrides: Sequence[str], job: Job, choices: Mapping[str, Any
         choices: `config_choices` of these words; None: they are composed.
     """
     wanted = _chosen(job)
-    replaced = {"parallelism", "trainer.dry", *(f"parallelism.{key}" for key in wanted)}
+    replaced = {"parallelism", "parallelism.layout", "trainer.dry", *(f"parallelism.{key}" for key in wanted)}
     words = [word for word in overrides if _key(word) not in replaced]
     choices = choices or config_choices(compose(words))
     if not choices.get("recipe"):  # a recipe names its model, cluster and batch

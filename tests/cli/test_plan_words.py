@@ -77,6 +77,14 @@ def test_the_command_is_complete() -> None:
     assert "data.sequence_length=128" in words and sum("global_batch_size" in word for word in words) == 1
 
 
+def test_a_layout_by_its_key_is_replaced() -> None:
+    """The key would win over the layout that is proposed."""
+    given = CASES["a length of the data"]
+    job = plan(complete_run(check_keys(compose(given))), "bf16").best[0].job
+    words = training_words([*given, "parallelism.layout=tp2"], job).words
+    assert words == training_words(given, job).words and f"parallelism={job.layout.name}" in words
+
+
 @pytest.mark.slow
 def test_what_has_to_be_added_is_said() -> None:
     one, many = (machine_of(check_keys(compose([*words, "trainer.dry=true"])).cluster) for words in (ONE_NODE, RECIPE))
