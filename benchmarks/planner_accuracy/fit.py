@@ -181,11 +181,11 @@ def _bounds(keys: Sequence[tuple[str, str]], side: int) -> np.ndarray:
 def leave_out(runs: Sequence[Run], predict: Callable[[Run], Comparison]) -> list[Comparison]:
     """Predict every run as one of software that is not known: with what its documentation says of it, and with constants that were
     calibrated for any software, without the runs of this one."""
-    known_a_little = [replace(run, job=replace(run.job, stack=any_software(run.software))) for run in runs]
+    calibrated = [replace(run, job=replace(run.job, stack=any_software(run.software))) for run in runs]
     unknown = [replace(run, job=replace(run.job, stack=unseen_software(run.software))) for run in runs]
     found: dict[str, Values] = {}
     for name in sorted({family(run.software) for run in runs}):
-        others = [run for run, one in zip(known_a_little, runs, strict=True) if family(one.software) != name and _usual(one)]
+        others = [run for run, one in zip(calibrated, runs, strict=True) if family(one.software) != name and _usual(one)]
         found[name] = fit(others)
     return [predict(with_values(run, found[family(one.software)])) for run, one in zip(unknown, runs, strict=True)]
 

@@ -142,8 +142,7 @@ def ways(job: Job, fixed: Fixed) -> list[Job]:
     """Return the ways to run a job: each useful ZeRO stage, with the recomputation of the job or the next level that runs.
 
     Stage 0 sends more than stage 1, and with a pipeline stage 2 is the same as stage 1. With a split backward, stage 3 would hold all
-    parameters. Where options of the user refuse all of these stages, another one
-    is useful.
+    parameters. Where options of the user refuse all of these stages, another one is useful.
     """
     runs = runnable(job, fixed)
     if runs is None:

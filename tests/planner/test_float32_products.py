@@ -14,6 +14,7 @@ from lightning_3d.config.run_config import CompleteRun, complete_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.planner.advice import job_of, machine_of_run
+from lightning_3d.planner.block_costs import _attention
 from lightning_3d.planner.memory import memory_of
 from lightning_3d.planner.search import Candidate
 from lightning_3d.planner.step_time import step_of
@@ -46,6 +47,18 @@ def test_float32_is_planned_at_the_rate_at_which_a_run_multiplies(setting: str, 
     stack = job_of(run, "fp32").stack
     assert stack.attention_rate(machine) == machine.efficiency.attention * rate, "attention has no kernel in 16 bits for float32"
     assert job_of(run, "bf16").stack.attention_rate(machine) == machine.efficiency.attention * 989.5e12
+
+
+def test_attention_without_a_fused_kernel_multiplies_at_that_rate_too() -> None:
+    """Its scores move as many bytes with either rate."""
+    seconds = []
+    for setting in ("null", "high"):
+        run = run_of("model.attn_implementation=eager", f"{SETTING}={setting}")
+        job, machine = job_of(run, "fp32"), machine_of_run(run)
+        assert machine is not None and not job.stack.flash
+        seconds.append(_attention(job, machine, job.model.kinds[0]).forward)
+    work = 4.0 * job.tokens * job.seq * job.model.query_width / machine.efficiency.matmul
+    assert seconds[0] - seconds[1] == pytest.approx(work / 67e12 - work / 494.5e12)
 
 
 def test_tf32_is_faster_only_where_products_are_in_float32() -> None:

@@ -13,7 +13,7 @@ from made_profile import made
 from lightning_3d.layout import Layout
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.constants import OURS
+from lightning_3d.planner.constants import OURS, compiled
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, stack_of_profile
 from lightning_3d.planner.stack import Host, Stack, Traffic
@@ -70,6 +70,12 @@ def test_traffic_of_whole_and_narrow_blocks_is_given_back(tmp_path: Path) -> Non
     assert (found.elementwise, found.logit, found.between) == pytest.approx((3.0, 20.0, 2.0), rel=0.01)
     assert (found.inside(1), found.inside(2), found.inside(4)) == pytest.approx((3.0, 1.5, 3.0), rel=0.01)
     assert stack.host.computes and stack.host.block == pytest.approx(HOST, rel=0.05)
+
+
+def test_compiled_blocks_have_no_traffic_of_measured_eager_ones(tmp_path: Path) -> None:
+    profile = cpu_profile(tmp_path)
+    measured, published = (compiled(stack).traffic for stack in (stack_of_profile(profile, machine_of_profile(profile), OURS), OURS))
+    assert (measured.elementwise, measured.of_norms, measured.inside(2)) == (published.elementwise, published.of_norms, published.inside(2))
 
 
 def test_the_time_in_which_cores_start_operations_is_added_to_their_work(tmp_path: Path) -> None:

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planner_accuracy.software import ANY, MEGATRON, MEGATRON_2021, NANOTRON, any_software
+from benchmarks.planner_accuracy.software import (
+    ANY,
+    FOUNDRY,
+    FOUNDRY_A100,
+    MEGATRON,
+    MEGATRON_2021,
+    NANOTRON,
+    any_software,
+    unseen_software,
+)
 from lightning_3d.layout import Layout
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import message_seconds, work_of
@@ -67,3 +76,11 @@ def test_unknown_software_keeps_what_its_source_says() -> None:
     assert replace(unknown.traffic, elementwise=NANOTRON.traffic.elementwise) == NANOTRON.traffic
     assert (unknown.traffic.elementwise, unknown.host, unknown.network) == (ANY.traffic.elementwise, ANY.host, ANY.network)
     assert not unknown.scatters and unknown.host_tensor == 0
+
+
+def test_software_that_is_judged_keeps_nothing_that_was_fitted_to_its_runs() -> None:
+    """Nor the speed of its attention, unless that was published, nor the bandwidth of its gathers."""
+    assert {unseen_software(one).attention_speed for one in (FOUNDRY, FOUNDRY_A100)} == {ANY.attention_speed}
+    assert unseen_software(MEGATRON).attention_speed == MEGATRON.attention_speed
+    fitted, unseen = MEGATRON_2021.separate, unseen_software(MEGATRON_2021).separate
+    assert fitted is not None and unseen == replace(fitted, network=ANY.network) != fitted
