@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.cli.options import Command
+from lightning_3d.cli.options import OVERRIDES, Command
 from lightning_3d.config.machine import hide_gpus
 from lightning_3d.config.options.lora import LoraOptions
 from lightning_3d.config.options.objective import DPO, ObjectiveOptions
 from lightning_3d.config.options.parameter_groups import matching
-from lightning_3d.config.options.token_exchange import ALL_TO_ALL
+from lightning_3d.config.options.plain_values import PLAIN_VALUES
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import listed, plural
@@ -28,30 +28,65 @@ from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shri
 if TYPE_CHECKING:
     from lightning_3d.verification.compare import Difference
 
+_SCRIPT_STEPS, _JOB_STEPS = 3, 4
+
 COMMAND = Command(
     "verify",
-    "Check that a layout computes what one process computes. Trains a small model of the same family (few layers, narrow) on at"
-    " most 8 CPU ranks of this machine, with 2 ranks along each axis of the job's layout. Trains it again in one process with plain"
-    " PyTorch. Prints the largest differences of loss, gradient norm and weights. Exit code 0: they agree up to rounding; 1: they do not.",
-    examples=["model=llama3_70b cluster=h100_32x8 parallelism=tp8_pp4_dp8 data.global_batch_size=64"],
+    "Check that a layout computes what one process computes. Exit code 0: they agree up to rounding; 1: they do not, and the first"
+    " difference is named; 2: nothing was compared.\n\n"
+    "With a script, or -m MODULE, that has a Trainer with Lightning3DStrategy: runs it unchanged on ranks of this machine, and once more with"
+    " plain Lightning on one process. Compares data, losses, logged values, gradient norms, weights, buffers and optimizer state after each"
+    " step. It saves no checkpoints and logs. LIGHTNING_3D_VERIFY=1 python mine.py does the same.\n\n"
+    "With a run: trains a small model of the same family (few layers, narrow) on at most 8 CPU ranks of this machine, with 2 ranks along each"
+    " axis of the job's layout, and again in one process with plain PyTorch.",
+    takes=f"[SCRIPT.py [ARGUMENTS]] or {OVERRIDES}",
+    examples=["mine.py --my-option 3", "model=llama3_70b cluster=h100_32x8 parallelism=tp8_pp4_dp8 data.global_batch_size=64"],
 )
-COMMAND.count("--steps", "optimizer steps; default: 4", default=4)
-
-_UNIFORM = {
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "moe_aux_loss": None,
-    "moe_z_loss": 0.0,
-    "moe_bias_update": 0.0,
-    "moe_capacity_factor": None,
-    "moe_exchange": ALL_TO_ALL,
-}
-"""Options that change what is computed and that plain PyTorch does not have, or that need GPUs, and the values that turn them off."""
-
+COMMAND.count("--steps", f"optimizer steps; default: {_SCRIPT_STEPS} of a script, {_JOB_STEPS} of a run. Words of a script after -- are its own")
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
-    return COMMAND.run(arguments, lambda options, overrides: _run(options.steps, overrides), shown=(RuntimeError,))
+    own, script = split_script(arguments)
+    if script:
+        return COMMAND.run(own, lambda options, _: _run_script(options.steps, script))
+    return COMMAND.run(arguments, lambda options, overrides: _run(options.steps or _JOB_STEPS, overrides), shown=(RuntimeError,))
+
+
+def split_script(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Separate the options of this command from a script with its arguments, or "-m", a module and its arguments.
+
+    `--steps` belongs to this command, also after the script. What follows "--" belongs to the script.
+
+    Returns:
+        Both; no words of a script where the arguments are those of a run.
+    """
+    first = next((place for place, word in enumerate(arguments) if _names_script(word)), None)
+    if first is None or any("=" in word and not word.startswith("-") for word in arguments[:first]):
+        return arguments, []
+    named = first + (2 if arguments[first] == "-m" else 1)
+    own, script, rest = arguments[:first], arguments[first:named], arguments[named:]
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return own, [*script, *rest]
+        if word == "--steps":
+            own += [word, *rest[:1]]
+            del rest[:1]
+        elif word.startswith("--steps="):
+            own.append(word)
+        else:
+            script.append(word)
+    return own, script
+
+
+def _names_script(word: str) -> bool:
+    return word == "-m" or (word.endswith(".py") and "=" not in word)
+
+
+def _run_script(steps: int | None, script: list[str]) -> int:
+    from lightning_3d.verification.two_runs import verify_script
+
+    return verify_script(script, steps or _SCRIPT_STEPS)
 
 
 def _run(steps: int, overrides: list[str]) -> int:
@@ -124,7 +159,7 @@ def _print_steps(difference: Difference) -> None:
 def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) -> tuple[dict[str, Any], list[str]]:
     """Return the strategy's arguments for the small job, and the names of options that were left out."""
     arguments = {key: value for key, value in config["parallelism"].items() if not key.startswith("_")}
-    dropped = [f"parallelism.{key}" for key in _UNIFORM if arguments[key] not in (None, 0.0)]
+    dropped = [f"parallelism.{key}" for key in PLAIN_VALUES if arguments[key] not in (None, 0.0)]
     dropped += ["parallelism.stages"] if arguments["stages"] is not None else []
     zero = ZeroOptions(plan.zero.stage, plan.zero.reduce, plan.zero.gather, plan.zero.reduce_scatter, plan.zero.offload)
     folded = {"layout": small.name, "vp": small.vp, "schedule": _schedule(plan, small), "micro_batch_size": 2, "seed": config["seed"]}
@@ -132,7 +167,7 @@ def strategy_arguments(config: Mapping[str, Any], plan: RunPlan, small: Layout) 
         folded["sequence_parallel"] = False  # as the job itself runs
     folded["zero_shard_size"] = 2 if plan.zero.shard_size is not None and small.dp == 4 else None
     folded |= {"stages": None, "zero_reduce": zero.reduce, "zero_gather": zero.gather, "compile": False, "elastic": False}
-    return {**arguments, **_UNIFORM, **folded}, dropped
+    return {**arguments, **PLAIN_VALUES, **folded}, dropped
 
 
 def groups_of_small_model(entries: list[Any], model: Mapping[str, Any]) -> tuple[list[Any], int]:

@@ -59,6 +59,7 @@ from lightning_3d.layout.sizes import check_number
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.expert import require_exchange
 from lightning_3d.parallel.pipeline import PipelineEngine
+from lightning_3d.parallel.random_streams import global_seed
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.ranks.heartbeat import BETWEEN, EVALUATING, STEP, Heartbeat
 from lightning_3d.ranks.loopback import GlooInterface
@@ -86,6 +87,7 @@ from lightning_3d.strategy.refusals import (
     suggest_arguments,
 )
 from lightning_3d.strategy.replica_check import ReplicaCheck
+from lightning_3d.strategy.role_arguments import suit_role
 from lightning_3d.strategy.step import StepResult
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -152,6 +154,7 @@ class Lightning3DStrategy(CheckpointHooks):
     """
 
     @suggest_arguments
+    @suit_role
     def __init__(
         self,
         layout: str | Layout | None = None,
@@ -254,6 +257,11 @@ class Lightning3DStrategy(CheckpointHooks):
     def zero_stage(self) -> int:
         """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too; 0 nothing."""
         return self.zero.stage
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights initialized from the meta device and of dropout."""
+        return self._sources.seed if self._sources.seed is not None else global_seed()
 
     @property
     def optimizer_device(self) -> torch.device:

@@ -145,6 +145,7 @@ class StepRunner:
 
     Attributes:
         inside: whether the user's step is running, which not all ranks run equally often: it must not communicate.
+        around: function that makes a context for each call of the user's step: (hook, micro-batches, index) -> context.
         totals: totals of the last batch over all ranks; None before the first.
         known_totals: totals of every batch in a dry run, on a rank that does not compute them: the ranks that do are absent.
     """
@@ -180,6 +181,7 @@ class StepRunner:
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self._shared = StageOutputs(mesh, engine, device)
         self._uses = RankZeroUses(module, mesh, engine)
+        self.around: Callable[[str, MicroBatches, int], AbstractContextManager[Any]] = _nothing_around
         self.inside = False
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
         self._accumulated: Tensor | None = None
@@ -299,7 +301,8 @@ class StepRunner:
         try:
             # Before the last stage, code after a call of the model would update metrics with values that are not known there.
             unchanged = unchanged_metrics(self._module) if filler or self._engine.passes_calls else nullcontext()
-            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept():
+            around = self.around(hook, micro_batches, index)
+            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept(), around:
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
             self._engine.end_step()
         except RuntimeError as error:
@@ -410,6 +413,10 @@ def _loss_of(output: Any) -> Tensor:
             " with loss.mean()."
         )
     return loss.reshape(())
+
+
+def _nothing_around(hook: str, micro_batches: MicroBatches, index: int) -> AbstractContextManager[Any]:
+    return nullcontext()
 
 
 def _detached(value: Any) -> Any:

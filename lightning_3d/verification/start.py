@@ -1,0 +1,24 @@
+"""Run a user's script as `python` does, with its Trainers changed and recorded: `python -m lightning_3d.verification.start mine.py ARGS`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+import lightning_3d.strategy  # noqa: F401  it changes and records Trainers, if this process has a role
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
