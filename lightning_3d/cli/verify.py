@@ -26,7 +26,7 @@ from lightning_3d.runs.check import check_shapes
 from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shrink_model
 
 if TYPE_CHECKING:
-    from lightning_3d.verification.compare import Difference
+    from lightning_3d.verification.differences import Comparison
 
 _SCRIPT_STEPS, _JOB_STEPS = 3, 4
 
@@ -34,15 +34,15 @@ COMMAND = Command(
     "verify",
     "Check that a layout computes what one process computes. Exit code 0: they agree up to rounding; 1: they do not, and the first"
     " difference is named; 2: nothing was compared.\n\n"
-    "With a script, or -m MODULE, that has a Trainer with Lightning3DStrategy: runs it unchanged on ranks of this machine, and once more with"
-    " plain Lightning on one process. Compares data, losses, logged values, gradient norms, weights, buffers and optimizer state after each"
-    " step. It saves no checkpoints and logs. LIGHTNING_3D_VERIFY=1 python mine.py does the same.\n\n"
-    "With a run: trains a small model of the same family (few layers, narrow) on at most 8 CPU ranks of this machine, with 2 ranks along each"
-    " axis of the job's layout, and again in one process with plain PyTorch.",
+    "With a script (or -m MODULE) that has a Trainer with Lightning3DStrategy: runs it unchanged on ranks of this machine, and again with"
+    " plain Lightning on one process. Compares data, losses, logged values, gradient norms, weights, buffers and optimizer state after"
+    " each step. It saves no checkpoints and logs. LIGHTNING_3D_VERIFY=1 python mine.py does the same.\n\n"
+    "With a run: trains a small model of the same family (few layers, narrow) on at most 8 CPU ranks, with 2 ranks along each axis of the"
+    " job's layout, and again in one process with plain PyTorch.",
     takes=f"[SCRIPT.py [ARGUMENTS]] or {OVERRIDES}",
     examples=["mine.py --my-option 3", "model=llama3_70b cluster=h100_32x8 parallelism=tp8_pp4_dp8 data.global_batch_size=64"],
 )
-COMMAND.count("--steps", f"optimizer steps; default: {_SCRIPT_STEPS} of a script, {_JOB_STEPS} of a run. Words of a script after -- are its own")
+COMMAND.count("--steps", f"steps; default: {_SCRIPT_STEPS} of a script, {_JOB_STEPS} of a run. Words after -- are the script's own")
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
@@ -149,7 +149,7 @@ def _run(steps: int, overrides: list[str]) -> int:
     return 1
 
 
-def _print_steps(difference: Difference) -> None:
+def _print_steps(difference: Comparison) -> None:
     """Print the loss and the gradient norm of every step, of ranks and of one process."""
     print("  step        loss: ranks   one process   gradient norm: ranks   one process")
     for step, (loss, norm) in enumerate(zip(difference.losses, difference.norms, strict=True)):

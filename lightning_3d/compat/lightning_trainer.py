@@ -30,7 +30,7 @@ def intercept_trainers(before: Callable[[dict[str, Any]], tuple[dict[str, Any], 
         after(trainer, kept)
 
     init.intercepted = True  # type: ignore[attr-defined]
-    Trainer.__init__ = init  # type: ignore[method-assign]
+    Trainer.__init__ = init  # type: ignore[method-assign, assignment]
 
 
 def watch_samples() -> Callable[[Any, int], list[Any] | None]:

@@ -33,26 +33,25 @@ NOT_A_NUMBER = "a number is not finite"
 ITSELF = "one rank of this strategy computes something else"
 
 _WHAT_TO_DO = {
-    ROWS: "Use micro-batches as large as a rank's batch (leave micro_batch_size out) and a layout without dp or pp, such as tp2. Or write the"
-    " loss as a mean over rows. Contrastive pairs, sums, class weights, mixup, variance terms and batch statistics depend on which rows are"
-    " computed together.",
-    PARTS: "Look in training_step and the model for parameters that are read outside the model's own call (penalties, a head's weight in the"
-    " loss), self.all_gather and own collectives, and values that one block writes and another reads. Compute them inside the model's"
+    ROWS: "Contrastive pairs, sums, class weights, mixup, variance terms and batch statistics depend on which rows are computed together."
+    " Use a layout without dp and pp, such as tp2, without micro_batch_size. Or write the loss as a mean over rows.",
+    PARTS: "Look in training_step for parameters that are read outside the model's own call (penalties, a head's weight in the loss), for"
+    " self.all_gather and own collectives, and for values that one block writes and another reads. Compute them inside the model's"
     " forward, or use a layout of dp alone.",
     GRADIENTS: "Look for hooks on parameters and modules (register_hook, register_post_accumulate_grad_hook) and for layers that change"
     " gradients. Put the change into a module's forward, or freeze parameters with requires_grad_(False).",
     WRITTEN: "Look for hooks that clip, scale or mask gradients, or that write weights, on each rank by itself. Use gradient_clip_val, or"
     " self.clip_gradients in configure_gradient_clipping.",
     OPTIMIZED: "Look for parameter groups chosen by id or shape, and for an optimizer that computes norms over a whole parameter.",
-    COUNTED: "Batch norm, spectral norm, running values and counters see each micro-batch of each rank by itself. Use layer or group norm, or"
-    " freeze the statistics.",
-    VALUES: "Log a mean over rows, or a torchmetrics object. An attribute that blocks write is not there on the ranks of other stages: return"
-    " it from the model's forward.",
-    BEGINNING: "Call seed_everything(0, workers=True) before the module is made, and make it the same way on each rank.",
-    READING: "Let Lightning give the DataLoader its sampler (use_distributed_sampler=True), with batch_size = global batch / dp, and the same"
-    " order on each rank.",
+    COUNTED: "Batch norm, spectral norm, running values and counters see each micro-batch of each rank by itself. Use layer or group"
+    " norm, or freeze the statistics.",
+    VALUES: "Log a mean over rows, or a torchmetrics object. An attribute that a block writes is not there on the ranks of other stages:"
+    " return it from the model's forward.",
+    BEGINNING: "Call seed_everything(0, workers=True) before the module is made, and make it in the same way on each rank.",
+    READING: "Let Lightning give the DataLoader its sampler (use_distributed_sampler=True), with batch_size = global batch / dp. All ranks"
+    " must draw the same order.",
     LENGTH: "Look for code that ends a fit by what one rank has read.",
-    NOT_A_NUMBER: "Look at the step that makes it: a division by a small number or a logarithm of a micro-batch without targets.",
+    NOT_A_NUMBER: "Look at the step that makes it: a division by a small number, or a mean over a micro-batch without targets.",
     ITSELF: "Look for hooks, swapped parameters and modules with a state of their own. If there is none, this is a fault of lightning_3d:"
     " please report it with the script.",
 }

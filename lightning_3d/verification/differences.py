@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.strategy.recorded.records import Piece, Records, State, merged, rows_in, same_values
+from lightning_3d.strategy.recorded.records import Piece, Records, State, same_values
+from lightning_3d.strategy.recorded.whole_batches import joined
 
 DATA, STEPS = "data", "number of batches"
 START, LOSS, NORM, LOGGED, WEIGHTS, BUFFERS, OPTIMIZER = (
@@ -73,17 +74,43 @@ class Comparison:
     Attributes:
         found: differences that count, the first one first.
         largest: the largest difference of each kind, counting or not.
-        other_rows: steps at which one process would have read other rows than the ranks.
-        other_order: whether it would have read other samples; None where they are not known.
+        other_rows: steps at which one process would have read other values than the ranks.
+        misread: what the ranks read wrongly, in words; None where nothing shows that they do.
         losses, norms: (layout, one process) of each batch.
     """
 
     found: list[Difference] = field(default_factory=list)
     largest: dict[str, Difference] = field(default_factory=dict)
     other_rows: list[int] = field(default_factory=list)
-    other_order: bool | None = None
+    misread: str | None = None
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether rounding alone explains all differences."""
+        return not self.found and self.misread is None
+
+    @property
+    def loss(self) -> float:
+        """Largest relative difference of a loss."""
+        return self._size(LOSS)
+
+    @property
+    def grad_norm(self) -> float:
+        """Largest relative difference of a gradient norm."""
+        return self._size(NORM)
+
+    @property
+    def weight(self) -> float:
+        """Largest absolute difference of an element of a weight."""
+        return self._size(WEIGHTS)
+
+    def _size(self, what: str) -> float:
+        return self.largest[what].size if what in self.largest else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(["largest differences", *(_line(largest) for largest in self.largest.values())])
 
     def add(self, difference: Difference) -> None:
         before = self.largest.get(difference.what)
@@ -91,6 +118,12 @@ class Comparison:
             self.largest[difference.what] = difference
         if difference.counts:
             self.found.append(difference)
+
+
+def _line(largest: Difference) -> str:
+    name = f", {largest.name}" if largest.name else ""
+    why = f" ({NOISE} times the effect of changing the last bit of the weights)" if largest.allowed > _SINGLE.get(largest.what, 1.0) else ""
+    return f"  {largest.what:<16} {largest.size:9.2e}   allowed {largest.allowed:.0e} {largest.how}{why}{name}"
 
 
 def _excess(difference: Difference) -> float:
@@ -252,23 +285,23 @@ def _part(whole: Tensor, ours: Tensor, start: int | None, spec: ShardSpec | None
 
 
 def _compare_data(ranks: Sequence[Records], one: Records, facts: Mapping[str, Any], result: Comparison) -> None:
-    """Note the steps at which one process would have read other rows than the ranks have."""
+    """Note the steps at which one process would have read other values than the ranks have.
+
+    That may be right: random numbers for samples, or a script that divides the data itself. It is wrong where several ranks read the same
+    rows, or where the ranks' loaders, which this strategy divides, give other samples.
+    """
     readers = sorted((rank for rank in ranks if rank.batches), key=lambda rank: rank.data_index)
-    orders = []
+    divided = facts["loaders"] == len(readers)
     for index in range(min(len(one.batches), *(len(reader.batches) for reader in readers))):
         parts = [reader.batches[index] for reader in readers]
-        whole = _whole_batch(parts, facts)
+        whole = joined(parts, dict(facts))
         if whole is None or same_values(whole, one.batches[index]):
             continue
         result.other_rows.append(index + 1)
+        if len(parts) > 1 and any(same_values(parts[0], part) for part in parts[1:]):
+            result.misread = result.misread or f"in step {index + 1}, several data-parallel ranks read the same rows"
         theirs, ours = one.samples[index], [reader.samples[index] for reader in readers]
-        if theirs is None or any(order is None for order in ours):
+        if not divided or theirs is None or any(order is None for order in ours):
             continue
-        orders.append(sorted(map(str, theirs)) != sorted(str(sample) for order in ours for sample in order or ()))
-    result.other_order = any(orders) if orders else None
-
-
-def _whole_batch(parts: list[Any], facts: Mapping[str, Any]) -> Any:
-    if any(rows_in(part) != facts["rows"] for part in parts) or not facts["rows"]:
-        return parts[0] if len(parts) == 1 else None
-    return merged(parts, facts["places"])
+        if sorted(map(str, theirs)) != sorted(str(sample) for order in ours for sample in order or ()):
+            result.misread = result.misread or f"in step {index + 1}, the ranks read other samples than one process"

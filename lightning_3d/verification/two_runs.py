@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.errors import ConfigError, Lightning3DError, listed, plural
+from lightning_3d.errors import ConfigError, Lightning3DError, plural, spans
 from lightning_3d.ranks.process_ties import die_with
 from lightning_3d.ranks.progress import task
 from lightning_3d.ranks.role import ALONE, ALONE_WHOLE, NUDGED, ONE, RANKS, Role
@@ -93,9 +93,9 @@ def _verify(words: Sequence[str], steps: int, folder: Path) -> int:
 
     comparison = compared(roles[RANKS])
     _print_data(comparison)
-    if not comparison.found and not comparison.other_order:
-        _print_largest(comparison)
-        print(f"same: {facts['layout']} computes what plain Lightning computes on one process, in {plural(len(one.losses), 'step')}")
+    if comparison.same:
+        print(comparison)
+        print(f"same: {facts['layout']} computes what plain Lightning computes on one process ({plural(len(one.losses), 'step')})")
         return 0
     alone = compared_further(roles[ALONE]) if comparison.found and facts["ranks"] > 1 else None
     apart = comparison.found and facts["micro_batches"] * facts["dp"] > 1
@@ -115,33 +115,25 @@ def _introduce(facts: Mapping[str, Any]) -> None:
 
 def _print_data(comparison: Comparison) -> None:
     """Say where one process would have read other rows than the ranks; the comparison continues with those of the ranks."""
-    if comparison.other_rows and not comparison.other_order:
-        steps = listed([str(step) for step in comparison.other_rows])
+    if comparison.other_rows and comparison.misread is None:
+        word = "step" if len(comparison.other_rows) == 1 else "steps"
         print(
-            f"data: one process would read other values in {'steps' if len(comparison.other_rows) > 1 else 'step'} {steps}, of the same"
-            " samples where they are known: each process draws its own random numbers for samples, or divides the data itself. Both runs"
-            " use those of the ranks."
+            f"data: one process would read other values in {word} {spans(comparison.other_rows)}. The samples draw random numbers, or the"
+            " script divides the data itself. Both runs use the rows that the ranks read."
         )
-
-
-def _print_largest(comparison: Comparison) -> None:
-    print("largest differences")
-    for what, largest in comparison.largest.items():
-        name = f", {largest.name}" if largest.name else ""
-        print(f"  {what:<16} {largest.size:9.2e}   allowed {largest.allowed:.0e} {largest.how}{name}")
 
 
 def _print_difference(comparison: Comparison, alone: Comparison | None, alone_whole: Comparison | None, facts: Mapping[str, Any]) -> None:
     from lightning_3d.verification.advice import READING, describe, first_line, further_lines, kind_of
 
     print(f"DIFFERENT: {facts['layout']} does not compute what plain Lightning computes on one process")
-    if comparison.other_order:
-        print(f"first difference: data of step {comparison.other_rows[0]}: the ranks read other samples than one process")
+    if comparison.misread is not None:
+        print(f"first difference: data: {comparison.misread}")
     else:
         print(f"first difference: {first_line(comparison.found[0], facts['layout'])}")
     for line in further_lines(alone, alone_whole, facts):
         print(line)
-    kind = READING if comparison.other_order else kind_of(comparison, alone, alone_whole)
+    kind = READING if comparison.misread is not None else kind_of(comparison, alone, alone_whole)
     print(f"looks like: {kind}. {describe(kind)}")
     _print_steps(comparison)
 
@@ -210,7 +202,8 @@ def _explain_failure(failed: ScriptFailed) -> int:
         print("refused, not compared", file=sys.stderr)
     elif failed.code:
         print("\n".join(lines[-_TAIL_LINES:]), file=sys.stderr)
-        print(f"lightning_3d: the script failed with exit code {failed.code} as {failed.role.meaning}, so nothing was compared", file=sys.stderr)
+        how = f"failed with exit code {failed.code} as {failed.role.meaning}"
+        print(f"lightning_3d: the script {how}, so nothing was compared", file=sys.stderr)
     else:
         print(
             f"lightning_3d: the script ended without a step of Trainer.fit as {failed.role.meaning}, so nothing was compared. It needs a"

@@ -12,8 +12,9 @@ import lightning.pytorch as pl
 from lightning_3d.ranks.role import FACTS, RANKS
 from lightning_3d.strategy.data_order import orders_in
 from lightning_3d.strategy.recorded.draws import EqualDraws, quiet_names
-from lightning_3d.strategy.recorded.records import Piece, State, on_host, rows_in
 from lightning_3d.strategy.recorded.recorder import Recorder, buffers_of, copied, logged_values
+from lightning_3d.strategy.recorded.records import Piece, State, on_host, rows_in
+from lightning_3d.strategy.recorded.whole_batches import WholeBatches
 from lightning_3d.strategy.role_arguments import notes
 from lightning_3d.strategy.step import MicroBatches
 from lightning_3d.strategy.strategy import Lightning3DStrategy
@@ -22,7 +23,14 @@ from lightning_3d.strategy.strategy import Lightning3DStrategy
 class LayoutRecorder(Recorder):
     """Records the fit of one rank of a layout."""
 
-    _facts: dict[str, Any] | None = None
+    _whole: WholeBatches | None = None
+    _micro_batches: MicroBatches | None = None
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        if stage == "fit" and self.role.name != RANKS:
+            self._whole = WholeBatches(self.role)
+            self._whole.enlarge_loaders(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = _of(trainer)
@@ -38,8 +46,9 @@ class LayoutRecorder(Recorder):
         self._pipelined = pipelined
 
     def see_batch(self, trainer: pl.Trainer, batch: Any) -> Any:
+        if self._whole is not None:
+            batch = self._whole.instead_of(batch, self.batch, trainer.strategy.root_device)
         self._rows = rows_in(batch)
-        self._micro_batches = None
         if self._reads:
             self.records.batches.append(on_host(batch))
             self.records.samples.append(self.samples(trainer))

@@ -8,12 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_3d.ranks.role import RANKS, Role
+from lightning_3d.ranks.role import Role
 from lightning_3d.strategy.recorded.draws import EqualDraws, quiet_names
-from lightning_3d.strategy.recorded.records import Piece, Records, State, merged, on_host, rows_in, same_values
 from lightning_3d.strategy.recorded.recorder import Recorder, buffers_of, copied, logged_values
+from lightning_3d.strategy.recorded.records import Piece, State, on_host
+from lightning_3d.strategy.recorded.whole_batches import WholeBatches
 from lightning_3d.weights.initialize import initialize
 
 
@@ -22,27 +22,18 @@ class PlainRecorder(Recorder):
 
     def __init__(self, role: Role) -> None:
         super().__init__(role)
-        self._facts = role.facts()
-        ranks = Records.load(role.folder / RANKS)
-        readers = sorted((rank for rank in ranks if rank.batches), key=lambda rank: rank.data_index)
-        self._read = [reader.batches for reader in readers]
+        self._whole = WholeBatches(role)
         self._norm: float | None = None
 
     def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, module, stage)
-        if stage != "fit":
-            return
-        module.configure_model = _built_on_meta(module, self._facts["seed"])  # type: ignore[method-assign]
-        process = trainer.strategy.process_dataloader
-
-        def enlarged(loader: object) -> object:
-            _enlarge(loader, self._facts["loaders"])
-            return process(loader)
-
-        trainer.strategy.process_dataloader = enlarged  # type: ignore[method-assign]
+        if stage == "fit":
+            module.configure_model = _built_on_meta(module, self._whole.facts["seed"])  # type: ignore[method-assign]
+            self._whole.enlarge_loaders(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        draws = EqualDraws(module, quiet_names(module, self._facts["pipelined"]), self._facts["seed"], module.device)
+        facts = self._whole.facts
+        draws = EqualDraws(module, quiet_names(module, facts["pipelined"]), facts["seed"], module.device)
         step = module.training_step
 
         @wraps(step)
@@ -56,15 +47,7 @@ class PlainRecorder(Recorder):
         """Return the rows that the ranks have read, also where this process would read others: then the comparison says so."""
         self.records.batches.append(on_host(batch))
         self.records.samples.append(self.samples(trainer))
-        parts = [batches[self.batch] for batches in self._read]
-        counts = [rows_in(part) for part in parts]
-        places = [list(range(rank, count * len(parts), len(parts))) for rank, count in enumerate(counts) if count]
-        if counts[0] == self._facts["rows"] and len(set(counts)) == 1:
-            places = self._facts["places"]
-        if len(places) < len(parts) or len(set(counts)) > 1:
-            return batch
-        whole = merged(parts, places)
-        return batch if same_values(whole, batch) else _moved(whole, trainer.strategy.root_device)
+        return self._whole.instead_of(batch, self.batch, trainer.strategy.root_device)
 
     def state(self, trainer: pl.Trainer, module: pl.LightningModule) -> State:
         weights = {name: Piece(None, copied({"weight": value})) for name, value in module.named_parameters(remove_duplicate=False)}
@@ -110,20 +93,3 @@ def _built_on_meta(module: pl.LightningModule, seed: int) -> Callable[[], None]:
         initialize(module, seed)
 
     return build
-
-
-def _enlarge(loader: object, ranks: int) -> None:
-    """Let a loader read the rows of all data-parallel ranks in one batch."""
-    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    if type(batches) is not BatchSampler or ranks == 1:
-        return
-    batches.batch_size *= ranks
-    vars(loader)["batch_size"] = batches.batch_size  # DataLoader refuses to have it set
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    from lightning.fabric.utilities import move_data_to_device
-
-    return move_data_to_device(batch, device)
-
-

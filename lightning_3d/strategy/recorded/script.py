@@ -11,9 +11,9 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_3d.compat.lightning_trainer import intercept_trainers
 from lightning_3d.errors import ConfigError
+from lightning_3d.ranks.role import Role
 from lightning_3d.strategy.recorded.arguments import trainer_arguments
 from lightning_3d.strategy.recorded.attach import attach
-from lightning_3d.ranks.role import Role
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 
