@@ -32,6 +32,9 @@ LENGTH = "the runs have different numbers of batches"
 NOT_A_NUMBER = "a number is not finite"
 ITSELF = "one rank of this strategy computes something else"
 
+_AVERAGES = ("exp_avg", "momentum_buffer")
+"""Names of states that differ where gradients do."""
+
 _WHAT_TO_DO = {
     ROWS: "Contrastive pairs, sums, class weights, mixup, variance terms and batch statistics depend on which rows are computed together."
     " Use a layout without dp and pp, such as tp2, without micro_batch_size. Or write the loss as a mean over rows.",
@@ -76,6 +79,8 @@ def kind_of(comparison: Comparison, alone: Comparison | None, alone_whole: Compa
         return ITSELF if first.what != LOGGED else VALUES
     if _same_kind(first, alone) and first.what in (LOSS, NORM):
         return ROWS if alone_whole is not None else ITSELF
+    if first.what == OPTIMIZER and first.name.startswith(_AVERAGES):
+        return WRITTEN
     kinds = {LOSS: PARTS, NORM: GRADIENTS, LOGGED: VALUES, WEIGHTS: WRITTEN, OPTIMIZER: OPTIMIZED}
     return kinds[first.what]
 

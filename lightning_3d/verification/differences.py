@@ -19,10 +19,14 @@ START, LOSS, NORM, LOGGED, WEIGHTS, BUFFERS, OPTIMIZER = (
     "initial weights", "loss", "gradient norm", "logged value", "weight", "buffer", "optimizer state",
 )
 
-NOISE = 2
-"""Factor by which differences may exceed the noise: the differences that weights changed in their last bit make on one process."""
+NOISE = 10
+"""Factor by which differences may exceed the noise: the differences that weights changed in their last bit make on one process. It is one
+sample of what rounding makes, and Adam turns the sign of a gradient that is nearly zero into a whole step."""
 
-_SINGLE = {START: 1e-7, LOSS: 1e-5, NORM: 1e-5, LOGGED: 1e-5, WEIGHTS: 5e-5, BUFFERS: 1e-5, OPTIMIZER: 1e-4}
+_OUTLIERS = 0.01
+"""Part of a weight's elements that may differ more where there is noise, for the same reason. States of the optimizer have no such steps."""
+
+_SINGLE = {START: 1e-7, LOSS: 1e-5, NORM: 1e-5, LOGGED: 1e-5, WEIGHTS: 5e-5, BUFFERS: 1e-5, OPTIMIZER: 5e-4}
 _DOUBLE = dict.fromkeys(_SINGLE, 1e-10)
 _ABSOLUTE = (WEIGHTS,)
 """Compared by absolute differences: Adam divides by gradients, so that small weights have the same differences as large ones."""
@@ -131,8 +135,8 @@ def _excess(difference: Difference) -> float:
     return float("inf") if isnan(excess) else excess
 
 
-Raw = tuple[str, int, str, int | None, float, float, float]
-"""what, step, name, rank, ours, theirs, size."""
+Raw = tuple[str, int, str, int | None, float, float, float, float]
+"""what, step, name, rank, ours, theirs, size, size without outliers."""
 
 
 def compare(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapping[str, Any]) -> Comparison:
@@ -150,7 +154,7 @@ def compare(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapp
     _compare_data(ranks, one, facts, result)
     raised = iter(_differences([nudged], one))
     upcoming = next(raised, None)
-    for what, step, name, rank, ours, theirs, size in _differences(ranks, one):
+    for what, step, name, rank, ours, theirs, size, most in _differences(ranks, one):
         # The noise of all steps up to this one counts.
         while upcoming is not None and upcoming[1] <= step:
             key = _noise_key(upcoming[0], upcoming[2])
@@ -159,7 +163,8 @@ def compare(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapp
         grown = noise.get(_noise_key(what, name), 0.0) if what != START else 0.0
         if what == LOGGED and grown > _UNSTABLE:
             continue
-        result.add(Difference(what, step, name, rank, ours, theirs, size, max(fixed[what], NOISE * grown)))
+        counted = most if what == WEIGHTS and grown > fixed[what] else size
+        result.add(Difference(what, step, name, rank, ours, theirs, counted, max(fixed[what], NOISE * grown)))
     result.losses = list(zip(ranks[0].losses, one.losses, strict=False))
     result.norms = [(a, b) for a, b in zip(ranks[0].norms, one.norms, strict=False) if a is not None and b is not None]
     if len(ranks[0].losses) != len(one.losses):
@@ -195,7 +200,7 @@ def _numbers(what: str, step: int, name: str, ours: Sequence[float | None], thei
     for rank, value in enumerate(ours):
         assert value is not None
         size = 0.0 if value == theirs or (isnan(value) and isnan(theirs)) else abs(value - theirs) / scale
-        yield what, step, name, None if same else rank, value, theirs, size
+        yield what, step, name, None if same else rank, value, theirs, size, size
         if same:
             return
 
@@ -271,7 +276,9 @@ def _tensors(
     gap = torch.where(gap.isnan(), torch.inf, gap)
     place = int(gap.argmax())
     scale = 1.0 if what in _ABSOLUTE else max(float(theirs.abs().max()), least or 1e-12)
-    yield what, step, name, rank, float(ours.flatten()[place]), float(theirs.flatten()[place]), float(gap[place]) / scale
+    size = float(gap[place]) / scale
+    most = float(gap.kthvalue(max(1, int(gap.numel() * (1 - _OUTLIERS)))).values) / scale if what == WEIGHTS else size
+    yield what, step, name, rank, float(ours.flatten()[place]), float(theirs.flatten()[place]), size, most
 
 
 def _part(whole: Tensor, ours: Tensor, start: int | None, spec: ShardSpec | None) -> Tensor | None:

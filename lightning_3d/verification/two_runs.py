@@ -107,7 +107,8 @@ def _verify(words: Sequence[str], steps: int, folder: Path) -> int:
 def _introduce(facts: Mapping[str, Any]) -> None:
     rows = f"{facts['rows']} rows" if facts["rows"] else "a batch"
     each = f"{facts['micro_batches']} micro-batch{'es' * (facts['micro_batches'] != 1)} of {plural(facts['micro_batch_rows'] or 0, 'row')}"
-    print(f"{facts['layout']}: each of {plural(facts['dp'], 'data-parallel rank')} reads {rows} per step, in {each}")
+    readers = "each rank" if facts["dp"] == 1 else f"each of {facts['dp']} data-parallel ranks"
+    print(f"{facts['layout']}: {readers} reads {rows} per step, in {each}")
     for note in facts["notes"]:
         print(f"both runs: {note}")
     print("both runs: without dropout and noise inside the model", flush=True)

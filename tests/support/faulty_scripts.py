@@ -82,6 +82,10 @@ class Mine(Plain):
 '''
 """A step that draws random numbers for its rows."""
 
+ZERO = '\nmore = {"zero_stage": 3}\n'
+
+ACCUMULATED = RIGHT + '\nundivided = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}\n'
+
 PENALTY = '''
 class Mine(Plain):
     def training_step(self, batch, batch_idx):
@@ -126,7 +130,6 @@ callbacks = [Shrink()]
 '''
 
 DATA = '''
-more = {"self_check": "never"}
 undivided = {"use_distributed_sampler": False}
 '''
 """All data-parallel ranks read the same rows."""

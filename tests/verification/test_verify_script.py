@@ -61,20 +61,27 @@ def test_a_script_is_found_in_its_own_command_line() -> None:
         script_words(["python", "-c", "pass"], ["-c"])
 
 
-def test_a_right_script_with_random_numbers(tmp_path: Path) -> None:
-    found = verified(tmp_path, scripts.script(scripts.RIGHT), "pp2", "--steps", "2", command=(), LIGHTNING_3D_VERIFY="1")
-    assert found.code != 0 and "unrecognized" not in found.output
-    assert found.left == []
+def test_a_script_that_asks_for_its_verification(tmp_path: Path) -> None:
+    """It has dropout and noise in the step, and would print and write after its fit."""
+    found = verified(tmp_path, scripts.script(scripts.RIGHT), "pp2", command=(), LIGHTNING_3D_VERIFY="1")
+    assert found.code == 0, found.output
+    assert "same: pp2" in found.output and "(3 steps)" in found.output
+    assert "after the fit" not in found.output and found.left == []
 
 
-LAYOUTS = ["dp2", "tp2", "tp2_pp2", "pp2_dp2"]
-ZERO = '\nmore = {"zero_stage": 3}\n'
+RIGHT = [
+    (scripts.RIGHT, "tp2"),
+    (scripts.RIGHT, "tp2_pp2"),
+    (scripts.RIGHT + scripts.ZERO, "pp2_dp2"),
+    (scripts.ACCUMULATED, "dp2"),
+    (scripts.STREAM, "dp2"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_right_scripts(tmp_path: Path, layout: str) -> None:
-    found = verified(tmp_path, scripts.script(scripts.RIGHT), layout, "--steps", "2")
+@pytest.mark.parametrize(("text", "layout"), RIGHT)
+def test_right_scripts(tmp_path: Path, text: str, layout: str) -> None:
+    found = verified(tmp_path, scripts.script(text), layout, "--steps", "2")
     assert found.code == 0, found.output
     assert "same: " in found.output and "val_loss" not in found.left and found.left == []
 
@@ -82,7 +89,7 @@ def test_right_scripts(tmp_path: Path, layout: str) -> None:
 FAULTS = [
     ("penalty", scripts.PENALTY, "pp2", "loss of step 1", PARTS),
     ("sum", scripts.SUM, "pp2", "loss of step 1", ROWS),
-    ("clipped", scripts.CLIPPED, "tp2", "weight", WRITTEN),
+    ("clipped", scripts.CLIPPED, "tp2", "of step 1", WRITTEN),
     ("weights", scripts.WEIGHTS, "tp2", "weight", WRITTEN),
     ("buffer", scripts.BUFFER, "dp2", "buffer seen of step 1", COUNTED),
     ("logged", scripts.LOGGED, "pp2", "logged value spread of step 1", VALUES),
@@ -99,3 +106,73 @@ def test_faults_are_named(tmp_path: Path, kind: str, text: str, layout: str, fir
     named = next(line for line in found.output.splitlines() if line.startswith("first difference: "))
     assert first in named and f"looks like: {looks_like}" in found.output
     assert found.left == []
+
+
+REFUSED = [
+    ("no script", None, "", 'There is no script "none.py"'),
+    ("no strategy", "import lightning_3d\nfrom lightning.pytorch import LightningModule, Trainer\nTrainer(devices=1).fit(LightningModule())\n", "", "no Lightning3DStrategy"),
+    ("no fit", "print('nothing to do')\n", "", "ended without a step"),
+    ("too large", scripts.script(""), "tp2_pp4_dp4", "at most 16"),
+    ("refused", scripts.script('more = {"zero_stage": 5}'), "dp2", "refused, not compared"),
+    ("failed", scripts.script("raise ValueError('a fault of the script')"), "dp2", "a fault of the script"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "text", "layout", "says"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_cannot_be_compared(tmp_path: Path, kind: str, text: str | None, layout: str, says: str) -> None:
+    words = (layout,) if layout else ()
+    line = ("-m", "lightning_3d", "verify", "none.py") if text is None else ("-m", "lightning_3d", "verify")
+    found = verified(tmp_path, text or "", *words, command=line)
+    assert found.code == 2 and says in found.output, found.output
+    assert found.left == []
+
+
+EXAMPLES = {
+    "custom_module.py": (),
+    "own_trainer.py": ("--layout", "tp2_pp2", "--devices", "4"),
+    "lora.py": (),
+    "mixture.py": (),
+    "finetune.py": (),
+    "lightning_cli.py": (
+        *("fit", "--trainer.strategy=lightning_3d", "--trainer.strategy.layout=tp2_pp2"),
+        *("--trainer.devices=4", "--trainer.accelerator=cpu"),
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name: str) -> None:
+    line = [sys.executable, "-m", "lightning_3d", "verify", str(REPOSITORY / "examples" / name), *EXAMPLES[name]]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0 and "same: " in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_nothing_stays_behind_when_it_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(scripts.script("import time; time.sleep(60)"))
+    line = [sys.executable, "-m", "lightning_3d", "verify", "mine.py", "dp2"]
+    with subprocess.Popen(line, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None and "running the script" in process.stdout.readline()
+        child = _wait_for_child(process.pid)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while _lives(child):
+        assert time.monotonic() < deadline, "the script goes on"
+        time.sleep(0.1)
+
+
+def _wait_for_child(parent: int) -> int:
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    while not children.read_text().strip():
+        time.sleep(0.1)
+    return int(children.read_text().split()[0])
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{process}/stat").read_text().split()[2]
