@@ -24,7 +24,7 @@ NOISE = 10
 sample of what rounding makes, and Adam turns the sign of a gradient that is nearly zero into a whole step."""
 
 _OUTLIERS = 0.01
-"""Part of a weight's elements that may differ more where there is noise, for the same reason. States of the optimizer have no such steps."""
+"""Part of a weight's elements that may differ more where there is noise, for the same reason. Optimizer states have no such steps."""
 
 _SINGLE = {START: 1e-7, LOSS: 1e-5, NORM: 1e-5, LOGGED: 1e-5, WEIGHTS: 5e-5, BUFFERS: 1e-5, OPTIMIZER: 5e-4}
 _DOUBLE = dict.fromkeys(_SINGLE, 1e-10)

@@ -64,7 +64,8 @@ layout = sys.argv[1]
 data = TensorDataset(torch.randn(48, 8), torch.randn(48, 8))
 shape = Layout.parse(layout)
 strategy = Lightning3DStrategy(layout, **{"plan": "auto", "micro_batch_size": 2, **more})
-trainer = Trainer(strategy=strategy, devices=shape.world_size, accelerator="cpu", max_epochs=2, callbacks=callbacks, log_every_n_steps=1, **undivided)
+more = {"max_epochs": 2, "callbacks": callbacks, "log_every_n_steps": 1, **undivided}
+trainer = Trainer(strategy=strategy, devices=shape.world_size, accelerator="cpu", **more)
 loader = DataLoader(data, batch_size=8 // shape.dp, shuffle=True) if stream is None else DataLoader(stream, batch_size=8 // shape.dp)
 trainer.fit(Mine(), loader, DataLoader(data, batch_size=8 // shape.dp))
 print("after the fit")

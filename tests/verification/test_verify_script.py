@@ -15,7 +15,7 @@ from command_line import REPOSITORY, environment
 from lightning_3d.cli.verify import split_script
 from lightning_3d.errors import ConfigError
 from lightning_3d.ranks.role import script_words
-from lightning_3d.verification.advice import COUNTED, GRADIENTS, PARTS, READING, ROWS, VALUES, WRITTEN
+from lightning_3d.verification.advice import COUNTED, PARTS, READING, ROWS, VALUES, WRITTEN
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -108,9 +108,14 @@ def test_faults_are_named(tmp_path: Path, kind: str, text: str, layout: str, fir
     assert found.left == []
 
 
+PLAIN = """
+from lightning.pytorch import LightningModule, Trainer
+Trainer(devices=1, logger=False, enable_checkpointing=False).fit(LightningModule())
+"""
+
 REFUSED = [
     ("no script", None, "", 'There is no script "none.py"'),
-    ("no strategy", "import lightning_3d\nfrom lightning.pytorch import LightningModule, Trainer\nTrainer(devices=1).fit(LightningModule())\n", "", "no Lightning3DStrategy"),
+    ("no strategy", PLAIN, "", "no Lightning3DStrategy"),
     ("no fit", "print('nothing to do')\n", "", "ended without a step"),
     ("too large", scripts.script(""), "tp2_pp4_dp4", "at most 16"),
     ("refused", scripts.script('more = {"zero_stage": 5}'), "dp2", "refused, not compared"),
