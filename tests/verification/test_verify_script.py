@@ -61,6 +61,7 @@ def test_a_script_is_found_in_its_own_command_line() -> None:
         script_words(["python", "-c", "pass"], ["-c"])
 
 
+@pytest.mark.slow
 def test_a_script_that_asks_for_its_verification(tmp_path: Path) -> None:
     """It has dropout and noise in the step, and would print and write after its fit."""
     found = verified(tmp_path, scripts.script(scripts.RIGHT), "pp2", command=(), LIGHTNING_3D_VERIFY="1")
