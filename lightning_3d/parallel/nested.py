@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -53,3 +54,25 @@ def rows_of(value: Any, rows: slice | Tensor) -> Any:
         fields = {field.name: rows_of(getattr(value, field.name), rows) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     return value
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Join the rows of two containers of the same structure. Values without rows come from the first one.
+
+    Raises:
+        ValueError: their tensors do not fit.
+    """
+    if isinstance(first, Tensor):
+        if first.shape[1:] != second.shape[1:]:
+            raise ValueError(f"rows of shapes {tuple(first.shape[1:])} and {tuple(second.shape[1:])}")
+        return torch.cat([first, second])
+    if isinstance(first, Mapping):
+        items = {key: joined(item, second[key]) for key, item in first.items()}
+        return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)):
+        parts = [joined(one, other) for one, other in zip(first, second, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        fields = {field.name: joined(getattr(first, field.name), getattr(second, field.name)) for field in dataclasses.fields(first)}
+        return dataclasses.replace(first, **fields)
+    return first

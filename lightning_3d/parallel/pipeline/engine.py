@@ -117,6 +117,11 @@ class PipelineEngine:
         return any(chunk.is_last for chunk in self._chunks.values())
 
     @property
+    def stage(self) -> int:
+        """Stage that runs now."""
+        return self._state.require_chunk().stage
+
+    @property
     def last_rank(self) -> int:
         """Pipeline rank that owns the last stage."""
         return self._assignment.rank_of_stage[-1]
