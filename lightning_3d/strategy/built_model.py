@@ -137,7 +137,7 @@ class BuiltModel:
         steps = trainer.global_step
         with self.tracer.batch(steps + 1, place, self.backend):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
-            with self.twice.first_run(steps, place), self.proof.watching(micro_batches, rest, steps):
+            with self.twice.first_run(steps, place), self.proof.watching(batch, micro_batches, rest, steps):
                 computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
         if ends:
             computed = self.twice.verify(computed, steps)

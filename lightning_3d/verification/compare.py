@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_3d.config.options.blocks import SUPPORTED
 from lightning_3d.errors import ConfigError, listed, plural
-from lightning_3d.parallel.nested import rows_of, tensors_of
+from lightning_3d.parallel.nested import count_rows, rows_of, tensors_of
 from lightning_3d.ranks.progress import Advance, task
 from lightning_3d.ranks.supervisor import can_fork, launch
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
@@ -182,7 +182,7 @@ class _Data(pl.LightningDataModule):
     def train_dataloader(self) -> Batches:
         assert self.trainer is not None
         place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
-        return Batches([rows_of(batch, slice(place["rank"], None, self._ranks)) for batch in self._batches])
+        return Batches([rows_of(batch, slice(place["rank"], None, self._ranks), count_rows(batch)) for batch in self._batches])
 
 
 class _Values(pl.Callback):

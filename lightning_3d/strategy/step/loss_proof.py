@@ -1,4 +1,4 @@
-"""The first step of a fit proves its loss: that of a micro-batch is the weighted mean of those of its halves.
+"""The first step of a fit proves its loss: that of a micro-batch is the weighted mean of those of two parts of its rows.
 
 Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is trained as one process trains it.
 """
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from math import isfinite
+from math import gcd, isfinite
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor
 from lightning_3d.errors import ConfigError, listed, plural
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.nested import joined, rows_of, tensors_of
+from lightning_3d.parallel.nested import count_rows, rows_of, tensors_of
+from lightning_3d.parallel.pipeline.engine import ProbeFailed
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.again import Buffers, Generators
 from lightning_3d.strategy.step.attributes import Attributes
@@ -127,6 +128,11 @@ class Finding:
             return False  # the guard of losses that are not finite has a better message
         scale = max(map(abs, losses))
         return abs(self.whole.loss - self.mean) > self.tolerance * (scale + min(1e-2, self.tolerance))
+
+    @property
+    def lost(self) -> list[float]:
+        """Losses of parts that are not finite, where that of the whole is: of a variance over one row, for example."""
+        return [part.loss for part in self.parts if not isfinite(part.loss) and isfinite(self.whole.loss)]
 
     @property
     def is_sum(self) -> bool:
@@ -232,7 +238,7 @@ class LossProof:
         self._due = True
 
     @contextmanager
-    def watching(self, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
+    def watching(self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
         """Context of the computation of a batch. Afterwards the loss is proved, if it is due. Collective.
 
         Raises:
@@ -243,7 +249,7 @@ class LossProof:
         if not due or not self.wanted or (real == 1 and self._mesh.size("dp") == 1):
             yield
             return
-        watch = _Watch(self, micro_batches, rest, step)
+        watch = _Watch(self, batch, micro_batches, rest, step)
         with watch.looking():
             yield
         watch.prove(real)
@@ -252,11 +258,11 @@ class LossProof:
 class _Watch:
     """One comparison."""
 
-    def __init__(self, proof: LossProof, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> None:
+    def __init__(self, proof: LossProof, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> None:
         self._proof, self._rest, self._step = proof, rest, step
         self._module, self._runner, self._mesh = proof._module, proof._runner, proof._mesh
         self._before = _State.of(self._module, proof._device)
-        self._batches = micro_batches
+        self._whole_batch, self._batches = batch, micro_batches
         kept = micro_batches.batches[: 1 if micro_batches.rows > 1 else 2]
         self._kept = tuple(kept)
         self._versions = _writes(tensors_of(kept)), _writes(self._module.parameters())
@@ -290,19 +296,11 @@ class _Watch:
             self._say_why_not(min(reasons, key=lambda one: one == _QUIET))
             return
         after = _State.of(self._module, self._proof._device)
-        failure = ""
-        finding = None
-        try:
-            with self._aside():
-                finding = self._compare()
-        except Exception as error:
-            if self._mesh.size("pp") > 1 and not self._runner.owns_last:
-                raise
-            failure = f"the step fails with fewer rows ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-        finally:
-            after.restore()
-        found = self._gathered((finding, failure))
-        failures = [failed for _, failed in found if failed]
+        for sizes in self._ways():
+            found = self._gathered(self._try(sizes, after))
+            failures = [failed for _, failed in found if failed]
+            if not failures:
+                break
         if failures:
             self._say_why_not(failures[0])
             return
@@ -314,6 +312,40 @@ class _Watch:
             return
         worst = max((one for one in differing if not one.unpaired), key=lambda one: abs(one.whole.loss - one.mean))
         raise ConfigError(refusal(worst, self._mesh.layout, real, self._batches.rows))
+
+    def _ways(self) -> list[list[int]]:
+        """Sizes of the parts, the best first.
+
+        Parts without a common divisor of their rows have equal shares of what some rows have (a label, for example) only if all rows have
+        it or none. A few layers cannot train on a single row: then halves are compared.
+        """
+        rows = self._batches.rows
+        if rows == 1:
+            return [[1, 1]]
+        if self._proof._split_batch is not None:
+            count = next(number for number in range(2, rows + 1) if rows % number == 0)
+            return [[rows // count] * count]
+        first = next(size for size in range(rows // 2, 0, -1) if gcd(size, rows) == 1)
+        halves = [rows - rows // 2, rows // 2]
+        if first == halves[1] or (first == 1 and self._mesh.size("pp") > 2):
+            return [halves]  # a failure between the first and the last stage would end the run
+        return [[rows - first, first], halves]
+
+    def _try(self, sizes: list[int], after: _State) -> tuple[Finding | None, str]:
+        """Compare parts of these sizes. Returns what was found, or why they cannot be compared."""
+        finding, failure = None, ""
+        try:
+            with self._aside():
+                finding = self._compare(sizes)
+        except Exception as error:
+            if not (isinstance(error, ProbeFailed) or self._mesh.size("pp") == 1 or self._runner.owns_last):
+                raise
+            failure = f"the step fails with fewer rows ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+        finally:
+            after.restore()
+        if finding is not None and finding.lost:
+            failure = f"it is {finding.lost[0]:g} for some parts alone"
+        return finding, failure
 
     def _reason(self, real: int) -> str:
         """Say why there is nothing to compare on this rank; empty where there is."""
@@ -349,23 +381,21 @@ class _Watch:
 
     # The parts
 
-    def _compare(self) -> Finding | None:
-        rows = self._batches.rows
+    def _compare(self, sizes: list[int]) -> Finding | None:
+        rows, self._unpaired = self._batches.rows, False
+        self._host.unpaired = False
         if rows > 1:
-            sizes = [rows - rows // 2, rows // 2]
             batch = self._kept[0]
             if self._proof._split_batch is not None:
-                count = next(number for number in range(2, rows + 1) if rows % number == 0)
-                sizes = [rows // count] * count
-                parts = list(self._proof._split_batch(batch, count))
+                parts = list(self._proof._split_batch(batch, len(sizes)))
             else:
-                parts = [rows_of(batch, slice(0, sizes[0])), rows_of(batch, slice(sizes[0], rows))]
+                parts = [rows_of(batch, slice(0, sizes[0]), rows), rows_of(batch, slice(sizes[0], rows), rows)]
             whole = self._runner.own_sums[:1]
             shapes = {stage: look.shapes for (stage, index), look in self._looks.items() if index == 0}
         else:
-            sizes, parts = [1, 1], list(self._kept)
+            parts = list(self._kept)
             self._looks = {}
-            whole = self._probe(joined(*self._kept), 2, self._look)
+            whole = self._probe(self._two_rows(), 2, self._look)
             shapes = {stage: look.shapes for (stage, _), look in self._looks.items()}
         first, found = 0, []
         for part, size in zip(parts, sizes, strict=True):
@@ -377,6 +407,13 @@ class _Watch:
             return None
         cp, numbers = self._mesh.size("cp"), tuple(_Number.of(sums, self._mesh.size("cp")) for sums in found)
         return Finding(_Number.of(whole[0], cp), numbers, tuple(sizes), self._tolerance(), self._unpaired)
+
+    def _two_rows(self) -> Any:
+        """The first two rows of the batch as one micro-batch."""
+        rows = count_rows(self._whole_batch) if self._proof._split_batch is None else len(self._batches)
+        if self._proof._split_batch is not None:
+            return self._proof._split_batch(self._whole_batch, rows // 2)[0]
+        return rows_of(self._whole_batch, slice(0, 2), rows) if rows > 2 else self._whole_batch
 
     def _probe(self, batch: Any, rows: int, look: Callable[[int, int], Any]) -> list[Tensor]:
         """Run the step on a part of a micro-batch, from the same state as its micro-batch."""

@@ -301,12 +301,14 @@ class StepRunner:
         self._step = step
         if self._routers is not None:
             self._routers.begin(training=False)
+        self._engine.probes = True
         try:
             with self._random.isolated():
                 self._engine.evaluate(1, ("probe", part.signature), _UserStep(self, "training", part, rest, like))
             return self._sums[0] if self._sums else None
         finally:
             forget_masks()
+            self._engine.probes = False
             self._sums, self._outputs, self._log = kept
 
     @property
