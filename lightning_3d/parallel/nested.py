@@ -44,8 +44,8 @@ def rows_of(value: Any, rows: slice | Tensor, count: int | None = None) -> Any:
     """Select these rows, in dimension 0, of every tensor. Returns a container of the same type.
 
     Args:
-        count: rows of the batch. Lists, tuples and arrays with as many entries, which are not containers of tensors with rows, are rows, too.
-            None: values other than tensors are unchanged.
+        count: rows of the batch. Lists, tuples and arrays with as many entries are rows, too, unless they contain tensors that have the
+            rows. None: values other than tensors are unchanged.
 
     Raises:
         DataError: a value may be rows or not.
@@ -159,7 +159,8 @@ def _are_rows(value: Any, count: int, place: str) -> bool:
     if len({(type(item), *((tensor.shape, tensor.dtype) for tensor in tensors_of(item))) for item in value}) > 1:
         return False
     raise DataError(
-        f"batch{place} has {count} entries of {count} rows each, so its entries may be the {count} rows of the batch, or parts that have them."
+        f"batch{place} has {count} entries of {count} rows each, so its entries may be the {count} rows of the batch, or parts that have"
+        " them."
         f" {_SPLIT_BATCH}"
     )
 

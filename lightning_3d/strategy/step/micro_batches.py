@@ -17,7 +17,7 @@ from lightning_3d.layout.layout import divisors
 from lightning_3d.layout.schedules import ScheduleInfo
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.deferred_logits import DeferredLogits
-from lightning_3d.parallel.nested import count_rows, rows_of, tensors_of
+from lightning_3d.parallel.nested import count_rows, rows_of, same_tensors, tensors_of
 from lightning_3d.parallel.partial_tensors import whole_arguments
 from lightning_3d.parallel.tensor import VocabParallelLogits
 
@@ -98,7 +98,7 @@ def split_into_micro_batches(
         parts = parts[:count]
     else:
         whole = size == rows
-        parts = [batch] if whole else [rows_of(batch, slice(start, start + size), rows) for start in range(0, kept, size)]
+        parts = [same_tensors(batch)] if whole else [rows_of(batch, slice(start, start + size), rows) for start in range(0, kept, size)]
     fillers = count if all_repeated else 0
     while schedule is not None and not schedule.accepts(pp, vp, len(parts)):
         parts.append(parts[0])
