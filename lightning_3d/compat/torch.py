@@ -437,3 +437,10 @@ def autograd_is_running() -> bool:
     import torch
 
     return torch._C._current_graph_task_id() != -1
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Context in which no dispatch mode sees operations, whoever has entered it. (torch 2.11 to 2.15 have no public way.)"""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

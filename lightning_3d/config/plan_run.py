@@ -180,7 +180,7 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     blocks.require_suits(schedule, pp=layout.pp)
     check_cp_kind(parallelism.cp_kind)
     check_loss_chunks(parallelism.loss_chunks)
-    LossOptions(parallelism.label_smoothing, parallelism.z_loss)  # checks them
+    LossOptions(parallelism.label_smoothing, parallelism.z_loss, parallelism.loss_reduction)  # checks them
     check_plan(parallelism.plan, check_mode(parallelism.self_check))
     check_number("parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1)
     experts = ExpertOptions(*(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions)))

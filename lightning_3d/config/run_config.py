@@ -64,6 +64,7 @@ class ParallelismConfig:
     loss_chunks: Any = 1
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    loss_reduction: str | None = None
     moe_aux_loss: float | None = None
     moe_z_loss: float = 0.0
     moe_bias_update: float = 0.0

@@ -35,6 +35,7 @@ from lightning_3d.strategy.self_check.frozen import FrozenChecks
 from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes
 from lightning_3d.strategy.step import LossWeights, StepRunner
 from lightning_3d.strategy.step.known_values import KnownValues
+from lightning_3d.strategy.step.loss_proof import LossProof, epsilon_of
 from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.splitter import BatchSplitter
@@ -135,9 +136,28 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
     runner = _make_runner(module, parts, mesh, device, options, around, engine, backend, known)
     splitter = BatchSplitter(mesh, device, model.schedule, options.zero, options.micro_batch_size, options.split_batch)
     guard = None if around.shape_only else around.guard
-    return BuiltModel(
-        module, parts, mesh, device, model.schedule, backend, engine, runner, splitter, known, around.tracer, guard, compilation
+    proof = LossProof(
+        module,
+        runner,
+        backend,
+        mesh,
+        device,
+        split_batch=options.split_batch,
+        wanted=proves_loss(options, around),
+        records=compilation is None,
+        epsilon=epsilon_of(precision, fp8=options.fp8),
+        keeps_parameters=options.zero.stage < 3,
     )
+    return BuiltModel(
+        module, parts, mesh, device, model.schedule, backend, engine, runner, splitter, known, around.tracer, guard, proof, compilation
+    )
+
+
+def proves_loss(options: BuildOptions, around: Surroundings) -> bool:
+    """Return whether the first step compares the loss of a micro-batch with those of its parts. The capacity of experts depends on all
+    tokens of a micro-batch, so that parts of it may keep other tokens."""
+    declared = options.model.loss.reduction is not None or options.sources.self_check == "never"
+    return not (declared or around.shape_only or options.model.experts.capacity_factor is not None)
 
 
 def _assemble(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from lightning_3d.strategy.spikes import judge_spike
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
 from lightning_3d.strategy.step.known_values import KnownValues
+from lightning_3d.strategy.step.loss_proof import LossProof, summary
 from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -50,6 +52,7 @@ class BuiltModel:
         known: values on the device that the host knows.
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
+        proof: proves in the first step of a fit that the loss may be split.
         compilation: of the blocks; None without `compile`.
         group_names: names of the parameters in each group of the optimizer; empty before `setup_optimizers`.
         defers: whether the caller of `train` calls `report` after `step_optimizer` where `launches_first`.
@@ -69,6 +72,7 @@ class BuiltModel:
     known: KnownValues
     tracer: StepTracer
     guard: StepGuard | None
+    proof: LossProof
     compilation: Compilation | None = None
     group_names: Names = field(default_factory=list)
     defers: bool = field(default=False, init=False)
@@ -97,6 +101,8 @@ class BuiltModel:
         """Expect the first batch of an optimizer step, because an earlier fit may have ended in the middle of a step."""
         self._place = 0
         self._unreported = None
+        self._described = False
+        self.proof.begin_fit()
         self._earlier: list[Computed] = []
         self.known.begin(self.module)
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
@@ -124,13 +130,14 @@ class BuiltModel:
         with self.known.following():  # micro-batches are rows of the batch
             micro_batches = self.splitter.split(batch, trainer, loader, index, training=True, begins=place == 0)
         self._advise(micro_batches)
+        self._describe(micro_batches)
         self._place, self.ends = 0 if ends else place + 1, ends
         if place == 0:
             self._earlier = []
         steps = trainer.global_step
         with self.tracer.batch(steps + 1, place, self.backend):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
-            with self.twice.first_run(steps, place):
+            with self.twice.first_run(steps, place), self.proof.watching(batch, micro_batches, rest, steps):
                 computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
         if ends:
             computed = self.twice.verify(computed, steps)
@@ -266,6 +273,16 @@ class BuiltModel:
         else:
             self.parts.lost = self.backend.abandon()
         self.backend.teardown()
+
+    def _describe(self, micro_batches: MicroBatches) -> None:
+        """Print once per fit how a global batch is split."""
+        if self._described:
+            return
+        self._described = True
+        if self.mesh.rank == 0 and self.guard is not None:
+            real = max(1, len(micro_batches) - micro_batches.fillers)
+            line = summary(self.mesh.size("dp"), real, micro_batches.rows, self.module.trainer.accumulate_grad_batches)
+            print(f"lightning_3d: {line}", file=sys.stderr, flush=True)
 
     def _advise(self, micro_batches: MicroBatches) -> None:
         """Warn once when the pipeline is predicted to idle for lack of micro-batches."""

@@ -121,6 +121,8 @@ class Lightning3DStrategy(CheckpointHooks):
         loss_chunks: n computes the loss that a causal LM of Transformers computes from labels with 1/n of the memory of its logits; "auto":
             8, or fewer where the logits are small.
         label_smoothing, z_loss: terms of that loss in training, see `LossOptions`.
+        loss_reduction: what the loss of a step is: "mean" (over its rows or target tokens), "sum" (over its rows), or "accumulate", which
+            takes the mean over micro-batches of any loss. None: a mean, and where a batch is split the first step of a fit proves it.
         fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.
         moe_node_size, moe_exchange: how tokens travel to their experts, see `ExpertOptions`.
@@ -180,6 +182,7 @@ class Lightning3DStrategy(CheckpointHooks):
         loss_chunks: int | str = 1,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        loss_reduction: str | None = None,
         fp8: bool = False,
         moe_aux_loss: float | None = None,
         moe_z_loss: float = 0.0,
@@ -219,7 +222,7 @@ class Lightning3DStrategy(CheckpointHooks):
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload, zero_shard_size, zero_overlap_gather)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
         experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size, moe_exchange)
-        loss = LossOptions(label_smoothing, z_loss)
+        loss = LossOptions(label_smoothing, z_loss, loss_reduction)
         self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages, loss_chunks, loss)
         self.options.require_suit(self.layout or Layout())
         zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)

@@ -19,7 +19,7 @@ import torch
 
 from lightning_3d.config.options.blocks import SUPPORTED
 from lightning_3d.errors import ConfigError, listed, plural
-from lightning_3d.parallel.nested import rows_of, tensors_of
+from lightning_3d.parallel.nested import count_rows, rows_of, tensors_of
 from lightning_3d.ranks.progress import task
 from lightning_3d.ranks.role import NUDGED, ONE, RANKS, Role
 from lightning_3d.ranks.supervisor import can_fork, launch
@@ -128,7 +128,7 @@ class _Data(pl.LightningDataModule):
     def train_dataloader(self) -> Batches:
         assert self.trainer is not None
         place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
-        return Batches([rows_of(batch, slice(place["rank"], None, self._ranks)) for batch in self._batches])
+        return Batches([rows_of(batch, slice(place["rank"], None, self._ranks), count_rows(batch)) for batch in self._batches])
 
 
 def _fit(run: _Run, module: pl.LightningModule, ranks: int, role: Role, what: str, **arguments: Any) -> None:

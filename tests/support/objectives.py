@@ -147,6 +147,8 @@ def fit_and_count(kind: str, dtype: str, layout: str, micro_batch_size: int, **s
     """Train on this rank. Also returns the number of elements of the frozen model that were here during the fit."""
     recipe = replace(RECIPE, dtype=dtype)
     module = Objective(kind, recipe)
+    if kind in ("contrastive", "in_parts"):  # of the rows of a micro-batch, not a mean over them
+        strategy["loss_reduction"] = "accumulate"
     part = fit_on_rank(recipe, Rows(rows()), module, layout=layout, micro_batch_size=micro_batch_size, **strategy)
     frozen = sum(value.numel() for name, value in part.weights.items() if name.startswith("other."))
     return replace(part, weights={name: value for name, value in part.weights.items() if name.startswith("model.")}), frozen

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.layout.sizes import check_number
+
+MEAN, SUM, ACCUMULATE = "mean", "sum", "accumulate"
+
+REDUCTIONS = (MEAN, SUM, ACCUMULATE)
+"""How the losses of micro-batches and data-parallel ranks become the loss of the global batch."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +27,26 @@ class LossOptions:
         label_smoothing: share of the target distribution that is spread evenly over the vocabulary, 0 to less than 1 (Szegedy et al.,
             arXiv:1512.00567, section 7), as in `torch.nn.functional.cross_entropy`.
         z_loss: coefficient of the squared log Z, which keeps logits small (PaLM, arXiv:2204.02311, section 5, uses 1e-4).
+        reduction: what the loss of a step is. "mean": a mean over its rows or target tokens, or one that the step weighs itself; "sum": a
+            sum over its rows; "accumulate": anything, of which the mean over micro-batches is trained, as gradient accumulation does.
+            None: a mean, which the first step of a fit proves.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or an unknown reduction.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    reduction: str | None = None
 
     def __post_init__(self) -> None:
         check_number("label_smoothing", self.label_smoothing)
         check_number("z_loss", self.z_loss)
+        if self.reduction not in (None, *REDUCTIONS):
+            raise ConfigError(
+                f'loss_reduction must be {listed(REDUCTIONS, last="or")}, or null; got "{self.reduction}".'
+                f"{did_you_mean(str(self.reduction), REDUCTIONS)}"
+            )
         if self.label_smoothing >= 1:
             raise ConfigError(f"label_smoothing must be at least 0 and less than 1, for example 0.1; got {self.label_smoothing:g}.")
 

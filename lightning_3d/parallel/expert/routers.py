@@ -94,6 +94,9 @@ class Routers:
         mesh: statistics are summed over all ranks that see other tokens or have other layers: one all-reduce a batch.
         device: of the tensors.
         shards: split over tensor-parallel ranks of the tokens that routers see; None if each of these ranks sees all of them.
+
+    Attributes:
+        equal_weights: whether the losses of all micro-batches weigh the same, whatever their rows.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Routers:
         self._sums = self._zeros()
         self._loads = self._zeros()[:, : max(self.experts, default=0)]
         self._training = False
+        self.equal_weights = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Routers:
         """A copied model (weight averaging) does not train."""
@@ -182,15 +186,16 @@ class Routers:
         self._micro_batch = micro_batch
 
     def expect(self, rows: int, *, filler: bool = False) -> None:
-        """Set the number of rows of the running micro-batch. It is the weight of the micro-batch's loss unless `weigh` sets another one; a
-        filler has weight 0."""
+        """Set the number of rows of the running micro-batch. It is the weight of the micro-batch's loss unless `weigh` sets another one, or
+        weights are equal; a filler has weight 0."""
+        rows = 1 if self.equal_weights else rows
         self._weights[self._micro_batch] = torch.full((), 0 if filler else rows, dtype=torch.float64, device=self._device)
         if filler:
             self._fillers.add(self._micro_batch)
 
     def weigh(self, weight: Tensor) -> None:
         """Set the weight of the running micro-batch's loss."""
-        if self._micro_batch not in self._fillers:
+        if self._micro_batch not in self._fillers and not self.equal_weights:
             self._weights[self._micro_batch] = weight.to(self._device, torch.float64)
 
     def finish(self) -> RouterSums:

@@ -45,6 +45,10 @@ class Step(Protocol):
         """Run the step: returns the weighted loss on the last stage, ends in a StageBoundary before it."""
 
 
+class ProbeFailed(Exception):
+    """The first stage could not run a step that is only tried."""
+
+
 @dataclass
 class _InFlight:
     """One micro-batch on one stage between its forward and its last backward action.
@@ -79,6 +83,9 @@ class PipelineEngine:
             among this rank's stages) and `last` (True if no such action follows).
         before_last_backward: called with the index of a stage before the action after which no other adds to its gradients.
         recorder: records actions and messages.
+
+    Attributes:
+        probes: whether steps are only tried: where the first stage cannot run one of a new shape, all ranks raise `ProbeFailed`.
     """
 
     def __init__(
@@ -110,11 +117,17 @@ class PipelineEngine:
         self._local: dict[Message, Tensor] = {}
         self._early: _InFlight | None = None
         self._to_come: Counter[int] = Counter()
+        self.probes = False
 
     @property
     def owns_last(self) -> bool:
         """True if this rank computes the loss."""
         return any(chunk.is_last for chunk in self._chunks.values())
+
+    @property
+    def stage(self) -> int:
+        """Stage that runs now."""
+        return self._state.require_chunk().stage
 
     @property
     def last_rank(self) -> int:
@@ -206,18 +219,23 @@ class PipelineEngine:
         What it computed is kept for its turn in the schedule, so the user's step is called exactly once per micro-batch and stage.
         """
         if key not in self._boundaries:
-            shared: list[tuple[Calls, Spec] | None] = [None]
+            shared: list[tuple[Calls, Spec] | str] = [""]
             first = self._assignment.rank_of_stage[0]
             if self._mesh.index("pp") == first:
                 self._state.calls, self._state.boundaries, self._state.counts_calls = None, [], True
                 try:
                     self._early = self._compute(self._chunks[0], None, step, micro_batch=0)
+                    assert self._early.output is not None and self._state.calls is not None
+                    shared = [(self._state.calls, spec_of(self._early.output))]
+                except Exception as error:
+                    if not self.probes:
+                        raise
+                    shared = [f"{type(error).__name__}: {error}"]
                 finally:
                     self._state.counts_calls = False
-                assert self._early.output is not None and self._state.calls is not None
-                shared = [(self._state.calls, spec_of(self._early.output))]
             dist.broadcast_object_list(shared, self._mesh.ranks("pp")[first], group=self._mesh.control)
-            assert shared[0] is not None
+            if isinstance(shared[0], str):
+                raise ProbeFailed(shared[0])
             self._boundaries[key] = shared[0]
         return self._boundaries[key]
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from lightning_3d.compat.torch import without_modes
 from lightning_3d.compat.transformers import is_transformers_model
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.experts import ExpertOptions
@@ -428,6 +429,7 @@ def place_of(mesh: Mesh | TensorMesh) -> Place:
 def _own_context(device: torch.device) -> Iterator[None]:
     """Run with gradients, in float32, without noise and without advancing random generators, whatever the caller's context is."""
     with (
+        without_modes(),
         isolated_generators(),
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -66,6 +66,10 @@ class StepLog:
         self._collected: dict[LogKey, _Collected] = {}
         self._pending: list[tuple[LogKey, Tensor, float | None]] = []
 
+    def empty(self) -> StepLog:
+        """Make another log of the same step, which has collected nothing."""
+        return StepLog(self._module, self._mesh, self._last_rank, self._device)
+
     def begin(self) -> None:
         """Forget the previous batch."""
         self._collected = {}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.config.options.loss import CROSS_ENTROPY, LossOptions
-from lightning_3d.errors import PlanError, listed
+from lightning_3d.config.options.loss import ACCUMULATE, CROSS_ENTROPY, SUM, LossOptions
+from lightning_3d.errors import ConfigError, PlanError, listed
 from lightning_3d.parallel.context import ContextParallel, WholeSequence, WholeSequenceLoss, is_split, sum_over_ranks
 from lightning_3d.parallel.tensor.loss import summed_losses
 from lightning_3d.strategy.step.own_losses import count_own_losses
@@ -21,7 +21,8 @@ class LossWeights:
     """The weight of the micro-batch that is running.
 
     A loss that a model computes from its labels weighs as many target tokens as it averages over, any other loss as many rows, so that
-    the weighted mean over micro-batches and data-parallel ranks equals the mean over the global batch.
+    the weighted mean over micro-batches and data-parallel ranks equals the mean over the global batch. A step can declare another weight.
+    All micro-batches weigh the same where the user has declared the loss a sum, or its micro-batches as accumulated.
 
     Args:
         terms: terms of the loss that a causal LM computes from its labels in training.
@@ -32,16 +33,31 @@ class LossWeights:
         self._training = True
         self._tokens: Tensor | None = None
         self._has_terms = False
+        self._proves = False
 
-    def begin(self, *, training: bool = True) -> None:
-        """Expect the next micro-batch, of training or of evaluation."""
-        self._training = training
+    @property
+    def sums(self) -> bool:
+        """Whether the loss of the global batch is the sum of those of its micro-batches."""
+        return self.terms.reduction == SUM
+
+    @property
+    def equal(self) -> bool:
+        """Whether all micro-batches weigh the same."""
+        return self.terms.reduction in (SUM, ACCUMULATE)
+
+    def begin(self, *, training: bool = True, proves: bool = False) -> None:
+        """Expect the next micro-batch, of training or of evaluation.
+
+        Args:
+            proves: whether its loss is compared with one that is trained on, though it has no gradients.
+        """
+        self._training, self._proves = training, proves
         self._tokens, self._has_terms = None, False
 
     @property
     def _wants_terms(self) -> bool:
         """Whether a loss that is computed now is trained on: not in evaluation, with or without gradients, and not without gradients."""
-        return self._training and torch.is_grad_enabled()
+        return self._training and (self._proves or torch.is_grad_enabled())
 
     def use_terms(self) -> LossOptions:
         """Return the terms of a loss that is computed now: cross-entropy alone if it is not trained on."""
@@ -52,20 +68,37 @@ class LossWeights:
         """Add target tokens. The loss function calls this; calls in one micro-batch add up."""
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
-    def weight(self, rows: int, device: torch.device) -> Tensor:
+    def weight(self, rows: int, device: torch.device, declared: Any = None) -> Tensor:
         """Weight of the micro-batch: a float64 tensor of shape ().
+
+        Args:
+            declared: weight that the step returned; None where it returned none.
 
         Raises:
             PlanError: the loss should have further terms, but the model did not compute it.
+            ConfigError: the declared weight is not a number.
         """
         if self.terms.asked_for and self._wants_terms and not self._has_terms:
             raise PlanError(
                 f"{_described(self.terms)} no effect on the loss of this step, which no causal LM of Transformers computed from"
                 " labels. Pass labels= to the model and return its loss, or set the option to 0 and add the term to the loss of your step."
             )
+        if self.equal and self._training:
+            return torch.ones((), dtype=torch.float64, device=device)
+        if declared is not None:
+            return _declared(declared, device)
         if self._tokens is not None:
             return self._tokens.to(torch.float64)
         return torch.full((), float(rows), dtype=torch.float64, device=device)  # torch.tensor would synchronize
+
+
+def _declared(weight: Any, device: torch.device) -> Tensor:
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        return weight.detach().reshape(()).to(device, torch.float64)
+    if isinstance(weight, (int, float)):
+        return torch.full((), float(weight), dtype=torch.float64, device=device)
+    got = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+    raise ConfigError(f"The 'loss_weight' that training_step returns must be a single number; got {got}.")
 
 
 class TokenMeanLoss:

@@ -17,7 +17,7 @@ from lightning_3d.layout.layout import divisors
 from lightning_3d.layout.schedules import ScheduleInfo
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.deferred_logits import DeferredLogits
-from lightning_3d.parallel.nested import rows_of, tensors_of
+from lightning_3d.parallel.nested import count_rows, rows_of, same_tensors, tensors_of
 from lightning_3d.parallel.partial_tensors import whole_arguments
 from lightning_3d.parallel.tensor import VocabParallelLogits
 
@@ -63,14 +63,14 @@ def split_into_micro_batches(
     split_batch: SplitBatch | None = None,
     agree: Callable[[int], int] | None = None,
 ) -> MicroBatches:
-    """Split a batch along dimension 0 of its tensors.
+    """Split a batch along dimension 0 of its tensors, and lists with one entry for each row.
 
     Where `micro_batch_size` does not divide the rows of a batch (the last one of an epoch; see `require_whole_micro_batches` for the
     others), micro-batches have the largest smaller size that does. A batch that gives
     the schedule too few micro-batches is filled up with copies of weight zero.
 
     Args:
-        batch: tensors in any nesting of dicts, lists, tuples and dataclasses. Whatever is not a tensor goes to every micro-batch.
+        batch: tensors in any nesting of dicts, lists, tuples and dataclasses, see `rows_of`. What has no rows goes to every micro-batch.
         micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough micro-batches.
         repeated: number of rows -> how many of them, at the end, the sampler repeated so that all data-parallel ranks have equally many;
             they are dropped.
@@ -97,7 +97,8 @@ def split_into_micro_batches(
             raise DataError(f"split_batch must return {rows // size} micro-batches, as many as it was asked for; got {len(parts)}.")
         parts = parts[:count]
     else:
-        parts = [rows_of(batch, slice(start, start + size)) for start in range(0, kept, size)]
+        whole = size == rows
+        parts = [same_tensors(batch)] if whole else [rows_of(batch, slice(start, start + size), rows) for start in range(0, kept, size)]
     fillers = count if all_repeated else 0
     while schedule is not None and not schedule.accepts(pp, vp, len(parts)):
         parts.append(parts[0])
@@ -166,22 +167,10 @@ def repeated_rows(loader: object, batch_index: int, rows: int) -> int:
 
 
 def _rows(batch: Any, split_batch: SplitBatch | None) -> int:
-    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0}
-    scalars = sum(tensor.ndim == 0 for tensor in tensors_of(batch))
-    if not sizes:
-        raise DataError(
-            "The batch contains no tensor with a batch dimension, so it cannot be split into micro-batches."
-            " Pass split_batch= to the strategy, a function (batch, n) -> n micro-batches."
-        )
-    if split_batch is not None:
-        return next(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0)
-    if len(sizes) > 1 or scalars:
-        found = sorted(sizes) + ["no dimension at all"] * bool(scalars)
-        raise DataError(
-            f"The tensors of the batch have different numbers of rows in dimension 0: {', '.join(map(str, found))}."
-            " Pass split_batch= to the strategy, a function (batch, n) -> n micro-batches."
-        )
-    return sizes.pop()
+    if split_batch is None:
+        return count_rows(batch)
+    with_rows = [tensor for tensor in tensors_of(batch) if tensor.ndim > 0]
+    return with_rows[0].shape[0] if with_rows else count_rows(batch)
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:

@@ -48,6 +48,7 @@ class RowDraws(TorchDispatchMode):
             are, also where shapes leave that open.
 
     Attributes:
+        drawn: number of draws.
         unmatched: number of draws for which `shapes` has neither the same shape nor one with more rows.
     """
 
@@ -56,8 +57,7 @@ class RowDraws(TorchDispatchMode):
         self._rows, self._total = rows, total
         self._own = len(range(total)[rows])
         self._shapes = shapes
-        self._draws = 0
-        self.unmatched = 0
+        self.drawn = self.unmatched = 0
         # Rows of others have values, too, because probabilities must be valid. They are copies of the own ones.
         places = torch.arange(total, device="cpu") % max(self._own, 1)
         places[rows] = torch.arange(self._own, device="cpu")
@@ -67,8 +67,8 @@ class RowDraws(TorchDispatchMode):
         given = _Call(func, args, kwargs or {})
         if not given.draws:
             return func(*args, **given.kwargs)
-        shape, index = given.drawn, self._draws
-        self._draws += 1
+        shape, index = given.drawn, self.drawn
+        self.drawn += 1
         dim = self._row_dimension(shape, index)
         if dim is None:
             return func(*args, **given.kwargs)

@@ -36,6 +36,9 @@ from lightning_3d.strategy.step.totals import BatchTotals
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.trace import REDUCE, StepTrace
 
+LOSS_WEIGHT = "loss_weight"
+"""Key under which a training step returns the weight of its loss."""
+
 
 @dataclass(frozen=True)
 class Computed:
@@ -146,6 +149,8 @@ class StepRunner:
     Attributes:
         inside: whether the user's step is running, which not all ranks run equally often: it must not communicate.
         around: function that makes a context for each call of the user's step: (hook, micro-batches, index) -> context.
+        look: function that makes a context inside it, by stage and micro-batch.
+        communicates: whether the user's step has communicated through the strategy.
         totals: totals of the last batch over all ranks; None before the first.
         known_totals: totals of every batch in a dry run, on a rank that does not compute them: the ranks that do are absent.
     """
@@ -181,8 +186,12 @@ class StepRunner:
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self._shared = StageOutputs(mesh, engine, device)
         self._uses = RankZeroUses(module, mesh, engine)
-        self.around: Callable[[str, MicroBatches, int], AbstractContextManager[Any]] = _nothing_around
-        self.inside = False
+        self.around: Callable[[str, MicroBatches, int], AbstractContextManager[Any]] = _no_context
+        self.look: Callable[[int, int], AbstractContextManager[Any]] = _no_context
+        self.inside = self.communicates = False
+        self._runs_step = False
+        if routers is not None:
+            routers.equal_weights = weights.equal
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
         self._accumulated: Tensor | None = None
         self._finite: Tensor | None = None
@@ -238,6 +247,8 @@ class StepRunner:
         """Return what the user's `training_step` returned for the batch that was computed last: on the last stage all, elsewhere only the
         loss. Local."""
         outputs = self._merged(micro_batches) or {}
+        if LOSS_WEIGHT in outputs:
+            outputs[LOSS_WEIGHT] = torch.stack([sums[1] for sums in self._sums]).sum() * self._mesh.size("cp")
         outputs["loss"] = computed.mean_loss.to(torch.get_default_dtype())
         return outputs
 
@@ -276,6 +287,42 @@ class StepRunner:
             self._log.replay(self._read(HostCopy(self._share())).checksum)
         return self._shared.broadcast(self._merged(micro_batches), whole=hook == "predict")
 
+    def probe(self, part: MicroBatches, like: MicroBatches, rest: tuple[Any, ...], step: int) -> Tensor | None:
+        """Run the forward of the user's training step once more, without gradients. Logs, outputs and totals stay as they are.
+
+        Args:
+            part: a single micro-batch.
+            like: micro-batches of the step; `part` gets the seeds of the first one.
+            step: number of optimizer steps before this one.
+
+        Returns:
+            (loss times weight, weight), float64; None before the last stage.
+        """
+        kept = self._sums, self._outputs, self._log
+        self._sums, self._outputs, self._log = [], [], self._log.empty()
+        self._step = step
+        if self._routers is not None:
+            self._routers.begin(training=False)
+        self._engine.probes = True
+        try:
+            with self._random.isolated():
+                self._engine.evaluate(1, ("probe", part.signature), _UserStep(self, "training", part, rest, like))
+            return self._sums[0] if self._sums else None
+        finally:
+            forget_masks()
+            self._engine.probes = False
+            self._sums, self._outputs, self._log = kept
+
+    @property
+    def owns_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self._engine.owns_last
+
+    @property
+    def own_sums(self) -> list[Tensor]:
+        """(Loss times weight, weight) of each micro-batch of the batch that ran last; none before the last stage."""
+        return self._sums
+
     def _merged(self, micro_batches: MicroBatches) -> Any:
         """Join what the user's step returned for the batch; None before the last stage and where it returned nothing."""
         kept = [pair for index, pair in enumerate(self._outputs) if not micro_batches.is_filler(index)]
@@ -291,9 +338,15 @@ class StepRunner:
         self._sums, self._outputs = [], []
         self._log.begin()
 
-    def run_one(self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...]) -> Tensor | None:
-        """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary."""
-        self._weights.begin(training=hook == "training")
+    def run_one(
+        self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...], like: MicroBatches | None = None
+    ) -> Tensor | None:
+        """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary.
+
+        Args:
+            like: where the loss is compared with that of the step: micro-batches of the step, which has the same random numbers.
+        """
+        self._weights.begin(training=hook == "training", proves=like is not None)
         filler = micro_batches.is_filler(index)
         if self._routers is not None:
             self._routers.expect(micro_batches.rows, filler=filler)
@@ -301,16 +354,19 @@ class StepRunner:
         try:
             # Before the last stage, code after a call of the model would update metrics with values that are not known there.
             unchanged = unchanged_metrics(self._module) if filler or self._engine.passes_calls else nullcontext()
-            around = self.around(hook, micro_batches, index)
-            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept(), around:
+            around = self.around(hook, like or micro_batches, index)
+            look = self.look(self._engine.stage, index)
+            self._runs_step = True
+            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept(), around, look:
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
             self._engine.end_step()
         except RuntimeError as error:
             self._explain_shape(error)
             raise
         finally:
-            self.inside = False
-        weight = self._weights.weight(micro_batches.rows, self._device)
+            self.inside = self._runs_step = False
+        declared = output.get(LOSS_WEIGHT) if hook == "training" and isinstance(output, Mapping) else None
+        weight = self._weights.weight(micro_batches.rows, self._device, declared)
         if filler:
             weight = torch.zeros_like(weight)
         self._log.weigh(weight)
@@ -332,6 +388,7 @@ class StepRunner:
         Raises:
             ConfigError: the user's step is running.
         """
+        self.communicates = self.communicates or self._runs_step
         if self.inside:
             raise ConfigError(
                 f"The step communicates with all ranks ({what}), but runs once per micro-batch and stage, so some ranks would run it"
@@ -370,6 +427,8 @@ class StepRunner:
             extras = any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1])
             packed = BatchTotals.pack(self._sums, self._log.checksum(), extras=extras, device=self._device)
         all_reduce_flat(packed, self._mesh.group("cp", "pp", "dp"))
+        if self._weights.sums:
+            BatchTotals.weight_in(packed).fill_(1.0)
         return packed
 
     def _read(self, packed: HostCopy) -> BatchTotals:
@@ -385,18 +444,27 @@ class StepRunner:
 
 @dataclass(frozen=True)
 class _UserStep:
-    """The function that the engine calls for each micro-batch and stage."""
+    """The function that the engine calls for each micro-batch and stage.
+
+    Attributes:
+        like: micro-batches whose random numbers are drawn; None for those of `micro_batches`.
+    """
 
     runner: StepRunner
     hook: str
     micro_batches: MicroBatches
     rest: tuple[Any, ...]
+    like: MicroBatches | None = None
 
     def enter(self, micro_batch: int) -> None:
-        self.runner.seed(self.micro_batches, micro_batch)
+        self.runner.seed(self.like or self.micro_batches, micro_batch)
 
     def __call__(self, micro_batch: int) -> Tensor | None:
-        return self.runner.run_one(self.hook, self.micro_batches, micro_batch, self.rest)
+        return self.runner.run_one(self.hook, self.micro_batches, micro_batch, self.rest, self.like)
+
+
+def _no_context(*args: Any) -> AbstractContextManager[Any]:
+    return nullcontext()
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -413,10 +481,6 @@ def _loss_of(output: Any) -> Tensor:
             " with loss.mean()."
         )
     return loss.reshape(())
-
-
-def _nothing_around(hook: str, micro_batches: MicroBatches, index: int) -> AbstractContextManager[Any]:
-    return nullcontext()
 
 
 def _detached(value: Any) -> Any:

@@ -1,0 +1,238 @@
+"""The first step proves that the loss is a mean over rows; what a user declares instead trains as plain Lightning does on one process."""
+
+import random
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import quiet_trainer
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_3d import Layout, Lightning3DStrategy
+from lightning_3d.errors import ConfigError
+from lightning_3d.strategy.step.attributes import Attributes
+
+ROWS, CLASSES, STEPS = 16, 10, 3
+LABELS = torch.linspace(0.1, 5, CLASSES)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.Module], dropout: float) -> None:
+        super().__init__()
+        self.norm, self.drop = norm(16), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d if kind == "batchnorm" else nn.LayerNorm
+        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, CLASSES)
+        self.blocks = nn.ModuleList(Block(norm, 0.2 if kind == "dropout" else 0.0) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+PLAN = {
+    "tp": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    "pp": {"enter": (["x"], ["h"]), "blocks": (["h"], ["h"]), "leave": (["h"], ["y"])},
+}
+
+
+class Steps(pl.LightningModule):
+    """A loss of each kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.net = Net(kind)
+        self.seen: list[float] = []
+        self.table: dict[str, Any] = {"steps": 0, "rows": []}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x, y = batch
+        self.table["steps"] += 1
+        self.table["rows"].append(len(x))
+        kind = self.kind
+        if kind == "mixup":
+            other = torch.arange(len(x)).roll(1)
+            out = self.net(0.7 * x + 0.3 * x[other])
+            return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y[other])
+        if kind == "noise":
+            x = x + random.random() * torch.randn_like(x) + torch.randn(8)
+        out = self.net(x)
+        if kind == "sum":
+            return F.cross_entropy(out, y, reduction="sum")
+        if kind == "ignore":
+            return F.cross_entropy(out, torch.where(y < 5, y, -100))
+        if kind == "weights":
+            return F.cross_entropy(out, y, weight=LABELS)
+        if kind == "weighed":
+            return {"loss": F.cross_entropy(out, y, weight=LABELS), "loss_weight": LABELS[y].sum()}
+        if kind == "contrastive":
+            z = F.normalize(out, dim=-1)
+            return F.cross_entropy(z @ z.T * 5, torch.arange(len(z)))
+        if kind == "variance":
+            return F.cross_entropy(out, y) + F.relu(1 - out.std(0)).mean()
+        if kind == "rmse":
+            return F.mse_loss(out, F.one_hot(y, CLASSES).float()).sqrt()
+        loss = F.cross_entropy(out, y)
+        if kind == "penalty":
+            loss = loss + 1e-2 * sum(p.square().sum() for p in self.net.parameters())
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def fit(kind: str, layout: str = "dp1", size: int | None = 4, **strategy: Any) -> Steps:
+    """Train; with the layout "plain" by Lightning alone."""
+    pl.seed_everything(1, verbose=False)
+    module = Steps(kind)
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(ROWS * STEPS, 8, generator=generator), torch.randint(CLASSES, (ROWS * STEPS,), generator=generator))
+    if layout == "plain":
+        trainer, rows = quiet_trainer(max_epochs=1, accelerator="cpu", devices=1), ROWS
+    else:
+        parsed = Layout.parse(layout)
+        options = {"plan": PLAN, "micro_batch_size": size, **strategy}
+        trainer = quiet_trainer(max_epochs=1, devices=parsed.world_size, strategy=Lightning3DStrategy(layout, **options))
+        rows = ROWS // parsed.dp
+    trainer.fit(module, DataLoader(data, batch_size=rows))
+    return module
+
+
+def refusals(kinds: list[str], layout: str) -> dict[str, str]:
+    """What training of each kind is refused with; empty where it trains."""
+    said = {}
+    for kind in kinds:
+        try:
+            fit(kind, layout)
+            said[kind] = ""
+        except ConfigError as error:
+            said[kind] = str(error)
+    return said
+
+
+OTHERS = ["mixup", "sum", "ignore", "weights", "contrastive", "variance", "rmse", "batchnorm"]
+MEANS = ["mean", "dropout", "noise", "penalty", "weighed"]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_loss_that_is_not_a_mean_over_rows_is_refused_before_the_first_step(kind: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        fit(kind)
+    assert "4 rows together" in str(error.value)
+    assert ('loss_reduction="sum"' if kind == "sum" else 'loss_reduction="accumulate"') in str(error.value)
+    assert f"micro_batch_size={ROWS}" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_loss_trains_where_the_global_batch_is_one_micro_batch(kind: str) -> None:
+    assert fit(kind, size=None).seen == pytest.approx(fit(kind, "plain").seen, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", MEANS)
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_mean_over_rows_is_not_refused_and_the_comparison_leaves_nothing_behind(
+    kind: str, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proved = fit(kind, size=size)
+    assert "was not compared" not in capsys.readouterr().err
+    alone = fit(kind, size=size, self_check="never")
+    assert proved.seen == alone.seen and proved.table == alone.table
+    assert [block.calls for block in proved.net.blocks] == [block.calls for block in alone.net.blocks]
+    for (name, ours), theirs in zip(proved.state_dict().items(), alone.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("kind", ["weights", "batchnorm"])
+@pytest.mark.parametrize("reduction", ["accumulate", "mean"])
+def test_a_declared_loss_is_not_compared(kind: str, reduction: str) -> None:
+    assert len(fit(kind, loss_reduction=reduction).seen) == STEPS
+
+
+def test_the_split_of_the_global_batch_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    fit("mean")
+    assert capsys.readouterr().err.count("global batch 16 rows: 4 micro-batches of 4 rows") == 1
+
+
+DECLARED = [
+    ("sum", {"loss_reduction": "sum"}),
+    ("weighed", {}),
+    ("mean", {"loss_reduction": "mean"}),
+    ("mean", {"loss_reduction": "accumulate"}),
+]
+
+
+def fits(layout: str, **strategy: Any) -> list[list[float]]:
+    return [fit(kind, layout, **options, **strategy).seen for kind, options in DECLARED]
+
+
+def test_declared_losses_train_as_on_one_process() -> None:
+    for ours, (kind, _) in zip(fits("dp1"), DECLARED, strict=True):
+        assert ours == pytest.approx(fit(kind, "plain").seen, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [("dp2", {}), ("dp2", {"zero_stage": 1}), ("dp2", {"zero_stage": 2}), ("dp2", {"zero_stage": 3}), ("tp2_pp2", {}), ("pp2", {})],
+    ids=str,
+)
+def test_declared_losses_train_as_on_one_process_in_every_layout(layout: str, options: dict[str, Any]) -> None:
+    for found in run_ranks(fits, Layout.parse(layout).world_size, layout, **options, timeout=180):
+        for ours, (kind, _) in zip(found, DECLARED, strict=True):
+            assert ours == pytest.approx(fit(kind, "plain").seen, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2_pp2"])
+def test_the_loss_is_proved_in_every_layout(layout: str) -> None:
+    for said in run_ranks(refusals, Layout.parse(layout).world_size, [*OTHERS, *MEANS], layout, timeout=180):
+        assert {kind for kind, text in said.items() if text} == set(OTHERS)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.items, self.own = 1, [1, [2]], Counter()
+        self.queue = torch.zeros(3)
+        self.names: set[str] = {"a"}
+
+
+def test_attributes_come_back_with_what_they_contained() -> None:
+    module = nn.Sequential(Holds())
+    holds: Any = module[0]
+    items, before = holds.items, Attributes(holds)
+    holds.number, holds.more = 2, 3
+    holds.items[1].append(5)
+    holds.items.append(4)
+    holds.own.count += 1
+    holds.queue += 1
+    holds.names.add("b")
+    before.restore()
+    assert (holds.number, holds.items, holds.own.count, holds.names) == (1, [1, [2]], 0, {"a"})
+    assert holds.items is items and not hasattr(holds, "more") and holds.queue.sum() == 0
