@@ -485,3 +485,14 @@ def gradient_hooks(parameter: Tensor) -> dict[int, Callable[..., Any]]:
 def accumulation_hooks(parameter: Tensor) -> dict[int, Callable[..., Any]]:
     """The same for `register_post_accumulate_grad_hook`."""
     return parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+
+
+def global_hooks() -> list[tuple[str, Any]]:
+    """Hooks that run in every module: those of `torch.nn.modules.module.register_module_forward_hook` and its neighbours, with names.
+
+    Torch has no public list of them (`_global_*_hooks`, torch 2.11 to 2.13).
+    """
+    from torch.nn.modules import module
+
+    names = sorted(name for name in vars(module) if name.startswith("_global_") and isinstance(getattr(module, name), dict))
+    return [(name, hook) for name in names for hook in getattr(module, name).values() if callable(hook)]

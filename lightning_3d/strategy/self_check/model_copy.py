@@ -3,16 +3,16 @@ visible."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Mapping
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.models.code_description import CodeDescription, Indescribable
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.pipeline.gates import hidden_states_of, plain_values
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.weights.initialize import initialize
@@ -37,50 +37,6 @@ def copy_without_values(module: nn.Module) -> nn.Module:
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.float()
     return _without_dropout(copied.eval())
-
-
-def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Copy `module` deeply; attributes that cannot be copied (locks, open files, results of computations) are shared with the copy."""
-    known = dict(memo or {})
-    try:
-        copied = copy.deepcopy(module, known)
-    except Exception:
-        known = (memo or {}) | _without_copies(module, memo or {})
-        copied = copy.deepcopy(module, known)
-    for old, new in zip(module.modules(), copied.modules(), strict=True):
-        function = vars(old).get("forward")
-        if isinstance(function, FunctionType) and function.__closure__:
-            vars(new)["forward"] = _with_copied_closure(function, known)
-    return copied
-
-
-def _with_copied_closure(function: FunctionType, known: dict[int, Any]) -> FunctionType:
-    """Copy a function that replaces the `forward` of an instance, so that it runs the copied modules; deepcopy copies no functions."""
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(CellType(copy.deepcopy(cell.cell_contents, known)))
-        except Exception:  # cannot be copied, or is empty
-            cells.append(cell)
-    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-def _without_copies(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
-    """Find the attributes that cannot be copied, by id."""
-    scratch: dict[int, Any] = {id(value): value for value in (*module.parameters(), *module.buffers(), *module.modules())}
-    scratch |= memo
-    found: dict[int, Any] = {}
-    for child in module.modules():
-        for key, value in vars(child).items():
-            if key in ("_parameters", "_buffers", "_modules"):
-                continue
-            try:
-                copy.deepcopy(value, scratch)
-            except Exception:
-                found[id(value)] = value
-    return found
 
 
 def _without_dropout(module: nn.Module) -> nn.Module:
@@ -153,11 +109,20 @@ class Skipped(nn.Module):
         return (hidden, *([None] * (length - 1))) if length else hidden
 
 
-def kinds_of(blocks: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Group the indices of blocks by kind. Blocks of one kind have the same modules with the same shapes and plain attributes; an attribute
-    that is the index of its block (`layer_idx`) is ignored.
+def kinds_of(blocks: list[nn.Module], description: CodeDescription | None = None) -> list[tuple[int, ...]]:
+    """Group the indices of blocks by kind. Blocks of one kind run the same code, in modules with the same shapes and attributes; an
+    attribute that is the index of its block (`layer_idx`) is ignored.
+
+    Args:
+        blocks: all blocks of a model.
+        description: description of the whole model; None makes one of the blocks.
     """
-    entries = [described(block) for block in blocks]
+    entries = []
+    for block in blocks:
+        try:
+            entries.append(described(block, description or CodeDescription(block)))
+        except Indescribable:  # a kind of its own
+            entries.append({"block": len(entries)})
     every: set[str] = set().union(*(entry.keys() for entry in entries))
     positional = {key for key in every if _counts_blocks([entry.get(key) for entry in entries])}
     kinds: dict[tuple[Any, ...], list[int]] = {}
@@ -173,14 +138,16 @@ def _counts_blocks(values: list[Any]) -> bool:
     return len(numbers) > 1 and len(set(numbers)) == 1
 
 
-def described(block: nn.Module) -> dict[str, Any]:
-    """Classes, plain public attributes and shapes of parameters in a module, by name."""
+def described(block: nn.Module, description: CodeDescription) -> dict[str, Any]:
+    """Plain attributes, code, hooks, objects and buffers, and shapes of parameters in a module, by name.
+
+    Raises:
+        Indescribable: it computes with something of which nothing is known.
+    """
     found: dict[str, Any] = {}
     for name, child in block.named_modules():
-        found[f"{name} class"] = f"{type(child).__module__}.{type(child).__qualname__}"
-        for key, value in vars(child).items():
-            if key[0] != "_" and isinstance(value, (str, int, float, bool)):
-                found[f"{name}.{key}"] = value
+        found |= {f"{name}.{key}": value for key, value in description.plain_of(child).items()}
+        found[f"{name} code"] = description.of_module(child)
     for name, parameter in block.named_parameters():
         found[f"{name} shape"] = tuple(parameter.shape)
     return found
