@@ -83,7 +83,8 @@ class StepLog:
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
         if isinstance(value, Unknown):
-            return  # the last stage logs it
+            value.pass_over()
+            return
         kwargs.update(zip(names, args, strict=False))
         metric = self._metric_name(name, value) if isinstance(value, Metric) else None
         number = forward_value(value) if isinstance(value, Metric) else value
