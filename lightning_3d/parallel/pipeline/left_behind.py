@@ -36,7 +36,11 @@ class Elsewhere(Unknown):
     Unlike an output of the model, the last stage never gets it. So a step that logs it, returns it or needs its value is refused.
     """
 
+    def __repr__(self) -> str:
+        return f"<{self.unknown_origin}, which is on another pipeline stage>"
+
     def pass_over(self) -> None:
+        """Refuse the value: no stage completes what this one lacks."""
         self._refuse()
 
     def _refuse(self, *args: Any) -> NoReturn:

@@ -92,7 +92,7 @@ class Unknown:
         return id(self)
 
     def __repr__(self) -> str:
-        return f"<value of {self.unknown_origin}, which is on another stage>"
+        return f"<value of {self.unknown_origin}, which only the last stage knows>"
 
 
 def _operator(self: Unknown, *others: Any) -> Unknown:
