@@ -71,7 +71,7 @@ class AbsentPart(Absent):
         super().__init__(name, original)
         vars(self).update(pipeline_state=state, absent_class=type(original), attributes=attributes_of(original), written=set())
         vars(self)["absent_hooks"] = SimpleNamespace(**{key: value for key, value in vars(original).items() if key in HOOKS})
-        for written in written_by(type(original)):
+        for written in written_by(original):
             self.forget(written)
         if place is not None:
             state.left.add_stub(place, self)
@@ -299,9 +299,9 @@ class CountedModel:
 def refuse_to_generate(*args: Any, **kwargs: Any) -> NoReturn:
     """Take the place of a model's `generate`, which calls parts of the model, and needs its outputs on every rank."""
     raise PlanError(
-        "generate() needs the whole model, but with pp > 1 each rank has only the blocks of its stage. Use a layout with pp = 1, or generate"
-        " from a checkpoint: `lightning-3d generate RUN_FOLDER PROMPT` for a causal language model, any other one on one process with"
-        " load_full_state_dict(path) of lightning_3d.checkpoint (docs/migrating.md)."
+        "generate() needs the whole model, but with pp > 1 each rank has only the blocks of its stage. Use a layout with pp = 1, or"
+        " generate from a checkpoint: `lightning-3d generate RUN_FOLDER PROMPT` for a causal language model, any other one on one process"
+        " with load_full_state_dict(path) of lightning_3d.checkpoint (docs/migrating.md)."
     )
 
 

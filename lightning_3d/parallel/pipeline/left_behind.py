@@ -1,7 +1,7 @@
-"""What the forwards of blocks leave in attributes (losses, counters, outputs): each stage has it for its own blocks only.
+"""What forwards of blocks leave in attributes (losses, counters, outputs). Each stage has it for its own blocks only.
 
-Attributes that configure a block are the same on every stage, so that stubs answer them. Those that a forward writes are not: they are found
-by the code of its class, and by what changes while a block of this stage runs for the first time.
+Attributes that configure a block are the same on every stage, so that stubs answer them. Those that a forward writes are not. They are
+found by the code of its class, and by what changes while a block of this stage runs for the first time.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LeftBehind:
             if index in running:
                 continue
             for path, module in block.named_modules():
-                places = {place for inner, place in self._places if inner == path} | written_by(type(module))
+                places = {place for inner, place in self._places if inner == path} | written_by(module)
                 for attribute in places & {*vars(module), *module._buffers}:
                     value = Elsewhere(f"the attribute '{attribute}' of '{name}{path and '.'}{path}'")
                     self._hidden.append((module, attribute, value, vars(module).get(attribute, _NOTHING)))
@@ -169,9 +169,14 @@ def attributes_of(module: nn.Module) -> frozenset[str]:
     return frozenset({*vars(module), *module._buffers, *module._parameters} - _INTERNAL)
 
 
+def written_by(module: nn.Module) -> frozenset[str]:
+    """Names of attributes that the forward of a module's class, or a method that it calls, assigns. Code of libraries is not read."""
+    kind: Any = type(module)
+    return _written_by(kind)
+
+
 @lru_cache(maxsize=1024)
-def written_by(kind: type[nn.Module]) -> frozenset[str]:
-    """Names of attributes that the forward of a class, or a method that it calls, assigns. What classes of libraries assign is not counted."""
+def _written_by(kind: type[nn.Module]) -> frozenset[str]:
     own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins")]
     methods: dict[str, list[FunctionType]] = {}
     for base in own:
