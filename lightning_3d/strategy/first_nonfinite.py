@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import listed
 from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.pipeline import runs_now
 from lightning_3d.strategy.step.again import RankOfModel
 
 OUTPUT, GRADIENT = "output", "gradient of the output"
@@ -139,6 +140,8 @@ def _watched(built: RankOfModel) -> Iterator[dict[str, Sighting]]:
             seen[what] = Sighting(what, names[module], built.mesh.rank, stage or 0, number, span, built.mesh.index("dp"))
 
     def look(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+        if not runs_now(module):
+            return
         for tensor in _floats(output):
             if OUTPUT not in seen and _is_bad(tensor) and begins_here((arguments, keywords)):
                 see(OUTPUT, module)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -45,9 +46,10 @@ def _show_share(sizes: Sizes) -> None:
 
 
 def _without_example(on_fit_start: Callable[..., None], trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Summarize without the sizes of inputs and outputs where layers of the model are on several ranks: Lightning would call all of it."""
+    """Summarize without the sizes of inputs and outputs where layers of the model are on several ranks, or the module has no forward:
+    Lightning would call all of it."""
     layout: Any = getattr(trainer.strategy, "layout", None)
-    if layout is None or layout.pp == 1:
+    if layout is None or (layout.pp == 1 and is_overridden("forward", module)):
         on_fit_start(trainer, module)
         return
     example, module.example_input_array = module.example_input_array, None

@@ -8,7 +8,7 @@ from lightning_3d.parallel.pipeline.engine import PipelineEngine
 from lightning_3d.parallel.pipeline.gates import runs_now
 from lightning_3d.parallel.pipeline.stages import StageAssignment, assign_stages, keep_owned
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, StageBoundary
-from lightning_3d.parallel.pipeline.unknown import Unknown
+from lightning_3d.parallel.pipeline.unknown import Unknown, first_unknown
 
 __all__ = [
     "Chunk",
@@ -18,6 +18,7 @@ __all__ = [
     "StageBoundary",
     "Unknown",
     "assign_stages",
+    "first_unknown",
     "keep_owned",
     "runs_now",
 ]

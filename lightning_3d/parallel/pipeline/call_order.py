@@ -46,6 +46,9 @@ class CallOrder:
         plan: what the order should be.
         look: whether to look for NaN in the inputs of blocks other than the received hidden states, because absent values are NaN. This
             synchronizes with the device, so only the first forwards do it.
+
+    Attributes:
+        entered: whether the model itself has been called, which then calls its parts.
     """
 
     def __init__(self, plan: PlanOrder, *, look: bool = False) -> None:
@@ -56,15 +59,21 @@ class CallOrder:
         self._followed: list[str] = []
         self.looks = look
         self._clean = True
+        self.entered = False
 
     # The order of calls
 
     def enter_block(self, index: int) -> None:
         """Check the call of block `index`, on any stage, before it runs."""
-        if index == self._next:
+        if index == self._next and self.entered:
             self._next += 1
             return
         plan = self._plan
+        if not self.entered:
+            raise PlanError(
+                f"The step calls parts of {plan.model} by themselves ('{plan.layers}.{index}'), and not {plan.model}(...). With pp > 1 no"
+                f" rank has all of them. Call the model itself. {_ADVICE}"
+            )
         called = f"The forward of {plan.model} calls block '{plan.layers}.{index}'"
         if index < self._next:
             what = f"{called} after '{plan.layers}.{self._next - 1}'"
@@ -160,6 +169,15 @@ class CallOrder:
             raise PlanError(
                 f"Outside its blocks, {self._plan.model} adds a value of an earlier pipeline stage to the hidden states before {reader}"
                 f" reads them. That value is not on this stage. {_SENT} {_ADVICE}"
+            )
+
+    def look_at_loss(self, loss: Any) -> None:
+        """Refuse a loss that is NaN although what has arrived, and what the blocks of this stage return, is not."""
+        if self.looks and self._clean and has_nan(loss):
+            raise PlanError(
+                "The loss of the first micro-batch is NaN, although the last pipeline stage has received numbers. So the step reads a value"
+                f" of an earlier stage, which is NaN here: what a block of {self._plan.model} returned, a parameter, or what attributes"
+                f" have kept of them. {_SENT} {_ADVICE} If the loss is NaN there, too, it does not come from the pipeline."
             )
 
     def leave_block(self, hidden: Any) -> None:

@@ -264,6 +264,8 @@ class PipelineEngine:
                 output = self._run_step(step, micro_batch)
             except StageBoundary as boundary:
                 return _InFlight(received, self._checked(boundary.hidden, received, chunk))
+            if self._state.order is not None:
+                self._state.order.look_at_loss(output)
         if not chunk.is_last:
             raise PlanError(
                 f"The step returned on pipeline stage {chunk.stage} of {chunk.stages} without calling the pipelined model."

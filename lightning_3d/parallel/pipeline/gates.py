@@ -7,13 +7,15 @@ kinds or at `config` sees what it would see on one process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.pipeline.boundary import Spec
+from lightning_3d.parallel.pipeline.left_behind import HOOKS, Elsewhere, attributes_of, call_hooks, without_hooks, written_by
 from lightning_3d.parallel.pipeline.state import PipelineState, StageBoundary
 from lightning_3d.parallel.pipeline.towers import tower_inputs
 from lightning_3d.parallel.pipeline.unknown import Unknown, first_unknown
@@ -56,6 +58,49 @@ class AbsentOutside(Absent):
         return Unknown(f"'{self.absent_name}'")
 
 
+class AbsentPart(Absent):
+    """A stub of a part of the pipelined module. What its forward writes is not answered, and what the step may set reaches the part.
+
+    Args:
+        place: name of the part in its block; None outside of the blocks.
+    """
+
+    pipeline_state: PipelineState
+
+    def __init__(self, name: str, original: nn.Module, state: PipelineState, place: str | None) -> None:
+        super().__init__(name, original)
+        vars(self).update(pipeline_state=state, absent_class=type(original), attributes=attributes_of(original), written=set())
+        vars(self)["absent_hooks"] = SimpleNamespace(**{key: value for key, value in vars(original).items() if key in HOOKS})
+        for written in written_by(original):
+            self.forget(written)
+        if place is not None:
+            state.left.add_stub(place, self)
+
+    def forget(self, name: str) -> None:
+        """Stop answering an attribute that forwards write."""
+        vars(self).pop(name, None)
+        self.written.add(name)
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if "written" in own and name not in own["_modules"]:
+            in_step = own["pipeline_state"].chunk is not None and name[:2] != "__"
+            if name in own["written"] or (in_step and (name in own["attributes"] or hasattr(own["absent_class"], name))):
+                return Elsewhere(f"the attribute '{name}' of '{own['absent_name']}'")
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if "written" in own and own["pipeline_state"].is_after_calls and name != "training":
+            raise PlanError(
+                f"The step sets the attribute '{name}' of '{own['absent_name']}' after its call of the model. With pp > 1 only the last"
+                " pipeline stage runs this code, and the module is on an earlier one. Set it before the call, or in a hook such as"
+                " on_train_batch_end, which all ranks run, or use a layout with pp = 1."
+            )
+        if name not in own.get("written", ()):
+            super().__setattr__(name, value)
+
+
 class AbsentParameters:
     """Mixin for a module whose own parameters are on another stage: they exist as NaN, because some models look up the device of their
     embedding, or change the weights of blocks in place."""
@@ -80,25 +125,24 @@ def remove_parameter(module: nn.Module, name: str, state: PipelineState) -> None
         specialize(module, AbsentParameters, pipeline_state=state, absent_shapes=shapes)
 
 
-class AbsentEnd(AbsentParameters, Absent):
+class AbsentEnd(AbsentParameters, AbsentPart):
     """Replaces a module before or after the blocks, or in a block. Names inside it exist too: some models look up their head in it."""
 
-    def __init__(self, name: str, original: nn.Module, state: PipelineState) -> None:
-        super().__init__(name, original)
-        self.pipeline_state = state
+    def __init__(self, name: str, original: nn.Module, state: PipelineState, place: str | None = None) -> None:
+        super().__init__(name, original, state, place)
         self.absent_shapes = {key: tuple(parameter.shape) for key, parameter in original.named_parameters(recurse=False)}
-        add_absent(self, name, original, state)
+        add_absent(self, name, original, state, place)
 
 
-def add_absent(parent: nn.Module, name: str, original: nn.Module, state: PipelineState) -> None:
+def add_absent(parent: nn.Module, name: str, original: nn.Module, state: PipelineState, place: str | None) -> None:
     """Give a stub of `original`, called `name`, stubs of its children. Lists and dictionaries of modules stay what they are."""
     for child_name, child in original.named_children():
-        inner = f"{name}.{child_name}"
+        inner, inner_place = f"{name}.{child_name}", None if place is None else f"{place}.{child_name}".lstrip(".")
         if type(child) in (nn.ModuleList, nn.ModuleDict):
             stub: nn.Module = type(child)()
-            add_absent(stub, inner, child, state)
+            add_absent(stub, inner, child, state, inner_place)
         else:
-            stub = AbsentEnd(inner, child, state)
+            stub = AbsentEnd(inner, child, state, inner_place)
         parent.add_module(child_name, stub)
 
 
@@ -123,19 +167,23 @@ class AbsentOutput(AbsentEnd):
         return super().forward(*args, **kwargs)
 
 
-class AbsentLayer(Absent):
+class AbsentLayer(AbsentPart):
     """Replaces a block that another rank owns."""
 
     def __init__(self, name: str, original: nn.Module, index: int, state: PipelineState) -> None:
-        super().__init__(name, original)
-        self.index = index
-        self.pipeline_state = state
-        add_absent(self, name, original, state)
+        super().__init__(name, original, state, "")
+        vars(self)["absent_index"] = index
+        add_absent(self, name, original, state, "")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call_hooks(self, self.absent_name)
+        with without_hooks(self):
+            return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.pipeline_state.order is not None:
-            self.pipeline_state.order.enter_block(self.index)
-        return _outside(self.pipeline_state, self.index, args, kwargs)
+            self.pipeline_state.order.enter_block(self.absent_index)
+        return _outside(self.pipeline_state, self.absent_index, args, kwargs)
 
 
 class GatedInput:
@@ -175,6 +223,14 @@ class GatedLayer:
     pipeline_state: PipelineState
     pipeline_index: int
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, index = self.pipeline_state, self.pipeline_index
+        if state.chunk is None or state.plan is None or index in state.chunk.layers:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        call_hooks(self, f"{state.plan.layers}.{index}")  # type: ignore[arg-type]
+        with without_hooks(self):  # type: ignore[arg-type]
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self.pipeline_state
         if state.chunk is None and state.whole:
@@ -191,7 +247,7 @@ class GatedLayer:
         if order is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # in a backward, where blocks are computed again
         order.look_at_inputs(self.pipeline_index, hidden_states_of(args, kwargs), args, kwargs)
-        with order.in_block(self.pipeline_index):
+        with order.in_block(self.pipeline_index), state.left.watching(self.pipeline_index):
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         order.leave_block(output[0] if isinstance(output, (tuple, list)) else output)
         state.note_returned(output)
@@ -201,7 +257,7 @@ class GatedLayer:
 def runs_now(block: nn.Module) -> bool:
     """True if a call of `block` at this moment runs it: gated blocks act as stubs while another chunk is active."""
     if not isinstance(block, GatedLayer):
-        return True
+        return not isinstance(block, Absent)
     state = block.pipeline_state
     return state.whole if state.chunk is None else block.pipeline_index in state.chunk.layers
 
@@ -218,6 +274,7 @@ class CountedModel:
         chunk, kind = self.pipeline_state.require_chunk(), type(self).__name__
         self.pipeline_state.begin_call(kind)
         if unknown := first_unknown([args, kwargs]):
+            unknown[0].pass_over()
             raise PlanError(
                 f"The step computes an input of {kind} from the value of {unknown[0].unknown_origin}, which only the last pipeline stage"
                 " knows. Compute the inputs of the model from the batch alone, or use a layout with pp = 1."
@@ -235,7 +292,17 @@ class CountedModel:
         if order is not None:
             order.finish()
             order.look_at_hidden(output if isinstance(output, Tensor) else getattr(output, "logits", None), "the step")
+            self.pipeline_state.left.hide(chunk.layers)
         return output
+
+
+def refuse_to_generate(*args: Any, **kwargs: Any) -> NoReturn:
+    """Take the place of a model's `generate`, which calls parts of the model, and needs its outputs on every rank."""
+    raise PlanError(
+        "generate() needs the whole model, but with pp > 1 each rank has only the blocks of its stage. Use a layout with pp = 1, or"
+        " generate from a checkpoint: `lightning-3d generate RUN_FOLDER PROMPT` for a causal language model, any other one on one process"
+        " with load_full_state_dict(path) of lightning_3d.checkpoint (docs/migrating.md)."
+    )
 
 
 def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -251,6 +318,8 @@ def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: di
         arrived = state.arrived
         assert arrived is not None
         hidden = arrived.hidden
+    elif index == 0 and not chunk.is_first and isinstance(hidden, Tensor) and hidden.is_floating_point():
+        hidden = torch.full_like(hidden, torch.nan)  # what the model computes from it, the first stage has
     boundary = state.boundary
     if boundary is None or boundary.sides is None:
         return hidden
@@ -280,6 +349,6 @@ def _with_hidden_states(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str,
 def _place_of_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
     places: list[tuple[int | str, Any]] = [*enumerate(args), ("hidden_states", kwargs.get("hidden_states")), *kwargs.items()]
     for place, value in places:
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, Unknown)):
             return place
     raise PlanError("A block of the pipelined model was called without a tensor. Pass the hidden states to it.")

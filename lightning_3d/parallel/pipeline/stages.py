@@ -23,6 +23,7 @@ from lightning_3d.parallel.pipeline.gates import (
     GatedInput,
     GatedLayer,
     GatedOutput,
+    refuse_to_generate,
     remove_parameter,
 )
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState
@@ -143,6 +144,8 @@ def keep_owned(
     if not any(chunk.is_last for chunk in chunks):
         _remove_outside(root, module_name)
     specialize(module, CountedModel, pipeline_state=state, own_forward=vars(module).pop("forward", None))
+    if hasattr(module, "generate"):
+        object.__setattr__(module, "generate", refuse_to_generate)
     return chunks
 
 
@@ -153,6 +156,7 @@ def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...
     for index, layer in enumerate(layers):
         if index in owned:
             specialize(layer, GatedLayer, pipeline_state=state, pipeline_index=index)
+            state.left.add_block(index, f"{plan.layers}.{index}", layer)
         else:
             layers[index] = AbsentLayer(f"{plan.layers}.{index}", layer, index, state)
 

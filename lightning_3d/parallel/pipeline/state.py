@@ -15,6 +15,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.parallel.pipeline.boundary import Arrived, Boundary, Sides, Travels, spec_of
 from lightning_3d.parallel.pipeline.call_order import CallOrder, PlanOrder
 from lightning_3d.parallel.pipeline.calls import Calls
+from lightning_3d.parallel.pipeline.left_behind import LeftBehind
 from lightning_3d.parallel.pipeline.unknown import Unknown
 from lightning_3d.parallel.sequence_shards import SequenceShards
 
@@ -71,6 +72,7 @@ class PipelineState:
         has_towers: whether the first stage has towers, which encode images or sounds.
         towers_unchecked: whether the self-check ran without inputs of towers.
         whole: whether this rank holds all blocks (no pipeline), so that the model works outside a step too.
+        left: what the forwards of blocks leave in attributes.
         sequence: how the hidden states between blocks are split over tensor-parallel ranks.
     """
 
@@ -88,6 +90,7 @@ class PipelineState:
         self.whole = False
         self.plan: PlanOrder | None = None
         self.order: CallOrder | None = None
+        self.left = LeftBehind()
         self._calls = 0
         self._in_call = False
         self._received: list[Tensor] = []
@@ -107,6 +110,7 @@ class PipelineState:
         try:
             yield
         finally:
+            self.left.show()
             self.chunk, self.arrived, self._calls, self.order = before
             self._received, self._sent = [], []
             self._inputs, self._returned = {}, None
@@ -221,6 +225,12 @@ class PipelineState:
         return self._calls > 0
 
     @property
+    def is_after_calls(self) -> bool:
+        """True on the last stage after the last call of the model, where no other stage runs the step's code."""
+        last = self.chunk is not None and self.chunk.is_last and self.called and not self._in_call
+        return last and (self.calls is None or self._calls >= len(self.calls))
+
+    @property
     def knows_outputs(self) -> bool:
         """False where the step goes on after a call whose output only the last stage knows."""
         return self.chunk is None or self.chunk.is_last or not self.called
@@ -242,8 +252,11 @@ class PipelineState:
                 " the shapes of its batch. Or join the inputs into one batch, or use a layout with pp = 1."
             )
         if self._calls > 0:
+            self.left.show()
             self._expect_call(forward=True)
         self._calls, self._in_call = self._calls + 1, True
+        if self.order is not None:
+            self.order.entered = True
 
     def _why_not_seen(self) -> str:
         end = self.calls.end if self.calls is not None else ""

@@ -33,6 +33,7 @@ class Unknown:
         name = getattr(function, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if (writes and args and isinstance(args[0], torch.Tensor)) or isinstance((kwargs or {}).get("out"), torch.Tensor):
+            found.pass_over()
             raise PlanError(  # the tensor would keep its old values, which a later call of the model might get as its input
                 f"The step writes the value of {found.unknown_origin} into a tensor ({name}) before its last call of the model. With pp > 1"
                 " only the last stage has this value. Make a new tensor instead (torch.where, torch.cat), or use a layout with pp = 1."
@@ -41,7 +42,10 @@ class Unknown:
 
     def unknown_like(self) -> Unknown:
         """Return what is computed from this value."""
-        return Unknown(self.unknown_origin, self.device)
+        return type(self)(self.unknown_origin, self.device)
+
+    def pass_over(self) -> None:
+        """Do nothing where the step logs or returns this value: the last stage does it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

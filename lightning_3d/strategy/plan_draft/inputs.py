@@ -42,6 +42,7 @@ def example_inputs(root: nn.Module, model: nn.Module) -> Iterator[Inputs]:
     """Inputs with which the model may run, likely ones first: Lightning's `example_input_array`, else random token ids or features."""
     given = next((value for owner in (model, root) if (value := getattr(owner, "example_input_array", None)) is not None), None)
     if given is not None:
+        given = _with_values(given, model)
         # As Lightning passes it to the forward.
         yield Inputs(kwargs=given) if isinstance(given, Mapping) else Inputs(tuple(given) if isinstance(given, (list, tuple)) else (given,))
         return
@@ -52,12 +53,33 @@ def example_inputs(root: nn.Module, model: nn.Module) -> Iterator[Inputs]:
         yield Inputs((example,) * max(required, 1))
 
 
+def _with_values(given: Any, model: nn.Module, name: str = "") -> Any:
+    """Give an example that a module made on the meta device values: random numbers or ids, and masks that mask nothing."""
+    if isinstance(given, Mapping):
+        return {key: _with_values(value, model, str(key)) for key, value in given.items()}
+    if isinstance(given, (list, tuple)):
+        return [_with_values(value, model) for value in given]
+    if not isinstance(given, Tensor) or not given.is_meta:
+        return given
+    generator = torch.Generator().manual_seed(0)
+    if given.is_floating_point():
+        return torch.randn(given.shape, generator=generator).to(given.dtype)
+    if given.dtype == torch.bool or "mask" in name:
+        return torch.ones(given.shape, dtype=given.dtype)
+    return torch.randint(0, _ids(model), given.shape, generator=generator).to(given.dtype)
+
+
+def _ids(model: nn.Module) -> int:
+    """Return a number of ids that every embedding of a model has."""
+    return min([_MOST_IDS, *(child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding))])
+
+
 def _examples(model: nn.Module) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    rows = [child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)]
+    embeds = any(isinstance(child, nn.Embedding) for child in model.modules())
     widths = [child.in_features for child in model.modules() if isinstance(child, nn.Linear)]
-    if rows or not widths:
-        yield torch.randint(0, min([*rows, _MOST_IDS]), (_ROWS, _LENGTH), generator=generator)
+    if embeds or not widths:
+        yield torch.randint(0, _ids(model), (_ROWS, _LENGTH), generator=generator)
         return
     yield torch.randn(_ROWS, _LENGTH, widths[0], generator=generator)
     yield torch.randn(_ROWS, widths[0], generator=generator)

@@ -198,7 +198,7 @@ class SelfCheck:
         # Copies: tensors that an evaluation makes in inference mode cannot take part in a backward.
         args, kwargs = _mapped((tuple(args), dict(kwargs)), _copied)
         if is_transformers_model(subject.whole):
-            kwargs = {key: value for key, value in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+            kwargs = _without_targets(subject.whole, kwargs)
             kwargs |= {key: False for key in ("output_router_logits", "output_hidden_states", "use_cache") if key in kwargs}
             args, kwargs = _shortened(args, kwargs, 2 * layout.tp * layout.cp)
         rows = {tensor.shape[0] for tensor in tensors_of((args, kwargs)) if tensor.ndim}
@@ -210,6 +210,18 @@ class SelfCheck:
             dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group=group)
             args, kwargs = _moved(shared[0][0], self._device), _moved(shared[0][1], self._device)
         return args, kwargs
+
+
+def _without_targets(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Remove what only the loss of a Transformers model needs. A decoder that gets its input from the labels gets it without them."""
+    rest = {key: value for key, value in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+    labels, config = kwargs.get("labels"), getattr(model, "config", None)
+    if labels is None or not getattr(config, "is_encoder_decoder", False):
+        return rest
+    if any(rest.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds")):
+        return rest
+    shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    return rest | ({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels=labels)})
 
 
 @dataclass(frozen=True)

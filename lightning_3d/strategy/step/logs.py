@@ -65,6 +65,7 @@ class StepLog:
         self._own: dict[int, tuple[LogKey, ...]] = {}
         self._collected: dict[LogKey, _Collected] = {}
         self._pending: list[tuple[LogKey, Tensor, float | None]] = []
+        self._unknown: list[Unknown] = []
 
     def empty(self) -> StepLog:
         """Make another log of the same step, which has collected nothing."""
@@ -77,7 +78,7 @@ class StepLog:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Take the place of `module.log` while the user's step runs on one micro-batch."""
-        self._pending = []
+        self._pending, self._unknown = [], []
         self._module.log = self._record  # type: ignore[method-assign]
         try:
             yield
@@ -87,7 +88,8 @@ class StepLog:
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
         if isinstance(value, Unknown):
-            return  # the last stage logs it
+            self._unknown.append(value)
+            return
         kwargs.update(zip(names, args, strict=False))
         metric = self._metric_name(name, value) if isinstance(value, Metric) else None
         number = forward_value(value) if isinstance(value, Metric) else value
@@ -113,6 +115,8 @@ class StepLog:
 
     def weigh(self, weight: Tensor) -> None:
         """Set the weight of what the last micro-batch logged: the weight of its loss, or the `batch_size` that the user passed."""
+        for unknown in self._unknown:
+            unknown.pass_over()
         for key, value, batch_size in self._pending:
             entry = self._collected.setdefault(key, _Collected())
             entry.values.append(value)

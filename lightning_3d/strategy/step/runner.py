@@ -22,7 +22,7 @@ from lightning_3d.parallel.deferred_logits import computing_what_is_kept
 from lightning_3d.parallel.expert import Routers, RouterStatistics, RouterSums
 from lightning_3d.parallel.host_copy import HostCopy
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.pipeline import PipelineEngine
+from lightning_3d.parallel.pipeline import PipelineEngine, first_unknown
 from lightning_3d.parallel.random_streams import RandomState
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.checks import agree_about_logs
@@ -361,6 +361,8 @@ class StepRunner:
             with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept(), around, look:
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
             self._engine.end_step()
+            for unknown in first_unknown(output):
+                unknown.pass_over()
         except RuntimeError as error:
             self._explain_shape(error)
             raise
