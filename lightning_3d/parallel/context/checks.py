@@ -13,8 +13,12 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.context_limits import attends_plainly, check_fields, why_not_by_attention
 from lightning_3d.parallel.context.attention import NAME
 from lightning_3d.parallel.context.kernels import choose_kernels
+from lightning_3d.parallel.context.token_trials import TokenTrials
 
 RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "hyena")
+
+KNOWN = ("torch", "transformers", "peft", "lightning_3d")
+"""Packages whose modules mix tokens by attention, or by what `RECURRENT` names."""
 
 
 def replace_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
@@ -126,11 +130,19 @@ def _mixes_by_attention(module: nn.Module, config: Any, blocks: list[nn.Module])
         return False
     if not all(any(uses(child, INTERFACE) for child in block.modules()) for block in blocks):
         return False  # the user's own attention may be in one of them
+    if any(_mixes_in_own_code(block, TokenTrials(text.hidden_size)) for block in blocks):
+        return False
     inside = [child for block in blocks for child in block.modules()]
     if any(_attends_otherwise(child) or uses(child, INTERFACE) and _counts_tokens(child) for child in inside):
         return False
     convolves = any(isinstance(child, (nn.Conv1d, nn.RNNBase)) for child in inside)
     return not convolves and not any(word in type(child).__name__.lower() for child in inside for word in RECURRENT)
+
+
+def _mixes_in_own_code(block: nn.Module, trials: TokenTrials) -> bool:
+    """Return whether a part of a block whose class is the user's own mixes tokens without the interface, as a trial shows."""
+    parts = [part for part in block.children() if type(part).__module__.partition(".")[0] not in KNOWN]
+    return any(not any(uses(child, INTERFACE) for child in part.modules()) and not trials.is_separate(part) for part in parts)
 
 
 def _is_language_model(module: nn.Module) -> bool:
