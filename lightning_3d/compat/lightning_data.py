@@ -40,6 +40,20 @@ def keep_sample_order(trainer: Any, make_sampler: Callable[..., Any]) -> None:
     connector._resolve_sampler = resolve
 
 
+def seed_workers(loader: Any, rank: int) -> None:
+    """Seed the workers of a data loader after `seed_everything(workers=True)`, unless it has a `worker_init_fn`.
+
+    `lightning.fabric.utilities.data._auto_add_worker_init_fn` (Lightning 2.6; not public) gets the global rank from Lightning, by which
+    ranks that must read the same batch would draw different samples.
+
+    Args:
+        rank: index of the data that this rank reads.
+    """
+    from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+
+    _auto_add_worker_init_fn(loader, rank)
+
+
 def evaluation_place(trainer: Any) -> tuple[object, int]:
     """The data loader of the running validation or test batch, and the batch's index in it; (None, 0) for a batch of several loaders.
 

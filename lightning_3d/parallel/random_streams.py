@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
@@ -23,6 +25,26 @@ _MASK = (1 << 64) - 1
 _ALL_RANKS = 0
 
 
+class Generators:
+    """The states of the random number generators of torch (host and device), numpy and Python at the time of creation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        numpy = sys.modules.get("numpy")
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy = numpy.random.get_state() if numpy else None
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
 class RandomState:
     """Reseeds the default generator of a device during a forward; costs two integer hashes and one seeding each time.
 
@@ -31,14 +53,19 @@ class RandomState:
         tp_rank: this rank's tensor-parallel coordinate.
         device: whose generator dropout draws from.
         enabled: False makes every call a no-op, for models without dropout.
+        in_stages: whether several pipeline stages run the step. What it draws itself, from any generator, must be the same on all of them,
+            also where the model draws nothing.
 
     Attributes:
         device: as given.
         deals_sequence: between its regions a block works on another part of the sequence on each tensor-parallel rank.
     """
 
-    def __init__(self, seed: int, *, tp_rank: int = 0, device: torch.device | str = "cpu", enabled: bool = True) -> None:
+    def __init__(
+        self, seed: int, *, tp_rank: int = 0, device: torch.device | str = "cpu", enabled: bool = True, in_stages: bool = False
+    ) -> None:
         self.enabled = enabled
+        self._in_stages = in_stages
         self._seed = seed
         self._tp_rank = tp_rank
         self.device = torch.device(device)
@@ -48,9 +75,11 @@ class RandomState:
         self.deals_sequence = False
 
     @classmethod
-    def for_model(cls, module: nn.Module, *, seed: int, tp_rank: int = 0, device: torch.device | str = "cpu") -> RandomState:
+    def for_model(
+        cls, module: nn.Module, *, seed: int, tp_rank: int = 0, device: torch.device | str = "cpu", in_stages: bool = False
+    ) -> RandomState:
         """Streams for `module`, enabled unless it is known to use no dropout."""
-        return cls(seed, tp_rank=tp_rank, device=device, enabled=may_use_dropout(module))
+        return cls(seed, tp_rank=tp_rank, device=device, enabled=may_use_dropout(module), in_stages=in_stages)
 
     def begin(self, step: int, micro_batch: int) -> None:
         """Start one micro-batch: before its forward, and again before any backward that recomputes parts of it.
@@ -59,10 +88,10 @@ class RandomState:
             step: optimizer step.
             micro_batch: index in the global batch, so that data-parallel ranks differ.
         """
-        if self.enabled:
+        if self.enabled or self._in_stages:
             self._key = _mix(_mix(_mix(0, self._seed), step), micro_batch)
             self._key_of_graphs = _host_tensor(self._key)  # a new one: the backward of the last micro-batch may still need its own
-            self.layer(-1)
+            self._start_step("layer -1")
 
     def layer(self, index: int) -> None:
         """Start block `index`, or what comes before the blocks (-1): the same stream on all tensor-parallel ranks unless blocks split
@@ -73,8 +102,8 @@ class RandomState:
 
     def after_call(self, number: int) -> None:
         """Start what the user's step computes after call `number` of the model: the same stream on all stages of a pipeline."""
-        if self.enabled:
-            self._set(f"after call {number}", _ALL_RANKS)
+        if self.enabled or self._in_stages:
+            self._start_step(f"after call {number}")
 
     def inside(self, name: str) -> Stream:
         """The stream of the region after the column-parallel layer `name`: another one on each tensor-parallel rank."""
@@ -114,6 +143,13 @@ class RandomState:
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Restore the random state afterwards, so that a sampler's shuffle, for example, stays equal on all ranks."""
+        if self._in_stages:
+            states = Generators(self.device)
+            try:
+                yield
+            finally:
+                states.restore()
+            return
         if not self.enabled:
             yield
             return
@@ -123,6 +159,17 @@ class RandomState:
             yield
         finally:
             generator.set_state(before)
+
+    def _start_step(self, name: str) -> None:
+        """Start what the user's step draws itself: the last stage draws more than the others, which must not shift what follows."""
+        self._set(name, _ALL_RANKS)
+        if self._in_stages:
+            seed = _seed(self._key, _hash(name), _ALL_RANKS)
+            random.seed(seed)
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed(seed & 0xFFFFFFFF)
+            if self.device.type != "cpu":
+                torch.default_generator.manual_seed(seed)
 
     def _set(self, name: str, rank: int) -> None:
         default_generator(self.device).manual_seed(_seed(self._key, _hash(name), rank))

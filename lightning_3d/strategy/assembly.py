@@ -209,7 +209,7 @@ def take_part(
     split = share_sequences(module, blocks, plan.layers, context_of(mesh, options.cp_kind)) if mesh.layout.cp > 1 else None
     whole = _describe(root, name, plan, mesh, options, assignment, split, frozen)
     # Dropout anywhere in the model gives all ranks random streams, whichever stage it is on.
-    random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device)
+    random = RandomState.for_model(root, seed=seed, tp_rank=mesh.index("tp"), device=device, in_stages=mesh.size("pp") > 1)
     state = PipelineState(random, SequenceShards(tp))
     tensor = TensorParallel(mesh.group("tp"), tp, mesh.index("tp"), random if random.enabled else None, state.sequence)
     tensor.gathers_again = options.blocks.recompute != "full" or options.blocks.recompute_every > 1

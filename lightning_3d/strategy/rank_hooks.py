@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_3d.compat.lightning_data import seed_workers
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.config.options.zero import ZeroOptions
@@ -111,7 +112,8 @@ class RankHooks(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Let the workers of a data loader end with this rank, however it ends."""
+        """Seed the workers of a data loader as Lightning does, and let them end with this rank, however it ends."""
+        seed_workers(dataloader, int(self.distributed_sampler_kwargs["rank"]))
         tie_workers(dataloader)
         return dataloader
 

@@ -71,13 +71,14 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of Transformers' interface: (batch, heads, seq / cp, width) -> (batch, seq / cp, heads, width). In a module that gathers
     the sequence (`MixingTokens`), each rank attends with all tokens.
 
     Raises:
-        PlanError: the model makes masks of its own, adds biases, or was called without the module that shards the sequence.
+        PlanError: the model makes masks of its own, adds biases, is not causal, or was called without the module that shards the sequence.
         ConfigError: dropout.
     """
     name = type(module).__name__
@@ -89,6 +90,11 @@ def attention(
         )
     if position_bias is not None:
         raise PlanError(f"{name} adds biases to its attention scores, which context parallelism does not support. Use cp=1.")
+    if is_causal is False or is_causal is None and getattr(module, "is_causal", True) is False:
+        raise PlanError(
+            f"{name} was called with is_causal=False, but context parallelism (cp) has replaced its attention by a causal one. Set"
+            " is_causal=False on the attention modules before training starts, or use cp=1."
+        )
     if dropout > 0:
         raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not support. Set it to 0.")
     kind = query.device.type

@@ -8,12 +8,17 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.compat.transformers import is_transposed_linear
+from lightning_3d.compat.transformers_attention import INTERFACE, own_attention, uses
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.context_limits import attends_plainly, check_fields, why_not_by_attention
 from lightning_3d.parallel.context.attention import NAME
 from lightning_3d.parallel.context.kernels import choose_kernels
+from lightning_3d.parallel.context.token_trials import TokenTrials
 
 RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "hyena")
+
+KNOWN = ("torch", "transformers", "peft", "lightning_3d")
+"""Packages whose modules mix tokens by attention, or by what `RECURRENT` names."""
 
 
 def replace_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
@@ -70,25 +75,25 @@ def replace_some_attention(module: nn.Module, mixing: list[nn.Module]) -> list[n
     # Models that may attend to another sequence make masks for it, too.
     one_sequence = config.get_text_config() is config and "encoder_hidden_states" not in inspect.signature(module.forward).parameters
     found = [part for part in mixing if _only_attends(part)]
-    return found if found and one_sequence and attends_plainly(read) and _replace(module) else []
+    plain = attends_plainly(read) and not any(_attends_otherwise(child) for part in mixing for child in part.modules())
+    return found if found and one_sequence and plain and _replace(module) else []
 
 
 def _only_attends(module: nn.Module) -> bool:
     """Return whether a module calls Transformers' attention interface, and has only linear layers and norms besides."""
     inside = [child for child in module.modules() if child is not module and any(True for _ in child.parameters(recurse=False))]
     plain = all(isinstance(child, nn.Linear) or is_transposed_linear(child) or "Norm" in type(child).__name__ for child in inside)
-    return plain and _uses(module, "ALL_ATTENTION_FUNCTIONS") and not _counts_tokens(module)
+    return plain and uses(module, INTERFACE) and not _counts_tokens(module)
+
+
+def _attends_otherwise(module: nn.Module) -> bool:
+    """Return whether a module attends through the interface otherwise than our attention does, which must not replace it."""
+    return uses(module, INTERFACE) and bool(own_attention(module))
 
 
 def _counts_tokens(module: nn.Module) -> bool:
     """Return whether a module derives positions from the number of tokens that it gets, as Llama 4's scale of queries."""
-    return _uses(module, "arange", "cumsum")
-
-
-def _uses(module: nn.Module, *names: str) -> bool:
-    """Return whether the forward of a module names one of these functions or globals."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and any(name in code.co_names for name in names)
+    return uses(module, "arange", "cumsum")
 
 
 def _replace(module: nn.Module) -> bool:
@@ -123,11 +128,21 @@ def _mixes_by_attention(module: nn.Module, config: Any, blocks: list[nn.Module])
         return False
     if text is not config or getattr(config, "is_encoder_decoder", False) or not _is_language_model(module):
         return False
+    if not all(any(uses(child, INTERFACE) for child in block.modules()) for block in blocks):
+        return False  # the user's own attention may be in one of them
+    if any(_mixes_in_own_code(block, TokenTrials(text.hidden_size)) for block in blocks):
+        return False
     inside = [child for block in blocks for child in block.modules()]
-    if any(_uses(child, "ALL_ATTENTION_FUNCTIONS") and _counts_tokens(child) for child in inside):
+    if any(_attends_otherwise(child) or uses(child, INTERFACE) and _counts_tokens(child) for child in inside):
         return False
     convolves = any(isinstance(child, (nn.Conv1d, nn.RNNBase)) for child in inside)
     return not convolves and not any(word in type(child).__name__.lower() for child in inside for word in RECURRENT)
+
+
+def _mixes_in_own_code(block: nn.Module, trials: TokenTrials) -> bool:
+    """Return whether a part of a block whose class is the user's own mixes tokens without the interface, as a trial shows."""
+    parts = [part for part in block.children() if type(part).__module__.partition(".")[0] not in KNOWN]
+    return any(not any(uses(child, INTERFACE) for child in part.modules()) and not trials.is_separate(part) for part in parts)
 
 
 def _is_language_model(module: nn.Module) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError, PlanError
 
@@ -13,15 +14,35 @@ _REFUSED = ("past_key_values", "cache", "cache_params", "state", "use_cache", "o
 
 
 def named_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Name all arguments, and turn off the cache."""
+    """Name all arguments, and turn off the cache.
+
+    Transformers keeps packed documents apart by their positions only in calls that have neither a mask nor a cache, not even an empty one.
+    A call that would have made a cache gets a mask of ones, so that turning the cache off does not change what tokens see.
+    """
     signature = inspect.signature(forward)
     named = signature.bind_partial(*args, **kwargs).arguments
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             named |= named.pop(parameter.name, {})
+    if _makes_cache(forward, signature, named) and named.get("attention_mask") is None and "attention_mask" in signature.parameters:
+        positions = named.get("position_ids")
+        if isinstance(positions, Tensor) and positions.ndim == 2:
+            tokens = tokens_of(named)
+            named["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     if "use_cache" in signature.parameters and not named.get("use_cache"):
         named["use_cache"] = False
     return named
+
+
+def _makes_cache(forward: Any, signature: inspect.Signature, named: dict[str, Any]) -> bool:
+    """Return whether a call of a model of Transformers would make a cache, as `merge_with_config_defaults` decides."""
+    model = getattr(forward, "__self__", None)
+    if not isinstance(model, nn.Module) or "use_cache" not in signature.parameters or named.get("use_cache") is not None:
+        return False
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    checkpoints = model.training and torch.is_grad_enabled() and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    return bool(getattr(text, "use_cache", False)) and not checkpoints
 
 
 def tokens_of(arguments: dict[str, Any]) -> Tensor:

@@ -7,8 +7,6 @@ routers are as the first run left them. Attributes that the user's step sets on 
 
 from __future__ import annotations
 
-import random
-import sys
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,31 +18,12 @@ from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.expert import Routers
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import same_tensors, tensors_of
+from lightning_3d.parallel.random_streams import Generators
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.metrics import unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches
 from lightning_3d.strategy.step.runner import Computed, StepRunner
 from lightning_3d.strategy.step.tracer import StepTracer
-
-
-class Generators:
-    """The states of the random number generators of torch (host and device), numpy and Python at the time of creation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        numpy = sys.modules.get("numpy")
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-        self._numpy = numpy.random.get_state() if numpy else None
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class Buffers:
