@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.compat.torch import watching_world_collectives
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.health.slow_ranks import SlowRank
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.collectives import all_reduce_flat
@@ -30,6 +31,7 @@ from lightning_3d.strategy.step.logs import StepLog
 from lightning_3d.strategy.step.loss_weights import LossWeights
 from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
+from lightning_3d.strategy.step.outside_reads import OutsideReads
 from lightning_3d.strategy.step.rank_zero_uses import RankZeroUses
 from lightning_3d.strategy.step.stage_outputs import StageOutputs
 from lightning_3d.strategy.step.totals import BatchTotals
@@ -142,6 +144,7 @@ class StepRunner:
         routers: routers of a mixture of experts.
         tracer: tracer of the step, which the caller begins.
         rows: how the rows of a global batch are dealt to ranks; None deals them one by one.
+        reads: sees parameters that the step reads outside of the model; None where nobody looks.
 
     Attributes:
         inside: whether the user's step is running, which not all ranks run equally often: it must not communicate.
@@ -165,7 +168,9 @@ class StepRunner:
         routers: Routers | None = None,
         tracer: StepTracer | None = None,
         rows: MicroBatchRows | None = None,
+        reads: OutsideReads | None = None,
     ) -> None:
+        self._reads = reads
         self._tracer = tracer or StepTracer()
         self._module = module
         self._engine = engine
@@ -181,6 +186,7 @@ class StepRunner:
         self._shared = StageOutputs(mesh, engine, device)
         self._uses = RankZeroUses(module, mesh, engine)
         self.inside = False
+        self._gathers_part = ""
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
         self._accumulated: Tensor | None = None
         self._finite: Tensor | None = None
@@ -296,17 +302,21 @@ class StepRunner:
         if self._routers is not None:
             self._routers.expect(micro_batches.rows, filler=filler)
         self.inside = self._mesh.size("pp") > 1 or (self._mesh.size("dp") > 1 and len(micro_batches) > 1)
+        self._gathers_part = self._why_no_gather(len(micro_batches))
         try:
             # Before the last stage, code after a call of the model would update metrics with values that are not known there.
             unchanged = unchanged_metrics(self._module) if filler or self._engine.passes_calls else nullcontext()
-            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept():
+            watching = self._reads.watching() if self._reads is not None else nullcontext()
+            alone = self._mesh.layout.world_size == 1 or not self._gathers_part
+            own = nullcontext() if alone else watching_world_collectives(partial(self.refuse_inside, gathers=True))
+            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept(), own, watching:
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
             self._engine.end_step()
         except RuntimeError as error:
             self._explain_shape(error)
             raise
         finally:
-            self.inside = False
+            self.inside, self._gathers_part = False, ""
         weight = self._weights.weight(micro_batches.rows, self._device)
         if filler:
             weight = torch.zeros_like(weight)
@@ -323,12 +333,31 @@ class StepRunner:
                 " x.view(batch, length, heads, head_width), and x.flatten(-2) after the attention. See docs/your_model.md."
             )
 
-    def refuse_inside(self, what: str) -> None:
-        """Refuse communication of the user's own inside a step: some ranks would wait for others forever.
+    def _why_no_gather(self, micro_batches: int) -> str:
+        """Say why a gather over all ranks would not collect the rows of the global batch, once each; empty if it would."""
+        shared = [f"{axis} = {self._mesh.size(axis)}" for axis in ("tp", "cp", "pp") if self._mesh.size(axis) > 1]
+        reasons = [f"with {listed(shared)} several ranks work on the same rows"] if shared else []
+        if micro_batches > 1:
+            reasons.append(f"the step sees one of {micro_batches} micro-batches at a time")
+        return " and ".join(reasons)
+
+    def refuse_inside(self, what: str, *, gathers: bool = False) -> None:
+        """Refuse communication of the user's own inside a step: some ranks would wait for others forever, or get other rows than they
+        expect.
+
+        Args:
+            gathers: whether the result depends on which ranks have which rows.
 
         Raises:
             ConfigError: the user's step is running.
         """
+        if gathers and self._gathers_part:
+            dp = self._mesh.layout.world_size
+            raise ConfigError(
+                f"The step communicates with all ranks ({what}), but {self._gathers_part}: it would not get each row of the global batch once,"
+                f" as with data parallelism alone. Use the layout dp{dp} and a micro_batch_size of all rows of a rank (or leave it out)."
+                " Log numbers with self.log, log metric objects, or communicate at the end of the epoch."
+            )
         if self.inside:
             raise ConfigError(
                 f"The step communicates with all ranks ({what}), but runs once per micro-batch and stage, so some ranks would run it"
