@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,27 @@ def has_hooks_before_optimizer(trainer: Any) -> bool:
     return any(is_overridden(name, module, LightningModule) for name in (*_BEFORE_OPTIMIZER, "configure_gradient_clipping")) or any(
         is_overridden(name, callback, Callback) for callback in trainer.callbacks for name in _BEFORE_OPTIMIZER
     )
+
+
+def hooks_of_user(trainer: Any, names: Sequence[str]) -> list[str]:
+    """Find the hooks of these names that the user's module or a callback has, as "Class.hook", without those of Lightning and this package.
+
+    That depends on classes only, so all ranks agree.
+    """
+    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    owners = [(trainer.lightning_module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)]
+    return [
+        f"{type(owner).__name__}.{name}"
+        for owner, base in owners
+        for name in names
+        if hasattr(base, name) and is_overridden(name, owner, base) and not _is_of_library(getattr(owner, name))
+    ]
+
+
+def _is_of_library(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith(("lightning.", "lightning_3d."))
 
 
 def complete_outputs(closure: Any, outputs: dict[str, Any]) -> None:

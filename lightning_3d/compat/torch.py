@@ -390,6 +390,58 @@ def innermost_function_mode() -> Any:
     return _get_current_function_mode()
 
 
+@contextmanager
+def replacing_total_norm(replacement: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `replacement` compute the norm of several gradients in `torch.nn.utils.clip_grad_norm_` and `get_total_norm`.
+
+    It gets torch's own function before the arguments. `clip_grad_norm_` finds it as `torch.nn.utils.clip_grad._get_total_norm` (torch 2.11
+    to 2.13), however the user has imported `clip_grad_norm_`.
+    """
+    from functools import partial
+
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+
+    original = clip_grad._get_total_norm
+    clip_grad._get_total_norm = utils.get_total_norm = partial(replacement, original)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = utils.get_total_norm = original
+
+
+@contextmanager
+def watching_world_collectives(report: Callable[[str], None]) -> Iterator[None]:
+    """Call `report` with the name of each collective of torch.distributed over the default group, however the caller has imported it.
+    Those of this package are left out.
+
+    Every collective asks `torch.distributed.distributed_c10d._rank_not_in_group` (torch 2.11 to 2.13) about its `group=` first.
+    """
+    import sys
+
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    original = distributed_c10d._rank_not_in_group
+
+    def asked(group: ProcessGroup | None) -> bool:
+        if group is None or group is dist.group.WORLD:
+            frame: Any = sys._getframe(1)
+            name = frame.f_code.co_name
+            while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+                frame = frame.f_back
+            ours = frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_3d.")
+            if not ours and not name.startswith(("get_", "_")):
+                report(name)
+        return original(group)
+
+    distributed_c10d._rank_not_in_group = asked
+    try:
+        yield
+    finally:
+        distributed_c10d._rank_not_in_group = original
+
+
 def storage_key(tensor: Tensor) -> int:
     """A number that a tensor shares with its views and its `.data`, also on meta, where the data pointer is always 0.
 

@@ -27,6 +27,7 @@ from lightning_3d.parallel.zero import DataParallelBackend, make_backend
 from lightning_3d.strategy.assembly import assemble
 from lightning_3d.strategy.built_model import BuiltModel
 from lightning_3d.strategy.float8 import multiply_in_float8
+from lightning_3d.strategy.gradient_hooks import GradientHooks
 from lightning_3d.strategy.local_model import LocalModel, Partition, context_of
 from lightning_3d.strategy.nonfinite import StepGuard
 from lightning_3d.strategy.plan_draft.auto import choose_plan, with_draft
@@ -39,6 +40,7 @@ from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_proof import LossProof, epsilon_of
 from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
+from lightning_3d.strategy.step.outside_reads import OutsideReads
 from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.step.tracer import StepTracer
 
@@ -132,8 +134,10 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         before_last_backward=backend.before_last_backward,
         recorder=recorder,
     )
+    reads = OutsideReads(module, parts, mesh, shards_parameters=options.zero.stage == 3)
     known = KnownValues(device, wanted=device.type != "cpu" and not around.shape_only)
-    runner = _make_runner(module, parts, mesh, device, options, around, engine, backend, known)
+    runner = _make_runner(module, parts, mesh, device, options, around, engine, backend, known, reads)
+    hooks = GradientHooks(module, mesh, parts.specs, backend, options.zero)
     splitter = BatchSplitter(mesh, device, model.schedule, options.zero, options.micro_batch_size, options.split_batch)
     guard = None if around.shape_only else around.guard
     proof = LossProof(
@@ -149,7 +153,22 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         keeps_parameters=options.zero.stage < 3,
     )
     return BuiltModel(
-        module, parts, mesh, device, model.schedule, backend, engine, runner, splitter, known, around.tracer, guard, proof, compilation
+        module,
+        parts,
+        mesh,
+        device,
+        model.schedule,
+        backend,
+        engine,
+        runner,
+        splitter,
+        known,
+        reads,
+        hooks,
+        around.tracer,
+        guard,
+        proof,
+        compilation,
     )
 
 
@@ -207,6 +226,7 @@ def _make_runner(
     engine: PipelineEngine,
     backend: DataParallelBackend,
     known: KnownValues,
+    reads: OutsideReads,
 ) -> StepRunner:
     weights = LossWeights(options.model.loss)
     weigh_loss(module, weights, context_of(mesh, options.model.cp_kind) if mesh.size("cp") > 1 else None)
@@ -225,6 +245,7 @@ def _make_runner(
         routers=parts.routers,
         tracer=around.tracer,
         rows=options.rows,
+        reads=reads,
     )
 
 

@@ -25,6 +25,7 @@ from lightning_3d.parallel.pipeline import PipelineEngine, runs_now
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.double_check import DoubleCheck
 from lightning_3d.strategy.first_nonfinite import repeat_failed_step
+from lightning_3d.strategy.gradient_hooks import GradientHooks
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_size import share_of_rank
 from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_weights
@@ -33,6 +34,7 @@ from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
 from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_proof import LossProof, summary
+from lightning_3d.strategy.step.outside_reads import OutsideReads
 from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -50,6 +52,8 @@ class BuiltModel:
         runner: the user's step on micro-batches, driven by the engine.
         splitter: batches to micro-batches.
         known: values on the device that the host knows.
+        reads: sees parameters that the user's step reads outside of the model.
+        hooks: sees gradients that the user's hooks read and write.
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
         proof: proves in the first step of a fit that the loss may be split.
@@ -70,6 +74,8 @@ class BuiltModel:
     runner: StepRunner
     splitter: Splitter
     known: KnownValues
+    reads: OutsideReads
+    hooks: GradientHooks
     tracer: StepTracer
     guard: StepGuard | None
     proof: LossProof
@@ -105,6 +111,7 @@ class BuiltModel:
         self.proof.begin_fit()
         self._earlier: list[Computed] = []
         self.known.begin(self.module)
+        self.reads.begin()
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
@@ -256,6 +263,8 @@ class BuiltModel:
 
     def clip(self, limit: float, algorithm: str) -> None:
         """Clip the reduced gradients by their norm over all ranks ("norm"), or each element ("value")."""
+        if self.hooks.change_gradients:
+            self.backend.measure_again()
         with self.tracer.optimizer():
             self.backend.clip(**{"value" if algorithm == "value" else "max_norm": limit})
 
@@ -268,6 +277,7 @@ class BuiltModel:
         """
         forget_masks()  # of a step that failed
         self.known.end()
+        self.reads.end()
         if whole:
             self.backend.make_whole()
         else:

@@ -468,8 +468,9 @@ class Lightning3DStrategy(CheckpointHooks):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Call the precision plugin's hooks before and after the backward. The backward itself already ran inside `training_step`."""
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.user_module)
-        return self.precision_plugin.post_backward(closure_loss, self.user_module)
+        with self.built.hooks.watching():
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, self.user_module)
+            return self.precision_plugin.post_backward(closure_loss, self.user_module)
 
     @override
     def optimizer_step(
@@ -487,7 +488,8 @@ class Lightning3DStrategy(CheckpointHooks):
         if step.skipped:
             built.skip_optimizer()
         else:
-            run_after_closure(self.precision_plugin, built.module, optimizer)
+            with built.hooks.watching():
+                run_after_closure(self.precision_plugin, built.module, optimizer)
             built.step_optimizer()
             if built.launches_first:
                 with logging_in_training_step(built.module):
@@ -512,7 +514,7 @@ class Lightning3DStrategy(CheckpointHooks):
     @override
     def _refuse_inside_step(self, what: str) -> None:
         if self._built is not None:
-            self._built.runner.refuse_inside(what)
+            self._built.runner.refuse_inside(what, gathers=what == "all_gather")
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -9,6 +9,7 @@ from lightning_3d.parallel.tensor.resolve_plan import resolve
 from lightning_3d.parallel.tensor.rewrite import rewrite, shard_specs
 from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions, find_regions, gather_regions, pays_off, shard_sequence
 from lightning_3d.parallel.tensor.style_trials import fit_styles
+from lightning_3d.parallel.tensor.whole import whole
 
 __all__ = [
     "SequenceRegions",
@@ -26,4 +27,5 @@ __all__ = [
     "shard_specs",
     "token_losses",
     "vocab_parallel_cross_entropy",
+    "whole",
 ]

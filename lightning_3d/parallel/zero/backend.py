@@ -51,6 +51,8 @@ class _Training:
         frozen: ids of those among them that did not require gradients when the fit began.
         copies: whether copies on tensor-parallel ranks take the reduced gradient of the first one.
         hooks: those of the user on gradients.
+        trained: parameters that are trained.
+        entries: the same by id.
     """
 
     reducer: Reducer
@@ -59,6 +61,8 @@ class _Training:
     frozen: frozenset[int]
     copies: bool
     hooks: UserHooks
+    trained: TrainedParameters
+    entries: Mapping[int, Trained]
 
 
 class DataParallelBackend:
@@ -195,7 +199,8 @@ class DataParallelBackend:
         copies = self._composition.equal_copies and self._mesh.size("tp") > 1 and not trained.first_copies
         untrained = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in chosen}
         hooks = UserHooks(trained, untrained, self._composition.zero.stage, self._store.weight_shards)
-        self._prepared = _Training(reducer, stepper, others, frozen, copies, hooks)
+        entries = {id(entry.parameter): entry for entry in trained.entries}
+        self._prepared = _Training(reducer, stepper, others, frozen, copies, hooks, trained, entries)
         return optimizer
 
     def _require_same_order(self, found: Sequence[Trained], stages: Sequence[Sequence[nn.Parameter]], optimizer: Optimizer) -> None:
@@ -351,6 +356,33 @@ class DataParallelBackend:
             for gradient in self.reduced_gradients():
                 limit: Any = value if self._skip is None else torch.where(self._skip > 0, torch.inf, gradient.new_full((), value))
                 gradient.clamp_(-limit, limit)
+
+    def trains(self, parameter: Tensor) -> bool:
+        """Whether the optimizer trains a parameter. Local."""
+        return id(parameter) in self._training.entries
+
+    def shows_gradient(self, parameter: Tensor) -> bool:
+        """Whether `.grad` of a trained parameter is what the optimizer steps with, so that hooks can read and change it. Local."""
+        return self._training.reducer.shows_gradient(parameter)
+
+    def counts_gradient(self, parameter: Tensor) -> bool:
+        """Whether this rank adds the gradient of a trained parameter to a sum over `norm_group`, where each element counts once. Local."""
+        training = self._training
+        return training.trained.counts(training.entries[id(parameter)])
+
+    @property
+    def norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks that count every element of the model once (`counts_gradient`); None: all."""
+        return self._mesh.group("tp", "cp", "pp") if self._mesh.layout.ep == 1 else None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the gradients."""
+        return self._training.trained.device
+
+    def measure_again(self) -> None:
+        """Forget the gradient norm, because something has changed the gradients since. Local; all ranks call it."""
+        self._norm = self._known_norm = None
 
     def reduced_gradients(self) -> Iterator[Tensor]:
         """The gradients that this rank's optimizer steps with, after `reduce`. Local."""

@@ -87,7 +87,7 @@ class Composition:
         sums = GradientSums(trained.parameters)
         if self.zero.stage == 0:
             plain = PlainStepper(trained, sums, optimizer)
-            return plain, Reducer(trained, sums, self._all_reductions(trained, sums), absorbs=True)
+            return plain, Reducer(trained, sums, self._all_reductions(trained, sums), absorbs=True, shows=True)
         sharded = not isinstance(store, ShardedParameters)
         gather = store.gather if isinstance(store, GatheredParameters) else None
         stepper = DeepSpeedStepper(trained, tensors, optimizer, self.zero, sharded=sharded, library=self.library, gather=gather)
@@ -149,7 +149,8 @@ class Composition:
                 reductions.append(ReducedToPartitions(flat, group, sums, partitions, scatters=scatters, frees=frees, replicas=replicas))
         absorbs = self.zero.reduce != MICRO_BATCH
         kept = dense if overlapped is not None else ()
-        return Reducer(trained, sums, reductions, accumulated=kept, frees=frees, absorbs=absorbs)
+        shows = overlapped is None and not scatters and not frees
+        return Reducer(trained, sums, reductions, accumulated=kept, frees=frees, absorbs=absorbs, shows=shows)
 
     def _reducer_of_units(
         self, trained: TrainedParameters, sums: GradientSums, stepper: DeepSpeedStepper, store: ShardedParameters

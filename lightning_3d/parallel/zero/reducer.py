@@ -244,6 +244,7 @@ class Reducer:
         accumulated: partitions whose gradient is a sum of pieces, and starts each step at zero.
         frees: after the reduction drop the gradients in `sums`; the optimizer steps with those of its partitions.
         absorbs: add bf16 gradients to their sums as they arrive, so that there is never one of each parameter.
+        shows: after the reduction `.grad` is the memory that the optimizer steps with.
     """
 
     def __init__(
@@ -255,7 +256,9 @@ class Reducer:
         accumulated: Sequence[Partition] = (),
         frees: bool = False,
         absorbs: bool = False,
+        shows: bool = False,
     ) -> None:
+        self._shows = shows
         self._trained, self._sums, self._reductions = trained, sums, reductions
         self._accumulated, self._frees = accumulated, frees
         summed = [(entry.parameter, replace(entry.spec, tp_grad_sum=trained.summed_over_tp(entry))) for entry in trained.entries]
@@ -371,6 +374,10 @@ class Reducer:
             if reduction.takes_at_once(parameter):
                 return reduction.local(parameter)
         return self._sums[parameter]
+
+    def shows_gradient(self, parameter: Tensor) -> bool:
+        """Whether `.grad` of a parameter is what the optimizer steps with, after the reduction."""
+        return self._shows and parameter.dtype not in LOW_PRECISION
 
     def held(self) -> list[Tensor]:
         """Gradients and their buffers; several may share their memory."""

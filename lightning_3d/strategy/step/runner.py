@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.compat.torch import watching_world_collectives
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.health.slow_ranks import SlowRank
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.collectives import all_reduce_flat
@@ -30,6 +31,7 @@ from lightning_3d.strategy.step.logs import StepLog
 from lightning_3d.strategy.step.loss_weights import LossWeights
 from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
+from lightning_3d.strategy.step.outside_reads import OutsideReads
 from lightning_3d.strategy.step.rank_zero_uses import RankZeroUses
 from lightning_3d.strategy.step.stage_outputs import StageOutputs
 from lightning_3d.strategy.step.totals import BatchTotals
@@ -145,6 +147,7 @@ class StepRunner:
         routers: routers of a mixture of experts.
         tracer: tracer of the step, which the caller begins.
         rows: how the rows of a global batch are dealt to ranks; None deals them one by one.
+        reads: sees parameters that the step reads outside of the model; None where nobody looks.
 
     Attributes:
         inside: whether the user's step is running, which not all ranks run equally often: it must not communicate.
@@ -171,7 +174,9 @@ class StepRunner:
         routers: Routers | None = None,
         tracer: StepTracer | None = None,
         rows: MicroBatchRows | None = None,
+        reads: OutsideReads | None = None,
     ) -> None:
+        self._reads = reads
         self._tracer = tracer or StepTracer()
         self._module = module
         self._engine = engine
@@ -190,6 +195,7 @@ class StepRunner:
         self.look: Callable[[int, int], AbstractContextManager[Any]] = _no_context
         self.inside = self.communicates = False
         self._runs_step = False
+        self._gathers_part = ""
         if routers is not None:
             routers.equal_weights = weights.equal
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
@@ -352,13 +358,12 @@ class StepRunner:
         if self._routers is not None:
             self._routers.expect(micro_batches.rows, filler=filler)
         self.inside = self._mesh.size("pp") > 1 or (self._mesh.size("dp") > 1 and len(micro_batches) > 1)
+        self._gathers_part = self._why_no_gather(len(micro_batches))
         try:
-            # Before the last stage, code after a call of the model would update metrics with values that are not known there.
-            unchanged = unchanged_metrics(self._module) if filler or self._engine.passes_calls else nullcontext()
-            around = self.around(hook, like or micro_batches, index)
-            look = self.look(self._engine.stage, index)
             self._runs_step = True
-            with self._context(hook), self._log.collecting(), self._uses.watching(), unchanged, computing_what_is_kept(), around, look:
+            with ExitStack() as contexts:
+                for context in self._contexts(hook, like or micro_batches, index, filler=filler):
+                    contexts.enter_context(context)
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
             self._engine.end_step()
             for unknown in first_unknown(output):
@@ -368,12 +373,31 @@ class StepRunner:
             raise
         finally:
             self.inside = self._runs_step = False
+            self._gathers_part = ""
         declared = output.get(LOSS_WEIGHT) if hook == "training" and isinstance(output, Mapping) else None
         weight = self._weights.weight(micro_batches.rows, self._device, declared)
         if filler:
             weight = torch.zeros_like(weight)
         self._log.weigh(weight)
         return self._account(hook, output, weight)
+
+    def _contexts(
+        self, hook: str, micro_batches: MicroBatches, index: int, *, filler: bool
+    ) -> Iterator[AbstractContextManager[Any]]:
+        """Contexts of a call of the user's step, the outermost first."""
+        yield self._context(hook)
+        yield self._log.collecting()
+        yield self._uses.watching()
+        # Before the last stage, code after a call of the model would update metrics with values that are not known there.
+        if filler or self._engine.passes_calls:
+            yield unchanged_metrics(self._module)
+        yield computing_what_is_kept()
+        yield self.around(hook, micro_batches, index)
+        yield self.look(self._engine.stage, index)
+        if self._mesh.layout.world_size > 1 and self._gathers_part:
+            yield watching_world_collectives(partial(self.refuse_inside, gathers=True))
+        if self._reads is not None:
+            yield self._reads.watching()
 
     def _explain_shape(self, error: RuntimeError) -> None:
         """Add the most frequent cause of a wrong shape to an error, where tensor parallelism has sharded layers."""
@@ -385,13 +409,32 @@ class StepRunner:
                 " x.view(batch, length, heads, head_width), and x.flatten(-2) after the attention. See docs/your_model.md."
             )
 
-    def refuse_inside(self, what: str) -> None:
-        """Refuse communication of the user's own inside a step: some ranks would wait for others forever.
+    def _why_no_gather(self, micro_batches: int) -> str:
+        """Say why a gather over all ranks would not collect the rows of the global batch, once each; empty if it would."""
+        shared = [f"{axis} = {self._mesh.size(axis)}" for axis in ("tp", "cp", "pp") if self._mesh.size(axis) > 1]
+        reasons = [f"with {listed(shared)} several ranks work on the same rows"] if shared else []
+        if micro_batches > 1:
+            reasons.append(f"the step sees one of {micro_batches} micro-batches at a time")
+        return " and ".join(reasons)
+
+    def refuse_inside(self, what: str, *, gathers: bool = False) -> None:
+        """Refuse communication of the user's own inside a step: some ranks would wait for others forever, or get other rows than they
+        expect.
+
+        Args:
+            gathers: whether the result depends on which ranks have which rows.
 
         Raises:
             ConfigError: the user's step is running.
         """
         self.communicates = self.communicates or self._runs_step
+        if gathers and self._gathers_part:
+            dp = self._mesh.layout.world_size
+            raise ConfigError(
+                f"The step communicates with all ranks ({what}), but {self._gathers_part}: it would not get each row of the global batch once,"
+                f" as with data parallelism alone. Use the layout dp{dp} and a micro_batch_size of all rows of a rank (or leave it out)."
+                " Log numbers with self.log, log metric objects, or communicate at the end of the epoch."
+            )
         if self.inside:
             raise ConfigError(
                 f"The step communicates with all ranks ({what}), but runs once per micro-batch and stage, so some ranks would run it"

@@ -1,0 +1,250 @@
+"""The user's hooks between backward and optimizer step: which of them read or change gradients, and whether this rank has these."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_3d.compat.lightning import hooks_of_user
+from lightning_3d.compat.torch import replacing_total_norm
+from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, changes_in_place
+from lightning_3d.parallel.sharding import ShardSpec
+from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.step.elementwise import base_name, is_elementwise
+from lightning_3d.strategy.step.outside_reads import is_blank
+
+WATCHED = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+WRITERS = (*WATCHED, "optimizer_step", "on_before_zero_grad", "on_train_batch_start", "on_train_batch_end")
+"""Hooks in which users write gradients, weights or buffers."""
+
+_READ: Any = Tensor.grad.__get__  # type: ignore[attr-defined]
+_WRITE: Any = Tensor.grad.__set__  # type: ignore[attr-defined]
+_RANDOM = frozenset(
+    "bernoulli cauchy dropout exponential geometric log_normal multinomial normal poisson rand rand_like randint randint_like randn"
+    " randn_like random randperm uniform"
+    .split()
+)
+_CLIP = (
+    "To clip gradients, set Trainer(gradient_clip_val=...) or call self.clip_gradients(optimizer, gradient_clip_val=...,"
+    ' gradient_clip_algorithm="norm") in configure_gradient_clipping. The gradient norm of the whole model is'
+    " self.trainer.strategy.last_step.grad_norm."
+)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A trained parameter and its shard."""
+
+    name: str
+    spec: ShardSpec
+    parameter: Tensor
+
+
+class GradientHooks(TorchFunctionMode):
+    """Sees the functions of torch that the user's gradient hooks call. Without such hooks, and where every rank has all gradients in
+    `.grad`, every context is empty.
+
+    Args:
+        module: the user's module.
+        mesh: process groups.
+        specs: shards of this rank's parameters.
+        backend: owner of the gradients.
+        zero: options of the backend.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, mesh: Mesh, specs: dict[str, ShardSpec], backend: DataParallelBackend, zero: ZeroOptions
+    ) -> None:
+        super().__init__()
+        self._module, self._mesh, self._specs, self._backend, self._zero = module, mesh, specs, backend, zero
+        self._places: dict[int, _Place] = {}
+        self._gradients: dict[int, tuple[Tensor, _Place]] = {}  # by `id`; the tensors live as long as their numbers are used
+        self._drew = self._warned = self._own = False
+
+    @property
+    def names(self) -> list[str]:
+        """The user's hooks that may write gradients, weights or buffers, as "Class.hook". The same on all ranks."""
+        return hooks_of_user(self._module.trainer, WRITERS)
+
+    @property
+    def change_gradients(self) -> bool:
+        """Whether the user has hooks that may change gradients before they are clipped. The same on all ranks."""
+        return bool(hooks_of_user(self._module.trainer, WATCHED))
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Context of hooks between backward and optimizer step."""
+        if not self.change_gradients:
+            return nullcontext()
+        trained = [(name, p) for name, p in self._module.named_parameters() if name in self._specs]
+        self._places = {id(p): _Place(name, self._specs[name], p) for name, p in trained if self._backend.trains(p)}
+        everything_here = not self._is_sharded and all(self._backend.shows_gradient(place.parameter) for place in self._places.values())
+        return nullcontext() if everything_here and self._zero.stage == 0 else self._active()
+
+    @property
+    def _is_sharded(self) -> bool:
+        layout = self._mesh.layout
+        return layout.tp * layout.pp * layout.ep > 1
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        self._drew = False
+        try:
+            with replacing_total_norm(self._total_norm), self:
+                yield
+        finally:
+            self._gradients.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._own or func in OF_THE_WHOLE or func in OF_THE_PART:
+            return func(*args, **kwargs)
+        self._drew = self._drew or base_name(func) in _RANDOM
+        found = self._places_in([args, kwargs])
+        caller = _caller() if found else None
+        if not found or caller is None:
+            return func(*args, **kwargs)
+        place, where = found[0], getattr(caller.f_code, "co_qualname", caller.f_code.co_name)
+        if func in (_READ, _WRITE) and id(args[0]) in self._places:
+            return self._answer(func, args, place, where)
+        if is_blank(place.parameter):
+            raise ConfigError(
+                f"{where} reads the parameter '{place.name}', whose values are on several ranks between batches (zero_stage=3). Use"
+                " zero_stage=2."
+            )
+        return self._apply(func, args, kwargs, place, caller)
+
+    def _answer(self, func: Any, args: tuple[Any, ...], place: _Place, where: str) -> Any:
+        """Read or replace `.grad` of a parameter."""
+        if not self._backend.shows_gradient(place.parameter):
+            raise ConfigError(
+                f"{where} {'reads' if func == _READ else 'replaces'} the gradient of '{place.name}', but with {self._apart(place)} the reduced"
+                f" gradient is not in .grad: reading gives None, and a change has no effect. {_CLIP} For masks and other changes, use"
+                ' zero_stage=0 with precision="32-true".'
+            )
+        if func == _WRITE and self._zero.stage > 0:
+            raise ConfigError(
+                f"{where} replaces the gradient of '{place.name}'. With zero_stage={self._zero.stage} the optimizer steps with the memory that"
+                " .grad shows now, so the change would have no effect. Write in place (p.grad.mul_(mask), p.grad.copy_(value)), or use"
+                " zero_stage=0."
+            )
+        gradient = func(*args)
+        if func == _READ and gradient is not None:
+            self._gradients[id(gradient)] = (gradient, place)
+        return gradient
+
+    def _apart(self, place: _Place) -> str:
+        return f"precision {place.parameter.dtype}".replace("torch.", "") if self._zero.stage == 0 else f"zero_stage={self._zero.stage}"
+
+    def _apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: _Place, caller: Any) -> Any:
+        """Call a function on a gradient, or on what was computed from one element by element."""
+        if not self._is_sharded:
+            return func(*args, **kwargs)
+        where = getattr(caller.f_code, "co_qualname", caller.f_code.co_name)
+        writes = changes_in_place(func, kwargs)
+        if self._drew and writes:
+            raise ConfigError(
+                f"{where} draws random numbers for the gradient of '{place.name}'. In {self._mesh.layout} ranks have other parameters or"
+                " shards, so they would draw other numbers than one process, and copies would differ. Use tp = 1, pp = 1 and ep = 1."
+            )
+        spec = place.spec
+        local, whole = tuple(place.parameter.shape), tuple(spec.global_shape)
+
+        def own(value: Any) -> Any:
+            """This rank's part of a mask for the whole parameter."""
+            if isinstance(value, (list, tuple)):
+                return type(value)(own(item) for item in value)
+            fits = isinstance(value, Tensor) and tuple(value.shape) == whole != local
+            return spec.cut(value) if fits else value
+
+        if func.__name__.startswith("_foreach_"):
+            alike = func.__name__.endswith("_") and is_elementwise(func, None, args[1:], kwargs)
+            if alike:
+                return func(*args, **kwargs)
+        else:
+            first, target = next((pair for pair in enumerate(args) if isinstance(pair[1], Tensor)), (0, None))
+            args, kwargs = own(tuple(args)), {key: own(value) for key, value in kwargs.items()}
+            if is_elementwise(func, target, args[first + 1 :], kwargs):
+                result = func(*args, **kwargs)
+                if isinstance(result, Tensor):
+                    self._gradients[id(result)] = (result, place)
+                return result
+        is_whole = not spec.is_cut and not spec.expert
+        if is_whole and (writes or self._mesh.layout.pp == 1):
+            return func(*args, **kwargs)
+        if caller.f_code is grad_norm.__code__:
+            self._warn_of_norms()
+            return func(*args, **kwargs)
+        raise ConfigError(
+            f"{where} computes {func.__name__} of the gradient of '{place.name}', of which this rank has {local} of {whole} in"
+            f" {self._mesh.layout}, and none of the parameters of other stages: ranks would get different numbers, and go on with different"
+            f" weights. {_CLIP} torch.nn.utils.clip_grad_norm_ counts all ranks, too."
+        )
+
+    def _warn_of_norms(self) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"grad_norm returns norms of the shards that this rank has in {self._mesh.layout}, not of whole parameters, and a total of"
+                " these. Log self.trainer.strategy.last_step.grad_norm, the gradient norm of the whole model."
+            )
+
+    def _places_in(self, value: Any) -> list[_Place]:
+        """The parameter whose value or gradient is among the arguments, as a list of one; an empty list if there is none."""
+        if isinstance(value, Tensor):
+            known = self._gradients.get(id(value))
+            place = known[1] if known is not None else self._places.get(id(value))
+            return [] if place is None else [place]
+        if isinstance(value, dict):
+            value = list(value.values())
+        if not isinstance(value, (list, tuple)):
+            return []
+        return next((found for item in value if (found := self._places_in(item))), [])
+
+    def _total_norm(self, original: Any, tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the place of torch's norm of several tensors: of gradients, the norm over all ranks. Collective over the world.
+
+        Args:
+            original: torch's function.
+        """
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        known = [self._gradients[id(tensor)][1] for tensor in tensors if id(tensor) in self._gradients]
+        self._own = True
+        try:
+            if not self._is_sharded or len(known) < len(tensors):
+                return original(tensors, norm_type, *args, **kwargs)  # type: ignore[no-any-return]
+            counted = [t for t, place in zip(tensors, known, strict=True) if self._backend.counts_gradient(place.parameter)]
+            return self._norm_over_ranks(counted, float(norm_type)).to(tensors[0].dtype if tensors else torch.get_default_dtype())
+        finally:
+            self._own = False
+
+    def _norm_over_ranks(self, gradients: Sequence[Tensor], power: float) -> Tensor:
+        device = self._backend.device
+        norms = [torch.linalg.vector_norm(gradient, power, dtype=torch.float64) for gradient in gradients]
+        parts = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+        total = parts.max() if power == inf else parts.pow(power).sum()
+        dist.all_reduce(total, dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM, group=self._backend.norm_group)
+        return total if power == inf else total.pow(1 / power)
+
+
+def _caller() -> Any:
+    """The frame that called torch, unless it is this package's: None then."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "functools")):
+        frame = frame.f_back
+    name = frame.f_globals.get("__name__", "") if frame is not None else ""
+    return None if name.startswith("lightning_3d.") else frame
