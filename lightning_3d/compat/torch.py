@@ -437,3 +437,14 @@ def autograd_is_running() -> bool:
     import torch
 
     return torch._C._current_graph_task_id() != -1
+
+
+def global_hooks() -> list[tuple[str, Any]]:
+    """Hooks that run in every module: those of `torch.nn.modules.module.register_module_forward_hook` and its neighbours, with names.
+
+    Torch has no public list of them (`_global_*_hooks`, torch 2.11 to 2.13).
+    """
+    from torch.nn.modules import module
+
+    names = sorted(name for name in vars(module) if name.startswith("_global_") and isinstance(getattr(module, name), dict))
+    return [(name, hook) for name in names for hook in getattr(module, name).values() if callable(hook)]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -171,3 +173,20 @@ def keeps_float32(model: Any, name: str) -> bool:
     """Return whether the model's class requires this tensor in float32, whatever the dtype of the others."""
     patterns = (getattr(model, "_keep_in_fp32_modules", None), getattr(model, "_keep_in_fp32_modules_strict", None))
     return any(pattern in name for found in patterns for pattern in found or ())
+
+
+def registered_functions() -> list[tuple[str, Any]]:
+    """Functions and classes in the tables of Transformers' code (attentions, masks, experts, activations, rotary positions), with places.
+
+    `GeneralInterface` keeps its entries in `_global_mapping` and `_local_mapping`. Tried with Transformers 5.23 and 5.24.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in sorted(sys.modules.items()):
+        if not name.startswith("transformers.") or not isinstance(module, ModuleType):
+            continue
+        for key, table in list(vars(module).items()):
+            shared, own = getattr(type(table), "_global_mapping", None), vars(table).get("_local_mapping") if hasattr(table, "__dict__") else None
+            for entries in (table if key.isupper() else None, shared, own):
+                if isinstance(entries, dict) and id(entries) not in found:
+                    found[id(entries)] = (f"{name}.{key}", entries)
+    return [(f"{place}[{key!r}]", value) for place, table in found.values() for key, value in dict.items(table) if callable(value)]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.models.code_description import CodeDescription, Indescribable
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.pipeline.gates import hidden_states_of, plain_values
 from lightning_3d.parallel.sharding import ShardSpec
@@ -153,11 +154,20 @@ class Skipped(nn.Module):
         return (hidden, *([None] * (length - 1))) if length else hidden
 
 
-def kinds_of(blocks: list[nn.Module]) -> list[tuple[int, ...]]:
-    """Group the indices of blocks by kind. Blocks of one kind have the same modules with the same shapes and plain attributes; an attribute
-    that is the index of its block (`layer_idx`) is ignored.
+def kinds_of(blocks: list[nn.Module], description: CodeDescription | None = None) -> list[tuple[int, ...]]:
+    """Group the indices of blocks by kind. Blocks of one kind run the same code, in modules with the same shapes and attributes; an
+    attribute that is the index of its block (`layer_idx`) is ignored.
+
+    Args:
+        blocks: all blocks of a model.
+        description: description of the whole model; None makes one of the blocks.
     """
-    entries = [described(block) for block in blocks]
+    entries = []
+    for block in blocks:
+        try:
+            entries.append(described(block, description or CodeDescription(block)))
+        except Indescribable:  # a kind of its own
+            entries.append({"block": len(entries)})
     every: set[str] = set().union(*(entry.keys() for entry in entries))
     positional = {key for key in every if _counts_blocks([entry.get(key) for entry in entries])}
     kinds: dict[tuple[Any, ...], list[int]] = {}
@@ -173,14 +183,16 @@ def _counts_blocks(values: list[Any]) -> bool:
     return len(numbers) > 1 and len(set(numbers)) == 1
 
 
-def described(block: nn.Module) -> dict[str, Any]:
-    """Classes, plain public attributes and shapes of parameters in a module, by name."""
+def described(block: nn.Module, description: CodeDescription) -> dict[str, Any]:
+    """Plain attributes, code, hooks, objects and buffers, and shapes of parameters in a module, by name.
+
+    Raises:
+        Indescribable: it computes with something of which nothing is known.
+    """
     found: dict[str, Any] = {}
     for name, child in block.named_modules():
-        found[f"{name} class"] = f"{type(child).__module__}.{type(child).__qualname__}"
-        for key, value in vars(child).items():
-            if key[0] != "_" and isinstance(value, (str, int, float, bool)):
-                found[f"{name}.{key}"] = value
+        found |= {f"{name}.{key}": value for key, value in description.plain_of(child).items()}
+        found[f"{name} code"] = description.of_module(child)
     for name, parameter in block.named_parameters():
         found[f"{name} shape"] = tuple(parameter.shape)
     return found
