@@ -185,7 +185,8 @@ def registered_functions() -> list[tuple[str, Any]]:
         if not name.startswith("transformers.") or not isinstance(module, ModuleType):
             continue
         for key, table in list(vars(module).items()):
-            shared, own = getattr(type(table), "_global_mapping", None), vars(table).get("_local_mapping") if hasattr(table, "__dict__") else None
+            shared = getattr(type(table), "_global_mapping", None)
+            own = getattr(table, "__dict__", {}).get("_local_mapping")
             for entries in (table if key.isupper() else None, shared, own):
                 if isinstance(entries, dict) and id(entries) not in found:
                     found[id(entries)] = (f"{name}.{key}", entries)

@@ -122,6 +122,19 @@ class CodeDescription:
         return digest.hexdigest()
 
 
+def code_and_sizes(module: nn.Module) -> str | None:
+    """Describe a module and those in it: code, attributes that do not count blocks, and shapes. None where something has no description."""
+    description = CodeDescription(module)
+    parts: list[Any] = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    try:
+        for name, child in module.named_modules():
+            plain = {key: value for key, value in description.plain_of(child).items() if "idx" not in key}
+            parts.append((name, description.of_module(child), plain))
+    except Indescribable:
+        return None
+    return str(parts)
+
+
 def _is_described_by_name(value: Any) -> bool:
     """Return whether the heading of something without parts is all that it computes with."""
     if isinstance(value, (FunctionType, BuiltinFunctionType, type, Mapping, list, tuple, set, frozenset, Named)):
@@ -144,7 +157,8 @@ def _of_tensor(tensor: Tensor) -> str:
 
 def _of_code(code: CodeType) -> str:
     """Describe compiled code, and that of the functions in it, without addresses in memory."""
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_flags} {[_of_constant(constant) for constant in code.co_consts]}"
+    constants = [_of_constant(constant) for constant in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_flags} {constants}"
 
 
 def _of_constant(value: Any) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from lightning_3d.compat.torch import global_hooks
 from lightning_3d.compat.transformers import registered_functions
-from lightning_3d.models.reachable import CORE, home_of, is_trusted
+from lightning_3d.models.reachable import CORE, home_of, is_of_others, is_trusted
 
 _ALONE = ("torch", "torch.functional", "torch._tensor")
 _BELOW = ("torch.nn.", "transformers.")
@@ -33,9 +33,10 @@ def replaced_functions() -> list[tuple[str, Any]]:
     for name, module in sorted(sys.modules.items()):
         if isinstance(module, ModuleType) and (name in _ALONE or name.startswith(_BELOW)):
             found += ((f"{name}.{key}", value) for key, value in _of_module(name, module))
-    found += ((f"Tensor.{key}", value) for key, value in vars(torch.Tensor).items() if isinstance(value, FunctionType) and not is_trusted(value))
+    methods = ((key, value) for key, value in vars(torch.Tensor).items() if isinstance(value, FunctionType))
+    found += ((f"Tensor.{key}", value) for key, value in methods if not is_trusted(value))
     found += ((place, value) for place, value in registered_functions() if not is_trusted(value))
-    return found + [(place, hook) for place, hook in global_hooks() if not is_trusted(hook)]
+    return found + [(place, hook) for place, hook in global_hooks() if is_of_others(hook)]
 
 
 def _of_module(name: str, module: ModuleType) -> Iterator[tuple[str, Any]]:
@@ -78,8 +79,10 @@ def _letters(name: str) -> str:
 
 
 def _is_alias(module: ModuleType, key: str, written: str) -> bool:
-    names = re.escape(key), re.escape(written)
-    return re.search(rf"\b{names[1]} as {names[0]}\b|^\s*{names[0]}\s*(:.*)?=.*\b{names[1]}\b|import {names[0]}\b", _source(module), re.MULTILINE) is not None
+    """Return whether a file itself gives a function, `written` elsewhere, the name `key`."""
+    here, there = re.escape(key), re.escape(written)
+    pattern = rf"\b{there} as {here}\b|^\s*{here}\s*(:.*)?=.*\b{there}\b|import {here}\b"
+    return re.search(pattern, _source(module), re.MULTILINE) is not None
 
 
 @lru_cache(maxsize=512)
@@ -103,7 +106,7 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     homes = {base.__module__ for base in kind.__mro__}
     names = {base.__qualname__ for base in kind.__mro__}
     for key, value in list(vars(kind).items()):
-        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value.fget if isinstance(value, property) else value
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if not isinstance(function, FunctionType):
             continue
         owner = function.__qualname__.rpartition(".")[0]

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 CORE = frozenset({"torch", "transformers", "lightning", "lightning_3d"})
 """Packages whose version is part of what is remembered."""
 
-_TRUSTED = CORE | {"accelerate", "huggingface_hub", "safetensors", "tokenizers", "numpy", "PIL", "typing_extensions"} | sys.stdlib_module_names
+_USED_BY_CORE = frozenset({"accelerate", "huggingface_hub", "safetensors", "tokenizers", "numpy", "PIL", "typing_extensions"})
+TRUSTED = CORE | _USED_BY_CORE | sys.stdlib_module_names
+"""Packages that libraries themselves use."""
+
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 _NOT_STATE = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "_abc_impl"})
 _NOT_COMPUTED_WITH = frozenset(
@@ -61,10 +64,11 @@ class Named:
 
 def limited(value: Any, names: frozenset[str]) -> Any:
     """Limit a value that leads to everything (a module of code, a LightningModule, a Trainer) to the attributes that a function names."""
-    return Named(value, names) if isinstance(value, ModuleType) or _is_of_lightning(value) else value
+    return Named(value, names) if isinstance(value, ModuleType) or is_of_lightning(value) else value
 
 
-def _is_of_lightning(value: Any) -> bool:
+def is_of_lightning(value: Any) -> bool:
+    """Return whether an object is a LightningModule, a Trainer, a callback or the like, which lead to everything."""
     return any(kind.__module__.partition(".")[0] in _LIGHTNING for kind in type(value).__mro__)
 
 
@@ -94,7 +98,7 @@ def is_core(value: Any) -> bool:
 
 def is_trusted(value: Any) -> bool:
     """Return whether a function or class belongs to a package that libraries themselves use."""
-    return is_core(value) or home_of(value).partition(".")[0] in _TRUSTED
+    return is_core(value) or home_of(value).partition(".")[0] in TRUSTED
 
 
 def parts_of(value: Any, *, whole: bool = True) -> Parts:
@@ -111,7 +115,8 @@ def parts_of(value: Any, *, whole: bool = True) -> Parts:
     if isinstance(value, FunctionType):
         return _parts_of_function(value)
     if isinstance(value, MethodType):
-        return [("function", value.__func__), ("self", limited(value.__self__, names_of(code) if (code := _code_of(value)) else frozenset()))]
+        code = getattr(value.__func__, "__code__", None)
+        return [("function", value.__func__), ("self", value.__self__ if code is None else limited(value.__self__, names_of(code)))]
     if isinstance(value, functools.partial):
         return [("function", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, (staticmethod, classmethod)):
@@ -131,13 +136,9 @@ def parts_of(value: Any, *, whole: bool = True) -> Parts:
         return [(str(place), item) for place, item in enumerate(value)]
     if isinstance(value, (set, frozenset)):
         return [("item", item) for item in sorted(value, key=repr)]
-    if isinstance(value, (Tensor, ModuleType, str, bytes, int, float)) or _is_of_lightning(value):
+    if isinstance(value, (Tensor, ModuleType, str, bytes, int, float)) or is_of_lightning(value):
         return []
     return [("class", type(value)), *_attributes(value)]
-
-
-def _code_of(value: Any) -> CodeType | None:
-    return getattr(getattr(value, "__func__", value), "__code__", None)
 
 
 def _content(cell: CellType) -> list[Any]:
@@ -152,10 +153,11 @@ def _parts_of_function(function: FunctionType) -> Parts:
     found: Parts = list(vars(function).items())
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         found.append((f"cell {name}", cell))
-        found += [(f"part of {name}", limited(content, names)) for content in _content(cell) if _is_of_lightning(content)]
+        found += [(f"part of {name}", limited(content, names)) for content in _content(cell) if is_of_lightning(content)]
     if is_core(function):
         return found
-    return [*found, ("defaults", function.__defaults__), ("named defaults", function.__kwdefaults__), ("globals", Named(function.__globals__, names))]
+    found += [("defaults", function.__defaults__), ("named defaults", function.__kwdefaults__)]
+    return [*found, ("globals", Named(function.__globals__, names))]
 
 
 def _parts_of_class(kind: type) -> Parts:
@@ -173,3 +175,13 @@ def _attributes(value: Any) -> Parts:
 def _slots(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else slots
+
+
+def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Hooks of one module that run in a step, by the attribute that has them."""
+    return {key: value for key, value in vars(module).items() if key.startswith(("_forward", "_backward")) and key.endswith("_hooks")}
+
+
+def is_of_others(hook: Any) -> bool:
+    """Return whether anybody except this package wrote a hook."""
+    return home_of(getattr(hook, "__func__", hook)).partition(".")[0] != "lightning_3d"

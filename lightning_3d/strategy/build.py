@@ -22,6 +22,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine
 from lightning_3d.parallel.random_streams import global_seed
 from lightning_3d.parallel.tensor import check_replicated_gradients
+from lightning_3d.parallel.undone import isolated_generators
 from lightning_3d.parallel.zero import DataParallelBackend, make_backend
 from lightning_3d.strategy.assembly import assemble
 from lightning_3d.strategy.built_model import BuiltModel
@@ -39,7 +40,6 @@ from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.step.tracer import StepTracer
-from lightning_3d.weights.blueprint import isolated_generators
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_3d.compat.torch import real_values
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.context.few_rows import FewRows
+from lightning_3d.parallel.undone import undone
 from lightning_3d.training.data.documents import restarting_positions
 from lightning_3d.training.document_copy import IDS, trial_copy
 from lightning_3d.training.document_inputs import arguments_of
 from lightning_3d.training.document_kernels import on_the_cpu
-from lightning_3d.weights.blueprint import isolated_generators
 
 _DOCUMENTS = ((5, 4, 3), (2, 1, 9))
 """Tokens of the documents of each sample."""
@@ -41,7 +41,7 @@ def require_separate_documents(model: nn.Module) -> None:
     """
     name = type(model).__name__
     works = "Use data.document_mask=false, or a model that attends with rotary positions and full or sliding attention, such as Llama."
-    with real_values(), torch.device("cpu"), torch.no_grad(), isolated_generators(), on_the_cpu():
+    with real_values(), torch.device("cpu"), torch.no_grad(), undone(model), on_the_cpu():
         try:
             difference = _largest_difference(trial_copy(model))
         except Exception as error:

@@ -11,7 +11,6 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -24,7 +23,6 @@ from lightning_3d.compat.peft_layers import adapters_of, is_lora, lora_initializ
 from lightning_3d.compat.torch import storage_key, watch_operations
 from lightning_3d.compat.transformers import is_transformers_model
 from lightning_3d.errors import ConfigError
-from lightning_3d.parallel.default_dtype import default_dtype
 from lightning_3d.parallel.sharding import ShardSpec
 
 BUILD_IN_MEMORY = "or build the model in memory (in __init__ rather than in configure_model)."
@@ -378,18 +376,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
-
-
-@contextmanager
-def isolated_generators() -> Iterator[None]:
-    """Restore the generators and the default dtype afterwards."""
-    numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with default_dtype(torch.get_default_dtype()):
-            yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy:
-            numpy.random.set_state(states[2])

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lightning_3d.compat.peft_layers import origin
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.parallel.sharding import ShardSpec, replicated
-from lightning_3d.weights.blueprint import BUILD_IN_MEMORY, Blueprint, Slot, Target, isolated_generators, other_tensors, seed_of
+from lightning_3d.parallel.undone import isolated_generators
+from lightning_3d.weights.blueprint import BUILD_IN_MEMORY, Blueprint, Slot, Target, other_tensors, seed_of
 from lightning_3d.weights.pretrained import Stored, stored_values
 from lightning_3d.weights.stored import Reader
 

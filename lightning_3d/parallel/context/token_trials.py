@@ -8,7 +8,6 @@ change, and results change places as the tokens do. No rank communicates, the mo
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.compat.torch import real_values
+from lightning_3d.models.code_description import code_and_sizes
 from lightning_3d.parallel.context.few_rows import FewRows, random_values
+from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.undone import undone
 
 _TOKENS = 7  # a size that nothing else in a model has
 _CHANGED = (0, 3, 6)
@@ -50,21 +52,11 @@ class TokenTrials:
         """Return whether a module was seen to treat every token separately; False where it cannot run alone."""
         if type(module) in _BY_TOKEN:
             return True
-        key = _kind(module)
-        if key not in self._known:
-            with real_values(), torch.device("cpu"), torch.no_grad():
+        key = code_and_sizes(module)
+        if key is None or key not in self._known:
+            with undone(module), real_values(), torch.device("cpu"), torch.no_grad():
                 self._known[key] = _is_separate(module, self._width)
         return self._known[key]
-
-
-def _kind(module: nn.Module) -> Any:
-    """Description of a module that is the same for modules of equal classes, sizes and options."""
-    parts = []
-    for name, child in module.named_modules():
-        plain = {key: value for key, value in vars(child).items() if isinstance(value, (int, float, str, bool)) and "idx" not in key}
-        shapes = tuple((key, tuple(value.shape)) for key, value in child.named_parameters(recurse=False))
-        parts.append((name, type(child), str(sorted(plain.items())), shapes))
-    return tuple(parts)
 
 
 def _is_separate(module: nn.Module, width: int) -> bool:
@@ -149,7 +141,7 @@ def _follows(before: list[Tensor], after: list[Tensor]) -> bool:
 def _clone(module: nn.Module) -> Any:
     """Copy a module with random weights, in evaluation mode. Its own weights are neither copied nor read."""
     memo: dict[int, Any] = {id(value): nn.Parameter(random_values(value), value.requires_grad) for value in module.parameters()}
-    clone = copy.deepcopy(module, memo).eval()
+    clone = deep_copy(module, memo).eval()
     for child in clone.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:

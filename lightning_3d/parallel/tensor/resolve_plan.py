@@ -22,6 +22,7 @@ from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, require_supported
 from lightning_3d.parallel.sharding import even_range
 from lightning_3d.parallel.tensor.heads import Heads, heads_of, is_key_or_value
+from lightning_3d.parallel.undone import undone
 
 
 @dataclass(frozen=True)
@@ -335,7 +336,7 @@ def _run_small(layer: Any) -> Any:
     small.__dict__ = {**vars(layer), "in_features": 3, "out_features": 2, "_buffers": {}, "_modules": {}}
     small._parameters = {"weight": _WEIGHT, "bias": None if layer.bias is None else _BIAS}
     try:
-        with real_values(), torch.device("cpu"), torch.no_grad():
+        with undone(layer), real_values(), torch.device("cpu"), torch.no_grad():
             return type(layer).forward(small, _TRIED)
     except Exception:  # of the layer's own code
         return None

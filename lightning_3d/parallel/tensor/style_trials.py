@@ -22,11 +22,14 @@ from lightning_3d.compat.peft_layers import base_layer
 from lightning_3d.compat.torch import real_values
 from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import PlanError
+from lightning_3d.models.code_description import code_and_sizes
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, ROW_STYLES, Cut, ParallelPlan
+from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.specialize import specialize
 from lightning_3d.parallel.tensor.experts import SilentIdentity
 from lightning_3d.parallel.tensor.heads import belongs_to_transformers, divisible_numbers, heads_of
 from lightning_3d.parallel.tensor.resolve_plan import cut_dimension, resolve, share
+from lightning_3d.parallel.undone import undone
 
 _TOKENS = 5
 _EXPERTS = 2  # experts that run; all of them would not fit in memory
@@ -109,12 +112,12 @@ class _Probe:
 
     def fitting(self) -> Styles | None:
         """The styles that add up; those declared where the module does not run alone, None where no style is right. Found once."""
-        plain = {key: value for key, value in vars(self.module).items() if isinstance(value, (int, float, str, bool))}
-        shapes = tuple((key, tuple(value.shape)) for key, value in self.module.named_parameters())
         declared = {key: cut.style for key, cut in self.cuts.items()}
-        known = (type(self.module), shapes, str(sorted(plain.items())), tuple(declared.items()), self.tp_size)
-        if known not in _KNOWN:
-            _KNOWN[known] = self._search(declared)
+        code = code_and_sizes(self.module)
+        known = (code, tuple(declared.items()), self.tp_size)
+        if code is None or known not in _KNOWN:
+            with undone(self.module):
+                _KNOWN[known] = self._search(declared)
         return _KNOWN[known]
 
     def _search(self, declared: Styles) -> Styles | None:
@@ -269,7 +272,7 @@ def _clone(module: nn.Module) -> Any:
     clone.__dict__ = dict(vars(module))
     clone._buffers = {key: None if value is None else torch.zeros(value.shape, dtype=value.dtype) for key, value in module._buffers.items()}
     large = {key for key, child in module._modules.items() if isinstance(base_layer(child), nn.Linear)}  # the caller replaces these
-    clone._modules = {key: child if key in large else copy.deepcopy(child) for key, child in module._modules.items()}
+    clone._modules = {key: child if key in large or child is None else deep_copy(child) for key, child in module._modules.items()}
     if hasattr(clone, "config"):
         config: Any = copy.copy(clone.config)
         config._experts_implementation = "eager"

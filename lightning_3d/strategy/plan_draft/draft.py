@@ -18,6 +18,7 @@ from lightning_3d.errors import PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.parallel.tensor.resolve_plan import returns_features
+from lightning_3d.parallel.undone import undone
 from lightning_3d.strategy.plan_draft.data_flow import DataFlow
 from lightning_3d.strategy.plan_draft.find_model import find_blocks, find_model
 from lightning_3d.strategy.plan_draft.inputs import Inputs, example_inputs
@@ -27,7 +28,6 @@ from lightning_3d.strategy.self_check.explain import first_line
 from lightning_3d.strategy.self_check.local_sizes import LocalSizes
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kinds_of, leave_out_blocks
 from lightning_3d.strategy.self_check.noise import WithoutNoise
-from lightning_3d.weights.blueprint import isolated_generators
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draf
     name, model = find_model(root, name)
     layers = find_blocks(model)
     kinds = kinds_of(list(model.get_submodule(layers).children()))
-    with real_values(), torch.device("cpu"), _undisturbed():
+    with real_values(), torch.device("cpu"), _undisturbed(root):
         copied, kept, inputs = _runnable(root, model, layers, kinds)
         try:
             order = find_order(copied, layers, kept, inputs)
@@ -128,8 +128,8 @@ def _named(error: Exception | None) -> str:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    with isolated_generators(), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), WithoutNoise():
+def _undisturbed(root: nn.Module) -> Iterator[None]:
+    with undone(root), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), WithoutNoise():
         yield
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -23,21 +23,22 @@ from lightning_3d.errors import Lightning3DError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.multi_token import MultiTokenLM
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.models.reachable import hook_tables, is_of_others
 from lightning_3d.parallel.mesh import Mesh, TensorMesh
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.pipeline import assign_stages
 from lightning_3d.parallel.pipeline.towers import tower_inputs
 from lightning_3d.parallel.tensor import pays_off
 from lightning_3d.parallel.tensor.head_arguments import Place
+from lightning_3d.parallel.undone import undone
 from lightning_3d.storage.numbers import gibibytes
 from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
 from lightning_3d.strategy.self_check.explain import Explanation, first_line
 from lightning_3d.strategy.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes, modules_to_try
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
 from lightning_3d.strategy.self_check.noise import WithoutNoise, exact_products
-from lightning_3d.strategy.self_check.remembered import identity, is_verified, recall, remember
+from lightning_3d.strategy.self_check.remembered import has_own_code, identity, is_verified, recall, remember
 from lightning_3d.strategy.self_check.stages import RewrittenModel
-from lightning_3d.weights.blueprint import isolated_generators
 
 _ROWS = 2
 """Rows of a micro-batch that a check runs."""
@@ -93,25 +94,28 @@ class SelfCheck:
             return
         wanted = self._options.blocks.sequence_parallel
         in_sequence = pays_off(self._mesh.group("tp")) if wanted is None else wanted
-        # Families were verified with sequence parallelism.
-        if self._mode == "auto" and declared and (layout.tp == 1 or in_sequence) and is_verified(module, layout):
-            return
         more: list[Any] = [in_sequence, self._options.cp_kind]
         if self._options.stages is not None:
             more.append(list(self._options.stages))
-        key = identity(module, plan, layout, more)
-        known: list[LocalSizes | None] = [recall(key) if self._mode == "auto" and self._mesh.rank == 0 else None]
-        dist.broadcast_object_list(known, src=0)
-        if known[0] is not None:
-            self._sizes = known[0]
-            return
+        key: str | None = None
+        sizes: LocalSizes | None = None
+        if self._mesh.rank == 0:
+            # Families were verified with sequence parallelism.
+            listed = self._mode == "auto" and declared and (layout.tp == 1 or in_sequence) and is_verified(module, layout)
+            key = None if listed else identity(module, plan, layout, more)
+            sizes = {} if listed else recall(key) if self._mode == "auto" else None
+        agreed: list[Any] = [sizes, has_own_code(module)]
+        dist.broadcast_object_list(agreed, src=0)
+        sizes, own = agreed
+        self._sizes = sizes or {}
         copied = copy_without_values(module)
         apply_whole_config(copied)
         if isinstance(copied, MultiTokenLM):
             copied.returns_mtp_logits = True
         blocks = len(list(copied.get_submodule(plan.layers).children())) if plan.layers else 0
         unnamed = modules_to_try(copied, plan, layout.tp, drafted=not declared) if layout.tp > 1 else []
-        self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed, drafted=not declared)
+        passed = sizes is not None
+        self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed, drafted=not declared, own=own, passed=passed)
 
     def attach(self, module: nn.Module) -> None:
         """Check this rank's part of the model at its first call. Where the model was checked before, set the local sizes found then."""
@@ -120,6 +124,8 @@ class SelfCheck:
         if subject is None:
             return
         self._handles = [module.register_forward_pre_hook(self.compare, with_kwargs=True)]
+        if subject.passed:
+            return
         parts = dict(module.named_modules())
         blocks = [f"{subject.plan.layers}.{index}" for index in range(subject.blocks)]
         for name in dict.fromkeys([*blocks, *subject.unnamed]):
@@ -141,7 +147,11 @@ class SelfCheck:
         if subject is None:
             return
         started = time.monotonic()
-        with _own_context(self._device):
+        if _anywhere(self._mesh, self._device, _take_later_hooks(module, subject.whole)):
+            subject = replace(subject, key=None, own=True, passed=False)
+        if subject.passed:
+            return
+        with undone(subject.whole), _own_context(self._device):
             args, kwargs = self._example(subject, args, kwargs)
             sizes = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._must)
         if sizes is None:
@@ -209,19 +219,23 @@ class _Subject:
         whole: copy of the whole model, without values.
         plan: its parallel plan.
         model: name of its class.
-        key: key under which the result is remembered.
+        key: key under which the result is remembered; None on ranks that do not, and where it cannot be.
         blocks: number of blocks.
         unnamed: names of modules whose local sizes only the check finds.
         drafted: whether the plan is not the model's own.
+        own: whether code runs in it that no library brings.
+        passed: whether it was checked before, as it was when it was inspected.
     """
 
     whole: nn.Module
     plan: ParallelPlan
     model: str
-    key: str
+    key: str | None
     blocks: int
     unnamed: list[str]
     drafted: bool = False
+    own: bool = False
+    passed: bool = False
 
 
 def apply_whole_config(module: nn.Module) -> None:
@@ -275,7 +289,7 @@ class _Comparison:
         sizes = self._for_all_blocks(sizes)
         stages = self._stages if self._layout.pp > 1 else None
         failure = self._compare_often(args, kwargs, sizes, stages)
-        if failure is None and self._can_train(args, kwargs):
+        if failure is None and not _anywhere(self._mesh, self._device, not self._can_train(args, kwargs)):
             self._training = True
             failure = self._compare_often(args, kwargs, sizes, stages)
         if failure is None:
@@ -297,14 +311,14 @@ class _Comparison:
             failure = self._compare(args, kwargs, sizes, seed, stages)
             if failure is None:
                 return None
-        if self._anywhere(not isinstance(failure, Deviation) or self._no_room(torch.float64) is not None):
+        if _anywhere(self._mesh, self._device, not isinstance(failure, Deviation) or self._no_room(torch.float64) is not None):
             return failure
         again = self._compare(args, kwargs, sizes, _SEEDS[0], stages, torch.float64)
         return None if again is None else failure
 
     def _can_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the model is the user's own, whose code may differ in training mode, and can be compared in that mode."""
-        if is_transformers_model(self._subject.whole):
+        """Return whether the model runs the user's own code, which may differ in training mode, and can be compared in that mode."""
+        if is_transformers_model(self._subject.whole) and not self._subject.own:
             return False
         try:
             return why_not_comparable(self._whole(0).train(), _floats(args), _floats(kwargs)) is None
@@ -374,24 +388,9 @@ class _Comparison:
             failure = next((found for found in (outputs, gradients) if not found.error <= LARGEST), None)
         except Exception as error:
             failure = error
-        if self._anywhere(failure is not None) and failure is None:
+        if _anywhere(self._mesh, self._device, failure is not None) and failure is None:
             return Deviation("a parameter of another rank", float("nan"))
         return failure
-
-    def _anywhere(self, value: bool) -> bool:
-        """Return whether something is true on any rank that the comparison communicates with."""
-        found = torch.tensor([float(value)], device=self._device)
-        for group in self._groups():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return bool(found.item())
-
-    def _groups(self) -> Iterator[dist.ProcessGroup]:
-        if self._layout.tp * self._layout.cp > 1:
-            yield self._mesh.group("tp", "cp")
-        if self._layout.ep > 1:
-            yield self._mesh.expert_group
-            if self._layout.dp * self._layout.cp > 1:
-                yield self._mesh.group("dp", "cp")
 
     def _rewritten(self, sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None) -> RewrittenModel:
         model = RewrittenModel(
@@ -424,11 +423,49 @@ def place_of(mesh: Mesh | TensorMesh) -> Place:
     return Place(mesh.index("tp"), mesh.size("tp"))
 
 
+def _anywhere(mesh: Mesh | TensorMesh, device: torch.device, value: bool) -> bool:
+    """Return whether something is true on any rank that a comparison communicates with."""
+    found = torch.tensor([float(value)], device=device)
+    for group in _groups(mesh):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return bool(found.item())
+
+
+def _groups(mesh: Mesh | TensorMesh) -> Iterator[dist.ProcessGroup]:
+    layout = mesh.layout
+    if layout.tp * layout.cp > 1:
+        yield mesh.group("tp", "cp")
+    if layout.ep > 1:
+        yield mesh.expert_group
+        if layout.dp * layout.cp > 1:
+            yield mesh.group("dp", "cp")
+
+
+def _take_later_hooks(module: nn.Module, whole: nn.Module) -> bool:
+    """Give a copy the hooks that modules got since it was made. Returns whether there are any, apart from those of this package.
+
+    Args:
+        module: this rank's part of the model.
+        whole: the copy. Hooks have the same ids in it as when it was made.
+    """
+    copies, found = dict(whole.named_modules()), False
+    for name, child in module.named_modules():
+        for key, table in hook_tables(child).items():
+            known = vars(copies[name]).get(key, {}) if name in copies else table
+            later = {number: hook for number, hook in table.items() if number not in known and is_of_others(hook)}
+            found |= bool(later)
+            for number, hook in later.items():
+                known[number] = hook
+                for flag in (f"{key}_with_kwargs", f"{key}_always_called"):
+                    if number in vars(child).get(flag, {}):
+                        vars(copies[name])[flag][number] = True
+    return found
+
+
 @contextmanager
 def _own_context(device: torch.device) -> Iterator[None]:
-    """Run with gradients, in float32, without noise and without advancing random generators, whatever the caller's context is."""
+    """Run with gradients, in float32 and without noise, whatever the caller's context is."""
     with (
-        isolated_generators(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.transformers import is_transposed_linear, linear_sizes
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, Cut, ParallelPlan
+from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.tensor import resolve, shard_specs
 from lightning_3d.parallel.tensor.head_arguments import HeadArgument, Place, bound, part_of_heads, take_heads
 from lightning_3d.parallel.tensor.heads import belongs_to_transformers, divisible_numbers, heads_of, local_attributes
-from lightning_3d.strategy.self_check.model_copy import deep_copy
 
 LocalSizes = dict[str, int]
 """Full name of an attribute, such as "blocks.0.attention.nh", -> its value on a rank. Or an argument of a module and its dimension, such as

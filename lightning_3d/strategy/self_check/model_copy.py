@@ -3,10 +3,8 @@ visible."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Mapping
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_3d.models.code_description import CodeDescription, Indescribable
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.pipeline.gates import hidden_states_of, plain_values
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.weights.initialize import initialize
@@ -38,50 +37,6 @@ def copy_without_values(module: nn.Module) -> nn.Module:
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.float()
     return _without_dropout(copied.eval())
-
-
-def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Copy `module` deeply; attributes that cannot be copied (locks, open files, results of computations) are shared with the copy."""
-    known = dict(memo or {})
-    try:
-        copied = copy.deepcopy(module, known)
-    except Exception:
-        known = (memo or {}) | _without_copies(module, memo or {})
-        copied = copy.deepcopy(module, known)
-    for old, new in zip(module.modules(), copied.modules(), strict=True):
-        function = vars(old).get("forward")
-        if isinstance(function, FunctionType) and function.__closure__:
-            vars(new)["forward"] = _with_copied_closure(function, known)
-    return copied
-
-
-def _with_copied_closure(function: FunctionType, known: dict[int, Any]) -> FunctionType:
-    """Copy a function that replaces the `forward` of an instance, so that it runs the copied modules; deepcopy copies no functions."""
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(CellType(copy.deepcopy(cell.cell_contents, known)))
-        except Exception:  # cannot be copied, or is empty
-            cells.append(cell)
-    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-def _without_copies(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
-    """Find the attributes that cannot be copied, by id."""
-    scratch: dict[int, Any] = {id(value): value for value in (*module.parameters(), *module.buffers(), *module.modules())}
-    scratch |= memo
-    found: dict[int, Any] = {}
-    for child in module.modules():
-        for key, value in vars(child).items():
-            if key in ("_parameters", "_buffers", "_modules"):
-                continue
-            try:
-                copy.deepcopy(value, scratch)
-            except Exception:
-                found[id(value)] = value
-    return found
 
 
 def _without_dropout(module: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.models.code_description import CodeDescription, Indescribable
 from lightning_3d.models.library_patches import replaced_functions
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, read_plan
+from lightning_3d.models.reachable import hook_tables, is_of_others
 from lightning_3d.strategy.self_check.model_copy import described, kinds_of
 
 VERIFIED = Path(__file__).with_name("verified.json")
@@ -58,7 +59,9 @@ def is_verified(module: nn.Module, layout: Layout) -> bool:
 
 
 def has_own_code(module: nn.Module) -> bool:
-    """Return whether a model runs code that its libraries do not bring, or something of which nothing is known."""
+    """Return whether a model runs code that its libraries do not bring, hooks, or something of which nothing is known."""
+    if any(is_of_others(hook) for child in module.modules() for table in hook_tables(child).values() for hook in table.values()):
+        return True
     description = CodeDescription(module)
     try:
         for child in module.modules():
@@ -82,7 +85,8 @@ def identity(module: nn.Module, plan: ParallelPlan, layout: Layout, more: Any) -
     blocks = list(module.get_submodule(plan.layers).children()) if plan.layers else []
     description = CodeDescription(module)
     try:
-        rest = {key: text for key, text in described(module, description).items() if not plan.layers or not key.startswith(f"{plan.layers}.")}
+        inside = f"{plan.layers}." if plan.layers else "\0"
+        rest = {key: text for key, text in described(module, description).items() if not key.startswith(inside)}
         firsts = [described(blocks[kind[0]], description) for kind in kinds_of(blocks, description)]
         replaced = sorted(f"{place} {description.of(value)}" for place, value in replaced_functions())
     except Indescribable:
