@@ -97,7 +97,7 @@ class CodeDescription:
         if isinstance(value, _NOT_COMPUTED_WITH) or type(value).__name__ in _LOCKS:
             return type(value).__name__
         parts = parts_of(value)
-        if not parts and not _is_described_by_name(value):
+        if not _is_described_by_name(value) and all(part is type(value) for _, part in parts):
             raise Indescribable(type(value).__qualname__)
         return self._joined(self._heading(value), parts)
 

@@ -111,7 +111,8 @@ def parts_of(value: Any, *, whole: bool = True) -> Parts:
     if isinstance(value, Named):
         return value.parts()
     if isinstance(value, nn.Module):
-        return [(key, part) for key, part in vars(value).items() if (whole or key not in _NOT_COMPUTED_WITH) and part is not None]
+        found = [(key, part) for key, part in vars(value).items() if (whole or key not in _NOT_COMPUTED_WITH) and part is not None]
+        return [("class", type(value)), *found] if whole else found
     if isinstance(value, FunctionType):
         return _parts_of_function(value)
     if isinstance(value, MethodType):

@@ -33,7 +33,7 @@ from lightning_3d.parallel.tensor.head_arguments import Place
 from lightning_3d.parallel.undone import undone
 from lightning_3d.storage.numbers import gibibytes
 from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
-from lightning_3d.strategy.self_check.explain import Explanation, first_line
+from lightning_3d.strategy.self_check.explain import Explanation, additions, first_line
 from lightning_3d.strategy.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes, modules_to_try
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
 from lightning_3d.strategy.self_check.noise import WithoutNoise, exact_products
@@ -296,7 +296,8 @@ class _Comparison:
             return sizes
         if isinstance(failure, Lightning3DError):
             raise failure
-        explanation = Explanation(self._subject.model, self._plan, self._layout)
+        added = additions(self._subject.whole) if is_transformers_model(self._subject.whole) and not self._subject.drafted else ()
+        explanation = Explanation(self._subject.model, self._plan, self._layout, added)
         if stages is not None and self._compare(args, kwargs, sizes, _SEEDS[0], None) is None:
             raise PlanError(explanation.of_stages(failure))
         whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], None)

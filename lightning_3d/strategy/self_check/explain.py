@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 from lightning_3d.errors import listed
 from lightning_3d.layout.layout import Layout
+from lightning_3d.models.library_patches import replaced_functions
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, ROW_STYLES, ParallelPlan
+from lightning_3d.models.reachable import hook_tables, is_of_others
 from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, first_different
 from lightning_3d.strategy.self_check.stages import RewrittenModel
 
@@ -23,17 +26,21 @@ class Explanation:
     Attributes:
         model: name of the model's class.
         plan: its parallel plan.
+        added: hooks and replaced functions of a model whose own code and plan are not the user's.
     """
 
     model: str
     plan: ParallelPlan
     layout: Layout
+    added: tuple[str, ...] = ()
 
     def of_layers(
         self, failure: Deviation | Exception, whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
         """Explain a difference that tp, cp or ep makes. Runs both models again; all ranks that share the layers call this together."""
         name = first_different(whole, rewritten, args, kwargs)
+        if self.added:
+            return f"{self._what(failure)}{_where(whole, name)} {self._addition()} {self._advice()}"
         if name is None and isinstance(failure, Deviation) and failure.parameter:
             name = failure.parameter.rpartition(".")[0]
             if self.layout.tp > 1 and name and self.plan.cut_of(name) is None and self.plan.cut_of(failure.parameter) is None:
@@ -43,9 +50,8 @@ class Explanation:
         named = [key for named in (whole.named_modules(), whole.named_parameters()) for key, _ in named]
         cuts = {key: cut.style for key in named if (cut := self.plan.cut_of(key)) is not None}
         owner = _around(name or "", cuts)
-        where = f" The first module that differs is '{owner}' ({type(whole.get_submodule(owner)).__name__})." if owner else ""
         order = _call_order(whole, owner, args, kwargs)
-        return f"{self._what(failure)}{where} {self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts, whole)} {self._advice()}"
+        return f"{self._what(failure)}{_where(whole, owner)} {self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts, whole)} {self._advice()}"
 
     def of_stages(self, failure: Deviation | Exception) -> str:
         """Explain a difference that only the pipeline makes."""
@@ -64,6 +70,13 @@ class Explanation:
         return (
             f"Self-check: {self.model} as rewritten for {self.layout.name} does not reproduce the whole model: {failure.what}"
             f" differs{size}."
+        )
+
+    def _addition(self) -> str:
+        tokens = " With sequence_parallel=False, tp ranks have all tokens between the layers." if self.layout.tp > 1 else ""
+        return (
+            f"Likely cause: {listed(self.added[:3])}{' and others' if len(self.added) > 3 else ''} were added to the model, and run on this"
+            f" rank's tokens and features. They may not depend on other tokens, or on their number or positions.{tokens}"
         )
 
     def _partial(self, name: str) -> str:
@@ -121,6 +134,21 @@ class Explanation:
     def _advice(self) -> str:
         axes = [axis for axis in ("tp", "cp", "ep") if getattr(self.layout, axis) > 1]
         return f"Nothing was trained. See docs/your_model.md, or use {listed(f'{axis}=1' for axis in axes) or 'pp=1'}."
+
+
+def _where(whole: nn.Module, name: str | None) -> str:
+    return f" The first module that differs is '{name}' ({type(whole.get_submodule(name)).__name__})." if name else ""
+
+
+def additions(module: nn.Module) -> tuple[str, ...]:
+    """List the hooks in a model, the functions that replace methods of its modules, and those that replace functions of libraries."""
+    found = []
+    for name, child in module.named_modules():
+        if any(is_of_others(hook) for table in hook_tables(child).values() for hook in table.values()):
+            found.append(f"a hook of '{name}'" if name else "a hook of the model")
+        replaced = (key for key, value in vars(child).items() if isinstance(value, (FunctionType, MethodType)) and is_of_others(value))
+        found += (f"'{name}.{key}'".replace("'.", "'") for key in replaced)
+    return (*found, *(place for place, _ in replaced_functions()))
 
 
 def _shared_keys(whole: nn.Module, cuts: Mapping[str, str]) -> str:
