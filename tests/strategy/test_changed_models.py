@@ -265,7 +265,7 @@ RIGHT: list[Any] = [(hooked.doubled, "embedding"), (hooked.doubled, "block", "la
 
 
 @pytest.mark.parametrize(("layout", "options"), [("tp2", {"sequence_parallel": True}), ("cp2", {})], ids=["sequence", "cp2"])
-def test_what_sees_a_part_of_the_tokens_trains_as_on_one_process_or_is_refused(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_what_sees_a_part_of_the_tokens_trains_as_on_one_process_or_not(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
     found = run_ranks(hooked.fits, 2, [*RIGHT, *WAYS], layout, str(tmp_path), timeout=240, **options)[0]
     expected = [hooked.one_process(way) for way in [*RIGHT, *WAYS]]
     for way, losses, wanted in zip([*RIGHT, *WAYS], found, expected, strict=True):

@@ -51,7 +51,8 @@ class Explanation:
         cuts = {key: cut.style for key in named if (cut := self.plan.cut_of(key)) is not None}
         owner = _around(name or "", cuts)
         order = _call_order(whole, owner, args, kwargs)
-        return f"{self._what(failure)}{_where(whole, owner)} {self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts, whole)} {self._advice()}"
+        cause = self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts, whole)
+        return f"{self._what(failure)}{_where(whole, owner)} {cause} {self._advice()}"
 
     def of_stages(self, failure: Deviation | Exception) -> str:
         """Explain a difference that only the pipeline makes."""
