@@ -23,7 +23,8 @@ from lightning_3d.models.reachable import Named, Parts, home_of, is_core, parts_
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), PurePath, range, slice, type(Ellipsis), type(NotImplemented))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NOT_COMPUTED_WITH = (GetSetDescriptorType, MemberDescriptorType, ReferenceType, torch.Generator)
-_LOCKS = frozenset({"lock", "RLock", "_RLock", "Lock", "Condition", "Event", "Logger", "RootLogger", "Random"})
+_WITHOUT_NUMBERS = frozenset({"lock", "RLock", "_RLock", "Lock", "Condition", "Event", "Logger", "RootLogger", "Random", "object", "_abc_data"})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _MOST_BYTES = 2**26
 _MOST_PARTS = 200_000
 
@@ -94,7 +95,7 @@ class CodeDescription:
             return f"module of code {value.__name__}"
         if isinstance(value, re.Pattern):
             return repr(value)
-        if isinstance(value, _NOT_COMPUTED_WITH) or type(value).__name__ in _LOCKS:
+        if isinstance(value, _NOT_COMPUTED_WITH) or type(value).__name__ in _WITHOUT_NUMBERS:
             return type(value).__name__
         parts = parts_of(value)
         if not _is_described_by_name(value) and all(part is type(value) for _, part in parts):
@@ -139,10 +140,10 @@ def _is_described_by_name(value: Any) -> bool:
     """Return whether the heading of something without parts is all that it computes with."""
     if isinstance(value, (FunctionType, BuiltinFunctionType, type, Mapping, list, tuple, set, frozenset, Named)):
         return True
-    kind = type(value).__name__
-    if kind in ("deque", "OpOverload", "OpOverloadPacket", "method_descriptor", "wrapper_descriptor", "builtin_function_or_method", "cell"):
+    kind = type(value)
+    if kind.__name__ in ("deque", "OpOverload", "OpOverloadPacket", "cell") or kind.__name__.endswith(("_descriptor", "method-wrapper")):
         return True
-    return type(value).__flags__ & (1 << 9) != 0 and hasattr(value, "__dict__")  # a class written in Python
+    return "__slots__" in vars(kind) or (kind.__flags__ & _HEAP_TYPE != 0 and hasattr(value, "__dict__"))  # a class written in Python
 
 
 def _of_tensor(tensor: Tensor) -> str:

@@ -57,9 +57,9 @@ def _of_module(name: str, module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def _imports(module: ModuleType, value: Any) -> bool:
-    """Return whether the file of a module of code imports something of a package by name, such as an optional kernel."""
+    """Return whether the file of a module of code names a package, such as one with optional kernels."""
     top = home_of(value).partition(".")[0]
-    return bool(top) and re.search(rf"^\s*(from|import) {re.escape(top)}\b", _source(module), re.MULTILINE) is not None
+    return bool(top) and re.search(rf"\b{re.escape(top)}\b", _source(module)) is not None
 
 
 def _is_another(module: ModuleType, key: str, value: FunctionType, written: str) -> bool:
@@ -79,9 +79,9 @@ def _letters(name: str) -> str:
 
 
 def _is_alias(module: ModuleType, key: str, written: str) -> bool:
-    """Return whether a file itself gives a function, `written` elsewhere, the name `key`."""
+    """Return whether a file itself gives a function, `written` elsewhere, the name `key`, or fills the name when it is first used."""
     here, there = re.escape(key), re.escape(written)
-    pattern = rf"\b{there} as {here}\b|^\s*{here}\s*(:.*)?=.*\b{there}\b|import {here}\b"
+    pattern = rf"\b{there} as {here}\b|^\s*{here}\s*(:.*)?=(.*\b{there}\b|\s*None$)|import {here}\b"
     return re.search(pattern, _source(module), re.MULTILINE) is not None
 
 

@@ -78,9 +78,10 @@ def flash_attn_func(
 
 @contextmanager
 def fake_flash(varlen: Callable[..., Tensor] = flash_attn_varlen_func) -> Iterator[None]:
-    """Context in which models may use FlashAttention, see `use_flash`."""
+    """Context in which models may use FlashAttention, see `use_flash`. Transformers keeps the functions that it finds in its globals."""
     functions = (flash_attn_func, varlen, None, flash._pad_input, flash._unpad_input)
-    with patch.object(flash, "_lazy_imports", lambda *args, **kwargs: functions), patch.object(flash, "_loaded_implementation", None):
+    filled = dict.fromkeys(("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn", "_loaded_implementation"))
+    with patch.object(flash, "_lazy_imports", lambda *args, **kwargs: functions), patch.multiple(flash, **filled):
         yield
 
 
