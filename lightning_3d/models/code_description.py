@@ -23,7 +23,9 @@ from lightning_3d.models.reachable import Named, Parts, home_of, is_core, parts_
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), PurePath, range, slice, type(Ellipsis), type(NotImplemented))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NOT_COMPUTED_WITH = (GetSetDescriptorType, MemberDescriptorType, ReferenceType, torch.Generator)
-_WITHOUT_NUMBERS = frozenset({"lock", "RLock", "_RLock", "Lock", "Condition", "Event", "Logger", "RootLogger", "Random", "object", "_abc_data"})
+_WITHOUT_NUMBERS = frozenset(
+    {"lock", "RLock", "_RLock", "Lock", "Condition", "Event", "Logger", "RootLogger", "Random", "object", "_abc_data"}
+)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _MOST_BYTES = 2**26
 _MOST_PARTS = 200_000
