@@ -264,7 +264,10 @@ WAYS: list[Any] = [
 RIGHT: list[Any] = [(hooked.doubled, "embedding"), (hooked.doubled, "block", "late")]
 
 
-@pytest.mark.parametrize(("layout", "options"), [("tp2", {"sequence_parallel": True}), ("cp2", {})], ids=["sequence", "cp2"])
+SEQUENCE_PARALLEL = pytest.param("tp2", {"sequence_parallel": True}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("layout", "options"), [SEQUENCE_PARALLEL, ("cp2", {})], ids=["sequence", "cp2"])
 def test_what_sees_a_part_of_the_tokens_trains_as_on_one_process_or_not(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
     found = run_ranks(hooked.fits, 2, [*RIGHT, *WAYS], layout, str(tmp_path), timeout=240, **options)[0]
     expected = [hooked.one_process(way) for way in [*RIGHT, *WAYS]]
@@ -274,6 +277,13 @@ def test_what_sees_a_part_of_the_tokens_trains_as_on_one_process_or_not(layout: 
         else:
             assert losses == pytest.approx(wanted, rel=1e-5), way
     assert isinstance(found[len(RIGHT) + CHANGED.index((hooked.mean_of_tokens, "block"))], str)
+
+
+def test_a_check_that_passed_does_not_stand_for_another_activation(tmp_path: Path) -> None:
+    found = run_ranks(hooked.crossed_fits, 2, ["plain", "function", "private", "hook", "plain"], str(tmp_path), timeout=240)[0]
+    assert found[0] == found[-1] == "trained"
+    assert all("does not reproduce the whole model" in text for text in found[1:-1])
+    assert len(list(tmp_path.rglob("*.json"))) == 1
 
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2_pp2", marks=pytest.mark.slow), pytest.param("cp2", marks=pytest.mark.slow)])
