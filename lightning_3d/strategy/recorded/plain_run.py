@@ -29,7 +29,7 @@ class PlainRecorder(Recorder):
         super().setup(trainer, module, stage)
         if stage == "fit":
             module.configure_model = _built_on_meta(module, self._whole.facts["seed"])  # type: ignore[method-assign]
-            self._whole.enlarge_loaders(trainer)
+            self._whole.prepare(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         facts = self._whole.facts
