@@ -30,7 +30,7 @@ _SINGLE = {START: 1e-7, LOSS: 1e-5, NORM: 1e-5, LOGGED: 1e-5, WEIGHTS: 5e-5, BUF
 _DOUBLE = dict.fromkeys(_SINGLE, 1e-10)
 _ABSOLUTE = (WEIGHTS,)
 """Compared by absolute differences: Adam divides by gradients, so that small weights have the same differences as large ones."""
-_PER_NAME = (LOGGED, BUFFERS, OPTIMIZER)
+_PER_NAME = (LOGGED, BUFFERS)
 _LEAST_SCALE = {LOSS: 1e-6, NORM: 1e-6, LOGGED: 1e-3}
 _UNSTABLE = 0.1
 """Noise above which a logged value is not judged, for example a time."""
@@ -80,7 +80,7 @@ class Comparison:
         largest: the largest difference of each kind, counting or not.
         other_rows: steps at which one process would have read other values than the ranks.
         misread: what the ranks read wrongly, in words; None where nothing shows that they do.
-        losses, norms: (layout, one process) of each batch.
+        losses, norms: (layout, one process) of each batch; the norm is NaN where further batches of the step follow.
     """
 
     found: list[Difference] = field(default_factory=list)
@@ -166,11 +166,15 @@ def compare(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapp
         counted = most if what == WEIGHTS and grown > fixed[what] else size
         result.add(Difference(what, step, name, rank, ours, theirs, counted, max(fixed[what], NOISE * grown)))
     result.losses = list(zip(ranks[0].losses, one.losses, strict=False))
-    result.norms = [(a, b) for a, b in zip(ranks[0].norms, one.norms, strict=False) if a is not None and b is not None]
+    result.norms = [(_or_nan(a), _or_nan(b)) for a, b in zip(ranks[0].norms, one.norms, strict=False)]
     if len(ranks[0].losses) != len(one.losses):
         ours, theirs = float(len(ranks[0].losses)), float(len(one.losses))
         result.add(Difference(STEPS, int(min(ours, theirs)) + 1, "", None, ours, theirs, 1.0, 0.0 + 1e-9))
     return result
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def _noise_key(what: str, name: str) -> tuple[str, str]:

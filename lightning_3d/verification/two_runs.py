@@ -143,7 +143,7 @@ def _print_steps(comparison: Comparison) -> None:
     """Print the loss and the gradient norm of every step, of the layout and of one process."""
     print("  step        loss: layout  one process  gradient norm: layout  one process")
     for step, loss in enumerate(comparison.losses):
-        norm = comparison.norms[step] if step < len(comparison.norms) else (float("nan"),) * 2
+        norm = comparison.norms[step]
         print(f"  {step + 1:<6} {loss[0]:>16.8g} {loss[1]:>12.8g} {norm[0]:>22.8g} {norm[1]:>12.8g}")
 
 

@@ -14,7 +14,7 @@ from lightning_3d.strategy.data_order import orders_in
 from lightning_3d.strategy.recorded.draws import EqualDraws, quiet_names
 from lightning_3d.strategy.recorded.recorder import Recorder, buffers_of, copied, logged_values
 from lightning_3d.strategy.recorded.records import Piece, State, on_host, rows_in
-from lightning_3d.strategy.recorded.whole_batches import WholeBatches
+from lightning_3d.strategy.recorded.whole_batches import WholeBatches, save_generators
 from lightning_3d.strategy.role_arguments import notes
 from lightning_3d.strategy.step import MicroBatches
 from lightning_3d.strategy.strategy import Lightning3DStrategy
@@ -30,7 +30,9 @@ class LayoutRecorder(Recorder):
         super().setup(trainer, module, stage)
         if stage == "fit" and self.role.name != RANKS:
             self._whole = WholeBatches(self.role)
-            self._whole.enlarge_loaders(trainer)
+            self._whole.prepare(trainer)
+        elif stage == "fit" and trainer.global_rank == 0:
+            save_generators(self.role)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = _of(trainer)

@@ -29,7 +29,7 @@ class PlainRecorder(Recorder):
         super().setup(trainer, module, stage)
         if stage == "fit":
             module.configure_model = _built_on_meta(module, self._whole.facts["seed"])  # type: ignore[method-assign]
-            self._whole.enlarge_loaders(trainer)
+            self._whole.prepare(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         facts = self._whole.facts
@@ -63,7 +63,8 @@ class PlainRecorder(Recorder):
         self._norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
-        self.records.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        loss = float(outputs["loss"] if isinstance(outputs, dict) else outputs)
+        self.records.losses.append(loss * trainer.accumulate_grad_batches)  # Lightning has divided it
         self.records.norms.append(self._norm)
         super().on_train_batch_end(trainer, module, outputs, *args)
 

@@ -9,8 +9,21 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_3d.checkpoint.rng_state import read_generators, set_generators
 from lightning_3d.ranks.role import RANKS, Role
 from lightning_3d.strategy.recorded.records import Records, merged, rows_in, same_values
+
+_GENERATORS = "generators.pt"
+_HOST = torch.device("cpu")
+
+
+def save_generators(role: Role) -> None:
+    """Save the generators of this rank at the beginning of its fit.
+
+    The strategy has reset them where ranks had drawn different random numbers, for example to write a file first.
+    """
+    role.own.mkdir(parents=True, exist_ok=True)
+    torch.save(read_generators(_HOST), role.own / _GENERATORS)
 
 
 class WholeBatches:
@@ -22,11 +35,13 @@ class WholeBatches:
 
     def __init__(self, role: Role) -> None:
         self.facts = role.facts()
-        readers = sorted((rank for rank in Records.load(role.folder / RANKS) if rank.batches), key=lambda rank: rank.data_index)
+        self._ranks = role.folder / RANKS
+        readers = sorted((rank for rank in Records.load(self._ranks) if rank.batches), key=lambda rank: rank.data_index)
         self._read = [reader.batches for reader in readers]
 
-    def enlarge_loaders(self, trainer: pl.Trainer) -> None:
-        """Let the loaders of a Trainer read the rows of all data-parallel ranks in one batch."""
+    def prepare(self, trainer: pl.Trainer) -> None:
+        """Let the loaders of a Trainer read the rows of all data-parallel ranks in one batch, from the generators that the ranks have."""
+        set_generators(torch.load(self._ranks / _GENERATORS, weights_only=True), _HOST)
         process = trainer.strategy.process_dataloader
 
         def enlarged(loader: object) -> object:
