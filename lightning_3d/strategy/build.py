@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
 
+from lightning_3d.config.options.loss import ACCUMULATE
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.zero import ZeroOptions
@@ -151,6 +152,8 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         records=compilation is None,
         epsilon=epsilon_of(precision, fp8=options.fp8),
         keeps_parameters=options.zero.stage < 3,
+        splits=not around.shape_only,
+        accumulates=options.model.loss.reduction == ACCUMULATE,
     )
     return BuiltModel(
         module,

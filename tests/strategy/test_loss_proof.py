@@ -1,6 +1,7 @@
 """The first step proves that the loss is a mean over rows; what a user declares instead trains as plain Lightning does on one process."""
 
 import random
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -105,7 +106,10 @@ class Steps(pl.LightningModule):
 def fit(kind: str, layout: str = "dp1", size: int | None = 4, **strategy: Any) -> Steps:
     """Train; with the layout "plain" by Lightning alone."""
     pl.seed_everything(1, verbose=False)
-    module = Steps(kind)
+    return fit_module(Steps(kind), layout, size, **strategy)
+
+
+def fit_module(module: Steps, layout: str, size: int | None, **strategy: Any) -> Steps:
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(ROWS * STEPS, 8, generator=generator), torch.randint(CLASSES, (ROWS * STEPS,), generator=generator))
     if layout == "plain":
@@ -208,6 +212,58 @@ def test_declared_losses_train_as_on_one_process_in_every_layout(layout: str, op
 def test_the_loss_is_proved_in_every_layout(layout: str) -> None:
     for said in run_ranks(refusals, Layout.parse(layout).world_size, [*OTHERS, *MEANS], layout, timeout=180):
         assert {kind for kind, text in said.items() if text} == set(OTHERS)
+
+
+class Table(Steps):
+    """A step with an embedding of some kind."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__("mean")
+        self.table_of_labels = nn.Embedding(CLASSES, 8, **options)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x + self.table_of_labels(y)), y)
+
+
+def table_refused(layout: str, **options: Any) -> str:
+    try:
+        fit_module(Table(**options), layout, 4)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_by_frequency_are_refused_where_a_batch_is_split() -> None:
+    said = table_refused("dp1", scale_grad_by_freq=True)
+    assert "'table_of_labels' has scale_grad_by_freq=True" in said and f"micro_batch_size={ROWS}" in said
+    fit_module(Table(scale_grad_by_freq=True), "dp1", None)
+    fit_module(Table(scale_grad_by_freq=True), "dp1", 4, loss_reduction="accumulate")
+    assert table_refused("dp1", max_norm=0.5) == ""
+
+
+@pytest.mark.slow
+def test_embeddings_that_renormalize_are_refused_on_several_replicas() -> None:
+    for said in run_ranks(table_refused, 2, "dp2", max_norm=0.5, timeout=180):
+        assert "max_norm" in said and "dp = 1" in said
+
+
+class Normed(Steps):
+    def __init__(self) -> None:
+        super().__init__("mean")
+        nn.utils.parametrizations.spectral_norm(self.net.enter)
+
+
+def test_power_iterations_and_running_statistics_are_reported_once() -> None:
+    for module, options in ((Normed(), {}), (Steps("batchnorm"), {"loss_reduction": "accumulate"})):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit_module(module, "dp1", 4, **options)
+        assert sum("buffers in each training forward" in str(one.message) for one in caught) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_module(Steps("batchnorm"), "dp1", None)
+    assert not any("buffers in each training forward" in str(one.message) for one in caught)
 
 
 class Counter:

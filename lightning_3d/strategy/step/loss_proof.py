@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError, listed, plural
@@ -29,6 +30,7 @@ from lightning_3d.parallel.pipeline.engine import ProbeFailed
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.again import Buffers, Generators
 from lightning_3d.strategy.step.attributes import Attributes
+from lightning_3d.strategy.step.batch_layers import BufferWrites, about_writes, layers_of_whole_batches
 from lightning_3d.strategy.step.metrics import unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
 from lightning_3d.strategy.step.row_random import DrawnShapes, RowDraws, Shape
@@ -211,6 +213,8 @@ class LossProof:
         records: whether a first look at the operations of a micro-batch is possible; not in compiled blocks.
         epsilon: machine epsilon of the arithmetic, as far as the precision of the run says.
         keeps_parameters: whether parameters stay as they are in a step (not gathered, as with ZeRO 3).
+        splits: whether to look for layers that a split batch changes; not in a dry run.
+        accumulates: whether the user wants the gradients of micro-batches, whatever the loss is.
     """
 
     def __init__(
@@ -226,11 +230,14 @@ class LossProof:
         records: bool,
         epsilon: float,
         keeps_parameters: bool,
+        splits: bool,
+        accumulates: bool,
     ) -> None:
         self._module, self._runner, self._backend = module, runner, backend
         self._mesh, self._device = mesh, device
         self._split_batch, self._records, self._epsilon = split_batch, records, epsilon
         self.wanted, self.keeps_parameters = wanted, keeps_parameters
+        self.splits, self.accumulates = splits, accumulates
         self._due = False
 
     def begin_fit(self) -> None:
@@ -246,9 +253,37 @@ class LossProof:
         """
         due, self._due = self._due, False
         real = len(micro_batches) - micro_batches.fillers
-        if not due or not self.wanted or (real == 1 and self._mesh.size("dp") == 1):
+        if not due or not self.splits or (real == 1 and self._mesh.size("dp") == 1):
             yield
             return
+        self._refuse_layers(real, micro_batches.rows)
+        writes = BufferWrites(self._module)
+        if self.wanted:
+            with self._proving(batch, micro_batches, rest, step):
+                yield
+        else:
+            yield
+        written = [name for names in gathered(writes.names(), self._mesh) for name in names]
+        if written:
+            rank_zero_warn(about_writes(list(dict.fromkeys(written))))
+
+    def _refuse_layers(self, real: int, rows: int) -> None:
+        """Refuse layers that need the whole batch, unless the user wants the gradients of micro-batches."""
+        if self.accumulates:
+            return
+        dp = self._mesh.size("dp")
+        found = gathered(layers_of_whole_batches(self._module, micro_batches=real, dp=dp), self._mesh)
+        layers = list(dict.fromkeys(layer for of_rank in found for layer in of_rank))
+        if layers:
+            raise ConfigError(
+                f"{described(dp, real, rows)}, but {listed(layers)}. So this would not train as one process does. Use"
+                f" {at_once(self._mesh.layout, dp * real * rows)}, remove the option, or pass"
+                ' loss_reduction="accumulate" to train with the values of micro-batches.'
+            )
+
+    @contextmanager
+    def _proving(self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
+        real = len(micro_batches) - micro_batches.fillers
         watch = _Watch(self, batch, micro_batches, rest, step)
         with watch.looking():
             yield
@@ -291,13 +326,13 @@ class _Watch:
     def prove(self, real: int) -> None:
         """Compare, on every rank, and refuse a loss that is not a mean."""
         reason = self._reason(real)
-        reasons = [one for one in self._gathered(reason) if one]
+        reasons = [one for one in gathered(reason, self._mesh) if one]
         if reasons:
             self._say_why_not(min(reasons, key=lambda one: one == _QUIET))
             return
         after = _State.of(self._module, self._proof._device)
         for sizes in self._ways():
-            found = self._gathered(self._try(sizes, after))
+            found = gathered(self._try(sizes, after), self._mesh)
             failures = [failed for _, failed in found if failed]
             if not failures:
                 break
@@ -363,13 +398,6 @@ class _Watch:
     @property
     def _only_users_communicate(self) -> bool:
         return self._mesh.layout.world_size == self._mesh.size("dp") and self._proof.keeps_parameters and self._mesh.layout.ep == 1
-
-    def _gathered(self, value: Any) -> list[Any]:
-        if self._mesh.layout.world_size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self._mesh.layout.world_size
-        dist.all_gather_object(gathered, value, group=self._mesh.world_control)
-        return gathered
 
     def _say_why_not(self, reason: str) -> None:
         if self._mesh.rank == 0 and reason != _QUIET:
@@ -451,6 +479,21 @@ def epsilon_of(precision: str, *, fp8: bool = False) -> float:
     return torch.finfo(torch.bfloat16).eps if precision.startswith("bf16") else 0.0
 
 
+def gathered(value: Any, mesh: Mesh) -> list[Any]:
+    """Gather a value of each rank on all of them, in host memory."""
+    if mesh.layout.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(values, value, group=mesh.world_control)
+    return values
+
+
+def at_once(layout: Layout, rows: int) -> str:
+    """Say what computes a global batch at once."""
+    axes = [f"{axis} = 1" for axis in ("pp", "dp") if getattr(layout, axis) > 1]
+    return f"a layout with {listed(axes)} and micro_batch_size={rows}" if axes else f"micro_batch_size={rows}"
+
+
 def _writes(tensors: Iterable[Tensor]) -> int:
     """Count the writes into tensors."""
     return sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
@@ -479,9 +522,7 @@ def refusal(found: Finding, layout: Layout, micro_batches: int, rows: int) -> st
         ' weights), if there is such a number. Or pass loss_reduction="accumulate" to train the mean over micro-batches, as gradient'
         " accumulation does, and DDP over its ranks"
     )
-    axes = [f"{axis} = 1" for axis in ("pp", "dp") if getattr(layout, axis) > 1]
-    whole = f"micro_batch_size={dp * micro_batches * rows}"
-    whole = f"a layout with {listed(axes)} and {whole}" if axes else whole
+    whole = at_once(layout, dp * micro_batches * rows)
     return (
         f"The loss of training_step is not a mean over rows: it is {found.whole.loss:.6g} for {wholes} together, but {losses}, whose"
         f" weighted mean is {found.mean:.6g}. {described(dp, micro_batches, rows)}, so this would train another loss than one process."

@@ -1,0 +1,67 @@
+"""Layers that see the batch as a whole, or count their calls: with a split batch they give other values than on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_3d.errors import listed
+
+
+def layers_of_whole_batches(root: nn.Module, *, micro_batches: int, dp: int) -> list[str]:
+    """Describe the embeddings that train otherwise where a batch is split. The loss does not show it.
+
+    Args:
+        micro_batches: of a data-parallel rank.
+        dp: data-parallel ranks.
+    """
+    found = []
+    for name, module in root.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.scale_grad_by_freq and micro_batches * dp > 1:
+            found.append(f"'{name}' has scale_grad_by_freq=True and would count how often ids are in a part of the batch")
+        if module.max_norm is not None and dp > 1:
+            found.append(f"'{name}' has max_norm and would change the rows of its own ids on each data-parallel rank, so that ranks differ")
+    return found
+
+
+class BufferWrites:
+    """The buffers that a training forward writes, such as running statistics, from the time of creation on.
+
+    Only buffers that checkpoints have are looked at: the others are caches. Metrics are shared between ranks elsewhere.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._before = {name: (buffer, buffer._version) for name, buffer in self._buffers()}
+
+    def names(self) -> list[str]:
+        """Names of the modules that have written buffers since then."""
+        written: dict[str, None] = {}
+        for name, buffer in self._buffers():
+            known, version = self._before.get(name, (None, 0))
+            if known is not buffer or version != buffer._version:
+                written[name.rpartition(".")[0] or "the module"] = None
+        return list(written)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for owner, module in self._root.named_modules():
+            if isinstance(module, Metric):
+                continue
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set and not buffer.is_inference():
+                    yield f"{owner}.{name}" if owner else name, buffer
+
+
+def about_writes(names: list[str]) -> str:
+    """Say what differs for modules that write buffers in a training forward."""
+    shown = [f"'{name}'" for name in names[:3]]
+    more = [f"{len(names) - 3} others"] if len(names) > 3 else []
+    return (
+        f"{listed([*shown, *more])} {'changes' if len(names) == 1 else 'change'} buffers in each training forward (running statistics or"
+        " power iterations, for example). A forward sees one micro-batch of one data-parallel rank, so the buffers are not those of one"
+        " process: statistics are of a micro-batch, and their momentum is applied once per micro-batch."
+    )
