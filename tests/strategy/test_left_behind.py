@@ -27,6 +27,8 @@ REFUSED = {
     "weight": "earlier stage",
     "hook": r"hook.*'blocks\.\d'",
     "inner hook": r"hook.*'blocks\.\d\.gate'",
+    "global": r"'left_behind\.SINK'",
+    "outside": "total'",
     "set after": "'flag' of 'blocks.0' after",
 }
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
