@@ -26,7 +26,9 @@ REFUSED = {
     "early": "earlier stage",
     "weight": "earlier stage",
     "hook": r"hook.*'blocks\.\d'",
-    "inner hook": r"hook.*'blocks\.\d\.gate'",
+    "inner hook": r"hook.*'blocks\.\d\.gate'|'blocks\.\d'.*seen'",
+    "global": r"'left_behind\.SINK'",
+    "outside": "total'",
     "set after": "'flag' of 'blocks.0' after",
 }
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [

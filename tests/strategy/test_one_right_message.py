@@ -69,7 +69,7 @@ def translate(layout: str, cache: str, generates: str = "") -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("pp2", 2), pytest.param("tp2_pp2", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("layout", "ranks"), [("pp2", 2), pytest.param("pp2_dp2", 4, marks=pytest.mark.slow)])
 def test_an_encoder_decoder_that_is_called_with_labels_trains_as_on_one_process(layout: str, ranks: int, tmp_path: Path) -> None:
     plain = Translator()
     quiet_trainer(devices=1, max_steps=3).fit(plain, pairs(8))

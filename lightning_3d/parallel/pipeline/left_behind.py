@@ -7,6 +7,7 @@ found by the code of its class, and by what changes while a block of this stage 
 from __future__ import annotations
 
 import dis
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from functools import lru_cache, partial
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,20 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.pipeline.unknown import Unknown
 
-_LIBRARIES = ("torch", "transformers", "lightning_3d", "lightning", "deepspeed", "peft")
+_LIBRARIES = ("torch", "transformers", "lightning_3d", "lightning", "deepspeed", "peft", "builtins")
 """Packages whose code and hooks are not the user's."""
 
 _INTERNAL = frozenset(vars(nn.Module()))
 
 HOOKS = frozenset({"_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"})
 """Attributes in which a module keeps its forward hooks."""
+
+
+_RETURN_IT = (
+    "Let each block take the value and return it behind the hidden states, `x, loss = block(x, loss)`, and name it in the plan,"
+    " {'pp': {..., 'blocks': (['x', 'loss'], ['x', 'loss']), ...}}, or pass plan=\"auto\" (docs/your_model.md). Or use a layout with"
+    " pp = 1."
+)
 
 
 class Elsewhere(Unknown):
@@ -46,9 +55,7 @@ class Elsewhere(Unknown):
     def _refuse(self, *args: Any) -> NoReturn:
         raise PlanError(
             f"The step reads {self.unknown_origin}, which is on another pipeline stage: with pp > 1, each rank has what the forwards of its"
-            " own blocks leave in attributes and hooks. Let each block take the value and return it behind the hidden states,"
-            " `x, loss = block(x, loss)`, and name it in the plan, {'pp': {..., 'blocks': (['x', 'loss'], ['x', 'loss']), ...}}, or pass"
-            " plan=\"auto\" (docs/your_model.md). Or use a layout with pp = 1."
+            f" own blocks leave in attributes and hooks. {_RETURN_IT}"
         )
 
     __bool__ = __float__ = __int__ = __index__ = __len__ = __contains__ = __complex__ = __array__ = _refuse
@@ -63,6 +70,15 @@ class LeftBehind:
         self._blocks: dict[int, tuple[str, nn.Module]] = {}
         self._watched: set[tuple[int, bool]] = set()
         self._hidden: list[tuple[nn.Module, str, Elsewhere, Any]] = []
+        self._around: list[tuple[str, ReferenceType[nn.Module]]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeftBehind:
+        """Share this object: a copy of one block (weight averaging) must not copy all others."""
+        return self
+
+    def look_around(self, root: nn.Module, layers: str) -> None:
+        """Follow the modules in `root` outside of the blocks `layers`, whose attributes no block may write."""
+        self._around = [(name, ref(module)) for name, module in root.named_modules() if not f"{name}.".startswith(f"{layers}.")]
 
     def add_stub(self, path: str, stub: Any) -> None:
         """Let a stub of a module in a block stop answering what forwards of such modules write.
@@ -79,20 +95,44 @@ class LeftBehind:
 
     @contextmanager
     def watching(self, index: int) -> Iterator[None]:
-        """Note what the first forward of a block changes, in training and in evaluation."""
+        """Note what the first forward of a block changes, in training and in evaluation.
+
+        Raises:
+            PlanError: it leaves a value that has a gradient outside of the block, where later stages have only their own.
+        """
         key = (index, torch.is_grad_enabled())
         if key in self._watched or index not in self._blocks:
             yield
             return
         self._watched.add(key)
         block = self._blocks[index][1]
-        before = _contents(block)
+        before, around = _contents(block), self._contents_around(block)
         yield
+        self._refuse_outside(index, around)
         found = {place for place, content in _contents(block).items() if not _same(before.get(place), content)} - self._places
         self._places |= found
         for path, stub in self._stubs:
             for _, name in (place for place in found if place[0] == path):
                 stub.forget(name)
+
+    def _contents_around(self, block: nn.Module) -> dict[str, _Content]:
+        """What is in the modules outside of the blocks, and in the variables of the files in which the user's blocks are written."""
+        inside = set(block.modules())
+        modules = {name: module for name, weak in self._around if (module := weak()) is not None and module not in inside}
+        files = {kind.__module__ for module in inside for kind in type(module).__mro__ if not _is_library(kind.__module__)}
+        found = {f"{file}.{name}": value for file in files for name, value in getattr(sys.modules.get(file), "__dict__", {}).items()}
+        found |= {f"{path}.{name}": value for path, module in modules.items() for name, value in vars(module).items()}
+        return {name: _content(value) for name, value in found.items() if name.rpartition(".")[2] not in _INTERNAL}
+
+    def _refuse_outside(self, index: int, before: dict[str, _Content]) -> None:
+        """Raise PlanError if values with a gradient are new outside of block `index`."""
+        name, block = self._blocks[index]
+        for place, content in self._contents_around(block).items():
+            if any(_has_gradient(value) for value in (content[0], *content[2])) and not _same(before.get(place), content):
+                raise PlanError(
+                    f"The forward of '{name}' writes a value that has a gradient into '{place.lstrip('.')}', outside of the block. With"
+                    f" pp > 1, each rank has what its own blocks write there, and the loss would lack the rest. {_RETURN_IT}"
+                )
 
     def hide(self, running: range) -> None:
         """Put what blocks of this rank's other stages have written out of the step's reach: it is that of another micro-batch."""
@@ -161,7 +201,15 @@ def is_users(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.partition(".")[0] not in _LIBRARIES
+    return not _is_library(module)
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def attributes_of(module: nn.Module) -> frozenset[str]:
@@ -177,7 +225,7 @@ def written_by(module: nn.Module) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _written_by(kind: type[nn.Module]) -> frozenset[str]:
-    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins")]
+    own = [base for base in kind.__mro__ if not _is_library(base.__module__)]
     methods: dict[str, list[FunctionType]] = {}
     for base in own:
         for name, value in vars(base).items():

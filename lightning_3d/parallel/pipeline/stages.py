@@ -139,6 +139,7 @@ def keep_owned(
     state.has_towers = has_towers(module, plan)
     state.plan = PlanOrder(type(module).__name__, plan.before, plan.layers, plan.after, blocks)
     state.travels = Travels(plan.carried, plan.sides)
+    state.left.look_around(root, f"{module_name}.{plan.layers}".lstrip("."))
     _gate_layers(module, plan, chunks, state)
     _gate_ends(module, plan, chunks, state)
     if not any(chunk.is_last for chunk in chunks):
