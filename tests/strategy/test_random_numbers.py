@@ -86,7 +86,7 @@ def samples(layout: str) -> list[list[list[int]]]:
 
 
 def test_workers_are_seeded_by_the_index_of_their_data() -> None:
-    """After `seed_everything(workers=True)`; Lightning's own seeds depend on the global rank, and it leaves a loader alone that has some."""
+    """Lightning itself seeds them by the global rank, after `seed_everything(workers=True)`, unless the loader has a function for it."""
     strategy = Lightning3DStrategy("tp2_dp2")
     loader = DataLoader(Augmented(), num_workers=1)
     data = {"num_replicas": 2, "rank": 1}
