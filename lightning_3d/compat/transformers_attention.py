@@ -54,7 +54,7 @@ def _forward(module: nn.Module) -> Any:
 def _mask_function(implementation: str) -> Callable[..., Any] | None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    return ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)  # type: ignore[no-any-return]
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
 
 
 def _is_of_transformers(function: Any) -> bool:

@@ -39,10 +39,12 @@ def _makes_cache(forward: Any, signature: inspect.Signature, named: dict[str, An
     model = getattr(forward, "__self__", None)
     if not isinstance(model, nn.Module) or "use_cache" not in signature.parameters or named.get("use_cache") is not None:
         return False
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    checkpoints = model.training and torch.is_grad_enabled() and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-    return bool(getattr(text, "use_cache", False)) and not checkpoints
+    if not getattr(text, "use_cache", False):
+        return False
+    trains = model.training and torch.is_grad_enabled()
+    return not trains or not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def tokens_of(arguments: dict[str, Any]) -> Tensor:
