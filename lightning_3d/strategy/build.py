@@ -140,7 +140,8 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
     splitter = BatchSplitter(mesh, device, model.schedule, options.zero, options.micro_batch_size, options.split_batch)
     guard = None if around.shape_only else around.guard
     return BuiltModel(
-        module, parts, mesh, device, model.schedule, backend, engine, runner, splitter, known, reads, hooks, around.tracer, guard, compilation
+        *(module, parts, mesh, device, model.schedule, backend, engine, runner, splitter, known, reads, hooks),
+        *(around.tracer, guard, compilation),
     )
 
 

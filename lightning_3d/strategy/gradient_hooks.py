@@ -134,7 +134,7 @@ class GradientHooks(TorchFunctionMode):
         if not self._backend.shows_gradient(place.parameter):
             raise ConfigError(
                 f"{where} {'reads' if func == _READ else 'replaces'} the gradient of '{place.name}', but with {self._apart(place)} the"
-                f" reduced gradient is not in .grad: reading gives None, and a change has no effect. {_CLIP} For masks and other changes, use"
+                f" reduced gradient is not in .grad: reading gives None, and a change has no effect. {_CLIP} For masks and others, use"
                 ' zero_stage=0 with precision="32-true".'
             )
         if func == _WRITE and self._zero.stage > 0:

@@ -133,9 +133,9 @@ def describe(
     if writers:
         hooks = [*writers[:_MOST_NAMED], *([f"{len(writers) - _MOST_NAMED} more"] if len(writers) > _MOST_NAMED else [])]
         device = (
-            f"Look first at {listed(hooks)}, which may write weights, gradients or buffers: what a hook writes must be the same on all ranks"
-            " (no random numbers, no norm of a shard). Only if the ranks also differ without it, and the same device is named again, take it"
-            " out of use."
+            f"Look first at {listed(hooks)}, which may write weights, gradients or buffers: what a hook writes must be the same on all"
+            " ranks (no random numbers, no norm of a shard). Only if ranks differ without it, and the same device is named again, take the"
+            " device out of use."
         )
     return "\n".join(
         [
