@@ -146,6 +146,8 @@ def _ranks(numbers: tuple[int, ...]) -> str:
 
 def _before(step: int, found: Found) -> str:
     """Describe the state of the weights."""
+    if found.weights and not found.names:
+        return "The weights have not been finite since an earlier step."
     if found.weights:
         more = len(found.names) - _MOST_NAMED
         names = listed([*found.names[:_MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
