@@ -403,11 +403,16 @@ def replacing_total_norm(replacement: Callable[..., Tensor]) -> Iterator[None]:
     from torch.nn.utils import clip_grad
 
     original = clip_grad._get_total_norm
-    clip_grad._get_total_norm = utils.get_total_norm = partial(replacement, original)  # type: ignore[assignment]
+    clip_grad._get_total_norm = utils.get_total_norm = partial(replacement, original)
     try:
         yield
     finally:
         clip_grad._get_total_norm = utils.get_total_norm = original
+
+
+def _is_mode(frame: Any) -> bool:
+    """Whether a frame is that of a `TorchFunctionMode`, which a function of torch passes on its way."""
+    return bool(frame.f_code.co_name == "__torch_function__")
 
 
 @contextmanager
@@ -428,7 +433,7 @@ def watching_world_collectives(report: Callable[[str], None]) -> Iterator[None]:
         if group is None or group is dist.group.WORLD:
             frame: Any = sys._getframe(1)
             name = frame.f_code.co_name
-            while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+            while frame is not None and (frame.f_globals.get("__name__", "").startswith("torch.") or _is_mode(frame)):
                 frame = frame.f_back
             ours = frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_3d.")
             if not ours and not name.startswith(("get_", "_")):

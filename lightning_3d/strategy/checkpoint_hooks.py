@@ -167,7 +167,8 @@ class CheckpointHooks(RankHooks):
         if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._built is None:
             return True
         try:
-            require_finite_weights(trained_weights(trainer.lightning_module, self._built.backend), self.root_device, filepath)
+            weights = [value for _, value in trained_weights(trainer.lightning_module, self._built.backend)]
+            require_finite_weights(weights, self.root_device, filepath)
         except NonFiniteError as error:
             if trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise

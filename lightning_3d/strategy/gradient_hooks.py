@@ -32,12 +32,13 @@ WATCHED = ("on_before_backward", "on_after_backward", "on_before_optimizer_step"
 WRITERS = (*WATCHED, "optimizer_step", "on_before_zero_grad", "on_train_batch_start", "on_train_batch_end")
 """Hooks in which users write gradients, weights or buffers."""
 
-_READ: Any = Tensor.grad.__get__  # type: ignore[attr-defined]
-_WRITE: Any = Tensor.grad.__set__  # type: ignore[attr-defined]
+_READ: Any = vars(torch._C.TensorBase)["grad"].__get__
+_WRITE: Any = vars(torch._C.TensorBase)["grad"].__set__
 _RANDOM = frozenset(
-    "bernoulli cauchy dropout exponential geometric log_normal multinomial normal poisson rand rand_like randint randint_like randn"
-    " randn_like random randperm uniform"
-    .split()
+    {
+        "bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson", "rand",
+        "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform"
+    }
 )
 _CLIP = (
     "To clip gradients, set Trainer(gradient_clip_val=...) or call self.clip_gradients(optimizer, gradient_clip_val=...,"
@@ -132,14 +133,14 @@ class GradientHooks(TorchFunctionMode):
         """Read or replace `.grad` of a parameter."""
         if not self._backend.shows_gradient(place.parameter):
             raise ConfigError(
-                f"{where} {'reads' if func == _READ else 'replaces'} the gradient of '{place.name}', but with {self._apart(place)} the reduced"
-                f" gradient is not in .grad: reading gives None, and a change has no effect. {_CLIP} For masks and other changes, use"
+                f"{where} {'reads' if func == _READ else 'replaces'} the gradient of '{place.name}', but with {self._apart(place)} the"
+                f" reduced gradient is not in .grad: reading gives None, and a change has no effect. {_CLIP} For masks and others, use"
                 ' zero_stage=0 with precision="32-true".'
             )
         if func == _WRITE and self._zero.stage > 0:
             raise ConfigError(
-                f"{where} replaces the gradient of '{place.name}'. With zero_stage={self._zero.stage} the optimizer steps with the memory that"
-                " .grad shows now, so the change would have no effect. Write in place (p.grad.mul_(mask), p.grad.copy_(value)), or use"
+                f"{where} replaces the gradient of '{place.name}'. With zero_stage={self._zero.stage} the optimizer steps with the memory"
+                " that .grad shows now, so the change would have no effect. Write in place (p.grad.mul_(mask), p.grad.copy_(value)), or use"
                 " zero_stage=0."
             )
         gradient = func(*args)
@@ -186,7 +187,7 @@ class GradientHooks(TorchFunctionMode):
         is_whole = not spec.is_cut and not spec.expert
         if is_whole and (writes or self._mesh.layout.pp == 1):
             return func(*args, **kwargs)
-        if caller.f_code is grad_norm.__code__:
+        if grad_norm.__code__ in (caller.f_code, caller.f_back.f_code):  # a comprehension has a frame of its own
             self._warn_of_norms()
             return func(*args, **kwargs)
         raise ConfigError(
@@ -226,7 +227,7 @@ class GradientHooks(TorchFunctionMode):
         self._own = True
         try:
             if not self._is_sharded or len(known) < len(tensors):
-                return original(tensors, norm_type, *args, **kwargs)  # type: ignore[no-any-return]
+                return original(tensors, norm_type, *args, **kwargs)
             counted = [t for t, place in zip(tensors, known, strict=True) if self._backend.counts_gradient(place.parameter)]
             return self._norm_over_ranks(counted, float(norm_type)).to(tensors[0].dtype if tensors else torch.get_default_dtype())
         finally:

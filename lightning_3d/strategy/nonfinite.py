@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -32,11 +32,13 @@ class Found:
         data: data-parallel ranks whose own part of the loss is not finite.
         ranks: ranks whose part of the reduced gradient is not finite.
         weights: ranks whose weights are not finite.
+        names: parameters that are not finite there.
     """
 
     data: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class StepGuard:
@@ -144,8 +146,15 @@ def _ranks(numbers: tuple[int, ...]) -> str:
 
 def _before(step: int, found: Found) -> str:
     """Describe the state of the weights."""
-    if found.weights:
+    if found.weights and not found.names:
         return "The weights have not been finite since an earlier step."
+    if found.weights:
+        more = len(found.names) - _MOST_NAMED
+        names = listed([*found.names[:_MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
+        return (
+            f"The weights of {names} are not finite, on {_ranks(found.weights)}: since an earlier step, or because the step or a hook wrote"
+            " to them."
+        )
     state = f"those after step {step - 1}" if step > 1 else "the initial ones"
     return f"The optimizer did not take this step: the weights are still {state}."
 
@@ -160,32 +169,38 @@ def _advice(lr: float, precision: str, found: Found) -> str:
     )
 
 
-def find_nonfinite(guard: StepGuard, gradients: Iterable[Tensor], weights: Iterable[Tensor], layout: Layout, rank: int,
+def find_nonfinite(guard: StepGuard, gradients: Iterable[Tensor], weights: Sequence[tuple[str, Tensor]], layout: Layout, rank: int,
                    device: torch.device) -> Found:  # fmt: skip
-    """Find the ranks where values are not finite: one all-reduce over the world. Called only after a failed step.
+    """Find the ranks where values are not finite, by one all-reduce over the world, and the weights there, by a gather. Called only after a
+    failed step.
 
     Args:
         gradients: this rank's part of the reduced gradients.
-        weights: this rank's part of the weights.
+        weights: this rank's part of the weights, by name.
         rank: of this process.
     """
     import torch
     import torch.distributed as dist
 
     flags = torch.zeros(layout.world_size, 3, device=device)
-    flags[rank] = torch.tensor([float(flag) for flag in (guard.lost_here, not all_finite(gradients), not all_finite(weights))])
+    values = [value for _, value in weights]
+    flags[rank] = torch.tensor([float(flag) for flag in (guard.lost_here, not all_finite(gradients), not all_finite(values))])
     dist.all_reduce(flags)
     lost, ranks, bad = ([index for index, flag in enumerate(column) if flag] for column in flags.T.tolist())
-    return Found(tuple(sorted({layout.coordinates(one)["dp"] for one in lost})), tuple(ranks), tuple(bad))
+    names: list[list[str]] = [[]] * layout.world_size
+    if bad:
+        dist.all_gather_object(names, [name for name, value in weights if not all_finite([value])])
+    every = tuple(dict.fromkeys(name for own in names for name in own))
+    return Found(tuple(sorted({layout.coordinates(one)["dp"] for one in lost})), tuple(ranks), tuple(bad), every)
 
 
-def trained_weights(module: nn.Module, backend: DataParallelBackend) -> list[Tensor]:
-    """Collect this rank's part of the weights that are trained."""
+def trained_weights(module: nn.Module, backend: DataParallelBackend) -> list[tuple[str, Tensor]]:
+    """Collect this rank's part of the weights that are trained, by name."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if shards := backend.weight_shards():
-        values = (value for shard in shards if shard.name in trained for value in shard.values.values())
-        return [value for value in values if not isinstance(value, (int, float))]
-    return list(trained.values())
+        values = ((shard.name, value) for shard in shards if shard.name in trained for value in shard.values.values())
+        return [(name, value) for name, value in values if not isinstance(value, (int, float))]
+    return list(trained.items())
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

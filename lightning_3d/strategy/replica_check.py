@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,7 +72,7 @@ class ReplicaCheck:
             return
         differences = self._comparison.compare(list(pieces_of(built)))
         if differences:
-            raise ReplicaError(describe(differences, steps, self.agreed, saved))
+            raise ReplicaError(describe(differences, steps, self.agreed, saved, built.hooks.names))
         self.agreed = steps
 
 
@@ -111,8 +111,14 @@ def _canonical(name: str, specs: dict[str, ShardSpec]) -> str:
     return name if spec is None else spec.tied_to or spec.name
 
 
-def describe(differences: list[Difference], steps: int, agreed: int | None, saved: Saved | None) -> str:
-    """Write the message of ranks that differ after `steps` optimizer steps."""
+def describe(
+    differences: list[Difference], steps: int, agreed: int | None, saved: Saved | None, writers: Sequence[str] = ()
+) -> str:
+    """Write the message of ranks that differ after `steps` optimizer steps.
+
+    Args:
+        writers: hooks of the user's that may have written other values on some ranks.
+    """
     lines = [_line(difference, steps) for difference in differences[:_MOST_NAMED]]
     if len(differences) > _MOST_NAMED:
         lines.append(f"{len(differences) - _MOST_NAMED} more groups of ranks differ.")
@@ -123,10 +129,18 @@ def describe(differences: list[Difference], steps: int, agreed: int | None, save
         resume = f"Resume a checkpoint of step {agreed} or earlier."
     else:
         resume = "Resume the newest checkpoint of an earlier run."
+    device = "If the same device is named again, take it out of use."
+    if writers:
+        hooks = [*writers[:_MOST_NAMED], *([f"{len(writers) - _MOST_NAMED} more"] if len(writers) > _MOST_NAMED else [])]
+        device = (
+            f"Look first at {listed(hooks)}, which may write weights, gradients or buffers: what a hook writes must be the same on all"
+            " ranks (no random numbers, no norm of a shard). Only if ranks differ without it, and the same device is named again, take the"
+            " device out of use."
+        )
     return "\n".join(
         [
             *lines,
-            f"{last} {resume} If the same device is named again, take it out of use.",
+            f"{last} {resume} {device}",
             "If ranks may differ, because a callback changes weights on some of them, set trainer.check_replicas_every_n_steps=null (in a"
             ' script: Lightning3DStrategy(reliability={"check_replicas_every_n_steps": None})).',
         ]

@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 _NAMES = frozenset(
-    "abs add addcdiv addcmul bfloat16 clamp clamp_max clamp_min clip clone contiguous copy cpu cuda detach div divide double eq exp fill"
-    " float ge gt half isfinite isinf isnan le lerp log logical_and logical_not logical_or lt masked_fill maximum minimum mul multiply"
-    " nan_to_num ne neg negative ones_like pow reciprocal relu requires_grad rsqrt sgn sign sqrt square sub subtract tanh to true_divide"
-    " truediv type where zero zeros_like"
-    .split()
+    {
+        "abs", "add", "addcdiv", "addcmul", "bfloat16", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "copy",
+        "cpu", "cuda", "data", "detach", "div", "divide", "double", "eq", "exp", "fill", "float", "ge", "gt", "half", "isfinite", "isinf",
+        "isnan", "le", "lerp", "log", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "mul",
+        "multiply", "nan_to_num", "ne", "neg", "negative", "ones_like", "pow", "reciprocal", "relu", "requires_grad", "rsqrt", "sgn",
+        "sign", "sqrt", "square", "sub", "subtract", "tanh", "to", "true_divide", "truediv", "type", "where", "zero", "zeros_like"
+    }
 )
 
 

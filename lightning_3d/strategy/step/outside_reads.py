@@ -39,8 +39,9 @@ _HARMLESS = {
 }
 """Functions that read no values."""
 
-_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-_GRADIENTS = (Tensor.grad.__get__, torch.autograd.grad, torch.autograd.backward)  # type: ignore[attr-defined]
+_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+_GRADIENTS = (_GRADIENT, torch.autograd.grad, torch.autograd.backward)
 _PACKAGE = "lightning_3d."
 _INSTEAD = (
     "For an L2 penalty, use weight_decay of the optimizer. Call an output head as a module in the model's forward. For weights of an"
@@ -267,8 +268,8 @@ class OutsideReads(TorchFunctionMode):
         layout, model = self._mesh.layout, type(self._parts.module).__name__
         if gradient:
             raise ConfigError(
-                f"The step reads the gradient of the parameter '{place.name}'. In {layout} with ZeRO or shards, a rank has a part of it that"
-                " is not reduced yet. Read gradients in on_before_optimizer_step, or use a layout with dp alone and zero_stage=0."
+                f"The step reads the gradient of the parameter '{place.name}'. In {layout} with ZeRO or shards, a rank has a part of it"
+                " that is not reduced yet. Read gradients in on_before_optimizer_step, or use a layout with dp alone and zero_stage=0."
             )
         read = f"The step reads the parameter '{place.name}' outside of a call of {model}."
         if place.of_model and layout.pp > 1:

@@ -431,8 +431,8 @@ class StepRunner:
         if gathers and self._gathers_part:
             dp = self._mesh.layout.world_size
             raise ConfigError(
-                f"The step communicates with all ranks ({what}), but {self._gathers_part}: it would not get each row of the global batch once,"
-                f" as with data parallelism alone. Use the layout dp{dp} and a micro_batch_size of all rows of a rank (or leave it out)."
+                f"The step communicates with all ranks ({what}), but {self._gathers_part}: it would not get each row of the global batch"
+                f" once, as with data parallelism alone. Use the layout dp{dp} and micro_batch_size=None, a micro-batch of all rows."
                 " Log numbers with self.log, log metric objects, or communicate at the end of the epoch."
             )
         if self.inside:

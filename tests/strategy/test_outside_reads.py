@@ -1,0 +1,142 @@
+"""Steps and hooks that read parameters and gradients by themselves: the numbers of plain Lightning on one process, or a refusal."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from parity import quiet_trainer
+from ranks import run_ranks
+from sweeps import by_default
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.strategy import Lightning3DStrategy
+
+PLAN = {
+    "tp": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    "pp": {"enter": (["x"], ["h"]), "blocks": (["h"], ["h"]), "leave": (["h"], ["y"])},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.blocks, self.leave = nn.Linear(8, 16), nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class Own(pl.LightningModule):
+    """A step or a hook of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network, self.kind, self.losses = Network(), kind, []  # type: ignore[var-annotated]
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        loss = F.mse_loss(self.network(batch[0]), batch[1])
+        if self.kind == "norms":
+            loss = loss + 0.1 * sum(p.norm() for p in self.network.parameters())
+        if self.kind == "piece":
+            loss = loss + self.network.blocks[3].up(batch[0].new_ones(1, 16)).pow(2).sum()  # type: ignore[union-attr, operator]
+        if self.kind == "gather":
+            loss = loss + self.all_gather(loss).mean()
+        if self.kind == "collective" and dist.is_initialized():
+            dist.all_reduce(loss.detach().clone())
+        if self.kind == "clamp":
+            with torch.no_grad():
+                for p in self.network.parameters():
+                    p.clamp_(-0.2, 0.2)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
+
+
+class Hooked(Own):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.kind == "mask":
+            for p in self.network.parameters():
+                assert p.grad is not None
+                p.grad.mul_(0.3)
+        if self.kind == "own norm":
+            torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        if self.kind == "clip":
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def fit(kind: str, strategy: Any, devices: int, dp: int = 1, dtype: torch.dtype = torch.float64) -> list[float]:
+    module = (Hooked if kind in ("mask", "own norm", "clip") else Own)(kind).to(dtype)
+    x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    rows = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=8 // dp)
+    precision = "64-true" if dtype == torch.float64 else "32-true"
+    quiet_trainer(strategy=strategy, devices=devices, max_steps=3, precision=precision).fit(module, rows)
+    return module.losses
+
+
+def fit_kinds(layout: str, kinds: list[str], options: dict[str, Any], dtype: torch.dtype) -> list[list[float]]:
+    """The losses of each kind."""
+    dp = 2 if layout == "dp2" else 1
+    return [fit(k, Lightning3DStrategy(layout, plan=PLAN, self_check="never", **options), 2, dp, dtype) for k in kinds]
+
+
+EXACT = [
+    ("tp2", {}, ["norms", "mask", "clip"]),
+    ("pp2", {}, ["mask", "clip"]),
+    ("dp2", {}, ["norms", "piece", "gather", "mask", "clip"]),
+    ("dp2", {"zero_stage": 1, "zero_reduce_scatter": False}, ["norms", "mask", "clip"]),
+    ("dp2", {"zero_stage": 3, "zero_gather": "step"}, ["norms"]),
+]
+
+
+@pytest.mark.parametrize(("layout", "options", "kinds"), by_default(EXACT, 0, 1), ids=lambda value: str(value))
+def test_what_one_rank_has_a_part_of_is_read_as_on_one_process(layout: str, options: dict[str, Any], kinds: list[str]) -> None:
+    dtype = torch.float64 if not options else torch.float32
+    for found in run_ranks(fit_kinds, 2, layout, kinds, options, dtype, process_group=False):
+        for kind, losses in zip(kinds, found, strict=True):
+            if kind != "gather":  # of each rank's own loss
+                assert losses == pytest.approx(fit(kind, "auto", 1, dtype=dtype), rel=1e-6 if not options else 1e-5), kind
+
+
+REFUSED = [
+    ("pp2", {}, "norms", "network.blocks.2"),
+    ("dp2", {"zero_stage": 2}, "clip", "gradient_clip_val"),
+    ("tp2", {}, "collective", "all_reduce"),
+    ("tp2", {}, "piece", "blocks.3.up"),
+    ("tp2", {}, "gather", "all_gather"),
+    ("tp2", {}, "own norm", "gradient_clip_val"),
+    ("pp2", {}, "own norm", "gradient_clip_val"),
+    ("pp2", {}, "collective", "all_reduce"),
+    ("dp2", {"zero_stage": 2}, "mask", "zero_stage=2"),
+    ("dp2", {"zero_stage": 3}, "norms", "zero_gather=step"),
+]
+
+
+@pytest.mark.parametrize(("layout", "options", "kind", "names"), by_default(REFUSED, 0, 1), ids=lambda value: str(value))
+def test_what_a_rank_cannot_get_is_refused(layout: str, options: dict[str, Any], kind: str, names: str) -> None:
+    dtype = torch.float64 if not options else torch.float32
+    with pytest.raises(ConfigError, match=names):
+        run_ranks(fit_kinds, 2, layout, [kind], options, dtype, process_group=False)
