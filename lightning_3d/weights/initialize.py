@@ -9,7 +9,7 @@ values are read from files, one shard at a time: see `pretrained`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.compat.peft_layers import origin
+from lightning_3d.compat.torch import put_values
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.parallel.sharding import ShardSpec, replicated
 from lightning_3d.weights.blueprint import BUILD_IN_MEMORY, Blueprint, Slot, Target, isolated_generators, other_tensors, seed_of
@@ -64,7 +65,7 @@ def initialize(
         CheckpointError: pretrained values cannot be read.
     """
     specs = specs or {}
-    homes = _parameters_on_meta(module)
+    homes = {name: parameter for name, parameter in module.named_parameters() if parameter.is_meta}
     buffers = _buffers_on_meta(module)
     if not homes and not buffers:
         return
@@ -79,7 +80,7 @@ def initialize(
         reader = Reader()
         for name in buffers.keys() - rebuilt.keys():
             _read_buffer(buffers[name], reader, stored[name], device or "cpu")
-        for name, (parameter, places) in homes.items():
+        for name, parameter in homes.items():
             final_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             if canonical[name] in stored:
                 spec = specs.get(name) or replicated(name, parameter.shape, 1)
@@ -89,7 +90,7 @@ def initialize(
                 local = _local(local, specs.get(name))  # the full tensor is freed from here on
                 local = local.to(device or "cpu", final_dtype)
             _require_shape(local, parameter, name)
-            _replace(parameter, places, local)
+            put_values(parameter, local)
 
 
 def _canonical(name: str, specs: Mapping[str, ShardSpec], blueprint: Blueprint) -> str:
@@ -98,18 +99,6 @@ def _canonical(name: str, specs: Mapping[str, ShardSpec], blueprint: Blueprint) 
     if spec is not None and spec.tied_to:
         return spec.tied_to
     return blueprint.targets[name].name if name in blueprint.targets else name
-
-
-def _parameters_on_meta(module: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """By first name: the parameter, and all (module, key) that hold it."""
-    names: dict[int, str] = {}
-    homes: dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-    for prefix, owner in module.named_modules():
-        for key, parameter in owner._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                name = names.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
-                homes.setdefault(name, (parameter, []))[1].append((owner, key))
-    return homes
 
 
 def _draw(blueprint: Blueprint, name: str, dtype: torch.dtype, seed: int, prefix: str) -> Tensor:
@@ -162,14 +151,6 @@ def _require_shape(local: Tensor, parameter: nn.Parameter, name: str) -> None:
             f"The initial value of '{name}' on this rank has shape {tuple(local.shape)}, but the parameter has shape"
             f" {tuple(parameter.shape)}. Let its initializer keep the shape."
         )
-
-
-def _replace(parameter: nn.Parameter, places: Iterable[tuple[nn.Module, str]], value: Tensor) -> None:
-    """Put a real parameter in every place of a meta parameter, with the same attributes."""
-    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    vars(real).update(vars(parameter))
-    for owner, key in places:
-        setattr(owner, key, real)  # not into `_parameters`: recurrent layers also update a second list
 
 
 def _buffers_on_meta(module: nn.Module) -> dict[str, list[Slot]]:

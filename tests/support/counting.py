@@ -212,3 +212,14 @@ class HostWaits(TorchDispatchMode):
         if name in self._shapes + self._numbers or by_mask or repeats:
             self._count(name)
         return func(*args, **kwargs)
+
+
+def when_a_gradient_arrives(parameter: torch.Tensor, function: Callable[[], None]) -> Any:
+    """Call a function when autograd has added to the gradient of a parameter. The strategy defers the hooks of the parameter itself, but
+    not those of this node of the graph. Returns a handle, whose `remove` ends it."""
+    with torch.enable_grad():
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert node is not None
+    handle: Any = node.register_hook(lambda *_: function())
+    handle.node = node  # only the graph of a backward holds it otherwise
+    return handle

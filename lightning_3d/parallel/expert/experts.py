@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_adapted_experts
+from lightning_3d.compat.torch import put_values
 from lightning_3d.config.options.experts import GROUPED_ROW_BYTES
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
@@ -63,10 +64,7 @@ def shard_experts(module: nn.Module, plan: ParallelPlan, specs: Mapping[str, Sha
         specs: of the parameters that are here.
     """
     for name, parameter in list(_expert_parameters(module, plan)):
-        owner, _, last = name.rpartition(".")
-        part = nn.Parameter(specs[name].cut(parameter.detach()), requires_grad=parameter.requires_grad)
-        vars(part).update(vars(parameter))
-        setattr(module.get_submodule(owner), last, part)
+        put_values(parameter, specs[name].cut(parameter.detach()))
     for name, child in list(module.named_modules()):
         cut = plan.cut_of(name)
         if cut is None or cut.style != "ep_dispatch_experts" or next(child.parameters(), None) is None:

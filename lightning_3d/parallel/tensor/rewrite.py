@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.compat.peft_layers import is_adapter
+from lightning_3d.compat.torch import put_values
 from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import NoPlanError, PlanError
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, SUMMED_STYLE, Cut, ParallelPlan, tied_names
@@ -175,24 +176,15 @@ def _cut_spec(
 
 
 def _shard_parameters(module: nn.Module, specs: dict[str, ShardSpec]) -> None:
-    """Replace parameters by their shards; tied ones stay one object."""
-    shards: dict[int, nn.Parameter] = {}
+    """Leave each parameter its shard. A tied one is one object, of which one name may have a specification."""
     known: dict[int, ShardSpec] = {}
-    named = list(module.named_parameters(remove_duplicate=False))
-    for name, parameter in named:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in specs:
             known.setdefault(id(parameter), specs[name])
-    for name, parameter in named:
+    for parameter in module.parameters():
         spec = known[id(parameter)]
-        if not spec.is_cut or spec.expert:  # experts are sharded by expert parallelism
-            continue
-        if id(parameter) not in shards:
-            shard = nn.Parameter(spec.cut(parameter.detach()), requires_grad=parameter.requires_grad)
-            # Marks that users and libraries leave on parameters, such as "no weight decay", stay.
-            vars(shard).update(vars(parameter))
-            shards[id(parameter)] = shard
-        owner, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner), last, shards[id(parameter)])
+        if spec.is_cut and not spec.expert:  # experts are sharded by expert parallelism
+            put_values(parameter, spec.cut(parameter.detach()))
 
 
 def _is_layer(module: nn.Module, name: str, cut: Cut) -> bool:

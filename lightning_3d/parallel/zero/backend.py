@@ -36,6 +36,7 @@ from lightning_3d.parallel.zero.trained import (
     find_trained,
     names_in_order,
 )
+from lightning_3d.parallel.zero.user_hooks import UserHooks
 from lightning_3d.parallel.zero.waves import require_same_order
 
 
@@ -49,6 +50,7 @@ class _Training:
         others: parameters that are not trained.
         frozen: ids of those among them that did not require gradients when the fit began.
         copies: whether copies on tensor-parallel ranks take the reduced gradient of the first one.
+        hooks: those of the user on gradients.
     """
 
     reducer: Reducer
@@ -56,6 +58,7 @@ class _Training:
     others: Sequence[nn.Parameter]
     frozen: frozenset[int]
     copies: bool
+    hooks: UserHooks
 
 
 class DataParallelBackend:
@@ -190,7 +193,9 @@ class DataParallelBackend:
         others = [parameter for parameter in module.parameters() if id(parameter) not in chosen]
         frozen = frozenset(id(parameter) for parameter in others if not parameter.requires_grad)
         copies = self._composition.equal_copies and self._mesh.size("tp") > 1 and not trained.first_copies
-        self._prepared = _Training(reducer, stepper, others, frozen, copies)
+        untrained = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in chosen}
+        hooks = UserHooks(trained, untrained, self._composition.zero.stage, self._store.weight_shards)
+        self._prepared = _Training(reducer, stepper, others, frozen, copies, hooks)
         return optimizer
 
     def _require_same_order(self, found: Sequence[Trained], stages: Sequence[Sequence[nn.Parameter]], optimizer: Optimizer) -> None:
@@ -233,7 +238,7 @@ class DataParallelBackend:
             training.stepper.follow_writes()
             training.reducer.begin()
         training.reducer.ends, training.reducer.overlaps = ends, ends and overlap
-        with training.reducer.adding_up():
+        with training.hooks.deferred(alone=begins and ends), training.reducer.adding_up():
             yield
         if ends and not self._reduced:
             raise RuntimeError("The gradients were not reduced inside their scope; call reduce() after the last backward.")
@@ -285,6 +290,7 @@ class DataParallelBackend:
         if training.copies:
             take_first_copies(self._mesh, training.stepper.gradients_by_parameter(), self._composition.bucket_bytes)
         training.stepper.take_gradients()
+        training.hooks.call(training.stepper, self._absent)
         self._reduced = True
 
     def norm_on_device(self) -> Tensor:

@@ -29,7 +29,7 @@ from lightning_3d.compat import deepspeed as deepspeed_compat
 from lightning_3d.compat.deepspeed import EXPERTS
 from lightning_3d.config.options.zero import NONE, PARAMETERS, ZeroOptions
 from lightning_3d.parallel.collectives import all_gather_flat
-from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
+from lightning_3d.parallel.sharding import OptimizerShard
 from lightning_3d.parallel.zero.deepspeed_inputs import Groups, Holder, deepspeed_config
 from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 from lightning_3d.parallel.zero.gradient_buffers import Slot
@@ -39,7 +39,7 @@ from lightning_3d.parallel.zero.overlapped_gather import OverlappedGather
 from lightning_3d.parallel.zero.parameter_store import TrainedTensor
 from lightning_3d.parallel.zero.shared_matrices import TrainedRange, share_matrices, step_matrices
 from lightning_3d.parallel.zero.stepper import Stepper, new_state, skipping, skips_on_device, start_state, state_tensors
-from lightning_3d.parallel.zero.trained import TrainedParameters
+from lightning_3d.parallel.zero.trained import Trained, TrainedParameters
 
 
 class DeepSpeedStepper(Stepper):
@@ -172,8 +172,8 @@ class DeepSpeedStepper(Stepper):
             assert partition.gradient is not None
             yield partition.gradient
 
-    def gradients_by_parameter(self) -> Iterator[tuple[ShardSpec, Tensor | None]]:
-        return ((piece.entry.spec, piece.gradient) for piece in self.owned)
+    def gradient_pieces(self) -> Iterator[tuple[Trained, int | None, Tensor | None]]:
+        return ((piece.entry, piece.first, piece.gradient) for piece in self.owned)
 
     def gradient_norm(self) -> Tensor:
         mesh = self._trained.mesh

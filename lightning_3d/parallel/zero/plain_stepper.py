@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
+from lightning_3d.parallel.sharding import OptimizerShard
 from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, GradientSums
 from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.outside_writes import follow_writes, with_writes
 from lightning_3d.parallel.zero.shared_matrices import TrainedRange, share_matrices, step_matrices
 from lightning_3d.parallel.zero.stepper import Stepper, new_state, skipping, skips_on_device, state_tensors
-from lightning_3d.parallel.zero.trained import TrainedParameters
+from lightning_3d.parallel.zero.trained import Trained, TrainedParameters
 from lightning_3d.parallel.zero.wrapped_state import SEPARATOR, inner_states, new_wrapped_states
 
 
@@ -55,8 +55,8 @@ class PlainStepper(Stepper):
     def gradients(self) -> Iterator[Tensor]:
         return self._sums.present()
 
-    def gradients_by_parameter(self) -> Iterator[tuple[ShardSpec, Tensor | None]]:
-        return ((entry.spec, self._sums[entry.parameter]) for entry in self._trained.entries)
+    def gradient_pieces(self) -> Iterator[tuple[Trained, int | None, Tensor | None]]:
+        return ((entry, None, self._sums[entry.parameter]) for entry in self._trained.entries)
 
     def gradient_norm(self) -> Tensor:
         counted = (entry.parameter for entry in self._trained.entries if self._trained.counts(entry))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
+from lightning_3d.parallel.zero.trained import Trained
 from lightning_3d.parallel.zero.wrapped_state import inner_states
 
 
@@ -32,8 +33,13 @@ class Stepper(ABC):
         """The reduced gradients that this rank's optimizer steps with."""
 
     @abstractmethod
+    def gradient_pieces(self) -> Iterator[tuple[Trained, int | None, Tensor | None]]:
+        """The same gradients, each with its parameter, and the element of the flattened parameter that it begins with; None if it is the
+        whole gradient. None for a gradient where none arrived."""
+
     def gradients_by_parameter(self) -> Iterator[tuple[ShardSpec, Tensor | None]]:
-        """The same gradients, each with the place of its parameter: whole, or the pieces that this rank steps. None where none arrived."""
+        """The same gradients, each with the place of its parameter."""
+        return ((entry.spec, gradient) for entry, _, gradient in self.gradient_pieces())
 
     @abstractmethod
     def gradient_norm(self) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import when_a_gradient_arrives
 from master_weights import RECIPE, train_with_masters
 from parity import Module, Rows, fit_on_rank, train_on_rank
 from ranks import run_ranks
@@ -43,8 +44,7 @@ class Arriving(Module):
 
     def on_train_batch_start(self, *_: Any) -> None:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _: self._count(parameters))
+        self.hooks = [when_a_gradient_arrives(parameter, lambda: self._count(parameters)) for parameter in parameters]
 
     def _count(self, parameters: list[torch.nn.Parameter]) -> None:
         self.most = max(self.most, sum(parameter.grad is not None for parameter in parameters))

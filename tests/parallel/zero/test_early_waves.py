@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import parity
 import pytest
 import torch
 import torch.distributed as dist
-from counting import Call, arriving_at_once, recording
+from counting import Call, arriving_at_once, recording, when_a_gradient_arrives
 from handmade_gradients import MODES
 from parity import Cell
 from ranks import run_ranks
@@ -140,7 +141,7 @@ def train_layers(
         shared = shared_from is not None and step >= shared_from
         with recording() as recorder:
             first = module.layers[0].weight
-            hook = first.register_post_accumulate_grad_hook(lambda _, calls=recorder.calls: note(calls))
+            hook = when_a_gradient_arrives(first, partial(note, recorder.calls))
             with backend.gradient_scope(overlap=overlap and (first_overlaps or step > 0)):
                 for micro_batch in range(2):
                     loss = module(batch(step, dist.get_rank(), micro_batch).requires_grad_(), shared=shared).square().mean()
@@ -405,7 +406,7 @@ def train_talking_layers(layout: str, mode: str, steps: int) -> dict[str, Tensor
         with recording() as recorder, backend.gradient_scope():
             loss = module(batch(step, 0, 0).requires_grad_(), group, step, mesh.rank).square().mean()
             first = module.layers[0].weight
-            hook = first.register_post_accumulate_grad_hook(lambda _, calls=recorder.calls: sent.append(_reductions(calls)))
+            hook = when_a_gradient_arrives(first, lambda calls=recorder.calls: sent.append(_reductions(calls)))
             backend.before_last_backward(0)
             loss.backward()
             backend.after_backward(module.parameters(), stage=0, last=True)
