@@ -71,7 +71,7 @@ class DataParallelBackend:
         with backend.gradient_scope():
             ...                                    # forward and backward of all micro-batches
             backend.after_backward(parameters)     # after every action that adds to `.grad` of a stage's parameters
-            backend.reduce(1 / tokens)             # all collectives over gradients happen here, once
+            backend.reduce(1 / tokens)             # all collectives over gradients happen here, once, and hooks of the user
         backend.grad_norm(), backend.clip(...)     # optional
         backend.step()
 
@@ -210,6 +210,14 @@ class DataParallelBackend:
         check_place(optimizer, offloaded=zero.offload != NONE)
         if zero.stage > 0:
             check_zero(trained, zero.stage)
+
+    def find_hooks(self) -> None:
+        """Find the user's hooks on gradients, which are then called in `reduce`. Call it before each batch; the first call is collective.
+
+        Raises:
+            ConfigError: hooks that cannot be called as one process calls them.
+        """
+        self._training.hooks.find()
 
     @contextmanager
     def gradient_scope(self, *, begins: bool = True, ends: bool = True, overlap: bool = True) -> Iterator[None]:

@@ -76,15 +76,14 @@ class UserHooks:
 
     @contextmanager
     def deferred(self, *, alone: bool) -> Iterator[None]:
-        """Context of the forward and backward of a batch. The first one is collective.
+        """Context of the forward and backward of a batch, in which autograd calls no hooks that were found.
 
         Args:
             alone: whether the batch is the only one of its optimizer step.
 
         Raises:
-            ConfigError: hooks that cannot be called as one process calls them.
+            ConfigError: the batch is not alone, and there are hooks.
         """
-        self._find()
         if self._agreed and not alone:
             raise ConfigError(
                 f"'{next(iter(self._agreed))}' has a hook on its gradient, which one process calls after each of the accumulated batches."
@@ -104,7 +103,8 @@ class UserHooks:
             stepper: has the gradients.
             absent: parameters that no data-parallel rank has a gradient for.
         """
-        self._find()
+        if self._agreed is not None:
+            self.find()
         if not self._agreed or any(is_fake(parameter) for parameter in self._trained.parameters):
             return
         missing = {id(parameter) for parameter in absent}
@@ -118,8 +118,12 @@ class UserHooks:
             if whole is not None:
                 self._put(entry, pieces[entry.name], self._through_hooks(entry, agreed, whole))
 
-    def _find(self) -> None:
-        """Defer the hooks that have been registered since the last call. The first time, all ranks agree about them."""
+    def find(self) -> None:
+        """Take note of the hooks that have been registered since the last call. The first one is collective.
+
+        Raises:
+            ConfigError: hooks that cannot be called as one process calls them.
+        """
         found = {entry.name: counts for entry in self._trained.entries if any(counts := self._take_over(entry.parameter))}
         if self._agreed is None:
             self._agreed = self._agree(found)

@@ -208,6 +208,7 @@ class StepRunner:
             place: index of this batch among those of the step.
             ends: whether it is the last of them.
         """
+        backend.find_hooks()
         with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self.after_first_backward is None):
             self._begin(step, place, training=True)
             with self._random.isolated(), backend.parameters_in_use():
