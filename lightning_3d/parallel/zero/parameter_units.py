@@ -421,10 +421,14 @@ def _units(
 
 def _users(module: nn.Module, blocks: Sequence[nn.Module]) -> Counter[int]:
     """By parameter: how many modules have it, the inside of a block as one."""
-    inside = {id(inner): index for index, block in enumerate(blocks) for inner in block.modules()}
+    inside: dict[int, list[int]] = {}  # a module may be in several blocks
+    for index, block in enumerate(blocks):
+        for inner in block.modules():
+            inside.setdefault(id(inner), []).append(index)
     found = {
-        (id(parameter), inside.get(id(owner), -1 - number))
+        (id(parameter), place)
         for number, owner in enumerate(module.modules())
         for parameter in owner.parameters(recurse=False)
+        for place in inside.get(id(owner), [-1 - number])
     }
     return Counter(parameter for parameter, _ in found)
