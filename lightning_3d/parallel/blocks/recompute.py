@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_3d.compat.torch import functional_collectives, kept_collectives, recomputed
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.parallel.blocks.kept_results import KeptResults
+from lightning_3d.parallel.blocks.seen_state import repeating
 from lightning_3d.parallel.blocks.unseen_writes import UnseenWrites
 from lightning_3d.parallel.default_dtype import default_dtype
 
@@ -60,9 +61,13 @@ class Recompute:
         """True if recomputation is selective."""
         return self._keep is not None
 
-    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        block = None if torch.compiler.is_compiling() else getattr(forward, "__self__", forward)
+    def __call__(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
+    ) -> Any:
+        """Run `forward`, which is that of `module` where it has one."""
+        block = None if torch.compiler.is_compiling() else module or getattr(forward, "__self__", forward)
         if not torch.compiler.is_compiling():
+            forward = repeating(forward, list(module.modules())) if module is not None else forward
             # Lightning's double precision sets the default type in the user's step only, not in the backward that repeats the forward.
             forward = partial(_within, partial(default_dtype, torch.get_default_dtype()), forward)
             forward = partial(_within, self._moment(), forward) if self._moment is not None else forward

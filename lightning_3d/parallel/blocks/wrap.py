@@ -138,18 +138,19 @@ class _Process:
             return self._run(forward, args, kwargs)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        block: nn.Module = forward.__self__  # type: ignore[attr-defined]
         if not self._compile:
-            return self._recomputing(forward, args, kwargs)
+            return self._recomputing(block, forward, args, kwargs)
         within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
         if self._compiled is None:
-            whole = (lambda *args, **kwargs: self._recomputing(forward, args, kwargs)) if within else forward
+            whole = (lambda *args, **kwargs: self._recomputing(block, forward, args, kwargs)) if within else forward
             self._compiled = (self._compiler or torch.compile)(whole)
-        return self._compiled(*args, **kwargs) if within else self._recomputing(self._compiled, args, kwargs)
+        return self._compiled(*args, **kwargs) if within else self._recomputing(block, self._compiled, args, kwargs)
 
-    def _recomputing(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recomputing(self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recompute is None:
             return forward(*args, **kwargs)
-        return self._recompute(forward, args, kwargs)
+        return self._recompute(forward, args, kwargs, block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
         """A copied block compiles its own forward."""
