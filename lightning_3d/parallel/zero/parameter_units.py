@@ -341,8 +341,8 @@ class ParameterUnits:
         """Refuse a call while the parameters are NaN."""
         if not self._in_use and not autograd_is_running():
             raise ConfigError(
-                f"The model (its {type(module).__name__}) was called between two batches, by generate() in a hook for example. With zero_stage=3,"
-                " no rank has its whole parameters then. Call the model only in training_step, validation_step, test_step or predict_step,"
+                f"The model (its {type(module).__name__}) was called between two batches, by generate() in a hook for example. With"
+                " zero_stage=3, no rank has its whole parameters then. Call the model only in training_step, validation_step, test_step or predict_step,"
                 " or use zero_stage=2."
             )
 
