@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_3d.compat.torch import accumulation_hooks, gradient_hooks, put_values
-from lightning_3d.errors import ConfigError
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -31,14 +30,6 @@ def test_a_parameter_with_other_values_is_the_same_object(device: str) -> None:
     layer(torch.ones(1, 4)).sum().backward()
     assert calls == ["gradient", "accumulated", "accumulated"]
     assert torch.equal(parameter.grad, torch.full((3, 4), 3.0)), "what is written into the hooks is called"
-
-
-def test_a_parameter_on_meta_that_a_graph_refers_to_is_refused() -> None:
-    parameter = nn.Parameter(torch.empty(2, 2, device="meta"))
-    graph = parameter * 2
-    with pytest.raises(ConfigError, match="meta"):
-        put_values(parameter, torch.ones(2, 2))
-    assert graph.is_meta
 
 
 def test_a_parameter_without_hooks_has_none() -> None:

@@ -342,8 +342,8 @@ class ParameterUnits:
         if not self._in_use and not autograd_is_running():
             raise ConfigError(
                 f"The model (its {type(module).__name__}) was called between two batches, by generate() in a hook for example. With"
-                " zero_stage=3, no rank has its whole parameters then. Call the model only in training_step, validation_step, test_step or predict_step,"
-                " or use zero_stage=2."
+                " zero_stage=3, no rank has its whole parameters then. Call it only in training_step, validation_step, test_step or"
+                " predict_step, or use zero_stage=2."
             )
 
     def _before_forward(self, block: nn.Module, args: Any) -> None:
