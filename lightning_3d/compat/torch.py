@@ -510,9 +510,6 @@ def put_values(parameter: nn.Parameter, values: Tensor) -> None:
     places in optimizers and hooks on its gradient stay valid.
 
     `torch._C._swap_tensor_impl` (torch 2.11 to 2.15) for a parameter on meta, whose `data` cannot be replaced by values in memory.
-
-    Raises:
-        ConfigError: autograd still refers to the parameter on meta.
     """
     import torch
 
@@ -520,28 +517,22 @@ def put_values(parameter: nn.Parameter, values: Tensor) -> None:
     if parameter.is_meta == values.is_meta:
         parameter.data = values
         return
-    try:
-        torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(values, requires_grad=parameter.requires_grad))
-    except RuntimeError as error:
-        raise ConfigError(
-            f"A parameter of shape {tuple(parameter.shape)} on the meta device cannot get its values, because something that was computed"
-            " from it is still in use. Do not compute with parameters in configure_model."
-        ) from error
+    torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(values, requires_grad=parameter.requires_grad))
     # Autograd's own entries of hooks have stayed with the tensor on meta; these assignments make them again.
     parameter._backward_hooks = parameter._backward_hooks
-    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def gradient_hooks(parameter: Tensor) -> dict[int, Callable[..., Any]]:
     """Functions that `register_hook` was given for a parameter, by the numbers that their handles remove (torch 2.11 to 2.15).
 
     Whatever is written into it is called instead."""
-    return parameter._backward_hooks or {}  # type: ignore[return-value]
+    return parameter._backward_hooks or {}
 
 
 def accumulation_hooks(parameter: Tensor) -> dict[int, Callable[..., Any]]:
     """The same for `register_post_accumulate_grad_hook`."""
-    return parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    return parameter._post_accumulate_grad_hooks or {}
 
 
 def global_hooks() -> list[tuple[str, Any]]:

@@ -61,6 +61,7 @@ from lightning_3d.parallel.tensor import (
     fit_styles,
     gather_regions,
     pays_off,
+    refuse_computed_weights,
     resolve,
     rewrite,
     shard_sequence,
@@ -364,7 +365,9 @@ def _find_plan(
 
 
 def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: ModelOptions) -> None:
-    """Refuse what the model's own numbers show, before anything is allocated."""
+    """Refuse what the model's own layers and numbers show, before anything is allocated."""
+    if layout.tp > 1:
+        refuse_computed_weights(module, plan)
     sizes = declared_sizes(module, plan, layout)
     check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind, stages=options.stages if plan.layers else None)
     hidden, chosen = declared_number(module, "hidden_size"), declared_number(module, *TOP_K)

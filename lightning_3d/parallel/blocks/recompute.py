@@ -65,7 +65,7 @@ class Recompute:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
     ) -> Any:
         """Run `forward`, which is that of `module` where it has one."""
-        block = None if torch.compiler.is_compiling() else module or getattr(forward, "__self__", forward)
+        block: Any = None if torch.compiler.is_compiling() else module or getattr(forward, "__self__", forward)
         if not torch.compiler.is_compiling():
             forward = repeating(forward, list(module.modules())) if module is not None else forward
             # Lightning's double precision sets the default type in the user's step only, not in the backward that repeats the forward.

@@ -1,6 +1,6 @@
 """Tensor parallelism: layers sharded over the ranks of a stage by a plan, as plain tensors, with one collective per region."""
 
-from lightning_3d.parallel.tensor.checks import check_replicated_gradients
+from lightning_3d.parallel.tensor.checks import check_replicated_gradients, refuse_computed_weights
 from lightning_3d.parallel.tensor.experts import TokenParts
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
@@ -22,6 +22,7 @@ __all__ = [
     "pays_off",
     "fit_styles",
     "gather_regions",
+    "refuse_computed_weights",
     "resolve",
     "rewrite",
     "shard_specs",

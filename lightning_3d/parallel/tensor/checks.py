@@ -1,4 +1,4 @@
-"""Check of the parameters that a plan replicates, after the first backward."""
+"""Checks of layers that a plan shards, before it does, and of parameters that it replicates, after the first backward."""
 
 from __future__ import annotations
 
@@ -9,12 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.compat.peft_layers import is_adapter
 from lightning_3d.errors import PlanError
+from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.parallel.sharding import ShardSpec
 
 # Rounding differs between ranks only where kernels add in no fixed order; a missing sum changes the whole value.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_TOLERANCE = 5e-2
+
+
+def refuse_computed_weights(module: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse to shard layers whose weight is computed from other parameters (`weight_norm`, `spectral_norm`, any parametrization).
+
+    Raises:
+        PlanError: with the first such layer.
+    """
+    for name, layer in module.named_modules():
+        computed = "weight" not in layer._parameters or hasattr(layer, "parametrizations")
+        if isinstance(layer, (nn.Linear, nn.Embedding)) and computed and not is_adapter(layer) and plan.cut_of(name) is not None:
+            raise PlanError(
+                f"The plan shards '{name}', but its weight is computed from other parameters (weight_norm, spectral_norm or another"
+                " parametrization), and a rank has only a part of these. Leave the layer and its partner of the other style out of the"
+                " plan's 'tp' part, remove the parametrization, or use tp=1."
+            )
 
 
 def check_replicated_gradients(

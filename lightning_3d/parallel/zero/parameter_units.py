@@ -223,6 +223,13 @@ class ParameterUnits:
         self._blocks = [(block, units(parameters)) for block, parameters in zip(blocks, inside, strict=True)]
         self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
         self._passing = [place for place, model in enumerate(self._model) if not (whole_frozen if model else whole)]
+        in_blocks = {id(inner) for block in blocks for inner in block.modules()}
+        away = {id(parameter) for parameter in outside}
+        self._around = [
+            owner
+            for owner in module.modules()
+            if id(owner) not in in_blocks and any(id(parameter) in away for parameter in owner.parameters(recurse=False))
+        ]
         self._hooks: list[Any] = []
         self.open()
 
@@ -231,8 +238,12 @@ class ParameterUnits:
         return self
 
     def open(self) -> None:
-        """Hook into the calls of the blocks."""
-        for block, _ in self._blocks if not self._hooks else ():
+        """Hook into the calls of the blocks, and of the modules around them that have parameters."""
+        if self._hooks:
+            return
+        for owner in self._around:
+            self._hooks.append(owner.register_forward_pre_hook(self._require_use, prepend=True))
+        for block, _ in self._blocks:
             self._hooks.append(block.register_forward_pre_hook(self._before_forward, prepend=True))
             self._hooks.append(block.register_forward_hook(self._after_forward))
 
@@ -326,7 +337,17 @@ class ParameterUnits:
         self._hooks = []
         self._watched.clear()
 
+    def _require_use(self, module: nn.Module, args: Any) -> None:
+        """Refuse a call while the parameters are NaN."""
+        if not self._in_use and not autograd_is_running():
+            raise ConfigError(
+                f"The model (its {type(module).__name__}) was called between two batches, by generate() in a hook for example. With"
+                " zero_stage=3, no rank has its whole parameters then. Call it only in training_step, validation_step, test_step or"
+                " predict_step, or use zero_stage=2."
+            )
+
     def _before_forward(self, block: nn.Module, args: Any) -> None:
+        self._require_use(block, args)
         place = self._runs(block)
         if place is not None and not self._is_recomputing(place):
             self._gather(place, 1)

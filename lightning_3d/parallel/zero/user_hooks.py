@@ -1,8 +1,8 @@
 """Hooks of the user on gradients of parameters (`register_hook`, `register_post_accumulate_grad_hook`).
 
 One process calls them with the whole gradient of a batch. A rank's backward has only a part of it: a micro-batch, some rows, a shard. So
-autograd calls nothing. Once a step, when the gradients are reduced, every rank that has a part of a parameter gives the whole gradient to the
-hooks, and keeps its part of the result.
+autograd calls nothing. Once a step, when the gradients are reduced, every rank that has a part of a parameter gives the whole gradient to
+the hooks, and keeps its part of the result.
 """
 
 from __future__ import annotations
