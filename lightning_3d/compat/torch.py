@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup, Work
