@@ -301,7 +301,7 @@ ZERO = (
     Fault(
         "norm-of-one-stage",
         "The gradient norm is not summed over pipeline stages, so that each stage clips by another number.",
-        "parallel/zero",
+        "parallel/zero/plain_stepper.py",
         'group("tp", "cp", "pp") if',
         'group("tp", "cp") if',
         (_ZERO_0,),

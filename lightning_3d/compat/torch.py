@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_3d.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup, Work
@@ -427,13 +429,18 @@ def watching_world_collectives(report: Callable[[str], None]) -> Iterator[None]:
 
     original = distributed_c10d._rank_not_in_group
 
+    def is_inside(frame: Any, package: str) -> bool:
+        return frame is not None and frame.f_globals.get("__name__", "").startswith(package)
+
     def asked(group: ProcessGroup | None) -> bool:
         if group is None or group is dist.group.WORLD:
             frame: Any = sys._getframe(1)
             name = frame.f_code.co_name
-            while frame is not None and (frame.f_globals.get("__name__", "").startswith("torch.") or _is_mode(frame)):
+            while is_inside(frame, "torch.") or (frame is not None and _is_mode(frame)):
                 frame = frame.f_back
-            ours = frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_3d.")
+            ours = is_inside(frame, "lightning_3d.")
+            if frame is not None and not ours:  # it may be something that is wrapped around the collective
+                ours = is_inside(frame.f_back, "lightning_3d.") and not is_inside(frame.f_back, "lightning_3d.strategy.step.runner")
             if not ours and not name.startswith(("get_", "_")):
                 report(name)
         return original(group)
@@ -514,11 +521,32 @@ def put_values(parameter: nn.Parameter, values: Tensor) -> None:
     parameter.grad = None
     if parameter.is_meta == values.is_meta:
         parameter.data = values
+        _require_no_graph(parameter)
         return
     torch._C._swap_tensor_impl(parameter, torch.nn.Parameter(values, requires_grad=parameter.requires_grad))
     # Autograd's own entries of hooks have stayed with the tensor on meta; these assignments make them again.
     parameter._backward_hooks = parameter._backward_hooks
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
+def _require_no_graph(parameter: nn.Parameter) -> None:
+    """Refuse a parameter whose earlier shape a result that still exists has fixed for all backwards.
+
+    `Node._input_metadata` (torch 2.11 to 2.15) has the shape that autograd expects.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    from torch.autograd.graph import get_gradient_edge
+
+    if not parameter.requires_grad:
+        return
+    expected = get_gradient_edge(parameter).node._input_metadata[0].shape
+    if tuple(expected) != tuple(parameter.shape):
+        raise ConfigError(
+            f"A parameter of shape {tuple(expected)} cannot be sharded, because something that was computed from it still exists. Delete"
+            " the outputs of the model before training, or compute them under torch.no_grad()."
+        )
 
 
 def gradient_hooks(parameter: Tensor) -> dict[int, Callable[..., Any]]:

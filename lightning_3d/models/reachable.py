@@ -48,7 +48,9 @@ class Named:
     @property
     def present(self) -> dict[str, Any]:
         """Attributes that exist, without computing properties."""
-        found = _state_of(self.owner) | getattr(self.owner, "_modules", {}) | getattr(self.owner, "_parameters", {})
+        found = _state_of(self.owner)
+        if isinstance(self.owner, nn.Module):
+            found |= self.owner._modules | self.owner._parameters
         return {name: found[name] for name in sorted(self.names) if name in found}
 
     def parts(self) -> Parts:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.compat.torch import global_hooks
-from lightning_3d.models.reachable import TRUSTED, Named, is_core, parts_of
+from lightning_3d.models.reachable import TRUSTED, Named, hook_tables, is_core, is_of_others, parts_of
 from lightning_3d.parallel.default_dtype import default_dtype
 
 _MOST_VALUES = 200_000
@@ -49,8 +49,24 @@ def undone(module: nn.Module) -> Iterator[None]:
     Args:
         module: what is tried. A copy too reaches globals, classes, and what has no copy.
     """
-    kept = _Kept()
-    kept.visit([module, *(hook for _, hook in global_hooks())])
+    with _undone(_Kept(), [module]):
+        yield
+
+
+@contextmanager
+def hooks_undone(module: nn.Module) -> Iterator[None]:
+    """Restore afterwards what the user's hooks on a model in training, and its step, keep outside of modules.
+
+    Gradients and the objects of this package stay as they are.
+    """
+    hooks = [hook for child in module.modules() for table in hook_tables(child).values() for hook in table.values()]
+    with _undone(_Kept(trains=True), [type(module), *filter(is_of_others, hooks)]):
+        yield
+
+
+@contextmanager
+def _undone(kept: _Kept, values: list[Any]) -> Iterator[None]:
+    kept.visit([*values, *(hook for _, hook in global_hooks())])
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     with isolated_generators():
         try:
@@ -62,9 +78,14 @@ def undone(module: nn.Module) -> Iterator[None]:
 
 
 class _Kept:
-    """States of objects, as they were when they were visited."""
+    """States of objects, as they were when they were visited.
 
-    def __init__(self) -> None:
+    Args:
+        trains: whether they belong to a model in training, whose gradients and objects of this package stay.
+    """
+
+    def __init__(self, *, trains: bool = False) -> None:
+        self._trains = trains
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[Any, Any] = {}  # with the values, so that no other gets their ids
         self._bytes = 0
@@ -76,6 +97,8 @@ class _Kept:
             value = waiting.pop()
             key = (id(value.owner), value.names) if isinstance(value, Named) else id(value)
             if key in self._seen or isinstance(value, (str, bytes, int, float, type(None))):
+                continue
+            if self._trains and not isinstance(value, Named) and type(value).__module__.startswith("lightning_3d."):
                 continue
             self._seen[key] = value
             with suppress(Exception):  # of properties and containers of the user's own
@@ -121,7 +144,7 @@ class _Kept:
             self._undo.append(lambda: _refill_dict(vars(value), attributes))
 
     def _keep_tensor(self, tensor: Tensor) -> None:
-        if tensor.is_leaf and tensor.requires_grad:
+        if tensor.is_leaf and tensor.requires_grad and not self._trains:
             gradient = None if tensor.grad is None else tensor.grad.clone()
             self._undo.append(lambda: setattr(tensor, "grad", gradient))
         self._bytes += tensor.nbytes

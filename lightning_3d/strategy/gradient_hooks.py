@@ -192,7 +192,7 @@ class GradientHooks(TorchFunctionMode):
             return func(*args, **kwargs)
         raise ConfigError(
             f"{where} computes {func.__name__} of the gradient of '{place.name}', of which this rank has {local} of {whole} in"
-            f" {self._mesh.layout}, and none of the parameters of other stages: ranks would get different numbers, and go on with different"
+            f" {self._mesh.layout}, and none of the parameters of other stages: ranks would get different numbers, and train different"
             f" weights. {_CLIP} torch.nn.utils.clip_grad_norm_ counts all ranks, too."
         )
 

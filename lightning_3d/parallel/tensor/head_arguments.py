@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from lightning_3d.parallel.specialize import specialize
 
+OF_RANK = "attributes_of_rank"
+"""Attribute of a module with the names of those that `set_for_rank` has set."""
+
 
 @dataclass(frozen=True)
 class HeadArgument:
@@ -47,12 +50,19 @@ class TakesHeads:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
+def set_for_rank(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute that belongs to this rank's part of a module, and not to the state that a step changes."""
+    vars(module).setdefault(OF_RANK, set()).add(name)
+    setattr(module, name, value)
+
+
 def take_heads(module: nn.Module, argument: HeadArgument, place: Place) -> None:
     """Let a module take this rank's part of an argument, in place."""
     known: tuple[HeadArgument, ...] = vars(module).get("tp_head_arguments", ())
     if not known:
-        specialize(module, TakesHeads, tp_place=place)
-    module.tp_head_arguments = tuple(dict.fromkeys((*known, argument)))  # type: ignore[assignment]
+        specialize(module, TakesHeads)
+        set_for_rank(module, "tp_place", place)
+    set_for_rank(module, "tp_head_arguments", tuple(dict.fromkeys((*known, argument))))
 
 
 def bound(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:

@@ -22,7 +22,7 @@ from lightning_3d.models.parallel_plan import COLUMN_STYLES, Cut, ParallelPlan
 from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.tensor import resolve, shard_specs
-from lightning_3d.parallel.tensor.head_arguments import HeadArgument, Place, bound, part_of_heads, take_heads
+from lightning_3d.parallel.tensor.head_arguments import HeadArgument, Place, bound, part_of_heads, set_for_rank, take_heads
 from lightning_3d.parallel.tensor.heads import belongs_to_transformers, divisible_numbers, heads_of, local_attributes
 
 LocalSizes = dict[str, int]
@@ -106,7 +106,7 @@ def apply_local_sizes(module: nn.Module, sizes: Mapping[str, int], place: Place)
             continue
         owner, _, key = name.rpartition(".")
         if owner in modules and isinstance(vars(modules[owner]).get(key), int):
-            setattr(modules[owner], key, value)
+            set_for_rank(modules[owner], key, value)
 
 
 def _owners(whole: nn.Module, cuts: Mapping[str, Cut], drafted: bool) -> Iterator[_Owner]:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_3d.parallel.tensor.head_arguments import OF_RANK
+
 _TORCH_OWN = frozenset(vars(nn.Module()))
 """Attributes of every module. Parameters, buffers, submodules and hooks are among them."""
 
@@ -47,9 +49,13 @@ class Attributes:
     def restore(self) -> None:
         """Put the attributes back."""
         for attributes, kept in self._owners.values():
-            for name in [name for name in attributes if name not in kept and name not in _TORCH_OWN]:
+            # The self-check runs in the first forward, and what it has set belongs to the rank, not to the step.
+            stays = _TORCH_OWN | attributes.get(OF_RANK, set()) | {OF_RANK}
+            for name in [name for name in attributes if name not in kept and name not in stays]:
                 del attributes[name]
             for name, one in kept.items():
+                if name in stays:
+                    continue
                 one.put_back()
                 if attributes.get(name, _NO_ATTRIBUTE) is not one.value:
                     attributes[name] = one.value

@@ -27,6 +27,7 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.nested import count_rows, rows_of, tensors_of
 from lightning_3d.parallel.pipeline.engine import ProbeFailed
+from lightning_3d.parallel.undone import hooks_undone
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.again import Buffers, Generators
 from lightning_3d.strategy.step.attributes import Attributes
@@ -464,7 +465,8 @@ class _Watch:
         eager = nullcontext() if self._proof._records else torch.compiler.set_stance("force_eager")
         try:
             trainer.loggers = [DummyLogger() for _ in loggers]
-            with unchanged_metrics(self._module), redirect_stdout(io.StringIO()), warnings.catch_warnings(), eager:
+            quiet = redirect_stdout(io.StringIO())
+            with unchanged_metrics(self._module), hooks_undone(self._module), quiet, warnings.catch_warnings(), eager:
                 warnings.simplefilter("ignore")
                 with self._proof._backend.parameters_in_use():
                     yield

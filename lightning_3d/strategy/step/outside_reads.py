@@ -83,7 +83,8 @@ class OutsideReads(TorchFunctionMode):
         self._views: list[Tensor] = []  # of parameters, made in the step that runs
         self._hooks: list[RemovableHandle] = []
         self._depth = 0
-        self._left = False
+        self._left = self._gathered = False
+        self._own: set[int] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutsideReads:
         """Share this object: a copied module has its hooks."""
@@ -95,6 +96,7 @@ class OutsideReads(TorchFunctionMode):
         layout, prefix = self._mesh.layout, f"{self._parts.name}." if self._parts.name else ""
         if layout.tp * layout.pp * layout.ep == 1 and not self._zero3:
             return
+        self._own = {id(parameter) for parameter in self._root.parameters()}
         for name, parameter in self._root.named_parameters():
             spec = self._parts.specs.get(name)
             of_model = name.startswith(prefix)
@@ -145,7 +147,8 @@ class OutsideReads(TorchFunctionMode):
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        self._depth, self._left = 0, False
+        self._depth = 0
+        self._left = self._gathered = False
         self.__enter__()
         try:
             yield
@@ -160,9 +163,24 @@ class OutsideReads(TorchFunctionMode):
     def _enter_model(self, *args: Any) -> None:
         """A model is called: leave the mode, if it can be left here, because no mode of the user's is inside it."""
         self._depth += 1
+        if self._gathered:
+            self._require_own_parameters(args[0])
         if self._depth == 1 and innermost_function_mode() is self:
             self.__exit__(None, None, None)
             self._left = True
+
+    def _require_own_parameters(self, model: nn.Module) -> None:
+        """Refuse a call of the model with tensors that were computed from whole parameters (`torch.func.functional_call`)."""
+        if model is not self._parts.module:
+            return
+        for name, value in model.named_parameters():
+            if id(value) not in self._own:
+                raise ConfigError(
+                    f"The step calls {type(model).__name__} with another tensor in the place of '{name}', which it has computed from"
+                    f" parameters outside of the model (torch.func.functional_call). With tp = {self._mesh.size('tp')}, the step reads"
+                    " whole parameters and the model needs this rank's shards. Change the weights inside the modules' forward, for example with"
+                    " torch.nn.utils.parametrize, or use a layout with tp = 1."
+                )
 
     def _leave_model(self, *args: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -211,6 +229,7 @@ class OutsideReads(TorchFunctionMode):
             place = self._places.get(id(value))
             if place is None or not (place.spec.is_cut or place.spec.tp_grad_sum):
                 return value
+            self._gathered = True
             return whole(value, place.spec, self._mesh.group("tp"), self._mesh.index("tp"))
         if isinstance(value, (list, tuple)):
             items = [self._whole(item) for item in value]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.blocks import process_blocks
 
 RECIPE = Recipe(steps=3)
@@ -127,7 +128,6 @@ def fit(**strategy: Any) -> Part:
     ("layout", "options"),
     [
         ("dp2", {"zero_stage": 3, "zero_gather": "step"}),
-        ("tp2", {"plan": PLAN}),
         pytest.param("pp2", {"plan": PLAN, "schedule": "ZBVZeroBubble"}, marks=pytest.mark.full),
     ],
     ids=str,
@@ -138,3 +138,8 @@ def test_ranks_recompute_swapped_parameters_as_one_process_uses_them(layout: str
     quiet_trainer(devices=1, max_steps=RECIPE.steps, gradient_clip_val=RECIPE.clip).fit(module, DataLoader(rows(), RECIPE.global_batch))
     for part in run_ranks(fit, 2, layout=layout, **options):
         assert part.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_parameters_that_a_step_computes_from_shards_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"functional_call.*tp = 2"):
+        run_ranks(fit, 2, layout="tp2", plan=PLAN)

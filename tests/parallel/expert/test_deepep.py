@@ -150,6 +150,7 @@ def hooked() -> tuple[list[Tensor], list[Tensor], list[str]]:
             output.square().sum().backward()
             assert tokens.grad is not None
             results.append([output.detach(), tokens.grad])
+            del output
             if len(results) == 1:
                 sharded(module, "mlp.experts")
         return results[1], results[0], calls
