@@ -44,6 +44,7 @@ from ranks import run_ranks
 
 from lightning_3d.cli.launch import run as launch
 from lightning_3d.cli.main import main
+from lightning_3d.cli.verify import split_script
 from lightning_3d.config.files import conf_folder
 from lightning_3d.runs.check import check_for
 
@@ -136,6 +137,8 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
     """Of `lightning-3d`, other than train."""
     if name == "launch":
         assert launch([*here(arguments, folder), *(() if "--dry" in arguments else ("--dry",))]) == 0
+    elif name == "verify" and (script := split_script(arguments))[1]:
+        import_module("lightning_3d.cli.verify").COMMAND.parse(script[0])
     elif name in ("plan", "profile", "dryrun", "verify"):
         _, overrides = import_module(f"lightning_3d.cli.{name}").COMMAND.parse(arguments)
         if name == "plan":  # which chooses the layout

@@ -178,7 +178,7 @@ class OutsideReads(TorchFunctionMode):
                 raise ConfigError(
                     f"The step calls {type(model).__name__} with another tensor in the place of '{name}', which it has computed from"
                     f" parameters outside of the model (torch.func.functional_call). With tp = {self._mesh.size('tp')}, the step reads"
-                    " whole parameters and the model needs this rank's shards. Change the weights inside the modules' forward, for example with"
+                    " whole parameters and the model needs shards. Change the weights inside the modules' forward, for example with"
                     " torch.nn.utils.parametrize, or use a layout with tp = 1."
                 )
 
