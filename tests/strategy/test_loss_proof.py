@@ -210,7 +210,9 @@ def test_declared_losses_train_as_on_one_process_in_every_layout(layout: str, op
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2_pp2"])
 def test_the_loss_is_proved_in_every_layout(layout: str) -> None:
-    for said in run_ranks(refusals, Layout.parse(layout).world_size, [*OTHERS, *MEANS], layout, timeout=180):
+    parsed = Layout.parse(layout)
+    means = [kind for kind in MEANS if kind != "penalty" or parsed.pp == 1]  # with pp, the step may not read parameters
+    for said in run_ranks(refusals, parsed.world_size, [*OTHERS, *means], layout, timeout=180):
         assert {kind for kind, text in said.items() if text} == set(OTHERS)
 
 

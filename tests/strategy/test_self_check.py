@@ -236,7 +236,7 @@ class NotingGPT(GPT):
 @pytest.mark.slow
 def test_a_value_that_does_not_pass_through_the_stages_is_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    with pytest.raises(PlanError, match="With pp=1, the result is correct"):
+    with pytest.raises(PlanError, match="With pp=1, the result is correct|outside of the block"):
         fit(NotingGPT(), "pp2", tmp_path)
 
 
@@ -244,7 +244,7 @@ def test_a_value_that_does_not_pass_through_the_stages_is_found(tmp_path: Path) 
 def test_a_value_that_one_block_in_the_middle_hands_to_the_next_is_found(tmp_path: Path) -> None:
     model = NotingGPT()
     model.h = nn.ModuleList(Handing(model.notes, index) for index in range(8))
-    with pytest.raises(PlanError, match="With pp=1, the result is correct"):
+    with pytest.raises(PlanError, match="With pp=1, the result is correct|outside of the block"):
         fit(model, "pp2", tmp_path)
 
 
@@ -268,7 +268,7 @@ class Global(own_gpt.Block):
 def test_a_value_in_a_class_does_not_pass_between_the_stages_of_a_check(tmp_path: Path) -> None:
     model = build()
     model.h = nn.ModuleList(Global(index) for index in range(8))
-    with pytest.raises(PlanError, match="With pp=1, the result is correct"):
+    with pytest.raises(PlanError, match="With pp=1, the result is correct|outside of the block"):
         fit(model, "pp2", tmp_path)
 
 
@@ -281,7 +281,7 @@ class OnlyInTraining(Noting):
 def test_what_a_model_does_in_training_alone_is_compared_too(tmp_path: Path) -> None:
     model = NotingGPT()
     model.h = nn.ModuleList(OnlyInTraining(model.notes) for _ in range(4))
-    with pytest.raises(PlanError, match="With pp=1, the result is correct"):
+    with pytest.raises(PlanError, match="With pp=1, the result is correct|outside of the block"):
         fit(model, "pp2", tmp_path)
 
 

@@ -151,3 +151,18 @@ stream = Numbers()
 def script(text: str) -> str:
     """Complete a fault to a script that takes the layout as its argument."""
     return BODY + text + END
+
+UNPROVED = """
+from lightning_3d.strategy.step.loss_proof import LossProof
+LossProof.begin_fit = lambda self: None
+"""
+UNWATCHED_READS = """
+from lightning_3d.strategy.step.outside_reads import OutsideReads
+OutsideReads.begin = lambda self: None
+"""
+UNWATCHED_HOOKS = """
+from contextlib import nullcontext
+from lightning_3d.strategy.gradient_hooks import GradientHooks
+GradientHooks.watching = lambda self: nullcontext()
+"""
+"""Switch off what refuses or serves a fault before verify could see it."""

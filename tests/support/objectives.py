@@ -138,6 +138,11 @@ def rows() -> models.Batch:
     return {"chosen": chosen, "rejected": rejected}
 
 
+def declared(kind: str) -> dict[str, Any]:
+    """Arguments of the strategy for losses of the rows of a micro-batch that are no means over them."""
+    return {"loss_reduction": "accumulate"} if LOSSES[kind] in (contrastive, features, in_parts) else {}
+
+
 def fit(kind: str, dtype: str, layout: str, micro_batch_size: int, **strategy: Any) -> Part:
     """Train on this rank. Keeps what belongs to the trained model."""
     return fit_and_count(kind, dtype, layout, micro_batch_size, **strategy)[0]
@@ -147,9 +152,7 @@ def fit_and_count(kind: str, dtype: str, layout: str, micro_batch_size: int, **s
     """Train on this rank. Also returns the number of elements of the frozen model that were here during the fit."""
     recipe = replace(RECIPE, dtype=dtype)
     module = Objective(kind, recipe)
-    if kind in ("contrastive", "in_parts"):  # of the rows of a micro-batch, not a mean over them
-        strategy["loss_reduction"] = "accumulate"
-    part = fit_on_rank(recipe, Rows(rows()), module, layout=layout, micro_batch_size=micro_batch_size, **strategy)
+    part = fit_on_rank(recipe, Rows(rows()), module, layout=layout, micro_batch_size=micro_batch_size, **declared(kind), **strategy)
     frozen = sum(value.numel() for name, value in part.weights.items() if name.startswith("other."))
     return replace(part, weights={name: value for name, value in part.weights.items() if name.startswith("model.")}), frozen
 
@@ -161,6 +164,7 @@ def resume(kind: str, dtype: str, layout: str, micro_batch_size: int, path: str,
     with torch.no_grad():
         for parameter in module.other.parameters():
             parameter.add_(1.0)
+    strategy |= declared(kind)
     part = fit_on_rank(recipe, Rows(rows()), module, layout=layout, micro_batch_size=micro_batch_size, resume=path, **strategy)
     return replace(part, weights={name: value for name, value in part.weights.items() if name.startswith("model.")})
 

@@ -88,9 +88,9 @@ def test_right_scripts(tmp_path: Path, text: str, layout: str) -> None:
 
 
 FAULTS = [
-    ("penalty", scripts.PENALTY, "pp2", "loss of step 1", PARTS),
-    ("sum", scripts.SUM, "pp2", "loss of step 1", ROWS),
-    ("clipped", scripts.CLIPPED, "tp2", "of step 1", WRITTEN),
+    ("penalty", scripts.UNWATCHED_READS + scripts.PENALTY, "pp2", "loss of step 1", PARTS),
+    ("sum", scripts.UNPROVED + scripts.SUM, "pp2", "loss of step 1", ROWS),
+    ("clipped", scripts.UNWATCHED_HOOKS + scripts.CLIPPED, "tp2", "of step 1", WRITTEN),
     ("weights", scripts.WEIGHTS, "tp2", "weight", WRITTEN),
     ("buffer", scripts.BUFFER, "dp2", "buffer seen of step 1", COUNTED),
     ("logged", scripts.LOGGED, "pp2", "logged value spread of step 1", VALUES),

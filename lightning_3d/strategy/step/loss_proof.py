@@ -453,6 +453,8 @@ class _Watch:
 
     def _tolerance(self) -> float:
         epsilon = max([self._proof._epsilon, *(look.epsilon for look in self._looks.values())])
+        if not self._proof._records:  # nothing has seen the types of the results
+            epsilon = max(epsilon, torch.finfo(torch.float32).eps)
         if epsilon < _TF32 and self._proof._device.type == "cuda" and epsilon > 1e-12 and torch.backends.cuda.matmul.allow_tf32:
             epsilon = _TF32
         return next(tolerance for largest, tolerance in _TOLERANCES if epsilon <= largest)
