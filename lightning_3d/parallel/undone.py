@@ -134,7 +134,7 @@ class _Kept:
         elif isinstance(value, random.Random):
             drawn = value.getstate()
             self._undo.append(lambda: value.setstate(drawn))
-        elif hasattr(value, "bit_generator"):  # of NumPy
+        elif hasattr(type(value), "bit_generator"):  # of NumPy
             numbers = copy.deepcopy(value.bit_generator.state)
             self._undo.append(lambda: setattr(value.bit_generator, "state", numbers))
         elif isinstance(value, type):
