@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.parallel.pipeline.unknown import first_unknown
 from lightning_3d.parallel.sequence_shards import SequenceShards
 
 COMMON: list[dict[str, Any]] = [
@@ -69,10 +70,11 @@ class Counting(Module):
         self.ran = {"self_attn": 0, "mlp": 0}
         for layer in self.model.model.layers:  # type: ignore[union-attr]
             for name in self.ran:
-                getattr(layer, name).register_forward_pre_hook(lambda *_, name=name: self._count(name))
+                getattr(layer, name).register_forward_pre_hook(lambda _, args, name=name: self._count(name, args))
 
-    def _count(self, name: str) -> None:
-        self.ran[name] += 1
+    def _count(self, name: str, args: Any) -> None:
+        if not first_unknown(args):  # hooks also see the places of modules of other stages
+            self.ran[name] += 1
 
 
 def count_calls(**strategy: Any) -> dict[str, int]:
