@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.compat.torch import global_hooks
-from lightning_3d.models.reachable import TRUSTED, Named, hook_tables, is_core, is_of_others, parts_of
+from lightning_3d.models.reachable import TRUSTED, Named, home_of, hook_tables, is_core, is_of_others, parts_of
 from lightning_3d.parallel.default_dtype import default_dtype
 
 _MOST_VALUES = 200_000
@@ -98,7 +98,7 @@ class _Kept:
             key = (id(value.owner), value.names) if isinstance(value, Named) else id(value)
             if key in self._seen or isinstance(value, (str, bytes, int, float, type(None))):
                 continue
-            if self._trains and not isinstance(value, Named) and type(value).__module__.startswith("lightning_3d."):
+            if self._trains and not isinstance(value, Named) and home_of(type(value)).startswith("lightning_3d."):
                 continue
             self._seen[key] = value
             with suppress(Exception):  # of properties and containers of the user's own
