@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_3d"
 METHODS = ("wait_stream", "wait_event", "synchronize", "record_stream", "wait")
 NOT_ON_A_GPU = (
-    "checkpoint/store.py", "ranks/", "storage/", "launchers/", "runs/", "parallel/gloo_exchange.py", "strategy/checkpoint_hooks.py",
+    "checkpoint/store.py", "ranks/", "storage/", "launchers/", "runs/", "verification/", "parallel/gloo_exchange.py", "strategy/checkpoint_hooks.py",
     "doctor/", "health/lost_nodes.py", "parallel/expert/deepep.py", "parallel/host_channel.py", "parallel/host_memory.py",
     "cli/plan_validation.py",
 )  # fmt: skip
