@@ -243,9 +243,17 @@ class GradientHooks(TorchFunctionMode):
 
 
 def _caller() -> Any:
-    """The frame that called torch, unless it is this package's: None then."""
+    """The frame that called torch, unless it is this package's, or this package runs a step: None then."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "functools")):
         frame = frame.f_back
     name = frame.f_globals.get("__name__", "") if frame is not None else ""
-    return None if name.startswith("lightning_3d.") else frame
+    return None if name.startswith("lightning_3d.") or _runs_step(frame) else frame
+
+
+def _runs_step(frame: Any) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__", "") == "lightning_3d.strategy.step.runner":
+            return True
+        frame = frame.f_back
+    return False

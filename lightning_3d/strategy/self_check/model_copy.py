@@ -41,6 +41,8 @@ def copy_without_values(module: nn.Module) -> nn.Module:
 
 def _without_dropout(module: nn.Module) -> nn.Module:
     for child in module.modules():
+        if getattr(child, "gradient_checkpointing", False) is True:  # a stage cannot be computed again outside of its turn
+            child.gradient_checkpointing = False  # type: ignore[assignment]
         for owner in (child, getattr(child, "config", None)):
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if "drop" in name.lower() and isinstance(value, float):
