@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_3d.models.reachable import is_core
 from lightning_3d.parallel.tensor.head_arguments import OF_RANK
 
 _TORCH_OWN = frozenset(vars(nn.Module()))
@@ -42,7 +43,10 @@ class Attributes:
     def __init__(self, root: nn.Module) -> None:
         self._package = type(root).__module__.partition(".")[0]
         self._owners: dict[int, tuple[dict[str, Any], dict[str, _Kept]]] = {}
+        self._of_libraries: set[int] = set()
         for module in root.modules():
+            if is_core(type(module)):
+                self._of_libraries.add(id(vars(module)))
             if not isinstance(module, Metric):
                 self._keep_attributes(vars(module))
 
@@ -51,7 +55,9 @@ class Attributes:
         for attributes, kept in self._owners.values():
             # The self-check runs in the first forward, and what it has set belongs to the rank, not to the step.
             stays = _TORCH_OWN | attributes.get(OF_RANK, set()) | {OF_RANK}
-            for name in [name for name in attributes if name not in kept and name not in stays]:
+            # A library may note in a new attribute what it has installed, such as hooks, which stay.
+            new = [] if id(attributes) in self._of_libraries else [name for name in attributes if name not in kept and name not in stays]
+            for name in new:
                 del attributes[name]
             for name, one in kept.items():
                 if name in stays:
