@@ -439,8 +439,11 @@ def watching_world_collectives(report: Callable[[str], None]) -> Iterator[None]:
             while is_inside(frame, "torch.") or (frame is not None and _is_mode(frame)):
                 frame = frame.f_back
             ours = is_inside(frame, "lightning_3d.")
-            if frame is not None and not ours:  # it may be something that is wrapped around the collective
-                ours = is_inside(frame.f_back, "lightning_3d.") and not is_inside(frame.f_back, "lightning_3d.strategy.step.runner")
+            for _ in range(3):  # something may be wrapped around the collective, or a library of kernels may call it
+                frame = frame and frame.f_back
+                if is_inside(frame, "lightning_3d.strategy.step.runner"):  # which calls the user's step
+                    break
+                ours = ours or is_inside(frame, "lightning_3d.")
             if not ours and not name.startswith(("get_", "_")):
                 report(name)
         return original(group)
