@@ -11,6 +11,7 @@ from pathlib import Path
 import faulty_scripts as scripts
 import pytest
 from command_line import REPOSITORY, environment
+from planted_faults import PLANTED, Planted
 
 from lightning_3d.cli.verify import split_script
 from lightning_3d.errors import ConfigError
@@ -107,6 +108,18 @@ def test_faults_are_named(tmp_path: Path, kind: str, text: str, layout: str, fir
     named = next(line for line in found.output.splitlines() if line.startswith("first difference: "))
     assert first in named and f"looks like: {looks_like}" in found.output
     assert found.left == []
+
+
+GROUPS = [PLANTED[first::4] for first in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS, ids=[", ".join(planted.kind for planted in group) for group in GROUPS])
+def test_each_fault_is_found_when_its_repair_is_switched_off(tmp_path: Path, group: list[Planted]) -> None:
+    kinds = [planted.kind for planted in group]
+    line = [sys.executable, "-m", "verified_here", *kinds]
+    done = subprocess.run(line, env=environment(XDG_CACHE_HOME=str(tmp_path)), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 PLAIN = """
