@@ -61,7 +61,7 @@ SPLIT = {"tp": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
 """A script without a fault, up to the place where a fault follows."""
 
 END = '''
-seed_everything(0)
+seed_everything(0, workers=True)
 layout = sys.argv[1]
 data = TensorDataset(torch.randn(48, 8), torch.randn(48, 8)) if rows is None else rows
 shape = Layout.parse(layout)

@@ -56,7 +56,7 @@ UNCHECKED = """
 from importlib import import_module
 from lightning_3d.strategy.self_check.check import SelfCheck
 SelfCheck.inspect = lambda self, *args, **kwargs: None
-import_module("lightning_3d.strategy.frozen_models").fit_styles = lambda module, plan, size: plan
+import_module("lightning_3d.strategy.assembly").fit_styles = lambda module, plan, size: plan
 """
 """As if a self-check was remembered for another model."""
 
