@@ -44,8 +44,8 @@ _WHAT_TO_DO = {
     " forward, or use a layout of dp alone. If the model or its plan is your own, self_check=\"always\" compares its blocks.",
     GRADIENTS: "Look for hooks on parameters and modules (register_hook, register_post_accumulate_grad_hook) and for layers that change"
     " gradients. Put the change into a module's forward, or freeze parameters with requires_grad_(False).",
-    TOGETHER: "Look for hooks on parameters and modules, for layers that count (scale_grad_by_freq), and for losses that are divided by a value"
-    " of the batch. Use a layout without dp and pp, such as tp2, without micro_batch_size.",
+    TOGETHER: "Look for hooks on parameters and modules, for layers that count (scale_grad_by_freq), and for losses that are divided by a"
+    " value of the batch. Use a layout without dp and pp, such as tp2, without micro_batch_size.",
     WRITTEN: "Look for hooks that clip, scale or mask gradients, or that write weights, on each rank by itself, and for parameter groups"
     " chosen by id or shape. Use gradient_clip_val, or self.clip_gradients in configure_gradient_clipping.",
     OPTIMIZED: "Look for parameter groups chosen by id or shape, and for an optimizer that computes norms over a whole parameter.",

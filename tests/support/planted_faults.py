@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from faulty_scripts import SUM, UNPROVED, UNWATCHED_HOOKS, UNWATCHED_READS
+from faulty_scripts import UNPROVED, UNWATCHED_HOOKS, UNWATCHED_READS
 
 from lightning_3d.verification.advice import BEGINNING, GRADIENTS, PARTS, READING, ROWS, TOGETHER, VALUES, WRITTEN
 
