@@ -5,17 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import UserList
 from dataclasses import dataclass
 from pathlib import Path
 
 import faulty_scripts as scripts
 import pytest
 from command_line import REPOSITORY, environment
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from planted_faults import PLANTED, Planted
 
 from lightning_3d.cli.verify import split_script
 from lightning_3d.errors import ConfigError
-from lightning_3d.ranks.role import script_words
+from lightning_3d.ranks.role import RANKS, Role, script_words
+from lightning_3d.strategy.recorded.arguments import trainer_arguments
 from lightning_3d.verification.advice import COUNTED, PARTS, READING, ROWS, VALUES, WRITTEN
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,6 +63,14 @@ def test_a_script_is_found_in_its_own_command_line() -> None:
     assert script_words(["python", "-m", "project.train", "a"], ["/project/train.py", "a"]) == ["-m", "project.train", "a"]
     with pytest.raises(ConfigError, match="needs a script"):
         script_words(["python", "-c", "pass"], ["-c"])
+
+
+def test_lists_of_any_class_in_the_arguments_of_a_trainer(tmp_path: Path) -> None:
+    """Hydra gives lists of a class of its own."""
+    mine = Callback()
+    given = {"callbacks": UserList([mine, ModelCheckpoint()]), "devices": UserList([0, 1]), "accelerator": "cpu"}
+    changed = trainer_arguments(given, Role(RANKS, tmp_path, 2), None)
+    assert changed["callbacks"] == [mine] and changed["devices"] == 2
 
 
 @pytest.mark.slow
