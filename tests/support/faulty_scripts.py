@@ -90,6 +90,13 @@ ZERO = '\nmore = {"zero_stage": 3}\n'
 
 ACCUMULATED = RIGHT + '\nundivided = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}\n'
 
+PARTLY_TRAINED = '''
+class Mine(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.leave.parameters(), lr=1e-2)
+'''
+"""Parameters that no optimizer has get gradients, too."""
+
 PENALTY = '''
 class Mine(Plain):
     def training_step(self, batch, batch_idx):

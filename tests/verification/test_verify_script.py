@@ -85,6 +85,7 @@ def test_a_script_that_asks_for_its_verification(tmp_path: Path) -> None:
 RIGHT = [
     (scripts.RIGHT, "tp2"),
     (scripts.RIGHT, "tp2_pp2"),
+    (scripts.PARTLY_TRAINED, "dp2"),
     (scripts.RIGHT + scripts.ZERO, "pp2_dp2"),
     (scripts.ACCUMULATED, "dp2"),
     (scripts.STREAM, "dp2"),
