@@ -22,6 +22,7 @@ from lightning_3d.verification.differences import (
 ROWS = "the loss is not a mean over rows"
 PARTS = "the step uses what only one rank's part can answer"
 GRADIENTS = "gradients of some parameters are changed on the way"
+TOGETHER = "gradients depend on which rows are computed together"
 WRITTEN = "gradients or weights are changed by hand"
 OPTIMIZED = "the optimizer does something else"
 COUNTED = "a layer sees the batch or counts its calls"
@@ -40,17 +41,20 @@ _WHAT_TO_DO = {
     " Use a layout without dp and pp, such as tp2, without micro_batch_size. Or write the loss as a mean over rows.",
     PARTS: "Look in training_step for parameters that are read outside the model's own call (penalties, a head's weight in the loss), for"
     " self.all_gather and own collectives, and for values that one block writes and another reads. Compute them inside the model's"
-    " forward, or use a layout of dp alone.",
+    " forward, or use a layout of dp alone. If the model or its plan is your own, self_check=\"always\" compares its blocks.",
     GRADIENTS: "Look for hooks on parameters and modules (register_hook, register_post_accumulate_grad_hook) and for layers that change"
     " gradients. Put the change into a module's forward, or freeze parameters with requires_grad_(False).",
-    WRITTEN: "Look for hooks that clip, scale or mask gradients, or that write weights, on each rank by itself. Use gradient_clip_val, or"
-    " self.clip_gradients in configure_gradient_clipping.",
+    TOGETHER: "Look for hooks on parameters and modules, for layers that count (scale_grad_by_freq), and for losses that are divided by a"
+    " value of the batch. Use a layout without dp and pp, such as tp2, without micro_batch_size.",
+    WRITTEN: "Look for hooks that clip, scale or mask gradients, or that write weights, on each rank by itself, and for parameter groups"
+    " chosen by id or shape. Use gradient_clip_val, or self.clip_gradients in configure_gradient_clipping.",
     OPTIMIZED: "Look for parameter groups chosen by id or shape, and for an optimizer that computes norms over a whole parameter.",
     COUNTED: "Batch norm, spectral norm, running values and counters see each micro-batch of each rank by itself. Use layer or group"
     " norm, or freeze the statistics.",
     VALUES: "Log a mean over rows, or a torchmetrics object. An attribute that a block writes is not there on the ranks of other stages:"
     " return it from the model's forward.",
-    BEGINNING: "Call seed_everything(0, workers=True) before the module is made, and make it in the same way on each rank.",
+    BEGINNING: "Call seed_everything(0, workers=True) before the module is made, and make it in the same way on each rank. Look for layers"
+    " and hooks that write weights before the first step (max_norm of an embedding in the sanity check, for example).",
     READING: "Let Lightning give the DataLoader its sampler (use_distributed_sampler=True), with batch_size = global batch / dp. All ranks"
     " must draw the same order.",
     LENGTH: "Look for code that ends a fit by what one rank has read.",
@@ -78,7 +82,8 @@ def kind_of(comparison: Comparison, alone: Comparison | None, alone_whole: Compa
     if _same_kind(first, alone_whole):
         return ITSELF if first.what != LOGGED else VALUES
     if _same_kind(first, alone) and first.what in (LOSS, NORM):
-        return ROWS if alone_whole is not None else ITSELF
+        kind = ROWS if first.what == LOSS else TOGETHER
+        return kind if alone_whole is not None else ITSELF
     if first.what == OPTIMIZER and first.name.startswith(_AVERAGES):
         return WRITTEN
     kinds = {LOSS: PARTS, NORM: GRADIENTS, LOGGED: VALUES, WEIGHTS: WRITTEN, OPTIMIZER: OPTIMIZED}

@@ -151,7 +151,7 @@ def compare(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapp
     fixed = _DOUBLE if facts.get("precision") == "64-true" else _SINGLE
     noise: dict[tuple[str, str], float] = {}
     result = Comparison()
-    _compare_data(ranks, one, facts, result)
+    _compare_data(ranks, one, nudged, facts, result)
     raised = iter(_differences([nudged], one))
     upcoming = next(raised, None)
     for what, step, name, rank, ours, theirs, size, most in _differences(ranks, one):
@@ -295,11 +295,12 @@ def _part(whole: Tensor, ours: Tensor, start: int | None, spec: ShardSpec | None
     return part if part.shape == ours.shape else None
 
 
-def _compare_data(ranks: Sequence[Records], one: Records, facts: Mapping[str, Any], result: Comparison) -> None:
+def _compare_data(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapping[str, Any], result: Comparison) -> None:
     """Note the steps at which one process would have read other values than the ranks have.
 
     That may be right: random numbers for samples, or a script that divides the data itself. It is wrong where several ranks read the same
-    rows, or where the ranks' loaders, which this strategy divides, give other samples.
+    rows, where the ranks' loaders, which this strategy divides, give other samples, or where a single loader begins otherwise than in
+    both runs of one process: before the first step, all have drawn the same random numbers.
     """
     readers = sorted((rank for rank in ranks if rank.batches), key=lambda rank: rank.data_index)
     divided = facts["loaders"] == len(readers)
@@ -311,6 +312,8 @@ def _compare_data(ranks: Sequence[Records], one: Records, facts: Mapping[str, An
         result.other_rows.append(index + 1)
         if len(parts) > 1 and any(same_values(parts[0], part) for part in parts[1:]):
             result.misread = result.misread or f"in step {index + 1}, several data-parallel ranks read the same rows"
+        if len(parts) == 1 and index == 0 and same_values(one.batches[0], nudged.batches[0]):
+            result.misread = "in step 1, the ranks read other values than one process"
         theirs, ours = one.samples[index], [reader.samples[index] for reader in readers]
         if not divided or theirs is None or any(order is None for order in ours):
             continue

@@ -55,19 +55,22 @@ class Plain(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 Mine, callbacks, more, undivided, stream = Plain, [], {}, {}, None
+rows, workers = None, 0
+SPLIT = {"tp": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
 '''
 """A script without a fault, up to the place where a fault follows."""
 
 END = '''
-seed_everything(0)
+seed_everything(0, workers=True)
 layout = sys.argv[1]
-data = TensorDataset(torch.randn(48, 8), torch.randn(48, 8))
+data = TensorDataset(torch.randn(48, 8), torch.randn(48, 8)) if rows is None else rows
 shape = Layout.parse(layout)
 strategy = Lightning3DStrategy(layout, **{"plan": "auto", "micro_batch_size": 2, **more})
 more = {"max_epochs": 2, "callbacks": callbacks, "log_every_n_steps": 1, **undivided}
 trainer = Trainer(strategy=strategy, devices=shape.world_size, accelerator="cpu", **more)
-loader = DataLoader(data, batch_size=8 // shape.dp, shuffle=True) if stream is None else DataLoader(stream, batch_size=8 // shape.dp)
-trainer.fit(Mine(), loader, DataLoader(data, batch_size=8 // shape.dp))
+size = {"batch_size": 8 // shape.dp, "num_workers": workers}
+loader = DataLoader(data, shuffle=True, **size) if stream is None else DataLoader(stream, **size)
+trainer.fit(Mine(), loader, DataLoader(data, **size))
 print("after the fit")
 '''
 
@@ -86,6 +89,13 @@ class Mine(Plain):
 ZERO = '\nmore = {"zero_stage": 3}\n'
 
 ACCUMULATED = RIGHT + '\nundivided = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}\n'
+
+PARTLY_TRAINED = '''
+class Mine(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.leave.parameters(), lr=1e-2)
+'''
+"""Parameters that no optimizer has get gradients, too."""
 
 PENALTY = '''
 class Mine(Plain):

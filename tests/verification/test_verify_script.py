@@ -5,16 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import UserList
 from dataclasses import dataclass
 from pathlib import Path
 
 import faulty_scripts as scripts
 import pytest
 from command_line import REPOSITORY, environment
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from planted_faults import PLANTED, Planted
 
 from lightning_3d.cli.verify import split_script
 from lightning_3d.errors import ConfigError
-from lightning_3d.ranks.role import script_words
+from lightning_3d.ranks.role import RANKS, Role, script_words
+from lightning_3d.strategy.recorded.arguments import trainer_arguments
 from lightning_3d.verification.advice import COUNTED, PARTS, READING, ROWS, VALUES, WRITTEN
 
 pytestmark = pytest.mark.timeout(600)
@@ -61,6 +65,14 @@ def test_a_script_is_found_in_its_own_command_line() -> None:
         script_words(["python", "-c", "pass"], ["-c"])
 
 
+def test_lists_of_any_class_in_the_arguments_of_a_trainer(tmp_path: Path) -> None:
+    """Hydra gives lists of a class of its own."""
+    mine = Callback()
+    given = {"callbacks": UserList([mine, ModelCheckpoint()]), "devices": UserList([0, 1]), "accelerator": "cpu"}
+    changed = trainer_arguments(given, Role(RANKS, tmp_path, 2), None)
+    assert changed["callbacks"] == [mine] and changed["devices"] == 2
+
+
 @pytest.mark.slow
 def test_a_script_that_asks_for_its_verification(tmp_path: Path) -> None:
     """It has dropout and noise in the step, and would print and write after its fit."""
@@ -73,6 +85,7 @@ def test_a_script_that_asks_for_its_verification(tmp_path: Path) -> None:
 RIGHT = [
     (scripts.RIGHT, "tp2"),
     (scripts.RIGHT, "tp2_pp2"),
+    (scripts.PARTLY_TRAINED, "dp2"),
     (scripts.RIGHT + scripts.ZERO, "pp2_dp2"),
     (scripts.ACCUMULATED, "dp2"),
     (scripts.STREAM, "dp2"),
@@ -107,6 +120,18 @@ def test_faults_are_named(tmp_path: Path, kind: str, text: str, layout: str, fir
     named = next(line for line in found.output.splitlines() if line.startswith("first difference: "))
     assert first in named and f"looks like: {looks_like}" in found.output
     assert found.left == []
+
+
+GROUPS = [PLANTED[first::4] for first in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS, ids=[", ".join(planted.kind for planted in group) for group in GROUPS])
+def test_each_fault_is_found_when_its_repair_is_switched_off(tmp_path: Path, group: list[Planted]) -> None:
+    kinds = [planted.kind for planted in group]
+    line = [sys.executable, "-m", "verified_here", *kinds]
+    done = subprocess.run(line, env=environment(XDG_CACHE_HOME=str(tmp_path)), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 PLAIN = """

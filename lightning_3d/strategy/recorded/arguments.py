@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,8 +74,8 @@ def trainer_arguments(given: dict[str, Any], role: Role, layout: Layout | None) 
 def _devices(given: Mapping[str, Any]) -> int:
     devices = given.get("devices", "auto")
     nodes = int(given.get("num_nodes", 1))
-    if isinstance(devices, (list, tuple)):
-        return len(devices) * nodes
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        return len(list(devices)) * nodes
     if str(devices).isdigit():
         return int(devices) * nodes
     return max(1, torch.cuda.device_count()) * nodes
@@ -84,7 +84,7 @@ def _devices(given: Mapping[str, Any]) -> int:
 def _as_list(given: Any) -> list[Any]:
     if given is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return list(given) if isinstance(given, Iterable) else [given]  # a list of Hydra's is neither a list nor a tuple
 
 
 def _callbacks(given: Any) -> list[Any]:

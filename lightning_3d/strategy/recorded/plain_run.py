@@ -58,8 +58,10 @@ class PlainRecorder(Recorder):
         return State(weights, optimizer, buffers_of(module), logged_values(trainer))
 
     def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Take the norm before any hook of the user's changes gradients; with accumulation, that of the last batch counts."""
-        squares = [p.grad.double().square().sum() for p in module.parameters() if p.grad is not None]
+        """Take the norm of what the optimizers train, as the strategy does, before any hook of the user's changes gradients. With
+        accumulation, that of the last batch counts."""
+        trained = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
+        squares = [p.grad.double().square().sum() for p in trained if p.grad is not None]
         self._norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
