@@ -427,19 +427,19 @@ def watching_world_collectives(report: Callable[[str], None]) -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    original = distributed_c10d._rank_not_in_group
+    original, world = distributed_c10d._rank_not_in_group, dist.group.WORLD
 
     def is_inside(frame: Any, package: str) -> bool:
         return frame is not None and frame.f_globals.get("__name__", "").startswith(package)
 
     def asked(group: ProcessGroup | None) -> bool:
-        if group is None or group is dist.group.WORLD:
+        if group is None or group is world:
             frame: Any = sys._getframe(1)
             name = frame.f_code.co_name
             while is_inside(frame, "torch.") or (frame is not None and _is_mode(frame)):
                 frame = frame.f_back
             ours = is_inside(frame, "lightning_3d.")
-            for _ in range(3):  # something may be wrapped around the collective, or a library of kernels may call it
+            for _ in range(0 if ours else 3):  # something may be wrapped around the collective, or a library of kernels may call it
                 frame = frame and frame.f_back
                 if is_inside(frame, "lightning_3d.strategy.step.runner"):  # which calls the user's step
                     break
@@ -562,6 +562,11 @@ def gradient_hooks(parameter: Tensor) -> dict[int, Callable[..., Any]]:
 def accumulation_hooks(parameter: Tensor) -> dict[int, Callable[..., Any]]:
     """The same for `register_post_accumulate_grad_hook`."""
     return parameter._post_accumulate_grad_hooks or {}
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a parameter has hooks of either kind."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def global_hooks() -> list[tuple[str, Any]]:

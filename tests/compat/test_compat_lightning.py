@@ -1,5 +1,6 @@
 """Contract tests for what `lightning_compat` uses of Lightning's callbacks."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,12 +22,15 @@ from torch.utils.data import DataLoader
 from lightning_3d.compat.lightning import (
     complete_outputs,
     find_last_at_urls,
+    has_hooks_before_optimizer,
     has_outputs,
+    hooks_of_user,
     hush_tree_warning,
     logged_entry,
     logging_in_training_step,
     throughputs_of,
 )
+from lightning_3d.compat.lightning_data import seed_workers
 from lightning_3d.compat.lightning_uses import reporting_uses
 from lightning_3d.compat.torchmetrics import forward_value
 
@@ -114,3 +118,44 @@ def test_lightning_forgets_the_protocol_of_what_it_lists(monkeypatch: pytest.Mon
     find_last_at_urls()
     assert callback._find_last_checkpoints(trainer) == {"memory://contract/last.ckpt/manifest.json"}
     system.rm("/contract", recursive=True)
+
+
+class Hooked(pl.LightningModule):
+    """With hooks of its own."""
+
+    def on_after_backward(self) -> None:
+        pass
+
+
+class HookedCallback(pl.Callback):
+    """With a hook of its own."""
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        pass
+
+
+def test_hooks_of_users_are_found_by_their_classes() -> None:
+    names = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    module, callbacks = Hooked(), [HookedCallback(), ThroughputMonitor(lambda batch: 1), pl.Callback()]
+    trainer = SimpleNamespace(lightning_module=module, callbacks=callbacks)
+    assert hooks_of_user(trainer, names) == ["Hooked.on_after_backward", "HookedCallback.on_before_optimizer_step"]
+    assert hooks_of_user(trainer, ("on_train_start",)) == [], "a callback of Lightning's has this one"
+    assert has_hooks_before_optimizer(trainer)
+    assert not has_hooks_before_optimizer(SimpleNamespace(lightning_module=pl.LightningModule(), callbacks=callbacks[1:]))
+
+
+def test_workers_are_seeded_after_seed_everything_by_the_index_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(worker: int) -> None:
+        pass
+
+    unseeded, seeded, users = DataLoader([1, 2]), DataLoader([1, 2]), DataLoader([1, 2], worker_init_fn=own)
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    seed_workers(unseeded, 3)
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    seed_workers(seeded, 3)
+    seed_workers(users, 3)
+    assert unseeded.worker_init_fn is None and users.worker_init_fn is own
+    assert isinstance(seeded.worker_init_fn, functools.partial) and seeded.worker_init_fn.keywords == {"rank": 3}
+    before = seeded.worker_init_fn
+    seed_workers(seeded, 4)
+    assert seeded.worker_init_fn is before, "Lightning, which comes later, leaves it"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.compat.torch import accumulation_hooks, gradient_hooks, put_values
+from lightning_3d.compat.torch import accumulation_hooks, gradient_hooks, has_gradient_hooks, put_values
+from lightning_3d.errors import ConfigError
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -35,3 +36,21 @@ def test_a_parameter_with_other_values_is_the_same_object(device: str) -> None:
 def test_a_parameter_without_hooks_has_none() -> None:
     assert not gradient_hooks(nn.Parameter(torch.ones(1)))
     assert not accumulation_hooks(nn.Parameter(torch.ones(1)))
+    assert not has_gradient_hooks(nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_either_kind_are_found_until_they_are_removed(register: str) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    handle = getattr(parameter, register)(lambda value: None)
+    assert has_gradient_hooks(parameter)
+    handle.remove()
+    assert not has_gradient_hooks(parameter)
+
+
+def test_a_parameter_whose_result_still_exists_keeps_its_shape() -> None:
+    layer = nn.Linear(4, 6, bias=False)
+    result = layer(torch.ones(1, 4))
+    with pytest.raises(ConfigError, match="still exists"):
+        put_values(layer.weight, torch.ones(3, 4))
+    del result

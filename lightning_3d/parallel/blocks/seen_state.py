@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_LISTS = (list, tuple)
 _HOLDERS = ("_parameters", "_buffers")
 
 
@@ -26,7 +27,7 @@ class SeenState:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._tensors = [(holder, dict(holder)) for module in modules for key in _HOLDERS if (holder := vars(module)[key])]
-        self._plain = [(vars(module), {key: value for key, value in vars(module).items() if _is_plain(value)}) for module in modules]
+        self._plain = [(vars(module), _plain_values(module)) for module in modules]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -45,7 +46,7 @@ class SeenState:
                     place[key] = value
         for place, seen in self._plain:
             for key, value in seen.items():
-                if key in place and place[key] is not value and _is_plain(place[key]):
+                if place.get(key, value) is not value and _is_plain(place[key]):
                     place[key] = value
 
 
@@ -63,7 +64,12 @@ def repeating(forward: Callable[..., Any], modules: Sequence[nn.Module]) -> Call
     return run
 
 
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    """Collect the plain attributes of a module. Blocks do this several times a micro-batch, so most attributes cost no call."""
+    found = vars(module).items()
+    return {key: value for key, value in found if type(value) in _PLAIN or (type(value) in _LISTS and _is_plain(value))}
+
+
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a flag, a number, a name or some names. Tensors in attributes would be kept in memory."""
-    kind = type(value)
-    return kind in _PLAIN or (kind in (list, tuple) and all(type(item) is str for item in value))
+    return type(value) in _PLAIN or (type(value) in _LISTS and all(type(item) is str for item in value))

@@ -164,6 +164,8 @@ def call_hooks(block: nn.Module, name: str) -> None:
     So what a hook collects has its full length, and a step that uses what is missing is refused. A hook that needs the values themselves
     has them on the stage of its block alone.
     """
+    if not _is_hooked(block):  # nearly always, and each micro-batch passes every block of the other stages
+        return
     for path, module in block.named_modules():
         missing = Elsewhere(f"what a hook has seen of '{name}{path and '.'}{path}'")
         for owner in (module, vars(module).get("absent_hooks")):
@@ -171,6 +173,18 @@ def call_hooks(block: nn.Module, name: str) -> None:
                 inputs: list[Any] = [(missing,), {}] if with_keywords else [(missing,)]
                 with suppress(Exception):
                     hook(module, *inputs, *([] if before else [missing]))
+
+
+def _is_hooked(block: nn.Module) -> bool:
+    """Return whether a block or a module in it has forward hooks."""
+    waiting = [block]
+    while waiting:
+        own = vars(waiting.pop())
+        absent = own.get("absent_hooks")
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or (absent is not None and any(vars(absent).values())):
+            return True
+        waiting += [module for module in own["_modules"].values() if module is not None]
+    return False
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.compat.torch import accumulation_hooks, gradient_hooks
+from lightning_3d.compat.torch import accumulation_hooks, gradient_hooks, has_gradient_hooks
 from lightning_3d.compat.torch_fake import is_fake
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.sharding import OptimizerShard
@@ -124,7 +124,8 @@ class UserHooks:
         Raises:
             ConfigError: hooks that cannot be called as one process calls them.
         """
-        found = {entry.name: counts for entry in self._trained.entries if any(counts := self._take_over(entry.parameter))}
+        hooked = [entry for entry in self._trained.entries if has_gradient_hooks(entry.parameter)]  # mostly none, and each step asks
+        found = {entry.name: counts for entry in hooked if any(counts := self._take_over(entry.parameter))}
         if self._agreed is None:
             self._agreed = self._agree(found)
         elif new := found.keys() - self._agreed.keys():
@@ -151,7 +152,7 @@ class UserHooks:
     def _agree(self, found: dict[str, list[int]]) -> dict[str, _Agreed]:
         """Return the parameters with hooks on any rank, in one order."""
         mesh = self._trained.mesh
-        untrained = [name for name, parameter in self._untrained.items() if parameter.requires_grad and _has_hooks(parameter)]
+        untrained = [name for name, parameter in self._untrained.items() if parameter.requires_grad and has_gradient_hooks(parameter)]
         count = torch.tensor(len(found) + len(untrained))
         if mesh.layout.world_size > 1:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.world_control)
@@ -270,10 +271,6 @@ def _hook_of(hook: Any) -> Callable[..., Any]:
 
 def _deferred(hooks: dict[int, Callable[..., Any]]) -> list[Callable[..., Any]]:
     return [hook.hook for hook in hooks.values() if isinstance(hook, _Deferred)]
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return any(kind(parameter) for kind in _KINDS)
 
 
 def _checked(entry: Trained, result: Any, whole: Tensor) -> Tensor:
