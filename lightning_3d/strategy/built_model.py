@@ -62,6 +62,7 @@ class BuiltModel:
         defers: whether the caller of `train` calls `report` after `step_optimizer` where `launches_first`.
         launches_first: whether the optimizer of the step that runs is launched before its numbers are read, reported and judged.
         ends: whether the batch that ran last is the last one of its optimizer step.
+        split: rows of a micro-batch and number of micro-batches of the batch that ran last.
     """
 
     module: pl.LightningModule
@@ -84,6 +85,7 @@ class BuiltModel:
     defers: bool = field(default=False, init=False)
     launches_first: bool = field(default=False, init=False)
     ends: bool = field(default=False, init=False)
+    split: tuple[int, int] = field(default=(1, 1), init=False)
 
     def __post_init__(self) -> None:
         self._advised = self._reported_breaks = False
@@ -136,8 +138,9 @@ class BuiltModel:
         self.known.begin_batch(begins=place == 0)
         with self.known.following():  # micro-batches are rows of the batch
             micro_batches = self.splitter.split(batch, trainer, loader, index, training=True, begins=place == 0)
+        self.split = micro_batches.rows, max(1, len(micro_batches) - micro_batches.fillers)
         self._advise(micro_batches)
-        self._describe(micro_batches)
+        self._describe()
         self._place, self.ends = 0 if ends else place + 1, ends
         if place == 0:
             self._earlier = []
@@ -284,14 +287,14 @@ class BuiltModel:
             self.parts.lost = self.backend.abandon()
         self.backend.teardown()
 
-    def _describe(self, micro_batches: MicroBatches) -> None:
+    def _describe(self) -> None:
         """Print once per fit how a global batch is split."""
         if self._described:
             return
         self._described = True
         if self.mesh.rank == 0 and self.guard is not None:
-            real = max(1, len(micro_batches) - micro_batches.fillers)
-            line = summary(self.mesh.size("dp"), real, micro_batches.rows, self.module.trainer.accumulate_grad_batches)
+            rows, count = self.split
+            line = summary(self.mesh.size("dp"), count, rows, self.module.trainer.accumulate_grad_batches)
             print(f"lightning_3d: {line}", file=sys.stderr, flush=True)
 
     def _advise(self, micro_batches: MicroBatches) -> None:
