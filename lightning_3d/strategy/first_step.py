@@ -24,7 +24,7 @@ TRACEBACK_VARIABLE = "LIGHTNING_3D_TRACEBACK"
 
 
 class FirstStep:
-    """The time from the begin of a fit until its second optimizer step.
+    """The time from the begin of a fit until the first batch after its first optimizer step.
 
     What only the layout causes is seen then. Later, the same code has run before.
     """
@@ -37,7 +37,7 @@ class FirstStep:
         self._runs, self._stepped = fitting, False
 
     def begin_batch(self) -> None:
-        """Note that `training_step` is called."""
+        """Note that a batch of training begins."""
         self._runs = self._runs and not self._stepped
 
     def end_step(self) -> None:
@@ -133,9 +133,12 @@ def _shard(error: BaseException, built: BuiltModel) -> Iterator[str]:
 
 def _rows(built: BuiltModel) -> Iterator[str]:
     """Say how many rows a step gets."""
-    rows, count = built.split
+    rows, count, entries = built.split
     if count > 1:
-        yield f"training_step gets {rows} of the {rows * count} rows of this rank's batch at a time, in {count} micro-batches."
+        yield (
+            f"training_step gets {rows} of the {rows * count} rows of this rank's batch at a time, in {count} micro-batches: {entries}."
+            " If one of these belongs to all rows and is no row itself, split the batch by a function of your own (split_batch=)."
+        )
 
 
 def _advice(layout: Layout, built: BuiltModel | None) -> str:
@@ -143,7 +146,7 @@ def _advice(layout: Layout, built: BuiltModel | None) -> str:
     ways = []
     if layout.tp * layout.pp * layout.cp * layout.ep > 1:
         ways.append(f"the layout dp{layout.world_size}, where every rank has the whole model")
-    rows, count = built.split if built is not None else (1, 1)
+    rows, count, _ = built.split if built is not None else (1, 1, "")
     if layout.pp == 1 and count > 1:
         ways.append(f"micro_batch_size={rows * count}, a micro-batch of all rows")
     instead = f" Otherwise use {' or '.join(ways)}." if ways else ""

@@ -424,13 +424,13 @@ class Lightning3DStrategy(CheckpointHooks):
         """Move a batch to the device. Of a training batch, the host keeps the values by which models choose their attention."""
         if not self.user_module.trainer.training:
             return super().batch_to_device(batch, device, dataloader_idx)
+        self._first_step.begin_batch()
         with self.built.known.moving():
             return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of all micro-batches, and reduce gradients before an optimizer step."""
-        self._first_step.begin_batch()
         batch, *rest = (*args, *kwargs.values())
         built = self.built
         step = built.module.trainer.global_step
