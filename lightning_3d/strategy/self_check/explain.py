@@ -125,6 +125,11 @@ class Explanation:
                 f"Likely cause: the plan shards {listed(there)} but names no '{missing}' layer to go with it. Features that a 'colwise'"
                 f" layer splits must be joined by a 'rowwise' layer. Add the '{missing}' layer to the plan's 'tp' part."
             )
+        if self.layout.world_size == self.layout.pp * self.layout.dp:
+            return (
+                "Likely cause: the code of that module depends on more than its input, its weights and its attributes: on the class of the"
+                " module (type(self)), a variable of the file, or how often it has run. Each rank runs only some of its calls."
+            )
         if tp == self.layout.ep == 1:
             return (
                 "Likely cause: the code of that module itself combines the tokens that it gets with others, or with something of the whole"
