@@ -105,9 +105,7 @@ def test_a_single_row_goes_whole() -> None:
     assert rows_of(batch, slice(0, 1), count_rows(batch))["names"] == ["a"]
 
 
-@pytest.mark.parametrize(
-    "batch", [{"x": torch.zeros(4, 2), "y": torch.zeros(3)}, {"x": torch.tensor(1)}, ["a", "b"]], ids=str
-)
+@pytest.mark.parametrize("batch", [{"x": torch.zeros(4, 2), "y": torch.zeros(3)}, {"x": torch.tensor(1)}, ["a", "b"]], ids=str)
 def test_batches_without_a_number_of_rows_are_refused(batch: Any) -> None:
     with pytest.raises(DataError, match="split_batch="):
         count_rows(batch)
