@@ -52,13 +52,21 @@ class Module(pl.LightningModule):
         super().__init__()
         self.net, self.what = Net(), what
         self.first = [parameter.detach().clone() for parameter in self.net.parameters()]
+        self.steps, self.mean, self.scale = 0, 1.0, None
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.what == "step":
             raise KeyError("no such thing")
-        out = self.net(batch[0])
+        if self.what == "counter":
+            self.steps += 1
+        if self.what == "cached" and self.scale is None:
+            self.scale = torch.ones(1)
+        self.out = out = self.net(batch[0] * self.mean)
+        if self.what == "average":
+            self.mean = 0.9 * self.mean
         if self.what == "rows":
             out = out * torch.ones(8, 1)
+        assert self.out is not None
         return mse_loss(out, batch[1])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -96,7 +104,7 @@ def fails(layout: str, kinds: list[tuple[str, dict[str, Any]]]) -> list[tuple[st
     found = []
     for what, more in kinds:
         torch.manual_seed(0)
-        strategy = Told(layout, plan=PLAN, self_check="never", **more)
+        strategy = Told(layout, plan=PLAN, **{"self_check": "never", **more})
         assert strategy.layout is not None
         trainer = quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_steps=2)
         data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
@@ -116,6 +124,15 @@ def test_code_of_the_user_is_explained_on_every_rank(layout: str, what: str, say
         assert says in text and "devices=1" in text and "dp2" in text
 
 
+def test_values_that_a_step_carries_to_its_next_call_are_refused() -> None:
+    """A counter and an average change in every call; a value that is kept, and one that is set first, do not count."""
+    split: dict[str, Any] = {"micro_batch_size": 4, "self_check": "auto"}
+    kinds = [("counter", split), ("average", split), ("cached", split), ("counter", {}), ("counter", {**split, "self_check": "never"})]
+    (shown,) = run_ranks(fails, 1, "dp1", kinds, timeout=120)
+    assert [kind for kind, _, _ in shown] == ["ConfigError", "ConfigError"]
+    assert "self.steps" in shown[0][1] and "self.mean" in shown[1][1] and "micro_batch_size=8" in shown[1][1]
+
+
 def test_one_process_later_steps_and_files_are_left_alone() -> None:
     split = {"micro_batch_size": 4}
     kinds = [("step", {}), ("optimizer", {}), ("rows", split), ("later", split), ("file", split)]
@@ -131,6 +148,7 @@ sys.path.insert(0, {folder!r})
 from test_first_step import *
 
 layout, what = sys.argv[1:]
+torch.manual_seed(0)
 strategy = Lightning3DStrategy(layout, plan=PLAN, self_check="never")
 trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=2)
 data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
@@ -145,12 +163,12 @@ trainer.fit(Module(what), DataLoader(data, batch_size=8))
 def test_a_script_ends_with_code_2_and_one_message(layout: str, what: str, says: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folder=str(Path(__file__).parent)))
-    for shows in ("", "1"):
-        words = {**environment(), "LIGHTNING_3D_TRACEBACK": shows}
-        words["PYTHONPATH"] = f"{words.get('PYTHONPATH', '')}:{Path(__file__).parent.parent / 'support'}"
-        done = subprocess.run(
-            [sys.executable, str(script), layout, what], env=words, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False
-        )
-        assert done.returncode == 2, done.stderr
-        assert done.stderr.count("in the first step with") == 1 and says in done.stderr, done.stderr
-        assert ("Traceback" in done.stderr) == (shows == "1")
+    shows = what == "alone"
+    words = {**environment(), "LIGHTNING_3D_TRACEBACK": str(int(shows))}
+    words["PYTHONPATH"] = f"{words.get('PYTHONPATH', '')}:{Path(__file__).parent.parent / 'support'}"
+    done = subprocess.run(
+        [sys.executable, str(script), layout, what], env=words, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("in the first step with") == 1 and says in done.stderr, done.stderr
+    assert ("Traceback" in done.stderr) == shows
