@@ -167,7 +167,7 @@ def samples_of(loader: object, batch_index: int) -> int | None:
     """Count the samples that a data loader puts into a batch; None where it does not know."""
     if not isinstance(loader, DataLoader) or not loader.batch_size or isinstance(loader.dataset, IterableDataset):
         return None
-    left = len(loader.sampler) - batch_index * loader.batch_size if isinstance(loader.sampler, Sized) else loader.batch_size  # type: ignore[arg-type]
+    left = len(loader.sampler) - batch_index * loader.batch_size if isinstance(loader.sampler, Sized) else loader.batch_size
     return min(loader.batch_size, left) if left > 0 else None
 
 
