@@ -137,7 +137,7 @@ def _rows(built: BuiltModel) -> Iterator[str]:
     if count > 1:
         yield (
             f"training_step gets {rows} of the {rows * count} rows of this rank's batch at a time, in {count} micro-batches: {entries}."
-            " If one of these belongs to all rows and is no row itself, split the batch by a function of your own (split_batch=)."
+            " If one of these belongs to all rows, split the batch by a function of your own (split_batch=)."
         )
 
 

@@ -60,8 +60,9 @@ class Explanation:
         if isinstance(failure, Exception):
             return (
                 f"{self._what(failure)} With pp=1, the model runs. With pp > 1, each rank has the blocks of its own stage. Code that looks"
-                " at other modules, or at the class of a module (type(self)), finds others there. Write it so that it needs its arguments"
-                " and its own weights alone, or use pp=1. Nothing was trained."
+                " at other modules, at values of an earlier stage that are not in the hidden states, or at the class of a module"
+                " (type(self)), finds others there. Write it so that it needs its arguments and its own weights alone, or use pp=1. Nothing"
+                " was trained."
             )
         return (
             f"{self._what(failure)} With pp=1, the result is correct. So some module reads something from an earlier stage that is not in"

@@ -83,7 +83,7 @@ class CarriedAttributes:
             f"Each call of training_step reads {listed(f'self.{name}' for name in names)} and sets {them} to {others}. Here a batch is"
             f" {micro_batches} micro-batches, and each is a call of its own.{alone} So a call finds other values than on one process."
             f" Change {them} in on_train_batch_start or on_train_batch_end, which every rank runs once for each batch, or read"
-            f" self.global_step{whole}. If no loss depends on {them}, self_check=never goes on."
+            f" self.global_step{whole}. If no loss depends on {them}, use self_check=never."
         )
 
 
