@@ -249,6 +249,7 @@ def _make_runner(
         tracer=around.tracer,
         rows=options.rows,
         reads=reads,
+        looks_at_attributes=proves_loss(options, around),
     )
 
 

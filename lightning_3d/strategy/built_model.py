@@ -21,6 +21,7 @@ from lightning_3d.layout.batch_rules import few_micro_batches
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.context import forget_masks
 from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.nested import named_tensors
 from lightning_3d.parallel.pipeline import PipelineEngine, runs_now
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.double_check import DoubleCheck
@@ -62,6 +63,7 @@ class BuiltModel:
         defers: whether the caller of `train` calls `report` after `step_optimizer` where `launches_first`.
         launches_first: whether the optimizer of the step that runs is launched before its numbers are read, reported and judged.
         ends: whether the batch that ran last is the last one of its optimizer step.
+        split: rows of a micro-batch, number of micro-batches and tensors of one of them, for the first batch of the fit.
     """
 
     module: pl.LightningModule
@@ -84,6 +86,7 @@ class BuiltModel:
     defers: bool = field(default=False, init=False)
     launches_first: bool = field(default=False, init=False)
     ends: bool = field(default=False, init=False)
+    split: tuple[int, int, str] = field(default=(1, 1, ""), init=False)
 
     def __post_init__(self) -> None:
         self._advised = self._reported_breaks = False
@@ -109,6 +112,7 @@ class BuiltModel:
         self._unreported = None
         self._described = False
         self.proof.begin_fit()
+        self.runner.carried.begin()
         self._earlier: list[Computed] = []
         self.known.begin(self.module)
         self.reads.begin()
@@ -289,9 +293,10 @@ class BuiltModel:
         if self._described:
             return
         self._described = True
+        count = max(1, len(micro_batches) - micro_batches.fillers)
+        self.split = micro_batches.rows, count, named_tensors(micro_batches.batches[0])
         if self.mesh.rank == 0 and self.guard is not None:
-            real = max(1, len(micro_batches) - micro_batches.fillers)
-            line = summary(self.mesh.size("dp"), real, micro_batches.rows, self.module.trainer.accumulate_grad_batches)
+            line = summary(self.mesh.size("dp"), count, micro_batches.rows, self.module.trainer.accumulate_grad_batches)
             print(f"lightning_3d: {line}", file=sys.stderr, flush=True)
 
     def _advise(self, micro_batches: MicroBatches) -> None:

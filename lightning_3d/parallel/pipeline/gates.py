@@ -6,7 +6,6 @@ kinds or at `config` sees what it would see on one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -265,10 +264,9 @@ def runs_now(block: nn.Module) -> bool:
 class CountedModel:
     """Mixin for the pipelined module: counts its calls in a step, and refuses a call that skips blocks. Before the last stage, a call whose
     output is not known returns an unknown value if the step calls the model again. Only the first stage gets the inputs of towers, such as
-    images. A user may have replaced the `forward` of the object (`own_forward`)."""
+    images."""
 
     pipeline_state: PipelineState
-    own_forward: Callable[..., Any] | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         chunk, kind = self.pipeline_state.require_chunk(), type(self).__name__
@@ -284,7 +282,7 @@ class CountedModel:
             if not chunk.is_first:
                 kwargs = {name: value for name, value in kwargs.items() if name not in encoded}
         try:
-            output = (self.own_forward or super().forward)(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except StageBoundary as end:
             return self.pipeline_state.send_from_call(end.hidden, kind)
         self.pipeline_state.return_from_call()

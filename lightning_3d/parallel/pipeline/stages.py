@@ -144,7 +144,7 @@ def keep_owned(
     _gate_ends(module, plan, chunks, state)
     if not any(chunk.is_last for chunk in chunks):
         _remove_outside(root, module_name)
-    specialize(module, CountedModel, pipeline_state=state, own_forward=vars(module).pop("forward", None))
+    specialize(module, CountedModel, pipeline_state=state)
     if hasattr(module, "generate"):
         object.__setattr__(module, "generate", refuse_to_generate)
     return chunks

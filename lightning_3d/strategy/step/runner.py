@@ -26,6 +26,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, first_unknown
 from lightning_3d.parallel.random_streams import RandomState
 from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.step.carried_attributes import CarriedAttributes
 from lightning_3d.strategy.step.checks import agree_about_logs
 from lightning_3d.strategy.step.logs import StepLog
 from lightning_3d.strategy.step.loss_weights import LossWeights
@@ -148,8 +149,10 @@ class StepRunner:
         tracer: tracer of the step, which the caller begins.
         rows: how the rows of a global batch are dealt to ranks; None deals them one by one.
         reads: sees parameters that the step reads outside of the model; None where nobody looks.
+        looks_at_attributes: whether to refuse a step that carries values in attributes from call to call.
 
     Attributes:
+        carried: sees these attributes.
         inside: whether the user's step is running, which not all ranks run equally often: it must not communicate.
         around: function that makes a context for each call of the user's step: (hook, micro-batches, index) -> context.
         look: function that makes a context inside it, by stage and micro-batch.
@@ -175,8 +178,10 @@ class StepRunner:
         tracer: StepTracer | None = None,
         rows: MicroBatchRows | None = None,
         reads: OutsideReads | None = None,
+        looks_at_attributes: bool = False,
     ) -> None:
         self._reads = reads
+        self.carried = CarriedAttributes(module, mesh.layout, wanted=looks_at_attributes)
         self._tracer = tracer or StepTracer()
         self._module = module
         self._engine = engine
@@ -388,6 +393,8 @@ class StepRunner:
         yield self._context(hook)
         yield self._log.collecting()
         yield self._uses.watching()
+        if hook == "training" and not self._engine.probes:
+            yield self.carried.watching(len(micro_batches), micro_batches.rows)
         # Before the last stage, code after a call of the model would update metrics with values that are not known there.
         if filler or self._engine.passes_calls:
             yield unchanged_metrics(self._module)
