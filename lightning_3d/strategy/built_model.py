@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import Names
 from lightning_3d.compat.lightning import steps_after_this_batch
-from lightning_3d.compat.lightning_data import evaluation_place
+from lightning_3d.compat.lightning_data import batches_of_step, evaluation_place
 from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.layout.batch_rules import few_micro_batches
 from lightning_3d.parallel.blocks import Compilation
@@ -112,6 +112,8 @@ class BuiltModel:
         self._earlier: list[Computed] = []
         self.known.begin(self.module)
         self.reads.begin()
+        self.runner.scale.begin_fit()
+        self.runner.activations.begin_fit()
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
@@ -145,7 +147,8 @@ class BuiltModel:
         with self.tracer.batch(steps + 1, place, self.backend):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
             with self.twice.first_run(steps, place), self.proof.watching(batch, micro_batches, rest, steps):
-                computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
+                batches = batches_of_step(trainer)
+                computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends, of=batches)
         if ends:
             computed = self.twice.verify(computed, steps)
             self._measure(computed)
@@ -278,6 +281,7 @@ class BuiltModel:
         forget_masks()  # of a step that failed
         self.known.end()
         self.reads.end()
+        self.runner.activations.end()
         if whole:
             self.backend.make_whole()
         else:

@@ -193,7 +193,7 @@ class OutsideReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         # A backward in the step runs recomputed blocks. The functions that they call belong to the model.
-        if self._depth or not self._reads([args, kwargs]) or func in _HARMLESS or autograd_is_running():
+        if self._depth or not self._reads([args, kwargs]) or getattr(func, "__wrapped__", func) in _HARMLESS or autograd_is_running():
             return func(*args, **kwargs)
         if self._is_inside(sys._getframe(1)):
             return func(*args, **kwargs)
