@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import Names
-from lightning_3d.compat.lightning import steps_after_this_batch
+from lightning_3d.compat.lightning import around_hooks, steps_after_this_batch
 from lightning_3d.compat.lightning_data import batches_of_step, evaluation_place
 from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.layout.batch_rules import few_micro_batches
@@ -34,7 +34,7 @@ from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
 from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_proof import LossProof, summary
-from lightning_3d.strategy.step.outside_reads import OutsideReads
+from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -52,7 +52,7 @@ class BuiltModel:
         runner: the user's step on micro-batches, driven by the engine.
         splitter: batches to micro-batches.
         known: values on the device that the host knows.
-        reads: sees parameters that the user's step reads outside of the model.
+        reads: sees parameters that the user's step and hooks read outside of the model.
         hooks: sees gradients that the user's hooks read and write.
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
@@ -74,7 +74,7 @@ class BuiltModel:
     runner: StepRunner
     splitter: Splitter
     known: KnownValues
-    reads: OutsideReads
+    reads: HookReads
     hooks: GradientHooks
     tracer: StepTracer
     guard: StepGuard | None
@@ -112,6 +112,7 @@ class BuiltModel:
         self._earlier: list[Computed] = []
         self.known.begin(self.module)
         self.reads.begin()
+        around_hooks(self.reads.in_hook)
         self.runner.scale.begin_fit()
         self.runner.activations.begin_fit()
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
@@ -280,6 +281,7 @@ class BuiltModel:
         """
         forget_masks()  # of a step that failed
         self.known.end()
+        around_hooks(None)
         self.reads.end()
         self.runner.activations.end()
         if whole:

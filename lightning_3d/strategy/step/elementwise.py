@@ -17,6 +17,14 @@ _NAMES = frozenset(
     }
 )
 
+RANDOM = frozenset(
+    {
+        "bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson", "rand",
+        "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform"
+    }
+)
+"""Functions that draw random numbers."""
+
 
 def base_name(func: Any) -> str:
     """Name of an operation without what marks its forms: in place, reversed, of lists, of a property."""

@@ -329,7 +329,7 @@ class StepRunner:
         try:
             with self._random.isolated():
                 self._engine.evaluate(1, ("probe", part.signature), _UserStep(self, "training", part, rest, like))
-            return self._sums[0] if self._sums else None
+            return self._sums[0][:2] if self._sums else None
         finally:
             forget_masks()
             self._engine.probes = False
@@ -343,7 +343,7 @@ class StepRunner:
     @property
     def own_sums(self) -> list[Tensor]:
         """(Loss times weight, weight) of each micro-batch of the batch that ran last; none before the last stage."""
-        return self._sums
+        return [sums[:2] for sums in self._sums]
 
     def _merged(self, micro_batches: MicroBatches) -> Any:
         """Join what the user's step returned for the batch; None before the last stage and where it returned nothing."""
