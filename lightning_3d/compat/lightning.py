@@ -88,8 +88,8 @@ def hooks_of_user(trainer: Any, names: Sequence[str]) -> list[str]:
 def around_hooks(context: Callable[[Any, str], AbstractContextManager[None]] | None) -> None:
     """Make every call of hooks of a trainer, by (trainer, name of the hook), run in a context; None for no context.
 
-    Lightning's loops call `lightning.pytorch.trainer.call._call_lightning_module_hook` and `_call_callback_hooks` (2.6) as attributes of that
-    module. There is no public place around all hooks.
+    Lightning's loops call `lightning.pytorch.trainer.call._call_lightning_module_hook` and `_call_callback_hooks` (2.6) as attributes of
+    that module. There is no public place around all hooks.
     """
     from lightning.pytorch.trainer import call
 

@@ -83,7 +83,7 @@ def batches_to_come(trainer: Any) -> float | None:
 
 
 def batches_of_step(trainer: Any) -> float:
-    """Number of batches of the optimizer step that begins with the batch that runs: those that accumulate, or that are left in the epoch."""
+    """Number of batches of the optimizer step that begins now: those that accumulate, or those that are left in the epoch."""
     left = trainer.num_training_batches - trainer.fit_loop.batch_idx
     return max(1, min(trainer.accumulate_grad_batches, left))
 

@@ -37,11 +37,11 @@ from lightning_3d.strategy.self_check.check import SelfCheck, place_of
 from lightning_3d.strategy.self_check.frozen import FrozenChecks
 from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes
 from lightning_3d.strategy.step import LossWeights, StepRunner
+from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_proof import LossProof, epsilon_of
 from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
-from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.step.tracer import StepTracer
 

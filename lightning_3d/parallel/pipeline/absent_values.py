@@ -57,6 +57,6 @@ def refuse_absent(values: list[Any]) -> None:
     """
     if any(isinstance(value, AbsentValue) for value in tensors_of(values)):
         raise PlanError(
-            "The step computes an input of the model from a parameter of the module. With pp > 1, parameters outside of the model are on the"
-            " last stage. Move the parameter into the model, or use a layout with pp = 1."
+            "The step computes an input of the model from a parameter of the module. With pp > 1, parameters outside of the model are on"
+            " the last stage. Move the parameter into the model, or use a layout with pp = 1."
         )

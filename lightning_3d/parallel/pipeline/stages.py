@@ -13,9 +13,9 @@ from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.pipeline.absent_values import AbsentValue
 from lightning_3d.parallel.pipeline.boundary import Travels
 from lightning_3d.parallel.pipeline.call_order import PlanOrder
-from lightning_3d.parallel.pipeline.absent_values import AbsentValue
 from lightning_3d.parallel.pipeline.gates import (
     AbsentInput,
     AbsentLayer,

@@ -42,7 +42,9 @@ def is_elementwise(func: Any, of: Tensor | None, args: Sequence[Any], kwargs: Ma
     return base_name(func) in _NAMES and all(_fits(value, of) for value in (*args, *kwargs.values()))
 
 
-_REDUCTIONS = frozenset({"amax", "amin", "any", "cumsum", "logsumexp", "mean", "norm", "normalize", "softmax", "std", "sum", "var", "vector_norm"})
+_REDUCTIONS = frozenset(
+    {"amax", "amin", "any", "cumsum", "logsumexp", "mean", "norm", "normalize", "softmax", "std", "sum", "var", "vector_norm"}
+)
 
 
 def treats_rows_alike(func: Any, of: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -218,13 +218,14 @@ class HookReads(OutsideReads):
             return gather_shards(value.detach(), place.spec, self._mesh.group("tp"), self._mesh.index("tp"), _PATIENCE)
         except RuntimeError as error:
             raise ConfigError(
-                f"{self._hook} reads the parameter '{place.name}', of which tensor-parallel ranks have shards, on some ranks only. Read it on"
-                f" all ranks, before a condition such as `if self.trainer.is_global_zero` ({error})."
+                f"{self._hook} reads the parameter '{place.name}', of which tensor-parallel ranks have shards, on some ranks only. Read it"
+                f" on all ranks, before a condition such as `if self.trainer.is_global_zero` ({error})."
             ) from None
 
     def _refuse_experts(self, place: Place) -> NoReturn:
         raise ConfigError(
-            f"{self._hook} uses the parameter '{place.name}' of experts that are on several ranks (ep = {self._mesh.layout.ep}). Use ep = 1."
+            f"{self._hook} uses the parameter '{place.name}' of experts that are on several ranks (ep = {self._mesh.layout.ep}). Use"
+            " ep = 1."
         )
 
     def _whole(self, value: Any) -> Any:
@@ -328,8 +329,8 @@ class HookReads(OutsideReads):
 
 
 class _NoWrites(TorchFunctionMode):
-    """Refuses writes to parameters in a hook that one process calls between forward and backward. Here both have run: the gradients would be
-    others.
+    """Refuses writes to parameters in a hook that one process calls between forward and backward. Here both have run, so the gradients
+    would be others.
 
     Args:
         root: the user's module.
@@ -352,8 +353,8 @@ class _NoWrites(TorchFunctionMode):
 
     def _refuse(self, name: str) -> NoReturn:
         raise ConfigError(
-            f"{self._hook} writes to the parameter '{name}'. One process calls this hook between the forward and the backward of a step, so"
-            " that its gradients mix the weights before and after the write. Here the forward and backward of all micro-batches run first, and"
+            f"{self._hook} writes to the parameter '{name}'. One process calls this hook between the forward and the backward of a step,"
+            " so that its gradients mix the weights before and after the write. Here the forward and backward of all micro-batches run first, and"
             " the gradients would be others. Write weights in on_train_batch_end or on_train_batch_start."
         )
 

@@ -23,9 +23,9 @@ from lightning_3d.strategy.step.totals import BatchTotals
 class LossScale:
     """Divides the losses of an optimizer step by a weight that is the same on all ranks.
 
-    In the first step of a fit, and where the user's code sees gradients in the backward, it is the weight of the step: ranks add up those of
-    their batches, by one all-reduce of a number. Else it is a power of two near the weight of the step before, which rounds nothing: what
-    a step computes must not depend on the one before.
+    In the first step of a fit, and where the user's code sees gradients in the backward, it is the weight of the step: ranks add up those
+    of their batches, by one all-reduce of a number. Else it is a power of two near the weight of the step before, which rounds nothing:
+    what a step computes must not depend on the one before.
 
     Args:
         mesh: process groups.
@@ -103,9 +103,9 @@ class LossScale:
         size = self._weight * float(self.inverse * self.correction)
         if self._weight > 0 and abs(size - 1) > 1e-6:
             raise ConfigError(
-                "A hook changes gradients while the backward runs (Tensor.register_hook or register_full_backward_hook), but the weight of the"
-                f" step was not known before: the hook got gradients {size:.4g} times as large as on one process. Register the hook in each"
-                ' step, return a loss that is a mean over rows or that the model computes from "labels" in the batch, and use'
+                "A hook changes gradients while the backward runs (Tensor.register_hook or register_full_backward_hook), but the weight of"
+                f" the step was not known before: the hook got gradients {size:.4g} times as large as on one process. Register the hook in"
+                ' each step, return a loss that is a mean over rows or that the model computes from "labels" in the batch, and use'
                 " accumulate_grad_batches=1. Or change gradients of parameters in on_before_optimizer_step."
             )
 

@@ -192,6 +192,8 @@ class OutsideReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and not self._depth and not self._is_inside(sys._getframe(1)):
+            self._refuse_double_backward(kwargs)
         # A backward in the step runs recomputed blocks. The functions that they call belong to the model.
         if self._depth or not self._reads([args, kwargs]) or getattr(func, "__wrapped__", func) in HARMLESS or autograd_is_running():
             return func(*args, **kwargs)
@@ -214,6 +216,16 @@ class OutsideReads(TorchFunctionMode):
             f"The step writes to '{written.name}' by {func.__name__}, which is not the same on each element, and this rank has a part of it"
             f" ({_shapes(written)}). Write values that are of the shape of the parameter or single numbers, or use tp = 1."
         )
+
+    def _refuse_double_backward(self, kwargs: dict[str, Any]) -> None:
+        """Refuse gradients that the step computes through a model of which other ranks have parts."""
+        layout = self._mesh.layout
+        if layout.pp > 1 or (kwargs.get("create_graph") and layout.tp * layout.ep > 1):
+            raise ConfigError(
+                f"The step calls torch.autograd.grad. In {layout}, other ranks have parts of the model, and gradients through them are not"
+                " known in the step (pp > 1), or have no gradients of their own (tp > 1). Gradient penalties are exact with tp = 1, pp = 1"
+                f" and ep = 1, for example dp{layout.world_size}."
+            )
 
     def _reads(self, value: Any) -> bool:
         """Whether a watched parameter is among the arguments."""

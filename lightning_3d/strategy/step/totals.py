@@ -44,7 +44,7 @@ class BatchTotals:
         """Pack what this rank, which ran the last stage, adds to the totals.
 
         Args:
-            sums: (loss times weight, weight, scaled weight) of each micro-batch, float64 on `device`, so that the host need not wait for them.
+            sums: (loss times weight, weight, scaled weight) of each micro-batch, float64 on `device`, so that the host need not wait.
             log_keys: checksum of the keys that the step logged.
             extras: the step returned more than a loss.
 
