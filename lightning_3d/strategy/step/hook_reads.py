@@ -354,8 +354,8 @@ class _NoWrites(TorchFunctionMode):
     def _refuse(self, name: str) -> NoReturn:
         raise ConfigError(
             f"{self._hook} writes to the parameter '{name}'. One process calls this hook between the forward and the backward of a step,"
-            " so that its gradients mix the weights before and after the write. Here the forward and backward of all micro-batches run first, and"
-            " the gradients would be others. Write weights in on_train_batch_end or on_train_batch_start."
+            " so that its gradients mix the weights before and after the write. Here the forward and backward of all micro-batches run"
+            " first, and the gradients would be others. Write weights in on_train_batch_end or on_train_batch_start."
         )
 
 
