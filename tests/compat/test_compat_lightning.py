@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -19,6 +22,7 @@ from parity import quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_3d.compat.lightning import (
+    around_hooks,
     complete_outputs,
     find_last_at_urls,
     has_outputs,
@@ -114,3 +118,20 @@ def test_lightning_forgets_the_protocol_of_what_it_lists(monkeypatch: pytest.Mon
     find_last_at_urls()
     assert callback._find_last_checkpoints(trainer) == {"memory://contract/last.ckpt/manifest.json"}
     system.rm("/contract", recursive=True)
+
+
+def test_every_hook_of_a_fit_runs_in_the_context() -> None:
+    """`_call_lightning_module_hook` and `_call_callback_hooks`, Lightning 2.6."""
+    seen: list[str] = []
+
+    def context(trainer: Any, name: str) -> AbstractContextManager[None]:
+        seen.append(name)
+        return nullcontext()
+
+    around_hooks(context)
+    try:
+        quiet_trainer(max_steps=1).fit(BoringModel(), DataLoader(torch.randn(2, 32)))
+    finally:
+        around_hooks(None)
+    assert {"on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_step", "on_train_start"} <= set(seen)
+    assert not hasattr(call._call_callback_hooks, "without_context")
