@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, changes_in_place
 
-_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class AbsentValue(Tensor):
