@@ -78,7 +78,7 @@ class ActivationHooks:
             self.scale.sees = self.scale.sees or is_users(kind.backward)
             return apply.__func__(kind, *args, **kwargs)
 
-        Tensor.register_hook = guarded  # type: ignore[assignment, method-assign]
+        Tensor.register_hook = guarded  # type: ignore[method-assign]
         if self._looks_for_functions:
             torch.autograd.Function.apply = classmethod(noted)  # type: ignore[assignment, method-assign]
         try:
