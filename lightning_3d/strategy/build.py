@@ -37,11 +37,11 @@ from lightning_3d.strategy.self_check.check import SelfCheck, place_of
 from lightning_3d.strategy.self_check.frozen import FrozenChecks
 from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes
 from lightning_3d.strategy.step import LossWeights, StepRunner
+from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_proof import LossProof, epsilon_of
 from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
-from lightning_3d.strategy.step.outside_reads import OutsideReads
 from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.step.tracer import StepTracer
 
@@ -135,7 +135,7 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         before_last_backward=backend.before_last_backward,
         recorder=recorder,
     )
-    reads = OutsideReads(module, parts, mesh, shards_parameters=options.zero.stage == 3)
+    reads = HookReads(module, parts, mesh, shards_parameters=options.zero.stage == 3)
     known = KnownValues(device, wanted=device.type != "cpu" and not around.shape_only)
     runner = _make_runner(module, parts, mesh, device, options, around, engine, backend, known, reads)
     hooks = GradientHooks(module, mesh, parts.specs, backend, options.zero)
@@ -229,7 +229,7 @@ def _make_runner(
     engine: PipelineEngine,
     backend: DataParallelBackend,
     known: KnownValues,
-    reads: OutsideReads,
+    reads: HookReads,
 ) -> StepRunner:
     weights = LossWeights(options.model.loss)
     weigh_loss(module, weights, context_of(mesh, options.model.cp_kind) if mesh.size("cp") > 1 else None)

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import Names
-from lightning_3d.compat.lightning import steps_after_this_batch
-from lightning_3d.compat.lightning_data import evaluation_place
+from lightning_3d.compat.lightning import around_hooks, steps_after_this_batch
+from lightning_3d.compat.lightning_data import batches_of_step, evaluation_place
 from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.layout.batch_rules import few_micro_batches
 from lightning_3d.parallel.blocks import Compilation
@@ -33,9 +33,9 @@ from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_w
 from lightning_3d.strategy.spikes import judge_spike
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
+from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.loss_proof import LossProof, summary
-from lightning_3d.strategy.step.outside_reads import OutsideReads
 from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -53,7 +53,7 @@ class BuiltModel:
         runner: the user's step on micro-batches, driven by the engine.
         splitter: batches to micro-batches.
         known: values on the device that the host knows.
-        reads: sees parameters that the user's step reads outside of the model.
+        reads: sees parameters that the user's step and hooks read outside of the model.
         hooks: sees gradients that the user's hooks read and write.
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
@@ -76,7 +76,7 @@ class BuiltModel:
     runner: StepRunner
     splitter: Splitter
     known: KnownValues
-    reads: OutsideReads
+    reads: HookReads
     hooks: GradientHooks
     tracer: StepTracer
     guard: StepGuard | None
@@ -116,6 +116,9 @@ class BuiltModel:
         self._earlier: list[Computed] = []
         self.known.begin(self.module)
         self.reads.begin()
+        around_hooks(self.reads.in_hook)
+        self.runner.scale.begin_fit()
+        self.runner.activations.begin_fit()
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
@@ -149,7 +152,8 @@ class BuiltModel:
         with self.tracer.batch(steps + 1, place, self.backend):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
             with self.twice.first_run(steps, place), self.proof.watching(batch, micro_batches, rest, steps):
-                computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
+                batches = batches_of_step(trainer)
+                computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends, of=batches)
         if ends:
             computed = self.twice.verify(computed, steps)
             self._measure(computed)
@@ -281,7 +285,9 @@ class BuiltModel:
         """
         forget_masks()  # of a step that failed
         self.known.end()
+        around_hooks(None)
         self.reads.end()
+        self.runner.activations.end()
         if whole:
             self.backend.make_whole()
         else:

@@ -481,6 +481,10 @@ class Lightning3DStrategy(CheckpointHooks):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: pl.LightningModule | Module | None = None, **kwargs: Any
     ) -> Any:
+        with self.built.reads.paused():  # a user's `optimizer_step` is a hook, too
+            return self._optimizer_step(optimizer, closure)
+
+    def _optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         built = self.built
         # Hooks before the optimizer must not run in a step that is then skipped, and see the logged values of their own step.
         built.defers = has_outputs(closure) and not has_hooks_before_optimizer(built.module.trainer)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
+from lightning_3d.parallel.pipeline.absent_values import AbsentValue, refuse_absent
 from lightning_3d.parallel.pipeline.boundary import Spec
 from lightning_3d.parallel.pipeline.left_behind import HOOKS, Elsewhere, attributes_of, call_hooks, without_hooks, written_by
 from lightning_3d.parallel.pipeline.state import PipelineState, StageBoundary
@@ -112,7 +113,8 @@ class AbsentParameters:
         if shape is None:
             return super().__getattr__(name)  # type: ignore[misc]
         received = self.pipeline_state.received
-        return (received if received is not None else torch.empty(0)).new_full((), torch.nan).expand(shape)
+        blank = (received if received is not None else torch.empty(0)).new_full((), torch.nan).expand(shape)
+        return AbsentValue.of(blank) if self.pipeline_state.chunk is None else blank
 
 
 def remove_parameter(module: nn.Module, name: str, state: PipelineState) -> None:
@@ -271,6 +273,7 @@ class CountedModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         chunk, kind = self.pipeline_state.require_chunk(), type(self).__name__
         self.pipeline_state.begin_call(kind)
+        refuse_absent([args, kwargs])
         if unknown := first_unknown([args, kwargs]):
             unknown[0].pass_over()
             raise PlanError(
