@@ -28,6 +28,7 @@ from lightning_3d.parallel.pipeline.gates import (
 )
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState
 from lightning_3d.parallel.pipeline.towers import has_towers
+from lightning_3d.parallel.pipeline.unknown import Unknown
 from lightning_3d.parallel.specialize import specialize
 
 
@@ -192,6 +193,7 @@ def _remove_outside(root: nn.Module, module_name: str) -> None:
         prefix = ".".join(path[:depth])
         for name in [name for name, _ in parent.named_parameters(recurse=False)]:
             setattr(parent, name, None)
+            vars(parent)[name] = Unknown(f"the parameter '{prefix}.{name}'".replace("'.", "'"))
         for name, child in list(parent.named_children()):
             if name != step and _has_parameters(child):
                 setattr(parent, name, AbsentOutside(f"{prefix}.{name}".lstrip("."), child))
