@@ -333,8 +333,11 @@ class _Comparison:
     def _partial(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
     ) -> list[Remnant]:
-        """Find what a forward leaves for the step and this rank has a part of. Of models of libraries that is known."""
-        if not self._subject.own:
+        """Find what a forward leaves for the step and this rank has a part of. Of models of libraries that is known.
+
+        With pipeline stages alone, a value is here or on another stage, which stubs show.
+        """
+        if not self._subject.own or self._layout.tp * self._layout.cp * self._layout.ep == 1:
             return []
         anywhere = partial(_anywhere, self._mesh, self._device)
         whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], stages)

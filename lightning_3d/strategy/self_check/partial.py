@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.parallel.pipeline.left_behind import contents_of, is_same
+from lightning_3d.parallel.pipeline.unknown import Unknown
 from lightning_3d.strategy.self_check import compare
 from lightning_3d.strategy.self_check.stages import RewrittenModel
 
@@ -43,7 +44,7 @@ def find_partial(
             by_place.setdefault(_of_any_block(place, layers), []).append(place)
     partial = []
     for common, places in by_place.items():
-        pairs = [(_leaves(expected[place]), _leaves(found.get(place))) for place in places]
+        pairs = [_here(_leaves(expected[place]), _leaves(found.get(place))) for place in places]
         # All ranks do the same next: a backward and its gradients communicate.
         if anywhere(not all(_are_alike(*pair) for pair in pairs)) or anywhere(not _runs_backward(whole, rewritten, pairs)):
             partial.append(common)
@@ -84,10 +85,20 @@ def _leaves(value: Any) -> list[Tensor]:
     """List the tensors and numbers in nested containers, as tensors."""
     if isinstance(value, Tensor):
         return [compare.whole_tensor(value)]
+    if isinstance(value, Unknown):
+        return [torch.tensor(torch.nan)]
     if isinstance(value, (bool, int, float)):
         return [torch.tensor(float(value))]
     items: Any = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [leaf for item in items for leaf in _leaves(item)]
+
+
+def _here(expected: list[Tensor], found: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Leave out what is on another stage, which is NaN or refused there: a step that reads it ends with an error in any case."""
+    if len(expected) != len(found):
+        return expected, found
+    kept = [(one, other) for one, other in zip(expected, found, strict=True) if not other.isnan().all()]
+    return [one for one, _ in kept], [other for _, other in kept]
 
 
 def _are_alike(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
