@@ -31,6 +31,7 @@ from lightning_3d.strategy.float8 import multiply_in_float8
 from lightning_3d.strategy.gradient_hooks import GradientHooks
 from lightning_3d.strategy.local_model import LocalModel, Partition, context_of
 from lightning_3d.strategy.nonfinite import StepGuard
+from lightning_3d.strategy.partial_values import PartialValues
 from lightning_3d.strategy.plan_draft.auto import choose_plan, with_draft
 from lightning_3d.strategy.refusals import refuse_skipped_blocks
 from lightning_3d.strategy.self_check.check import SelfCheck, place_of
@@ -214,7 +215,7 @@ def _assemble(
         raise with_draft(error, module, mesh, chosen.name, alone=alone) from None
     if alone:  # no self-check, which finds these sizes with the other ranks
         apply_local_sizes(parts.module, chosen.local_sizes, place_of(mesh))
-    check.attach(parts.module)
+    check.attach(parts.module, PartialValues(parts, mesh.layout).add)
     frozen.attach()
     return parts
 

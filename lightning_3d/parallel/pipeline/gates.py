@@ -278,7 +278,8 @@ class CountedModel:
             unknown[0].pass_over()
             raise PlanError(
                 f"The step computes an input of {kind} from the value of {unknown[0].unknown_origin}, which only the last pipeline stage"
-                " knows. Compute the inputs of the model from the batch alone, or use a layout with pp = 1."
+                " knows. Compute the inputs of the model from the batch and the layers before its blocks alone, move the rest into the"
+                " forward of the model (before the blocks, and named in 'pp' of the plan), or use a layout with pp = 1."
             )
         if self.pipeline_state.has_towers and (encoded := tower_inputs(kwargs)):
             self.pipeline_state.require_tower_check(encoded)

@@ -274,7 +274,9 @@ class OutsideReads(TorchFunctionMode):
     def _refuse_piece(self, piece: nn.Module) -> None:
         """Refuse a layer of the parallel model that the step runs by itself, if it needs the layers around it."""
         name = next(name for name, module in self._root.named_modules() if module is piece)
-        if not name.startswith(f"{self._parts.name}." if self._parts.name else ""):
+        prefix = f"{self._parts.name}." if self._parts.name else ""
+        # What runs before the blocks has a whole output. Other stages than the first get it with the hidden states, or NaN in its shape.
+        if not name.startswith(prefix) or name.removeprefix(prefix) in self._parts.plan.before:
             return
         model, layout = type(self._parts.module).__name__, self._mesh.layout
         if layout.tp * layout.pp * layout.ep > 1:
