@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_3d.errors import DataError
@@ -86,6 +87,27 @@ def _other_rows(value: Any, rows: slice | Tensor, count: int, place: str) -> Any
     )
 
 
+def joined(batches: Sequence[Any]) -> Any:
+    """Join batches of one row each.
+
+    Raises:
+        DataError: a value may be rows or not.
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches)) if first.ndim and first.shape[0] == 1 else first
+    if isinstance(first, Mapping):
+        items = {key: joined([batch[key] for batch in batches]) for key in first}
+        return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(joined, zip(*batches, strict=True)))
+    if isinstance(first, (list, tuple)) and list(tensors_of(first)):
+        return type(first)(map(joined, zip(*batches, strict=True)))
+    if isinstance(first, (bool, int, float, type(None))) and all(batch == first for batch in batches):
+        return first
+    raise DataError(f"rows of type {type(first).__name__} cannot be joined")
+
+
 def count_rows(batch: Any) -> int:
     """Count the rows of a batch: dimension 0 of its tensors, and the entries of lists with one entry for each row.
 
@@ -94,9 +116,7 @@ def count_rows(batch: Any) -> int:
     """
     sizes = sorted({tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0})
     if not sizes:
-        raise DataError(
-            f"The batch contains no tensor with a batch dimension, so it cannot be split into micro-batches. {_SPLIT_BATCH}"
-        )
+        raise DataError(f"The batch contains no tensor with a batch dimension, so it cannot be split into micro-batches. {_SPLIT_BATCH}")
     fitting = [size for size in sizes if _fits(batch, size, top=True)]
     fitting = fitting or [size for size in sorted(set(_lengths(batch, top=True))) if _fits(batch, size, top=True)]
     if len(fitting) == 1:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Layout, Lightning3DStrategy
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategy.step.attributes import Attributes
+from lightning_3d.parallel.undone import places_of_step
 
 ROWS, CLASSES, STEPS = 16, 10, 3
 LABELS = torch.linspace(0.1, 5, CLASSES)
@@ -284,13 +284,16 @@ class Holds(nn.Module):
 def test_attributes_come_back_with_what_they_contained() -> None:
     module = nn.Sequential(Holds())
     holds: Any = module[0]
-    items, before = holds.items, Attributes(holds)
+    items, places = holds.items, places_of_step(module)
+    before = places.now()
     holds.number, holds.more = 2, 3
     holds.items[1].append(5)
     holds.items.append(4)
     holds.own.count += 1
     holds.queue += 1
     holds.names.add("b")
-    before.restore()
+    after = places.now()
+    assert set(places.changed(before, after)) >= {"self.0.number", "self.0.more", "self.0.items", "self.0.own.count", "self.0.queue"}
+    places.restore(before)
     assert (holds.number, holds.items, holds.own.count, holds.names) == (1, [1, [2]], 0, {"a"})
     assert holds.items is items and not hasattr(holds, "more") and holds.queue.sum() == 0

@@ -65,3 +65,13 @@ def about_writes(names: list[str]) -> str:
         " power iterations, for example). A forward sees one micro-batch of one data-parallel rank, so the buffers are not those of one"
         " process: statistics are of a micro-batch, and their momentum is applied once per micro-batch."
     )
+
+
+def about_counters(names: list[str], micro_batches: int) -> str:
+    """Say what differs for numbers that each call of the step changes."""
+    shown = [f"'{name}'" for name in names[:3]]
+    more = [f"{len(names) - 3} others"] if len(names) > 3 else []
+    return (
+        f"Each call of training_step changes {listed([*shown, *more])}. It is called {micro_batches} times for a batch, once per"
+        " micro-batch, and by one process once. If the loss will depend on it, count in on_train_batch_end or use self.global_step."
+    )
