@@ -90,6 +90,11 @@ class LossProof:
         self._batch = 0
         self.scale = 0.0
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the batch is the first of a fit."""
+        return self._batch == 1
+
     def begin_fit(self) -> None:
         """Expect the first step of a fit."""
         self._expects, self._batch, self.scale = True, 0, 0.0
@@ -103,17 +108,16 @@ class LossProof:
         """
         self._batch += 1
         real = len(micro_batches) - micro_batches.fillers
-        first = self._batch == 1
         due = self._expects and self.splits and self._batch.bit_count() == 1  # the 1st, 2nd, 4th, 8th and so on
-        if not due or (real == 1 and self.mesh.size("dp") == 1) or not (first or self.wanted):
+        if not due or (real == 1 and self.mesh.size("dp") == 1) or not (self.is_first or self.wanted):
             yield
             return
-        if first:
+        if self.is_first:
             self._refuse_layers(real, micro_batches.rows)
         writes = BufferWrites(self.module)
         with self._proving(batch, micro_batches, rest, step) if self.wanted else nullcontext():
             yield
-        written = [name for names in gathered(writes.names() if first else [], self.mesh) for name in names]
+        written = [name for names in gathered(writes.names() if self.is_first else [], self.mesh) for name in names]
         if written:
             rank_zero_warn(about_writes(list(dict.fromkeys(written))))
 
@@ -143,7 +147,7 @@ class LossProof:
         real = max(len(micro_batches) - micro_batches.fillers, 1)
         if micro_batches.rows == 1:
             return 0
-        if self._batch > 1:
+        if not self.is_first:
             return (self._batch.bit_length() - 1) % real
         scores = gathered([_variety(batch, micro_batches.rows) for batch in micro_batches.batches[:real]], self.mesh)
         # Ranks that compute the same rows must choose the same.
@@ -178,7 +182,7 @@ class _Watch:
         self._whole_batch, self._batches = batch, micro_batches
         self._real = len(micro_batches) - micro_batches.fillers
         self._places: Places | None = None
-        self._writes = ParameterWrites(self._module, wanted=self._real > 1 and proof.keeps_parameters)
+        self._writes = ParameterWrites(self._module, wanted=proof.keeps_parameters)
         self._looks: dict[int, FirstLook] = {}
         self._host = HostDraws()
         self._unpaired = False
@@ -252,12 +256,12 @@ class _Watch:
         batches, parameters = self._count_writes()
         if batches != self._versions[0]:
             return "the step writes into its batch"
-        if self._proof.keeps_parameters and parameters != self._versions[1]:
+        if self._proof.keeps_parameters and (self._writes.writes or parameters != self._versions[1]):
             return "the step writes into parameters"
         return ""
 
     def _say_why_not(self, reason: str) -> None:
-        if self._mesh.rank == 0 and reason != _QUIET:
+        if self._mesh.rank == 0 and reason != _QUIET and self._proof.is_first:
             print(
                 f"lightning_3d: the loss of the first step was not compared with that of parts of its rows: {reason}.",
                 file=sys.stderr,
@@ -304,9 +308,8 @@ class _Watch:
         it or none. A few layers cannot train on a single row: then halves are compared, or two micro-batches with their rows as one.
         """
         rows, several = self._batches.rows, self._real > 1
-        two = [self._two_micro_batches if several else self._rows_of_two_ranks]
         if rows == 1:
-            return two
+            return [self._two_micro_batches if several else self._rows_of_two_ranks]
         if self._proof.split_batch is not None:
             count = next(number for number in range(2, rows + 1) if rows % number == 0)
             return [partial(self._parts, [rows // count] * count)]
@@ -315,8 +318,8 @@ class _Watch:
         sizes = [first, halves]
         if 1 in sizes and self._mesh.size("pp") > 2:  # a failure between the first and the last stage would end the run
             sizes = [size for size in sizes if size > 1]
-        ways = [partial(self._parts, [rows - size, size]) for size in dict.fromkeys(sizes)]
-        return [*ways, *two] if several else ways
+        ways: list[Callable[[], Finding | None]] = [partial(self._parts, [rows - size, size]) for size in dict.fromkeys(sizes)]
+        return [*ways, self._two_micro_batches] if several else ways
 
     def _tried(self, way: Callable[[], Any]) -> tuple[Any, str]:
         """Return what a way gives, or why it fails."""
@@ -435,13 +438,13 @@ class _Watch:
         first = self._places.now()
         sums = self._probe(part, size, draws.again(), draws_only=True)
         second = self._places.now()
-        written, more = self._places.changed(self._before[0], first), self._places.changed(first, second)
+        written = self._places.changed(self._before[0], first)
         losses = None
         if found is not None:
             one, other = found.parts[-1], Number.of(sums[0], self._mesh.size("cp"))
             if found.differ(one.loss, other.loss):
                 losses = one.loss, other.loss
-        return [name for name in more if name in written] or list(written), accumulated_numbers(more), losses
+        return list(written), accumulated_numbers(self._places.changed(first, second)), losses
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

@@ -27,12 +27,17 @@ class ParameterWrites:
 
     Attributes:
         names: names of the parameters.
+        writes: whether a call has changed any.
     """
 
     def __init__(self, root: nn.Module, *, wanted: bool) -> None:
         self._root, self._wanted = root, wanted
         self._once: dict[str, Tensor] = {}
         self.names: list[str] = []
+
+    @property
+    def writes(self) -> bool:
+        return bool(self._once)
 
     @contextmanager
     def watching(self, index: int) -> Iterator[None]:
@@ -105,8 +110,9 @@ def weight_refusal(names: list[str], layout: Layout, micro_batches: int, rows: i
 
 
 def _named(names: list[str]) -> str:
-    more = [f"{len(names) - 3} others"] if len(names) > 3 else []
-    return listed([*names[:3], *more])
+    outermost = sorted(names, key=lambda name: name.count("."))
+    more = [f"{len(names) - 4} others"] if len(names) > 5 else outermost[4:]
+    return listed([*outermost[:4], *more])
 
 
 def _calls(layout: Layout, micro_batches: int, rows: int) -> str:
