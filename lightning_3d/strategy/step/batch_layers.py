@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_3d.errors import listed
+from lightning_3d.errors import ConfigError, listed
+from lightning_3d.parallel.mesh import Mesh, gathered
+from lightning_3d.strategy.step.loss_finding import at_once, described
 
 
 def layers_of_whole_batches(root: nn.Module, *, micro_batches: int, dp: int) -> list[str]:
@@ -26,6 +28,27 @@ def layers_of_whole_batches(root: nn.Module, *, micro_batches: int, dp: int) -> 
         if module.max_norm is not None and dp > 1:
             found.append(f"'{name}' has max_norm and would change the rows of its own ids on each data-parallel rank, so that ranks differ")
     return found
+
+
+def refuse_layers(root: nn.Module, mesh: Mesh, micro_batches: int, rows: int) -> None:
+    """Refuse layers that need the whole batch. Collective.
+
+    Args:
+        micro_batches: of a data-parallel rank.
+        rows: of a micro-batch.
+
+    Raises:
+        ConfigError: on all ranks, if any has such layers.
+    """
+    dp = mesh.size("dp")
+    found = gathered(layers_of_whole_batches(root, micro_batches=micro_batches, dp=dp), mesh)
+    layers = list(dict.fromkeys(layer for of_rank in found for layer in of_rank))
+    if layers:
+        raise ConfigError(
+            f"{described(dp, micro_batches, rows)}, but {listed(layers)}. So this would not train as one process does. Use"
+            f" {at_once(mesh.layout, dp * micro_batches * rows)}, remove the option, or pass"
+            ' loss_reduction="accumulate" to train with the values of micro-batches.'
+        )
 
 
 class BufferWrites:

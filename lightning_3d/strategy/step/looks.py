@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import random
 import sys
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
+from lightning_3d.parallel.mesh import Mesh, gathered
+from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.strategy.step.metrics import unchanged_metrics
 from lightning_3d.strategy.step.row_random import DrawnShapes, RowDraws, Shape
+from lightning_3d.strategy.step.runner import StepRunner
+
+_TOLERANCES = ((1e-12, 1e-9), (1e-6, 1e-4), (1e-3, 3e-3), (1.0, 3e-2))
+"""Largest machine epsilon of the arithmetic, and the relative difference that its rounding may make in a mean over some rows: float64,
+float32, TF32, and what has fewer bits."""
+
+_TF32 = 2.0**-11
 
 
 class FirstLook(DrawnShapes):
@@ -95,3 +109,54 @@ class DrawsOfPart:
     def unpaired(self) -> bool:
         """Whether some numbers may be others than in the whole."""
         return self._host.unpaired or any(draws.unmatched or (self._shapes is None and draws.drawn) for draws in self._draws)
+
+
+@contextmanager
+def aside(module: LightningModule, runner: StepRunner, *, eager: bool) -> Iterator[None]:
+    """Context in which nothing of a call of the step reaches the user: no metric, log, print or warning.
+
+    Args:
+        eager: whether to run compiled code as it was written.
+    """
+    trainer, look = module.trainer, runner.look
+    loggers = trainer.loggers
+    stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
+    try:
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        with unchanged_metrics(module), redirect_stdout(io.StringIO()), warnings.catch_warnings(), stance:
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        trainer.loggers, runner.look = loggers, look
+
+
+def epsilon_of(precision: str, *, fp8: bool = False) -> float:
+    """Return the machine epsilon of the arithmetic of a precision; 0 for one that the results themselves show."""
+    if fp8:
+        return 0.125
+    return torch.finfo(torch.bfloat16).eps if precision.startswith("bf16") else 0.0
+
+
+def tolerance_of(epsilon: float, device: torch.device) -> float:
+    """Return the relative difference that rounding may make in a mean over some rows, for a machine epsilon of the arithmetic."""
+    if epsilon < _TF32 and device.type == "cuda" and epsilon > 1e-12 and torch.backends.cuda.matmul.allow_tf32:
+        epsilon = _TF32
+    return next(tolerance for largest, tolerance in _TOLERANCES if epsilon <= largest)
+
+
+def most_telling(batches: Sequence[Any], rows: int, mesh: Mesh) -> int:
+    """Return the index of the micro-batch whose rows differ most in labels, masks and other whole numbers. Collective.
+
+    A mean over some rows shows itself only where rows differ in what it counts. Ranks that compute the same rows choose the same.
+    """
+    scores = gathered([_variety(batch, rows) for batch in batches], mesh)
+    places = [mesh.layout.coordinates(rank)["dp"] for rank in range(len(scores))]
+    of_peers = [score for place, score in zip(places, scores, strict=True) if place == mesh.index("dp")]
+    sums = [sum(score[index] for score in of_peers) for index in range(len(batches))]
+    return sums.index(max(sums))
+
+
+def _variety(batch: Any, rows: int) -> int:
+    """Count how many different rows the labels, masks and other whole numbers of a micro-batch have: rows with equal sums count once."""
+    whole = [tensor for tensor in tensors_of(batch) if not (tensor.is_floating_point() or tensor.is_complex())]
+    return sum(len(tensor.reshape(rows, -1).sum(1).unique()) for tensor in whole if tensor.ndim and tensor.shape[0] == rows)

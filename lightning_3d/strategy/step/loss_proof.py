@@ -7,11 +7,9 @@ step is proved, and then the 2nd, 4th, 8th and so on, with other rows.
 
 from __future__ import annotations
 
-import io
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import gcd
 from typing import Any
@@ -20,30 +18,22 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_3d.errors import ConfigError, listed
-from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.mesh import Mesh, gathered
 from lightning_3d.parallel.nested import count_rows, joined, rows_of, tensors_of
 from lightning_3d.parallel.pipeline.engine import ProbeFailed
 from lightning_3d.parallel.random_streams import Generators
 from lightning_3d.parallel.undone import Places, Snapshot, places_of_step
 from lightning_3d.parallel.zero import DataParallelBackend
-from lightning_3d.strategy.step.batch_layers import BufferWrites, about_counters, about_writes, layers_of_whole_batches
-from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws
-from lightning_3d.strategy.step.loss_finding import Finding, Number, at_once, described, refusal
-from lightning_3d.strategy.step.metrics import unchanged_metrics
+from lightning_3d.strategy.step.batch_layers import BufferWrites, about_counters, about_writes, refuse_layers
+from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws, aside, most_telling, tolerance_of
+from lightning_3d.strategy.step.loss_finding import Finding, Number, refusal
 from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
 from lightning_3d.strategy.step.runner import StepRunner
 from lightning_3d.strategy.step.written import ParameterWrites, accumulated_numbers, digests, state_refusal, weight_refusal
-
-_TOLERANCES = ((1e-12, 1e-9), (1e-6, 1e-4), (1e-3, 3e-3), (1.0, 3e-2))
-"""Largest machine epsilon of the arithmetic, and the relative difference that its rounding may make in a mean over some rows: float64,
-float32, TF32, and what has fewer bits."""
-
-_TF32 = 2.0**-11
 
 _QUIET = "quiet"
 """A reason why the loss is not compared, of which nobody needs to know."""
@@ -83,7 +73,7 @@ class LossProof:
     ) -> None:
         self.module, self.runner, self.backend = module, runner, backend
         self.mesh, self.device = mesh, device
-        self.split_batch, self.records, self._epsilon = split_batch, records, epsilon
+        self.split_batch, self.records, self.epsilon = split_batch, records, epsilon
         self.wanted, self.keeps_parameters = wanted, keeps_parameters
         self.splits, self.accumulates = splits, accumulates
         self._expects = False
@@ -112,61 +102,25 @@ class LossProof:
         if not due or (real == 1 and self.mesh.size("dp") == 1) or not (self.is_first or self.wanted):
             yield
             return
-        if self.is_first:
-            self._refuse_layers(real, micro_batches.rows)
+        if self.is_first and not self.accumulates:
+            refuse_layers(self.module, self.mesh, real, micro_batches.rows)
         writes = BufferWrites(self.module)
-        with self._proving(batch, micro_batches, rest, step) if self.wanted else nullcontext():
+        if self.wanted:
+            watch = _Watch(self, batch, micro_batches, rest, step, self._chosen(micro_batches, max(real, 1)))
+            with watch.looking():
+                yield
+            watch.prove()
+        else:
             yield
         written = [name for names in gathered(writes.names() if self.is_first else [], self.mesh) for name in names]
         if written:
             rank_zero_warn(about_writes(list(dict.fromkeys(written))))
 
-    def _refuse_layers(self, real: int, rows: int) -> None:
-        """Refuse layers that need the whole batch, unless the user wants the gradients of micro-batches."""
-        if self.accumulates:
-            return
-        dp = self.mesh.size("dp")
-        found = gathered(layers_of_whole_batches(self.module, micro_batches=real, dp=dp), self.mesh)
-        layers = list(dict.fromkeys(layer for of_rank in found for layer in of_rank))
-        if layers:
-            raise ConfigError(
-                f"{described(dp, real, rows)}, but {listed(layers)}. So this would not train as one process does. Use"
-                f" {at_once(self.mesh.layout, dp * real * rows)}, remove the option, or pass"
-                ' loss_reduction="accumulate" to train with the values of micro-batches.'
-            )
-
-    @contextmanager
-    def _proving(self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
-        watch = _Watch(self, batch, micro_batches, rest, step, self._chosen(micro_batches))
-        with watch.looking():
-            yield
-        watch.prove()
-
-    def _chosen(self, micro_batches: MicroBatches) -> int:
-        """Choose the micro-batch that is proved: first the one whose rows differ most in their labels, then one after the other."""
-        real = max(len(micro_batches) - micro_batches.fillers, 1)
-        if micro_batches.rows == 1:
-            return 0
-        if not self.is_first:
-            return (self._batch.bit_length() - 1) % real
-        scores = gathered([_variety(batch, micro_batches.rows) for batch in micro_batches.batches[:real]], self.mesh)
-        # Ranks that compute the same rows must choose the same.
-        peers = [rank for rank in range(len(scores)) if self.mesh.layout.coordinates(rank)["dp"] == self.mesh.index("dp")]
-        sums = [sum(scores[rank][index] for rank in peers) for index in range(real)]
-        return sums.index(max(sums))
-
-    def tolerance(self, epsilon: float) -> float:
-        """Relative difference that rounding may make.
-
-        Args:
-            epsilon: largest machine epsilon of any result.
-        """
-        epsilon = max(self._epsilon, epsilon)
-        if not self.records:  # nothing has seen the types of the results
-            epsilon = max(epsilon, torch.finfo(torch.float32).eps)
-        if epsilon < _TF32 and self.device.type == "cuda" and epsilon > 1e-12 and torch.backends.cuda.matmul.allow_tf32:
-            epsilon = _TF32
-        return next(tolerance for largest, tolerance in _TOLERANCES if epsilon <= largest)
+    def _chosen(self, micro_batches: MicroBatches, real: int) -> int:
+        """Choose the micro-batch that is proved: first the one that tells most, then one after the other."""
+        if self.is_first and micro_batches.rows > 1:
+            return most_telling(micro_batches.batches[:real], micro_batches.rows, self.mesh)
+        return 0 if micro_batches.rows == 1 else (self._batch.bit_length() - 1) % real
 
 
 class _Watch:
@@ -324,7 +278,7 @@ class _Watch:
     def _tried(self, way: Callable[[], Any]) -> tuple[Any, str]:
         """Return what a way gives, or why it fails."""
         try:
-            with self._aside():
+            with aside(self._module, self._runner, eager=not self._proof.records), self._proof.backend.parameters_in_use():
                 return way(), ""
         except Exception as error:
             if not (isinstance(error, ProbeFailed) or self._mesh.size("pp") == 1 or self._runner.owns_last):
@@ -384,7 +338,10 @@ class _Watch:
         return finding
 
     def _tolerance(self) -> float:
-        return self._proof.tolerance(max((look.epsilon for look in self._looks.values()), default=0.0))
+        epsilons = [look.epsilon for look in self._looks.values()]
+        if not self._proof.records:  # nothing has seen the types of the results
+            epsilons.append(torch.finfo(torch.float32).eps)
+        return tolerance_of(max([self._proof.epsilon, *epsilons]), self._proof.device)
 
     def _probe(self, batch: Any, rows: int, look: Callable[[int, int], Any], *, draws_only: bool = False) -> list[Tensor]:
         """Run the step on some rows, from the same state as their micro-batch.
@@ -446,47 +403,9 @@ class _Watch:
                 losses = one.loss, other.loss
         return list(written), accumulated_numbers(self._places.changed(first, second)), losses
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Context in which nothing reaches the user: no metric, log, print or warning."""
-        trainer, look = self._module.trainer, self._runner.look
-        loggers = trainer.loggers
-        eager = nullcontext() if self._proof.records else torch.compiler.set_stance("force_eager")
-        try:
-            trainer.loggers = [DummyLogger() for _ in loggers]
-            quiet = redirect_stdout(io.StringIO())
-            with unchanged_metrics(self._module), quiet, warnings.catch_warnings(), eager:
-                warnings.simplefilter("ignore")
-                with self._proof.backend.parameters_in_use():
-                    yield
-        finally:
-            trainer.loggers, self._runner.look = loggers, look
-
-
-def epsilon_of(precision: str, *, fp8: bool = False) -> float:
-    """Return the machine epsilon of the arithmetic of a precision; 0 for one that the results themselves show."""
-    if fp8:
-        return 0.125
-    return torch.finfo(torch.bfloat16).eps if precision.startswith("bf16") else 0.0
-
-
-def gathered(value: Any, mesh: Mesh) -> list[Any]:
-    """Gather a value of each rank on all of them, in host memory."""
-    if mesh.layout.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(values, value, group=mesh.world_control)
-    return values
-
 
 def _is_at(coordinates: dict[str, int], wanted: dict[str, int]) -> bool:
     return all(coordinates[axis] == index for axis, index in wanted.items())
-
-
-def _variety(batch: Any, rows: int) -> int:
-    """Count how many different rows the labels, masks and other whole numbers of a micro-batch have: rows with equal sums count once."""
-    whole = [tensor for tensor in tensors_of(batch) if not (tensor.is_floating_point() or tensor.is_complex())]
-    return sum(len(tensor.reshape(rows, -1).sum(1).unique()) for tensor in whole if tensor.ndim and tensor.shape[0] == rows)
 
 
 def _writes(tensors: Iterable[Tensor]) -> int:
