@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from math import gcd
+from math import gcd, isfinite
 from typing import Any
 
 import torch
@@ -279,7 +279,10 @@ class _Watch:
         """Return what a way gives, or why it fails."""
         try:
             with aside(self._module, self._runner, eager=not self._proof.records), self._proof.backend.parameters_in_use():
-                return way(), ""
+                found = way()
+                # Rows may belong together, such as pairs, so that a part alone has no loss; a micro-batch must have one.
+                alone = isinstance(found, Finding) and sum(found.rows) == self._batches.rows and isfinite(found.whole.loss)
+                return (None, "it is not finite for some parts alone") if alone and not isfinite(found.mean) else (found, "")
         except Exception as error:
             if not (isinstance(error, ProbeFailed) or self._mesh.size("pp") == 1 or self._runner.owns_last):
                 raise
