@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_3d.errors import DataError, listed
@@ -85,6 +86,27 @@ def _other_rows(value: Any, rows: slice | Tensor, count: int, place: str) -> Any
         f"The batch has {count} rows, and so does its {type(value).__name__} at batch{place}, which cannot be split into"
         f" micro-batches. {_SPLIT_BATCH}"
     )
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Join batches of one row each.
+
+    Raises:
+        DataError: a value may be rows or not.
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches)) if first.ndim and first.shape[0] == 1 else first
+    if isinstance(first, Mapping):
+        items = {key: joined([batch[key] for batch in batches]) for key in first}
+        return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(joined, zip(*batches, strict=True)))
+    if isinstance(first, (list, tuple)) and list(tensors_of(first)):
+        return type(first)(map(joined, zip(*batches, strict=True)))
+    if isinstance(first, (bool, int, float, type(None))) and all(batch == first for batch in batches):
+        return first
+    raise DataError(f"rows of type {type(first).__name__} cannot be joined")
 
 
 def count_rows(batch: Any) -> int:

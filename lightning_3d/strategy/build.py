@@ -40,7 +40,8 @@ from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes
 from lightning_3d.strategy.step import LossWeights, StepRunner
 from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.known_values import KnownValues
-from lightning_3d.strategy.step.loss_proof import LossProof, epsilon_of
+from lightning_3d.strategy.step.looks import epsilon_of
+from lightning_3d.strategy.step.loss_proof import LossProof
 from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.splitter import BatchSplitter
@@ -183,9 +184,7 @@ def proves_loss(options: BuildOptions, around: Surroundings) -> bool:
     return not (declared or around.shape_only or options.model.experts.capacity_factor is not None)
 
 
-def _assemble(
-    module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings
-) -> LocalModel:
+def _assemble(module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings) -> LocalModel:
     """Assemble the parts of a whole module, and arrange for its self-check.
 
     Raises:

@@ -35,7 +35,8 @@ from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
 from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.known_values import KnownValues
-from lightning_3d.strategy.step.loss_proof import LossProof, summary
+from lightning_3d.strategy.step.loss_finding import summary
+from lightning_3d.strategy.step.loss_proof import LossProof
 from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer

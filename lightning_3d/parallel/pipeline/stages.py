@@ -30,7 +30,6 @@ from lightning_3d.parallel.pipeline.gates import (
 )
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState
 from lightning_3d.parallel.pipeline.towers import has_towers
-from lightning_3d.parallel.pipeline.unknown import Unknown
 from lightning_3d.parallel.specialize import specialize
 
 

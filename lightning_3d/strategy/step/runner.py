@@ -306,21 +306,20 @@ class StepRunner:
         """
         self._begin(step=0)
         with self._random.isolated():
-            self._engine.evaluate(
-                len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
-            )
+            self._engine.evaluate(len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest))
         forget_masks()
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
             self._log.replay(self._read(HostCopy(self._share())).checksum)
         return self._shared.broadcast(self._merged(micro_batches), whole=hook == "predict")
 
-    def probe(self, part: MicroBatches, like: MicroBatches, rest: tuple[Any, ...], step: int) -> Tensor | None:
+    def probe(self, part: MicroBatches, like: MicroBatches, rest: tuple[Any, ...], step: int, index: int) -> Tensor | None:
         """Run the forward of the user's training step once more, without gradients. Logs, outputs and totals stay as they are.
 
         Args:
             part: a single micro-batch.
-            like: micro-batches of the step; `part` gets the seeds of the first one.
+            like: micro-batches of the step.
             step: number of optimizer steps before this one.
+            index: the one of `like` whose seeds `part` gets.
 
         Returns:
             (loss times weight, weight), float64; None before the last stage.
@@ -333,7 +332,7 @@ class StepRunner:
         self._engine.probes = True
         try:
             with self._random.isolated():
-                self._engine.evaluate(1, ("probe", part.signature), _UserStep(self, "training", part, rest, like))
+                self._engine.evaluate(1, ("probe", part.signature), _UserStep(self, "training", part, rest, like, index))
             return self._sums[0][:2] if self._sums else None
         finally:
             forget_masks()
@@ -366,12 +365,19 @@ class StepRunner:
         self._log.begin()
 
     def run_one(
-        self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...], like: MicroBatches | None = None
+        self,
+        hook: str,
+        micro_batches: MicroBatches,
+        index: int,
+        rest: tuple[Any, ...],
+        like: MicroBatches | None = None,
+        first: int = 0,
     ) -> Tensor | None:
         """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary.
 
         Args:
             like: where the loss is compared with that of the step: micro-batches of the step, which has the same random numbers.
+            first: the one of them that the first of `micro_batches` takes the place of.
         """
         self._weights.begin(training=hook == "training", proves=like is not None)
         filler = micro_batches.is_filler(index)
@@ -382,7 +388,7 @@ class StepRunner:
         try:
             self._runs_step = True
             with ExitStack() as contexts:
-                for context in self._contexts(hook, like or micro_batches, index, filler=filler):
+                for context in self._contexts(hook, like or micro_batches, first + index, filler=filler):
                     contexts.enter_context(context)
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
             self._engine.end_step()
@@ -401,9 +407,7 @@ class StepRunner:
         self._log.weigh(weight)
         return self._account(hook, output, weight)
 
-    def _contexts(
-        self, hook: str, micro_batches: MicroBatches, index: int, *, filler: bool
-    ) -> Iterator[AbstractContextManager[Any]]:
+    def _contexts(self, hook: str, micro_batches: MicroBatches, index: int, *, filler: bool) -> Iterator[AbstractContextManager[Any]]:
         """Contexts of a call of the user's step, the outermost first."""
         yield self._context(hook)
         yield self._log.collecting()
@@ -526,6 +530,7 @@ class _UserStep:
 
     Attributes:
         like: micro-batches whose random numbers are drawn; None for those of `micro_batches`.
+        first: the one of them whose random numbers the first of `micro_batches` draws.
     """
 
     runner: StepRunner
@@ -533,12 +538,13 @@ class _UserStep:
     micro_batches: MicroBatches
     rest: tuple[Any, ...]
     like: MicroBatches | None = None
+    first: int = 0
 
     def enter(self, micro_batch: int) -> None:
-        self.runner.seed(self.like or self.micro_batches, micro_batch)
+        self.runner.seed(self.like or self.micro_batches, self.first + micro_batch)
 
     def __call__(self, micro_batch: int) -> Tensor | None:
-        return self.runner.run_one(self.hook, self.micro_batches, micro_batch, self.rest, self.like)
+        return self.runner.run_one(self.hook, self.micro_batches, micro_batch, self.rest, self.like, self.first)
 
 
 def _no_context(*args: Any) -> AbstractContextManager[Any]:
