@@ -1,7 +1,6 @@
-"""Attributes by which one call of the user's step changes what the next one computes: counters, averages, earlier losses.
+"""Attributes that a step reads before the model's call and changes after it, which only the last pipeline stage reaches.
 
-One process calls the step once for each batch. A layout calls it once for each micro-batch and pipeline stage, and only the last stage runs
-what follows the model's call.
+What one call of a step leaves for the next on the same stage is a matter of the proof of the loss: see `written.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_3d.errors import ConfigError, listed
+from lightning_3d.errors import ConfigError, listed, plural
 from lightning_3d.layout.layout import Layout
 
 _PLAIN = (int, float, str, type(None), Tensor)
@@ -22,7 +21,8 @@ _LIGHTNINGS = frozenset(vars(LightningModule()))
 
 
 class CarriedAttributes:
-    """Looks at the attributes of the user's module in the first calls of its step, and refuses those that it carries from call to call.
+    """Looks at the attributes of the user's module in the second call of its step with pp > 1, and refuses those that never reach the
+    earlier stages. The first access to a child of the module counts as the model's call.
 
     A value that is set once (a mask that is kept, a flag) is no state: the second call shows that.
     """
@@ -42,7 +42,7 @@ class CarriedAttributes:
             micro_batches: number of micro-batches of the batch.
             rows: rows of each.
         """
-        if not self._left or micro_batches * self._layout.pp == 1:
+        if not self._left or self._layout.pp == 1:
             return nullcontext()
         self._left -= 1
         return self._seen(micro_batches, rows) if self._left == 0 else nullcontext()
@@ -51,17 +51,22 @@ class CarriedAttributes:
     def _seen(self, micro_batches: int, rows: int) -> Iterator[None]:
         module, kind = self._module, type(self._module)
         before = {name: _kept(value) for name, value in vars(module).items() if name not in _LIGHTNINGS and isinstance(value, _PLAIN)}
-        read: set[str] = set()
-        written: set[str] = set()
+        children = frozenset(name for name, _ in module.named_children())
+        called = False
+        early: set[str] = set()
+        late: set[str] = set()
 
         class Seen(kind):  # type: ignore[misc,valid-type]
             def __getattribute__(self, name: str) -> Any:
-                if name in before and name not in written:
-                    read.add(name)
+                nonlocal called
+                called = called or name in children
+                if name in before and not called:
+                    early.add(name)
                 return super().__getattribute__(name)
 
             def __setattr__(self, name: str, value: Any) -> None:
-                written.add(name)
+                if called:
+                    late.add(name)
                 super().__setattr__(name, value)
 
         Seen.__name__, Seen.__qualname__, Seen.__module__ = kind.__name__, kind.__qualname__, kind.__module__
@@ -70,20 +75,18 @@ class CarriedAttributes:
             yield
         finally:
             module.__class__ = kind
-        carried = [name for name in before if name in read & written and not _same(before[name], vars(module).get(name))]
+        carried = [name for name in before if name in early & late and not _same(before[name], vars(module).get(name))]
         if carried:
             self._refuse(carried, micro_batches, rows)
 
     def _refuse(self, names: list[str], micro_batches: int, rows: int) -> None:
-        layout = self._layout
-        them, others = ("them", "other values") if len(names) > 1 else ("it", "another value")
-        alone = " Only the last pipeline stage runs the code after the model's call." if layout.pp > 1 else ""
-        whole = f", or use micro_batch_size={rows * micro_batches}" if layout.pp == 1 else ""
+        them = "them" if len(names) > 1 else "it"
         raise ConfigError(
-            f"Each call of training_step reads {listed(f'self.{name}' for name in names)} and sets {them} to {others}. Here a batch is"
-            f" {micro_batches} micro-batches, and each is a call of its own.{alone} So a call finds other values than on one process."
-            f" Change {them} in on_train_batch_start or on_train_batch_end, which every rank runs once for each batch, or read"
-            f" self.global_step{whole}. If no loss depends on {them}, use self_check=never."
+            f"Each call of training_step reads {listed(f'self.{name}' for name in names)} before the model's call and changes {them} after"
+            f" it. With pp = {self._layout.pp}, only the last pipeline stage runs the code after the model's call, once for each of"
+            f" {micro_batches} micro-batches of {plural(rows, 'row')}: the other stages would go on with old values. Change {them} in"
+            f" on_train_batch_start or on_train_batch_end, which every rank runs once for each batch, or read self.global_step. If no loss"
+            f" depends on {them}, use self_check=never."
         )
 
 
