@@ -125,12 +125,14 @@ def test_code_of_the_user_is_explained_on_every_rank(layout: str, what: str, say
 
 
 def test_values_that_a_step_carries_to_its_next_call_are_refused() -> None:
-    """A counter and an average change in every call; a value that is kept, and one that is set first, do not count."""
+    """The loss depends on an average that changes in every call; a counter alone, and a value that is kept, do not count."""
     split: dict[str, Any] = {"micro_batch_size": 4, "self_check": "auto"}
-    kinds = [("counter", split), ("average", split), ("cached", split), ("counter", {}), ("counter", {**split, "self_check": "never"})]
-    (shown,) = run_ranks(fails, 1, "dp1", kinds, timeout=120)
-    assert [kind for kind, _, _ in shown] == ["ConfigError", "ConfigError"]
-    assert "self.steps" in shown[0][1] and "self.mean" in shown[1][1] and "micro_batch_size=8" in shown[1][1]
+    kinds = [("counter", split), ("average", split), ("cached", split), ("counter", {}), ("average", {**split, "self_check": "never"})]
+    ((kind, text, _),) = run_ranks(fails, 1, "dp1", kinds, timeout=120)[0]
+    assert kind == "ConfigError" and "self.mean" in text and "micro_batch_size=8" in text
+    for shown in run_ranks(fails, 2, "pp2", [("counter", split), ("cached", split), ("average", split)], timeout=120):
+        ((kind, text, _),) = shown
+        assert kind == "ConfigError" and "self.mean" in text and "on_train_batch_end" in text
 
 
 def test_one_process_later_steps_and_files_are_left_alone() -> None:
@@ -158,7 +160,7 @@ trainer.fit(Module(what), DataLoader(data, batch_size=8))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "what", "says"), [("pp2", "weights", "pp = 2"), ("tp2", "weights", "(8, 8)"), ("tp2", "alone", "only here")]
+    ("layout", "what", "says"), [("pp2", "weights", "pp = 2"), ("tp2", "step", "(8, 8)"), ("tp2", "alone", "only here")]
 )
 def test_a_script_ends_with_code_2_and_one_message(layout: str, what: str, says: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

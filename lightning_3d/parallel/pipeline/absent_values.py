@@ -18,12 +18,19 @@ class AbsentValue(Tensor):
     """A parameter of another stage, or a value that was computed from one. Its numbers are NaN.
 
     The rank that has the parameter runs the same hook, so writes are passed over here. Nothing else may depend on the numbers.
+
+    Attributes:
+        origin: the name of the parameter, or nothing.
     """
 
+    origin: str = ""
+
     @classmethod
-    def of(cls, blank: Tensor) -> AbsentValue:
+    def of(cls, blank: Tensor, origin: str = "") -> AbsentValue:
         """Mark a tensor without values."""
-        return blank.as_subclass(cls)
+        made = blank.as_subclass(cls)
+        made.origin = origin
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -39,7 +46,10 @@ class AbsentValue(Tensor):
             return target
         if func in (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__array__):
             _refuse()
-        return super().__torch_function__(func, types, args, kwargs)
+        found = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(found, AbsentValue):
+            found.origin = next((value.origin for value in tensors_of(args) if isinstance(value, AbsentValue)), "")
+        return found
 
 
 def _refuse() -> NoReturn:
@@ -56,8 +66,10 @@ def refuse_absent(values: list[Any]) -> None:
     Raises:
         PlanError: one is.
     """
-    if any(isinstance(value, AbsentValue) for value in tensors_of(values)):
+    absent = next((value for value in tensors_of(values) if isinstance(value, AbsentValue)), None)
+    if absent is not None:
+        what = f"the parameter '{absent.origin}'" if absent.origin else "a parameter"
         raise PlanError(
-            "The step computes an input of the model from a parameter of the module. With pp > 1, parameters outside of the model are on"
+            f"The step computes an input of the model from {what} of the module. With pp > 1, parameters outside of the model are on"
             " the last stage. Move the parameter into the model, or use a layout with pp = 1."
         )

@@ -194,7 +194,8 @@ def _remove_outside(root: nn.Module, module_name: str) -> None:
         prefix = ".".join(path[:depth])
         for name, parameter in list(parent.named_parameters(recurse=False)):
             delattr(parent, name)
-            vars(parent)[name] = AbsentValue.of(torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape))
+            blank = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+            vars(parent)[name] = AbsentValue.of(blank, f"{prefix}.{name}".lstrip("."))
         for name, child in list(parent.named_children()):
             if name != step and _has_parameters(child):
                 setattr(parent, name, AbsentOutside(f"{prefix}.{name}".lstrip("."), child))
