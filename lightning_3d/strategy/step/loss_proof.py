@@ -76,33 +76,25 @@ class LossProof:
         self.split_batch, self.records, self.epsilon = split_batch, records, epsilon
         self.wanted, self.keeps_parameters = wanted, keeps_parameters
         self.splits, self.accumulates = splits, accumulates
-        self._expects = False
-        self._batch = 0
-        self.scale = 0.0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the batch is the first of a fit."""
-        return self._batch == 1
+        self._is_first = False
 
     def begin_fit(self) -> None:
         """Expect the first step of a fit."""
-        self._expects, self._batch, self.scale = True, 0, 0.0
+        self._is_first = True
 
     @contextmanager
     def watching(self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
-        """Context of the computation of a batch. Afterwards the loss is proved, if it is due. Collective.
+        """Context of the computation of a batch. After the first of a fit, the loss is proved. Collective.
 
         Raises:
             ConfigError: on all ranks, if it is not a mean over rows, or depends on what the step has written in earlier calls.
         """
-        self._batch += 1
+        due, self._is_first = self._is_first and self.splits, False
         real = len(micro_batches) - micro_batches.fillers
-        due = self._expects and self.splits and self._batch.bit_count() == 1  # the 1st, 2nd, 4th, 8th and so on
-        if not due or (real == 1 and self.mesh.size("dp") == 1) or not (self.is_first or self.wanted):
+        if not due or (real == 1 and self.mesh.size("dp") == 1):
             yield
             return
-        if self.is_first and not self.accumulates:
+        if not self.accumulates:
             refuse_layers(self.module, self.mesh, real, micro_batches.rows)
         writes = BufferWrites(self.module)
         if self.wanted:
@@ -112,15 +104,13 @@ class LossProof:
             watch.prove()
         else:
             yield
-        written = [name for names in gathered(writes.names() if self.is_first else [], self.mesh) for name in names]
+        written = [name for names in gathered(writes.names(), self.mesh) for name in names]
         if written:
             rank_zero_warn(about_writes(list(dict.fromkeys(written))))
 
     def _chosen(self, micro_batches: MicroBatches, real: int) -> int:
-        """Choose the micro-batch that is proved: first the one that tells most, then one after the other."""
-        if self.is_first and micro_batches.rows > 1:
-            return most_telling(micro_batches.batches[:real], micro_batches.rows, self.mesh)
-        return 0 if micro_batches.rows == 1 else (self._batch.bit_length() - 1) % real
+        """Choose the micro-batch that is proved: the one that tells most."""
+        return most_telling(micro_batches.batches[:real], micro_batches.rows, self.mesh) if micro_batches.rows > 1 else 0
 
 
 class _Watch:
@@ -215,7 +205,7 @@ class _Watch:
         return ""
 
     def _say_why_not(self, reason: str) -> None:
-        if self._mesh.rank == 0 and reason != _QUIET and self._proof.is_first:
+        if self._mesh.rank == 0 and reason != _QUIET:
             print(
                 f"lightning_3d: the loss of the first step was not compared with that of parts of its rows: {reason}.",
                 file=sys.stderr,
@@ -278,7 +268,8 @@ class _Watch:
     def _tried(self, way: Callable[[], Any]) -> tuple[Any, str]:
         """Return what a way gives, or why it fails."""
         try:
-            with aside(self._module, self._runner, eager=not self._proof.records), self._proof.backend.parameters_in_use():
+            quietly = aside(self._module, self._runner, eager=not self._proof.records)
+            with torch.no_grad(), quietly, self._proof.backend.parameters_in_use():
                 found = way()
                 # Rows may belong together, such as pairs, so that a part alone has no loss; a micro-batch must have one.
                 alone = isinstance(found, Finding) and sum(found.rows) == self._batches.rows and isfinite(found.whole.loss)
@@ -336,8 +327,7 @@ class _Watch:
             return None
         cp = self._mesh.size("cp")
         numbers = tuple(Number.of(sums, cp) for sums in found)
-        finding = Finding(Number.of(whole[0], cp), numbers, tuple(sizes), self._tolerance(), self._unpaired, self._proof.scale)
-        self._proof.scale = max(self._proof.scale, finding.scale)
+        finding = Finding(Number.of(whole[0], cp), numbers, tuple(sizes), self._tolerance(), self._unpaired)
         return finding
 
     def _tolerance(self) -> float:
