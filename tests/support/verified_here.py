@@ -17,7 +17,7 @@ from typing import Any
 
 import transformers.models.llama.modeling_llama  # noqa: F401  imported once, for all
 from faulty_scripts import script
-from planted_faults import PLANTED, Planted
+from planted_scripts import PLANTED, Planted
 
 from lightning_3d.layout.layout import Layout
 from lightning_3d.ranks.role import RANKS, Role

@@ -13,7 +13,7 @@ import faulty_scripts as scripts
 import pytest
 from command_line import REPOSITORY, environment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from planted_faults import PLANTED, Planted
+from planted_scripts import PLANTED, Planted
 
 from lightning_3d.cli.verify import split_script
 from lightning_3d.errors import ConfigError

@@ -101,7 +101,7 @@ class ActivationHooks:
             writes = before != [value._version for value in _tensors(scaled)]
             if result is None and not writes:
                 return None
-            self.scale.changes = True
+            self.scale.changes = self.scale.changes or not rows.only_scales or writes
             if rows.mixed and self._sees_part:
                 raise self._refusal(hook, rows.mixed)
             return _times(scaled[min(1, len(scaled) - 1)] if result is None else result, 1 / correction)
@@ -119,7 +119,7 @@ class ActivationHooks:
 
 
 class _Rows(TorchFunctionMode):
-    """Notes the first function that mixes rows of the gradients that a hook got.
+    """Notes the first function that mixes rows of the gradients that a hook got, and whether it only scales them.
 
     Args:
         value: what the hook gets.
@@ -131,6 +131,7 @@ class _Rows(TorchFunctionMode):
         self._known = {id(tensor): tensor for tensor in _tensors(value)}
         self._sharded = sharded
         self.mixed = ""
+        self.only_scales = True
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -139,11 +140,18 @@ class _Rows(TorchFunctionMode):
         if target is None or func in OF_THE_WHOLE or func in OF_THE_PART or not isinstance(result, Tensor):
             self._note(func, target, result)
             return result
+        self.only_scales = self.only_scales and self._scales(func, target, args)
         alike = is_elementwise(func, target, args, kwargs)
         if not alike and (self._sharded or not treats_rows_alike(func, target, args, kwargs)):
             self.mixed = self.mixed or base_name(func)
         self._known[id(result)] = result
         return result
+
+    def _scales(self, func: Any, target: Tensor, args: tuple[Any, ...]) -> bool:
+        """Whether a function multiplies a gradient by what does not depend on it, so that the size of the gradient does not matter."""
+        known = [value for value in _tensors(args) if id(value) in self._known]
+        divides = func in (torch.div, Tensor.div, Tensor.__truediv__) and args[0] is target
+        return len(known) == 1 and (divides or base_name(func) in ("mul", "neg"))
 
     def _note(self, func: Any, target: Tensor | None, result: Any) -> None:
         """Note a number that left the tensors: what is computed from it is not seen."""

@@ -84,7 +84,7 @@ class CarriedAttributes:
         raise ConfigError(
             f"Each call of training_step reads {listed(f'self.{name}' for name in names)} before the model's call and changes {them} after"
             f" it. With pp = {self._layout.pp}, only the last pipeline stage runs the code after the model's call, once for each of"
-            f" {micro_batches} micro-batches of {plural(rows, 'row')}: the other stages would go on with old values. Change {them} in"
+            f" {micro_batches} micro-batches of {plural(rows, 'row')}: the other stages would keep old values. Change {them} in"
             f" on_train_batch_start or on_train_batch_end, which every rank runs once for each batch, or read self.global_step. If no loss"
             f" depends on {them}, use self_check=never."
         )
