@@ -57,6 +57,9 @@ def rows_of(value: Any, rows: slice | Tensor, count: int | None = None) -> Any:
 
 def _rows_of(value: Any, rows: slice | Tensor, count: int | None, place: str) -> Any:
     if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            kind = "jagged" if value.is_nested else "sparse"
+            raise DataError(f"batch{place} is a {kind} tensor, which cannot be split into micro-batches. {_SPLIT_BATCH}")
         return value[rows] if value.ndim > 0 else value
     if isinstance(value, Mapping):
         items = {key: _rows_of(item, rows, count, f"{place}[{key!r}]") for key, item in value.items()}

@@ -249,7 +249,7 @@ class _Watch:
         """Ways to compare, the best first.
 
         Parts without a common divisor of their rows have equal shares of what some rows have (a label, for example) only if all rows have
-        it or none. A few layers cannot train on a single row: then halves are compared, or two micro-batches with their rows as one.
+        it or none. A few layers cannot train on a single row: then two micro-batches are compared with their rows as one, or halves.
         """
         rows, several = self._batches.rows, self._real > 1
         if rows == 1:
@@ -257,13 +257,13 @@ class _Watch:
         if self._proof.split_batch is not None:
             count = next(number for number in range(2, rows + 1) if rows % number == 0)
             return [partial(self._parts, [rows // count] * count)]
-        first = next(size for size in range(rows // 2, 0, -1) if gcd(size, rows) == 1)
+        uneven = next(size for size in range(rows // 2, 0, -1) if gcd(size, rows) == 1)
+        fails_alone = uneven == 1 and self._mesh.size("pp") > 2  # a failure between the first and the last stage would end the run
+        ways: list[Callable[[], Finding | None]] = [] if fails_alone else [partial(self._parts, [rows - uneven, uneven])]
+        if several:
+            ways.append(self._two_micro_batches)
         halves = rows // 2
-        sizes = [first, halves]
-        if 1 in sizes and self._mesh.size("pp") > 2:  # a failure between the first and the last stage would end the run
-            sizes = [size for size in sizes if size > 1]
-        ways: list[Callable[[], Finding | None]] = [partial(self._parts, [rows - size, size]) for size in dict.fromkeys(sizes)]
-        return [*ways, self._two_micro_batches] if several else ways
+        return [*ways, partial(self._parts, [rows - halves, halves])] if halves not in (1, uneven) else ways
 
     def _tried(self, way: Callable[[], Any]) -> tuple[Any, str]:
         """Return what a way gives, or why it fails."""
