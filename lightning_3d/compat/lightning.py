@@ -85,6 +85,14 @@ def hooks_of_user(trainer: Any, names: Sequence[str]) -> list[str]:
     ]
 
 
+def has_hook_of_library(callback: Any, name: str) -> bool:
+    """Whether the hook of this name of a callback is code of Lightning or of this package that does something."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    return hasattr(Callback, name) and is_overridden(name, callback, Callback) and _is_of_library(getattr(callback, name))
+
+
 def around_hooks(context: Callable[[Any, str], AbstractContextManager[None]] | None) -> None:
     """Make every call of hooks of a trainer, by (trainer, name of the hook), run in a context; None for no context.
 

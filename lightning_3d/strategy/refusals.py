@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.layout import Layout
+from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.pipeline.absent_values import AbsentValue
 from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.exponential_average import average_of
 
@@ -183,6 +185,8 @@ def _empty_lists_allowed() -> Iterator[None]:
 
     def initialize(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
         parameters = params if isinstance(params, Tensor) else list(params)
+        if any(isinstance(value, AbsentValue) for value in tensors_of(parameters)):
+            raise TypeError("one of the params is NoneType")  # as where a module has None
         original(self, [{"params": []}] if isinstance(parameters, list) and not parameters else parameters, defaults)
 
     Optimizer.__init__ = initialize  # type: ignore[method-assign]

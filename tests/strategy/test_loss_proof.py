@@ -143,7 +143,7 @@ MEANS = ["mean", "dropout", "noise", "penalty", "weighed"]
 def test_a_loss_that_is_not_a_mean_over_rows_is_refused_before_the_first_step(kind: str) -> None:
     with pytest.raises(ConfigError) as error:
         fit(kind)
-    assert "4 rows together" in str(error.value)
+    assert "rows together" in str(error.value)
     assert ('loss_reduction="sum"' if kind == "sum" else 'loss_reduction="accumulate"') in str(error.value)
     assert f"micro_batch_size={ROWS}" in str(error.value)
 

@@ -8,10 +8,11 @@ rank has the parameters of its stage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.compat.lightning import hooks_of_user
+from lightning_3d.compat.lightning import has_hook_of_library, hooks_of_user
 from lightning_3d.compat.torch import innermost_function_mode
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.partial_tensors import OF_THE_WHOLE, changes_in_place
@@ -82,19 +83,34 @@ class HookReads(OutsideReads):
             return nullcontext()
         if name in _EARLY:
             return _NoWrites(self._root, name)
-        return self._in_hook(name) if self._places else nullcontext()
+        return self._in_hook(trainer, name) if self._places else nullcontext()
 
     @contextmanager
-    def _in_hook(self, name: str) -> Iterator[None]:
+    def _in_hook(self, trainer: Any, name: str) -> Iterator[None]:
         self._hook, self._drew = name, False
         self._windows: dict[int, tuple[Tensor, _Window]] = {}
         self._origins: dict[int, tuple[Tensor, frozenset[str]]] = {}
+        unwatched = [callback for callback in trainer.callbacks if has_hook_of_library(callback, name)]
+        for callback in unwatched:
+            vars(callback)[name] = self._unwatched(getattr(callback, name))
         try:
             with self._active():
                 yield
         finally:
+            for callback in unwatched:
+                del vars(callback)[name]
             self._hook = ""
             self._windows, self._origins = {}, {}
+
+    def _unwatched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook of Lightning or of this package, which takes parameters as each rank has them."""
+
+        @wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.paused():
+                return hook(*args, **kwargs)
+
+        return run
 
     @contextmanager
     def paused(self) -> Iterator[None]:

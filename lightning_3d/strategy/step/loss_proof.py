@@ -289,13 +289,13 @@ class _Watch:
         return self._find(self._runner.own_sums[self._index : self._index + 1], parts, sizes)
 
     def _two_micro_batches(self) -> Finding | None:
-        """Compare the rows of two micro-batches as one with the micro-batches."""
+        """Compare the rows of two micro-batches as one with the micro-batches, among them the one that is chosen."""
         rows, split = self._batches.rows, self._proof.split_batch
         if split is not None:
-            whole = split(self._whole_batch, len(self._batches) // 2)[0]
-        else:
-            whole = rows_of(self._whole_batch, slice(0, 2 * rows), count_rows(self._whole_batch))
-        return self._joined(whole, list(self._batches.batches[:2]), rows)
+            return self._joined(split(self._whole_batch, len(self._batches) // 2)[0], list(self._batches.batches[:2]), rows)
+        first = min(self._index, self._real - 2)
+        whole = rows_of(self._whole_batch, slice(first * rows, (first + 2) * rows), count_rows(self._whole_batch))
+        return self._joined(whole, list(self._batches.batches[first : first + 2]), rows)
 
     def _rows_of_two_ranks(self) -> Finding | None:
         """Compare the only rows of two data-parallel ranks with each of them."""
