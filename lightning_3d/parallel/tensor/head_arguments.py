@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.parallel.specialize import specialize
-from lightning_3d.parallel.undone import OF_RANK
+
+OF_RANK = "attributes_of_rank"
+"""Attribute of a module with the names of those that `set_for_rank` has set."""
 
 
 @dataclass(frozen=True)
