@@ -53,6 +53,10 @@ class DataError(Lightning3DError):
     """A data set or a batch that cannot be used."""
 
 
+class FirstStepError(Lightning3DError):
+    """User code that failed before the first step of a fit has ended, in a layout that may be the reason. `__cause__` is its error."""
+
+
 class UnreachableData(DataError):
     """Remote data that could be read before and cannot be read any more, or no longer kept on the disk of this node."""
 

@@ -313,8 +313,8 @@ STEP = (
         "step-divided-by-its-last-batch",
         "With gradient accumulation the gradients are divided by the tokens of the last batch, not of all batches of the step.",
         "strategy/step",
-        "weight + self._accumulated if place and self._accumulated is not None else weight",
-        "weight",
+        "scaled = scaled + self._accumulated[1]",
+        "pass",
         ("strategy/test_accumulation.py", "strategy/test_short_batches.py"),
     ),
     Fault(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,39 @@ def hooks_of_user(trainer: Any, names: Sequence[str]) -> list[str]:
         for name in names
         if hasattr(base, name) and is_overridden(name, owner, base) and not _is_of_library(getattr(owner, name))
     ]
+
+
+def has_hook_of_library(callback: Any, name: str) -> bool:
+    """Whether the hook of this name of a callback is code of Lightning or of this package that does something."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    return hasattr(Callback, name) and is_overridden(name, callback, Callback) and _is_of_library(getattr(callback, name))
+
+
+def around_hooks(context: Callable[[Any, str], AbstractContextManager[None]] | None) -> None:
+    """Make every call of hooks of a trainer, by (trainer, name of the hook), run in a context; None for no context.
+
+    Lightning's loops call `lightning.pytorch.trainer.call._call_lightning_module_hook` and `_call_callback_hooks` (2.6) as attributes of
+    that module. There is no public place around all hooks.
+    """
+    from lightning.pytorch.trainer import call
+
+    for name in ("_call_lightning_module_hook", "_call_callback_hooks"):
+        function = getattr(call, name)
+        setattr(call, name, _in_context(getattr(function, "without_context", function), context))
+
+
+def _in_context(function: Any, context: Any) -> Any:
+    if context is None:
+        return function
+
+    def run(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        with context(trainer, hook_name):
+            return function(trainer, hook_name, *args, **kwargs)
+
+    run.without_context = function  # type: ignore[attr-defined]
+    return run
 
 
 def _is_of_library(hook: Any) -> bool:

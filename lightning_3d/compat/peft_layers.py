@@ -67,7 +67,7 @@ def refuse_tuners(root: nn.Module, tp: int, pp: int) -> None:
         PlanError: prompts or prefixes with pp, prefixes with tp, or AdaLoRA with pp (its loss has a term of all layers).
     """
     for module in root.modules():
-        configs = vars(module).get("peft_config")
+        configs = vars(module).get("peft_config") or vars(module).get("_peft_config")  # the latter: of prompts
         for config in configs.values() if isinstance(configs, dict) else ():
             kind = str(getattr(config.peft_type, "value", config.peft_type))
             prompts = bool(getattr(config, "is_prompt_learning", False))

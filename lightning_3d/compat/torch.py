@@ -394,6 +394,9 @@ def innermost_function_mode() -> Any:
 def replacing_total_norm(replacement: Callable[..., Tensor]) -> Iterator[None]:
     """Let `replacement` compute the norm of several gradients in `torch.nn.utils.clip_grad_norm_` and `get_total_norm`.
 
+    `clip_grad_value_` accepts modules of which this rank has no gradients; torch fails for an empty list
+    (`clip_grad._group_tensors_by_device_and_dtype`, torch 2.11 to 2.13).
+
     It gets torch's own function before the arguments. `clip_grad_norm_` finds it as `torch.nn.utils.clip_grad._get_total_norm` (torch 2.11
     to 2.13), however the user has imported `clip_grad_norm_`.
     """
@@ -402,12 +405,14 @@ def replacing_total_norm(replacement: Callable[..., Tensor]) -> Iterator[None]:
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
-    original = clip_grad._get_total_norm
+    original, group = clip_grad._get_total_norm, clip_grad._group_tensors_by_device_and_dtype
     clip_grad._get_total_norm = utils.get_total_norm = partial(replacement, original)
+    clip_grad._group_tensors_by_device_and_dtype = lambda lists, *args: group(lists, *args) if lists[0] else {}
     try:
         yield
     finally:
         clip_grad._get_total_norm = utils.get_total_norm = original
+        clip_grad._group_tensors_by_device_and_dtype = group
 
 
 def _is_mode(frame: Any) -> bool:

@@ -474,3 +474,12 @@ def _device(group: dist.ProcessGroup) -> torch.device:
     """Device that tensors of a collective in this group must be on."""
     on_host = dist.get_backend(group) in _HOST_BACKENDS or not torch.cuda.is_available()
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+
+
+def gathered(value: Any, mesh: Mesh) -> list[Any]:
+    """Gather a value of each rank on all of them, in host memory."""
+    if mesh.layout.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(values, value, group=mesh.world_control)
+    return values

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sized
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_3d.errors import DataError
+from lightning_3d.errors import DataError, listed
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -41,7 +43,7 @@ def same_tensors(value: Any) -> Any:
 
 
 def rows_of(value: Any, rows: slice | Tensor, count: int | None = None) -> Any:
-    """Select these rows, in dimension 0, of every tensor. Returns a container of the same type.
+    """Select these rows, in dimension 0, of every tensor that has dimensions. Returns a container of the same type.
 
     Args:
         count: rows of the batch. Lists, tuples and arrays with as many entries are rows, too, unless they contain tensors that have the
@@ -55,7 +57,10 @@ def rows_of(value: Any, rows: slice | Tensor, count: int | None = None) -> Any:
 
 def _rows_of(value: Any, rows: slice | Tensor, count: int | None, place: str) -> Any:
     if isinstance(value, Tensor):
-        return value[rows]
+        if value.layout != torch.strided:
+            kind = "jagged" if value.is_nested else "sparse"
+            raise DataError(f"batch{place} is a {kind} tensor, which cannot be split into micro-batches. {_SPLIT_BATCH}")
+        return value[rows] if value.ndim > 0 else value
     if isinstance(value, Mapping):
         items = {key: _rows_of(item, rows, count, f"{place}[{key!r}]") for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
@@ -86,33 +91,117 @@ def _other_rows(value: Any, rows: slice | Tensor, count: int, place: str) -> Any
     )
 
 
+def joined(batches: Sequence[Any]) -> Any:
+    """Join batches of one row each.
+
+    Raises:
+        DataError: a value may be rows or not.
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches)) if first.ndim and first.shape[0] == 1 else first
+    if isinstance(first, Mapping):
+        items = {key: joined([batch[key] for batch in batches]) for key in first}
+        return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(joined, zip(*batches, strict=True)))
+    if isinstance(first, (list, tuple)) and list(tensors_of(first)):
+        return type(first)(map(joined, zip(*batches, strict=True)))
+    if isinstance(first, (bool, int, float, type(None))) and all(batch == first for batch in batches):
+        return first
+    raise DataError(f"rows of type {type(first).__name__} cannot be joined")
+
+
 def count_rows(batch: Any) -> int:
-    """Count the rows of a batch: dimension 0 of its tensors, and the entries of lists with one entry for each row.
+    """Count the rows of a batch: dimension 0 of its tensors, and the entries of lists with one entry for each row. Tensors without
+    dimensions have no rows.
 
     Raises:
         DataError: it has none, or values disagree about their number.
     """
     sizes = sorted({tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0})
     if not sizes:
-        raise DataError(
-            f"The batch contains no tensor with a batch dimension, so it cannot be split into micro-batches. {_SPLIT_BATCH}"
-        )
+        raise DataError(f"The batch contains no tensor with a batch dimension, so it cannot be split into micro-batches. {_SPLIT_BATCH}")
     fitting = [size for size in sizes if _fits(batch, size, top=True)]
     fitting = fitting or [size for size in sorted(set(_lengths(batch, top=True))) if _fits(batch, size, top=True)]
     if len(fitting) == 1:
         return fitting[0]
-    scalars = any(tensor.ndim == 0 for tensor in tensors_of(batch))
-    found = [*map(str, sizes), *["no dimension at all"] * scalars]
-    raise DataError(f"The tensors of the batch have different numbers of rows in dimension 0: {', '.join(found)}. {_SPLIT_BATCH}")
+    counts = Counter(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0)
+    rows = max(counts, key=lambda size: counts[size])  # of equally many, those of the first entry
+    raise DataError(
+        f"The tensors of the batch have different numbers of rows in dimension 0: {named_tensors(batch)}. {_SPLIT_BATCH}"
+        f"{_split_line(batch, rows)}"
+    )
 
 
 _SPLIT_BATCH = "Pass split_batch= to the strategy, a function (batch, n) -> n micro-batches."
+_MOST_NAMED = 6
+
+
+def named_tensors(batch: Any) -> str:
+    """List the entries of a batch that are tensors with dimensions, and their shapes."""
+    found = [f"batch{place} {tuple(tensor.shape)}" for place, tensor in _places(batch, "") if tensor.ndim > 0]
+    return listed([*found[:_MOST_NAMED], *["others"] * (len(found) > _MOST_NAMED)])
+
+
+def _places(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a nested container with their places."""
+    if isinstance(value, Tensor):
+        yield place, value
+        return
+    keys = [f"[{key!r}]" for key in value] if isinstance(value, Mapping) else [f"[{index}]" for index in range(len(_items(value)))]
+    if dataclasses.is_dataclass(value):
+        keys = [f".{name}" for name, _ in _fields(value)]
+    for key, item in zip(keys, _items(value), strict=True):
+        yield from _places(item, place + key)
+
+
+def _split_line(batch: Any, rows: int) -> str:
+    """Write the line that splits the entries of a flat batch that have `rows` rows and copies the others; else ""."""
+    entries = _items(batch)
+    if type(batch) not in (dict, list, tuple) or not all(isinstance(entry, Tensor) for entry in entries):
+        return ""
+    keys = list(batch) if isinstance(batch, dict) else range(len(entries))
+    parts = [
+        f"batch[{key!r}].chunk(n)" if entry.ndim > 0 and len(entry) == rows else f"[batch[{key!r}]] * n"
+        for key, entry in zip(keys, entries, strict=True)
+    ]
+    line = f"zip({', '.join(parts)})"
+    line = f"[dict(zip(batch, parts)) for parts in {line}]" if isinstance(batch, dict) else f"list({line})"
+    return f" If the rows are {rows} and the others belong to all of them: split_batch=lambda batch, n: {line}"
+
+
+def require_rows_first(batch: Any, rows: int, samples: int) -> None:
+    """Refuse to split a batch along dimension 0 if dimension 1 of all its tensors is the number of samples.
+
+    Args:
+        rows: size of dimension 0.
+        samples: number of samples in the batch, as its data loader knows it.
+
+    Raises:
+        DataError: with the line that splits along dimension 1.
+    """
+    tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim > 0]
+    if rows == samples or samples == 1 or not all(tensor.ndim > 1 and tensor.shape[1] == samples for tensor in tensors):
+        return
+    line = "..."
+    if isinstance(batch, Tensor):
+        line = "batch.chunk(n, dim=1)"
+    elif type(batch) is dict:
+        line = "[dict(zip(batch, parts)) for parts in zip(*(entry.chunk(n, dim=1) for entry in batch.values()))]"
+    elif type(batch) in (list, tuple):
+        line = "list(zip(*(entry.chunk(n, dim=1) for entry in batch)))"
+    raise DataError(
+        f"The DataLoader gives {samples} samples per batch, but the batch has {rows} in dimension 0 and {samples} in dimension 1:"
+        f" {named_tensors(batch)}. Micro-batches are rows in dimension 0. If the samples are in dimension 1, pass to the strategy:"
+        f" split_batch=lambda batch, n: {line}"
+    )
 
 
 def _fits(value: Any, count: int, *, top: bool = False) -> bool:
     """Return whether everything in a value that has rows has `count` of them."""
     if isinstance(value, Tensor):
-        return value.ndim > 0 and value.shape[0] == count
+        return value.ndim == 0 or value.shape[0] == count
     if not top and type(value) in (list, tuple) and len(value) == count and not _all_have_rows(value, count):
         return True
     return all(_fits(item, count) for item in _items(value))

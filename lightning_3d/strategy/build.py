@@ -31,17 +31,19 @@ from lightning_3d.strategy.float8 import multiply_in_float8
 from lightning_3d.strategy.gradient_hooks import GradientHooks
 from lightning_3d.strategy.local_model import LocalModel, Partition, context_of
 from lightning_3d.strategy.nonfinite import StepGuard
+from lightning_3d.strategy.partial_values import PartialValues
 from lightning_3d.strategy.plan_draft.auto import choose_plan, with_draft
 from lightning_3d.strategy.refusals import refuse_skipped_blocks
 from lightning_3d.strategy.self_check.check import SelfCheck, place_of
 from lightning_3d.strategy.self_check.frozen import FrozenChecks
 from lightning_3d.strategy.self_check.local_sizes import apply_local_sizes
 from lightning_3d.strategy.step import LossWeights, StepRunner
+from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.known_values import KnownValues
-from lightning_3d.strategy.step.loss_proof import LossProof, epsilon_of
+from lightning_3d.strategy.step.looks import epsilon_of
+from lightning_3d.strategy.step.loss_proof import LossProof
 from lightning_3d.strategy.step.loss_weights import weigh_loss
 from lightning_3d.strategy.step.micro_batches import SplitBatch
-from lightning_3d.strategy.step.outside_reads import OutsideReads
 from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.step.tracer import StepTracer
 
@@ -135,7 +137,7 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         before_last_backward=backend.before_last_backward,
         recorder=recorder,
     )
-    reads = OutsideReads(module, parts, mesh, shards_parameters=options.zero.stage == 3)
+    reads = HookReads(module, parts, mesh, shards_parameters=options.zero.stage == 3)
     known = KnownValues(device, wanted=device.type != "cpu" and not around.shape_only)
     runner = _make_runner(module, parts, mesh, device, options, around, engine, backend, known, reads)
     hooks = GradientHooks(module, mesh, parts.specs, backend, options.zero)
@@ -182,9 +184,7 @@ def proves_loss(options: BuildOptions, around: Surroundings) -> bool:
     return not (declared or around.shape_only or options.model.experts.capacity_factor is not None)
 
 
-def _assemble(
-    module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings
-) -> LocalModel:
+def _assemble(module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings) -> LocalModel:
     """Assemble the parts of a whole module, and arrange for its self-check.
 
     Raises:
@@ -214,7 +214,7 @@ def _assemble(
         raise with_draft(error, module, mesh, chosen.name, alone=alone) from None
     if alone:  # no self-check, which finds these sizes with the other ranks
         apply_local_sizes(parts.module, chosen.local_sizes, place_of(mesh))
-    check.attach(parts.module)
+    check.attach(parts.module, PartialValues(parts, mesh.layout).add)
     frozen.attach()
     return parts
 
@@ -229,7 +229,7 @@ def _make_runner(
     engine: PipelineEngine,
     backend: DataParallelBackend,
     known: KnownValues,
-    reads: OutsideReads,
+    reads: HookReads,
 ) -> StepRunner:
     weights = LossWeights(options.model.loss)
     weigh_loss(module, weights, context_of(mesh, options.model.cp_kind) if mesh.size("cp") > 1 else None)
@@ -249,6 +249,7 @@ def _make_runner(
         tracer=around.tracer,
         rows=options.rows,
         reads=reads,
+        looks_at_attributes=proves_loss(options, around),
     )
 
 

@@ -14,13 +14,14 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import Names
-from lightning_3d.compat.lightning import steps_after_this_batch
-from lightning_3d.compat.lightning_data import evaluation_place
+from lightning_3d.compat.lightning import around_hooks, steps_after_this_batch
+from lightning_3d.compat.lightning_data import batches_of_step, evaluation_place
 from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.layout.batch_rules import few_micro_batches
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.context import forget_masks
 from lightning_3d.parallel.mesh import Mesh
+from lightning_3d.parallel.nested import named_tensors
 from lightning_3d.parallel.pipeline import PipelineEngine, runs_now
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.double_check import DoubleCheck
@@ -32,9 +33,10 @@ from lightning_3d.strategy.nonfinite import StepGuard, find_nonfinite, trained_w
 from lightning_3d.strategy.spikes import judge_spike
 from lightning_3d.strategy.step import MicroBatches, StepResult, StepRunner
 from lightning_3d.strategy.step.again import RepeatableStep
+from lightning_3d.strategy.step.hook_reads import HookReads
 from lightning_3d.strategy.step.known_values import KnownValues
-from lightning_3d.strategy.step.loss_proof import LossProof, summary
-from lightning_3d.strategy.step.outside_reads import OutsideReads
+from lightning_3d.strategy.step.loss_finding import summary
+from lightning_3d.strategy.step.loss_proof import LossProof
 from lightning_3d.strategy.step.runner import Computed
 from lightning_3d.strategy.step.splitter import Splitter
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -52,7 +54,7 @@ class BuiltModel:
         runner: the user's step on micro-batches, driven by the engine.
         splitter: batches to micro-batches.
         known: values on the device that the host knows.
-        reads: sees parameters that the user's step reads outside of the model.
+        reads: sees parameters that the user's step and hooks read outside of the model.
         hooks: sees gradients that the user's hooks read and write.
         tracer: records steps that are traced.
         guard: judges losses and gradient norms that are not finite; None where nothing has values (a dry run).
@@ -62,6 +64,7 @@ class BuiltModel:
         defers: whether the caller of `train` calls `report` after `step_optimizer` where `launches_first`.
         launches_first: whether the optimizer of the step that runs is launched before its numbers are read, reported and judged.
         ends: whether the batch that ran last is the last one of its optimizer step.
+        split: rows of a micro-batch, number of micro-batches and tensors of one of them, for the first batch of the fit.
     """
 
     module: pl.LightningModule
@@ -74,7 +77,7 @@ class BuiltModel:
     runner: StepRunner
     splitter: Splitter
     known: KnownValues
-    reads: OutsideReads
+    reads: HookReads
     hooks: GradientHooks
     tracer: StepTracer
     guard: StepGuard | None
@@ -84,6 +87,7 @@ class BuiltModel:
     defers: bool = field(default=False, init=False)
     launches_first: bool = field(default=False, init=False)
     ends: bool = field(default=False, init=False)
+    split: tuple[int, int, str] = field(default=(1, 1, ""), init=False)
 
     def __post_init__(self) -> None:
         self._advised = self._reported_breaks = False
@@ -109,9 +113,13 @@ class BuiltModel:
         self._unreported = None
         self._described = False
         self.proof.begin_fit()
+        self.runner.carried.begin()
         self._earlier: list[Computed] = []
         self.known.begin(self.module)
         self.reads.begin()
+        around_hooks(self.reads.in_hook)
+        self.runner.scale.begin_fit()
+        self.runner.activations.begin_fit()
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
 
     def shard(self) -> None:
@@ -145,7 +153,8 @@ class BuiltModel:
         with self.tracer.batch(steps + 1, place, self.backend):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
             with self.twice.first_run(steps, place), self.proof.watching(batch, micro_batches, rest, steps):
-                computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends)
+                batches = batches_of_step(trainer)
+                computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends, of=batches)
         if ends:
             computed = self.twice.verify(computed, steps)
             self._measure(computed)
@@ -277,7 +286,9 @@ class BuiltModel:
         """
         forget_masks()  # of a step that failed
         self.known.end()
+        around_hooks(None)
         self.reads.end()
+        self.runner.activations.end()
         if whole:
             self.backend.make_whole()
         else:
@@ -289,9 +300,10 @@ class BuiltModel:
         if self._described:
             return
         self._described = True
+        count = max(1, len(micro_batches) - micro_batches.fillers)
+        self.split = micro_batches.rows, count, named_tensors(micro_batches.batches[0])
         if self.mesh.rank == 0 and self.guard is not None:
-            real = max(1, len(micro_batches) - micro_batches.fillers)
-            line = summary(self.mesh.size("dp"), real, micro_batches.rows, self.module.trainer.accumulate_grad_batches)
+            line = summary(self.mesh.size("dp"), count, micro_batches.rows, self.module.trainer.accumulate_grad_batches)
             print(f"lightning_3d: {line}", file=sys.stderr, flush=True)
 
     def _advise(self, micro_batches: MicroBatches) -> None:

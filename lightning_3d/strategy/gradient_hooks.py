@@ -25,7 +25,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, changes_in_place
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.zero import DataParallelBackend
-from lightning_3d.strategy.step.elementwise import base_name, is_elementwise
+from lightning_3d.strategy.step.elementwise import RANDOM, base_name, is_elementwise
 from lightning_3d.strategy.step.outside_reads import is_blank
 
 WATCHED = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
@@ -34,12 +34,6 @@ WRITERS = (*WATCHED, "optimizer_step", "on_before_zero_grad", "on_train_batch_st
 
 _READ: Any = vars(torch._C.TensorBase)["grad"].__get__
 _WRITE: Any = vars(torch._C.TensorBase)["grad"].__set__
-_RANDOM = frozenset(
-    {
-        "bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson", "rand",
-        "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform"
-    }
-)
 _CLIP = (
     "To clip gradients, set Trainer(gradient_clip_val=...) or call self.clip_gradients(optimizer, gradient_clip_val=...,"
     ' gradient_clip_algorithm="norm") in configure_gradient_clipping. The gradient norm of the whole model is'
@@ -114,7 +108,7 @@ class GradientHooks(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._own or func in OF_THE_WHOLE or func in OF_THE_PART:
             return func(*args, **kwargs)
-        self._drew = self._drew or base_name(func) in _RANDOM
+        self._drew = self._drew or base_name(func) in RANDOM
         found = self._places_in([args, kwargs])
         caller = _caller() if found else None
         if not found or caller is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +14,12 @@ from lightning_3d.compat.memory_errors import bytes_asked, is_out_of_memory, wri
 from lightning_3d.errors import OutOfMemory
 from lightning_3d.ranks.memory_kills import MEMORY_RAN_OUT
 from lightning_3d.storage.numbers import gibibytes
+from lightning_3d.strategy.own_code import own_line
 
 if TYPE_CHECKING:
     from lightning_3d.strategy.built_model import BuiltModel
 
 _MOST_NAMED = 5
-_LIBRARIES = ("/torch/", "/lightning/", "/lightning_3d/", "/transformers/")
 
 
 def explain(
@@ -54,11 +53,8 @@ def explain(
 
 def _place(error: BaseException) -> str:
     """Name the innermost line of the user's own code, or of a model."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
-    if not own:
-        return ""
-    return f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}"
+    line = own_line(error)
+    return f", at {line}" if line is not None else ""
 
 
 def _held(built: BuiltModel, device: torch.device) -> list[str]:

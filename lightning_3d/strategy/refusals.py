@@ -20,10 +20,13 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.layout import Layout
+from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.pipeline.absent_values import AbsentValue
 from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.exponential_average import average_of
 
@@ -58,6 +61,17 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
         raise ConfigError(
             "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
             " Move that code to training_step, on_before_optimizer_step or configure_gradient_clipping."
+        )
+    if is_overridden("optimizer_zero_grad", module):
+        raise ConfigError(
+            "The module overrides optimizer_zero_grad, which Lightning3DStrategy never calls: it removes all gradients after each optimizer"
+            " step. Change gradients in on_before_optimizer_step, or keep what you need of them in a tensor of your own."
+        )
+    lazy = [name for name, parameter in module.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        raise ConfigError(
+            f"{listed(lazy[:4])} {'have' if len(lazy) > 1 else 'has'} no shape before the first forward, so it cannot be sharded. Run the"
+            " model once on a row of data before trainer.fit, or use layers with known sizes."
         )
     averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     if averaged and StochasticWeightAveraging.pl_module_contains_batch_norm(module):
@@ -171,6 +185,8 @@ def _empty_lists_allowed() -> Iterator[None]:
 
     def initialize(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
         parameters = params if isinstance(params, Tensor) else list(params)
+        if any(isinstance(value, AbsentValue) for value in tensors_of(parameters)):
+            raise TypeError("one of the params is NoneType")  # as where a module has None
         original(self, [{"params": []}] if isinstance(parameters, list) and not parameters else parameters, defaults)
 
     Optimizer.__init__ = initialize  # type: ignore[method-assign]

@@ -49,7 +49,7 @@ from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.token_exchange import ALL_TO_ALL
 from lightning_3d.config.options.zero import NONE, ZeroOptions
-from lightning_3d.errors import LayoutError, OutOfMemory
+from lightning_3d.errors import LayoutError
 from lightning_3d.health.held_memory import wait_for_memory
 from lightning_3d.health.loss_spikes import LossSpikes
 from lightning_3d.layout.elastic import whole_dp
@@ -70,6 +70,7 @@ from lightning_3d.strategy.cpu_threads import agree_on_cpu_threads
 from lightning_3d.strategy.data_order import reset_unequal_generators, sampler_maker
 from lightning_3d.strategy.endings import Ending
 from lightning_3d.strategy.exponential_average import average_of
+from lightning_3d.strategy.first_step import FirstStep
 from lightning_3d.strategy.float8 import require_fp8
 from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_deferred, set_up_callbacks
 from lightning_3d.strategy.local_model import LocalModel, Partition
@@ -232,6 +233,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self._last_step: StepResult | None = None
         self.reliability = Reliability.of(reliability)
         self.heartbeat = Heartbeat()
+        self._first_step = FirstStep()
         self._interface = GlooInterface()
         self._tracer = StepTracer(trace_every_n_steps, self.heartbeat)
         watched = self.reliability
@@ -332,13 +334,15 @@ class Lightning3DStrategy(CheckpointHooks):
         reset_unequal_generators(connect_process_group(self, self._timeout, join_seconds, self._interface), self.root_device)
         agree_on_cpu_threads(self.root_device)
         trainer = self.user_module.trainer if self.lightning_module is not None else None
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        self._first_step.begin(fitting=fitting)
         if trainer is not None:
             (obey_signals_together if self.world_size > 1 else obey_interrupt_alone)(trainer)
         self._watch_ranks()
         self._connect_mesh(self._timeout)
         if trainer is not None:
             self._watch_progress(trainer.default_root_dir, self._store_options.timeout_seconds)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if trainer is not None and fitting:
             # Before Lightning calls `setup` of callbacks, where those that average copy the module: it is still whole.
             refuse_callbacks(trainer, self.zero_stage)
             defer_averaging(trainer)
@@ -420,6 +424,7 @@ class Lightning3DStrategy(CheckpointHooks):
         """Move a batch to the device. Of a training batch, the host keeps the values by which models choose their attention."""
         if not self.user_module.trainer.training:
             return super().batch_to_device(batch, device, dataloader_idx)
+        self._first_step.begin_batch()
         with self.built.known.moving():
             return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -476,6 +481,10 @@ class Lightning3DStrategy(CheckpointHooks):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: pl.LightningModule | Module | None = None, **kwargs: Any
     ) -> Any:
+        with self.built.reads.paused():  # a user's `optimizer_step` is a hook, too
+            return self._optimizer_step(optimizer, closure)
+
+    def _optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         built = self.built
         # Hooks before the optimizer must not run in a step that is then skipped, and see the logged values of their own step.
         built.defers = has_outputs(closure) and not has_hooks_before_optimizer(built.module.trainer)
@@ -500,6 +509,7 @@ class Lightning3DStrategy(CheckpointHooks):
             self._pace.after_step()
             step.slowest = self._pace.slowest
         self.heartbeat.end_step()
+        self._first_step.end_step()
         return result
 
     def _clip_gradients(
@@ -529,12 +539,13 @@ class Lightning3DStrategy(CheckpointHooks):
             self._store.finish()  # before the message, which names the newest checkpoint
         self._report_end(exception)
         if self._failures is not None:
-            self._failures.note(self._explain_memory(exception) or exception)
+            self._failures.note(self._explained(exception))
 
-    def _explain_memory(self, exception: BaseException) -> OutOfMemory | None:
-        """Return an error that explains that memory ran out; None for any other exception."""
+    def _explained(self, exception: BaseException) -> BaseException:
+        """Return an error that explains that memory ran out, or why code fails in this layout; any other exception as it is."""
         folder = Path(self.user_module.trainer.default_root_dir)
-        return explain(exception, self._built, self.heartbeat.describe(), self.global_rank, self.root_device, folder)
+        lacks = explain(exception, self._built, self.heartbeat.describe(), self.global_rank, self.root_device, folder)
+        return lacks or self._first_step.explain(exception, self._mesh, self._built, self.zero_stage) or exception
 
     @override
     def teardown(self) -> None:

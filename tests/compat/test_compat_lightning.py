@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -20,6 +23,7 @@ from parity import quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_3d.compat.lightning import (
+    around_hooks,
     complete_outputs,
     find_last_at_urls,
     has_hooks_before_optimizer,
@@ -159,3 +163,20 @@ def test_workers_are_seeded_after_seed_everything_by_the_index_that_is_given(mon
     before = seeded.worker_init_fn
     seed_workers(seeded, 4)
     assert seeded.worker_init_fn is before, "Lightning, which comes later, leaves it"
+
+
+def test_every_hook_of_a_fit_runs_in_the_context() -> None:
+    """`_call_lightning_module_hook` and `_call_callback_hooks`, Lightning 2.6."""
+    seen: list[str] = []
+
+    def context(trainer: Any, name: str) -> AbstractContextManager[None]:
+        seen.append(name)
+        return nullcontext()
+
+    around_hooks(context)
+    try:
+        quiet_trainer(max_steps=1).fit(BoringModel(), DataLoader(torch.randn(2, 32)))
+    finally:
+        around_hooks(None)
+    assert {"on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_step", "on_train_start"} <= set(seen)
+    assert not hasattr(call._call_callback_hooks, "without_context")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import DataError
-from lightning_3d.parallel.nested import count_rows, rows_of
+from lightning_3d.parallel.nested import count_rows, require_rows_first, rows_of, tensors_of
 
 
 class Pair(NamedTuple):
@@ -105,9 +105,51 @@ def test_a_single_row_goes_whole() -> None:
     assert rows_of(batch, slice(0, 1), count_rows(batch))["names"] == ["a"]
 
 
-@pytest.mark.parametrize(
-    "batch", [{"x": torch.zeros(4, 2), "y": torch.zeros(3)}, {"x": torch.zeros(4), "y": torch.tensor(1)}, ["a", "b"]], ids=str
-)
+@pytest.mark.parametrize("batch", [{"x": torch.zeros(4, 2), "y": torch.zeros(3)}, {"x": torch.tensor(1)}, ["a", "b"]], ids=str)
 def test_batches_without_a_number_of_rows_are_refused(batch: Any) -> None:
     with pytest.raises(DataError, match="split_batch="):
         count_rows(batch)
+
+
+def test_what_has_no_dimensions_goes_whole() -> None:
+    batch = {"x": X, "scale": torch.tensor(3), "none": None}
+    assert count_rows(batch) == 4
+    part = rows_of(batch, LAST, 4)
+    assert part["x"].tolist() == [2, 3] and part["scale"].item() == 3
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": torch.arange(8.0).view(4, 2), "y": torch.arange(4.0), "weights": torch.ones(3)},
+        (torch.arange(8.0).view(4, 2), torch.ones(3), torch.arange(4.0), torch.tensor(1.0)),
+    ],
+    ids=["dict", "tuple"],
+)
+def test_a_refusal_names_the_entries_and_the_line_to_write(batch: Any) -> None:
+    with pytest.raises(DataError, match=r"batch\[.*\] \(4, 2\).* \(3,\)") as refused:
+        count_rows(batch)
+    split = eval(str(refused.value).rpartition("split_batch=")[2])
+    parts = list(split(batch, 2))
+    keys = list(batch) if isinstance(batch, dict) else range(len(batch))
+    assert len(parts) == 2
+    for key in keys:
+        shape = tuple(batch[key].shape)
+        assert [tuple(part[key].shape) for part in parts] == [(2, *shape[1:]) if shape[:1] == (4,) else shape] * 2
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.zeros(3, 8, 2), [torch.zeros(3, 8, 2), torch.zeros(3, 8)], {"x": torch.zeros(3, 8, 2), "y": torch.zeros(3, 8)}],
+    ids=["tensor", "list", "dict"],
+)
+def test_samples_in_dimension_1_are_refused_with_the_line_that_splits_them(batch: Any) -> None:
+    with pytest.raises(DataError, match=r"8 samples.*3 in dimension 0") as refused:
+        require_rows_first(batch, 3, 8)
+    for part in eval(str(refused.value).rpartition("split_batch=")[2])(batch, 2):
+        assert {tensor.shape[:2] for tensor in tensors_of(part)} == {(3, 4)}
+
+
+@pytest.mark.parametrize(("rows", "samples"), [(8, 8), (4, 1), (16, 8)])
+def test_other_numbers_of_rows_than_samples_may_be_rows(rows: int, samples: int) -> None:
+    require_rows_first({"x": torch.zeros(rows, samples, 2), "y": torch.zeros(rows)}, rows, samples)

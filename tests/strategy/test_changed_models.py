@@ -156,7 +156,7 @@ def test_what_cannot_be_described_is_not_remembered(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     key = key_of(set_on_blocks(act=iter([torch.tanh])))
     assert key is None
-    remembered.remember(key, {}, "Network")
+    remembered.remember(key, remembered.Findings(), "Network")
     assert remembered.recall(key) is None and not list(tmp_path.rglob("*.json"))
 
 

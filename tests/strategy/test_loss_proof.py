@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Layout, Lightning3DStrategy
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategy.step.attributes import Attributes
+from lightning_3d.parallel.undone import places_of_step
 
 ROWS, CLASSES, STEPS = 16, 10, 3
 LABELS = torch.linspace(0.1, 5, CLASSES)
@@ -143,7 +143,7 @@ MEANS = ["mean", "dropout", "noise", "penalty", "weighed"]
 def test_a_loss_that_is_not_a_mean_over_rows_is_refused_before_the_first_step(kind: str) -> None:
     with pytest.raises(ConfigError) as error:
         fit(kind)
-    assert "4 rows together" in str(error.value)
+    assert "rows together" in str(error.value)
     assert ('loss_reduction="sum"' if kind == "sum" else 'loss_reduction="accumulate"') in str(error.value)
     assert f"micro_batch_size={ROWS}" in str(error.value)
 
@@ -216,6 +216,124 @@ def test_the_loss_is_proved_in_every_layout(layout: str) -> None:
         assert {kind for kind, text in said.items() if text} == set(OTHERS)
 
 
+class Writes(Steps):
+    """A step that writes something in each call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.steps, self.last, self.mean_loss = 0, 1.0, 0.0
+        self.generator = torch.Generator().manual_seed(3)
+        self.register_buffer("centers", torch.zeros(CLASSES))
+        self.average = nn.Linear(8, CLASSES).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self.net(x)
+        loss = F.cross_entropy(out, y)
+        self.steps += 1
+        if self.kind == "counter":
+            return loss / self.steps
+        if self.kind == "last":
+            self.last, loss = loss.item(), loss * self.last
+        if self.kind == "centers":
+            loss = loss + (out - self.centers).square().mean()
+            self.centers = 0.5 * self.centers + 0.5 * out.detach().mean(0)
+        if self.kind == "average":
+            weight = self.net.enter.weight.detach()
+            self.average.weight.data[:, 0] = 0.5 * self.average.weight.data[:, 0] + 0.5 * weight[:CLASSES, 0]
+            loss = loss + (out - self.average(x)).square().mean()
+        if self.kind == "clamped":
+            self.average.weight.data.clamp_(-0.1, 0.1)
+            loss = loss + (out - self.average(x)).square().mean()
+        if self.kind == "logged":
+            self.mean_loss = 0.9 * self.mean_loss + 0.1 * float(loss)
+        if self.kind == "drawn":
+            loss = loss + (out * (1 + torch.rand(len(x), 1, generator=self.generator))).square().mean()
+        if self.kind == "late" and self.trainer.global_step > 0:
+            loss = loss + out.std(0).mean()
+        return loss
+
+
+WRITES = {"counter": "self.steps", "last": "self.last", "centers": "self.centers", "average": "average.weight"}
+HARMLESS = ["clamped", "logged", "drawn"]
+
+
+def written_refused(kinds: list[str], layout: str, size: int | None) -> dict[str, str]:
+    """What training of each kind is refused with."""
+    said = {}
+    for kind in kinds:
+        pl.seed_everything(1, verbose=False)
+        try:
+            fit_module(Writes(kind), layout, size)
+            said[kind] = ""
+        except ConfigError as error:
+            said[kind] = str(error)
+    return said
+
+
+def test_a_loss_that_depends_on_earlier_calls_of_the_step_is_refused() -> None:
+    said = written_refused([*WRITES, *HARMLESS], "dp1", 4)
+    for kind, name in WRITES.items():
+        assert name in said[kind] and "4 times" in said[kind] and "on_train_batch_end" in said[kind], kind
+    assert not any(said[kind] for kind in HARMLESS)
+    assert not any(written_refused([*WRITES, *HARMLESS], "dp1", None).values())
+
+
+@pytest.mark.slow
+def test_what_ranks_write_matters_where_it_depends_on_their_rows() -> None:
+    for said in run_ranks(written_refused, 2, [*WRITES, *HARMLESS], "dp2", None, timeout=180):
+        assert {kind for kind, text in said.items() if text} == {"last", "centers"}
+    for said in run_ranks(written_refused, 2, ["counter", "centers", "logged"], "pp2", 4, timeout=180):
+        assert {kind for kind, text in said.items() if text} == {"counter", "centers"}
+
+
+def test_numbers_that_each_call_changes_are_reported() -> None:
+    with pytest.warns(UserWarning, match="self.mean_loss"):
+        written_refused(["logged"], "dp1", 4)
+
+
+class Labels(Steps):
+    """Rows without a label do not count."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y, ignore_index=0)
+
+
+def test_the_first_step_looks_at_the_most_telling_rows() -> None:
+    y = torch.tensor([1] * 12 + [1, 2, 3, 0])
+    module = Labels("mean")
+    with pytest.raises(ConfigError, match="is not a mean over rows"):
+        trainer = quiet_trainer(max_steps=1, devices=1, strategy=Lightning3DStrategy("dp1", micro_batch_size=4, plan=PLAN))
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 8), y), batch_size=ROWS))
+
+
+@pytest.mark.parametrize("kind", ["variance", "batchnorm", "ignore"])
+def test_statistics_of_single_rows_are_no_pass(kind: str) -> None:
+    with pytest.raises(ConfigError, match="is not a mean over rows"):
+        fit(kind, size=2)
+
+
+@pytest.mark.slow
+def test_single_rows_of_two_ranks_are_compared() -> None:
+    for said in run_ranks(single_rows_refused, 2, ["mean", "contrastive", "dropout", "weights"], timeout=180):
+        assert {kind for kind, text in said.items() if text} == {"contrastive", "weights"}
+
+
+def single_rows_refused(kinds: list[str]) -> dict[str, str]:
+    said = {}
+    for kind in kinds:
+        data = TensorDataset(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6))
+        trainer = quiet_trainer(max_epochs=1, devices=2, strategy=Lightning3DStrategy("dp2", plan=PLAN))
+        pl.seed_everything(1, verbose=False)
+        try:
+            trainer.fit(Steps(kind), DataLoader(data, batch_size=1))
+            said[kind] = ""
+        except ConfigError as error:
+            said[kind] = str(error)
+    return said
+
+
 class Table(Steps):
     """A step with an embedding of some kind."""
 
@@ -284,13 +402,16 @@ class Holds(nn.Module):
 def test_attributes_come_back_with_what_they_contained() -> None:
     module = nn.Sequential(Holds())
     holds: Any = module[0]
-    items, before = holds.items, Attributes(holds)
+    items, places = holds.items, places_of_step(module)
+    before = places.now()
     holds.number, holds.more = 2, 3
     holds.items[1].append(5)
     holds.items.append(4)
     holds.own.count += 1
     holds.queue += 1
     holds.names.add("b")
-    before.restore()
+    after = places.now()
+    assert set(places.changed(before, after)) >= {"self.0.number", "self.0.more", "self.0.items", "self.0.own.count", "self.0.queue"}
+    places.restore(before)
     assert (holds.number, holds.items, holds.own.count, holds.names) == (1, [1, [2]], 0, {"a"})
     assert holds.items is items and not hasattr(holds, "more") and holds.queue.sum() == 0

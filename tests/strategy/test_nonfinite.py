@@ -107,7 +107,8 @@ def state_of(strategy: Any) -> dict[str, Tensor]:
     state = {f"{s.name} {key} {s.start}": torch.as_tensor(value).clone() for s in shards for key, value in s.values.items()}
     module = strategy.lightning_module
     whole = dict(module.named_buffers()) if strategy.zero.stage == 3 else module.state_dict()
-    return state | {name: value.detach().clone() for name, value in whole.items()}
+    with torch._C.DisableTorchFunction():  # hooks see whole parameters, or may not read those of experts
+        return state | {name: value.detach().clone() for name, value in whole.items()}
 
 
 class Watch(pl.Callback):

@@ -53,9 +53,7 @@ class Translator(pl.LightningModule):
 def pairs(batch_size: int) -> DataLoader:
     rows = torch.randint(2, 64, (24, 6), generator=torch.Generator().manual_seed(0))
     targets = rows.flip(1).masked_fill(rows < 20, -100)
-    data = [
-        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": target} for row, target in zip(rows, targets, strict=True)
-    ]
+    data = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": target} for row, target in zip(rows, targets, strict=True)]
     return DataLoader(data, batch_size=batch_size)  # type: ignore[arg-type]
 
 
@@ -137,3 +135,66 @@ def test_an_example_on_the_meta_device_is_drafted_with() -> None:
     assert not any(found.problems.values())
     assert list(found.plan["pp"]) == ["enter", "blocks", "leave"]
     assert found.plan == draft_plan(WithoutForward()).plan
+
+
+class Stem(nn.Module):
+    """An LSTM, which returns tuples, before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.leave = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames, (last, _) = self.lstm(x)
+        x = frames[:, 0] + last[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class Replaced(pl.LightningModule):
+    """Some modules have another forward than their class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Stem()
+        self.example_input_array = torch.zeros(2, 3, 8)
+        self.losses: list[float] = []
+        for module in (self.net.blocks[1], self.net.blocks[2], self.net.leave):
+            self.replace(module)
+
+    @staticmethod
+    def replace(module: Any) -> None:
+        before = module.forward
+        module.forward = lambda x: before(x) * 2
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.net(batch) - batch.sum((1, 2))[:, None]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def fit_replaced(strategy: Any, devices: int) -> list[float]:
+    module = Replaced()
+    rows = torch.randn(24, 3, 8, generator=torch.Generator().manual_seed(0))
+    quiet_trainer(strategy=strategy, devices=devices, max_steps=3).fit(module, DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
+    return module.losses
+
+
+def fit_replaced_over_stages(cache: str) -> list[float]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    return fit_replaced(Lightning3DStrategy("pp2", plan="auto"), 2)
+
+
+def test_replaced_forwards_and_modules_that_return_tuples_train_over_stages(tmp_path: Path) -> None:
+    plain = fit_replaced("auto", 1)
+    for losses in run_ranks(fit_replaced_over_stages, 2, str(tmp_path), timeout=120):
+        assert losses == pytest.approx(plain, rel=1e-5)

@@ -1,5 +1,6 @@
 """Steps and hooks that read parameters and gradients by themselves: the numbers of plain Lightning on one process, or a refusal."""
 
+import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -88,8 +89,90 @@ class Hooked(Own):
             torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+class Between(Own):
+    """Hooks between steps, and on gradients of activations."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.first = {name: p.detach().clone() for name, p in self.network.named_parameters()}
+        self.average = copy.deepcopy(self.network).requires_grad_(False) if kind == "average" else None
+        self.scale = nn.Parameter(torch.tensor(1.3)) if kind == "scale" else None
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if self.kind not in ("clamped", "normalized", "scale", "function", "penalty"):
+            return super().training_step(batch, index)
+        scale = self.scale if self.kind == "scale" else 1
+        x = batch[0].requires_grad_(self.kind == "penalty")
+        output = scale * self.network(x)
+        if output.requires_grad and self.kind == "clamped":
+            output.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        if output.requires_grad and self.kind == "normalized":
+            output.register_hook(lambda gradient: gradient / gradient.norm())
+        if self.kind == "function":
+            output = Clamped.apply(output)
+        if self.kind == "penalty":
+            return torch.autograd.grad(output.sum(), x, create_graph=True)[0].pow(2).mean()
+        return F.mse_loss(output, batch[1])
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.kind == "columns":
+            with torch.no_grad():
+                for block in self.network.blocks:
+                    block.down.weight.copy_(F.normalize(block.down.weight, dim=1))  # type: ignore[union-attr, arg-type]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.kind == "early":
+            self.network.blocks[0].up.weight.data.clamp_(-0.1, 0.1)  # type: ignore[union-attr, operator]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.kind == "views":
+            for block in self.network.blocks:
+                block.up.weight.data[3:20].zero_()  # type: ignore[union-attr, index]
+                block.down.weight.data[:, 5].mul_(2)  # type: ignore[union-attr, index]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for name, p in self.network.named_parameters():
+            if self.kind == "kept":
+                p.lerp_(self.first[name].to(p.dtype), 0.3)
+            elif self.kind == "elements":
+                p.clamp_(-0.2, 0.2).mul_(0.9)
+            elif self.kind == "noise":
+                p.add_(torch.randn_like(p))
+        if self.kind == "scale":
+            self.scale.data.clamp_(0, 1.2)  # type: ignore[union-attr]
+        if self.kind == "total":
+            total = torch.stack([p.norm() for p in self.network.parameters()]).norm()
+            for p in self.network.parameters():
+                p.div_(total)
+        if self.average is not None:
+            for mean, p in zip(self.average.parameters(), self.network.parameters(), strict=False):
+                mean.lerp_(p, 0.5)
+
+
+class Clamped(torch.autograd.Function):
+    """Clamps a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.1, 0.1)
+
+
+BETWEEN = ("columns", "kept", "views", "elements", "scale", "clamped", "function")
+KINDS = {
+    **dict.fromkeys(("mask", "own norm", "clip"), Hooked),
+    **dict.fromkeys((*BETWEEN, "early", "noise", "total", "average", "normalized", "penalty"), Between),
+}
+
+
 def fit(kind: str, strategy: Any, devices: int, dp: int = 1, dtype: torch.dtype = torch.float64) -> list[float]:
-    module = (Hooked if kind in ("mask", "own norm", "clip") else Own)(kind).to(dtype)
+    module = KINDS.get(kind, Own)(kind).to(dtype)
     x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
     rows = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=8 // dp)
     precision = "64-true" if dtype == torch.float64 else "32-true"
@@ -104,9 +187,10 @@ def fit_kinds(layout: str, kinds: list[str], options: dict[str, Any], dtype: tor
 
 
 EXACT = [
-    ("tp2", {}, ["norms", "mask", "clip"]),
-    ("pp2", {}, ["mask", "clip"]),
-    ("dp2", {}, ["norms", "piece", "gather", "mask", "clip"]),
+    ("tp2", {}, ["norms", "mask", "clip", *BETWEEN]),
+    ("pp2", {}, ["mask", "clip", *BETWEEN]),
+    ("dp2", {}, ["norms", "piece", "gather", "mask", "clip", *BETWEEN]),
+    ("dp2", {"micro_batch_size": 2}, ["clamped", "function"]),
     ("dp2", {"zero_stage": 1, "zero_reduce_scatter": False}, ["norms", "mask", "clip"]),
     ("dp2", {"zero_stage": 3, "zero_gather": "step"}, ["norms"]),
 ]
@@ -122,6 +206,13 @@ def test_what_one_rank_has_a_part_of_is_read_as_on_one_process(layout: str, opti
 
 
 REFUSED = [
+    ("pp2", {}, "average", "average.enter.weight|network.blocks"),
+    ("tp2", {}, "noise", "random"),
+    ("dp2", {}, "early", "on_train_batch_end"),
+    ("pp2", {}, "total", "network.blocks"),
+    ("dp2", {}, "normalized", "norm"),
+    ("tp2", {}, "penalty", "autograd.grad"),
+    ("pp2", {}, "penalty", "autograd.grad"),
     ("pp2", {}, "norms", "network.blocks.2"),
     ("dp2", {"zero_stage": 2}, "clip", "gradient_clip_val"),
     ("tp2", {}, "collective", "all_reduce"),

@@ -24,7 +24,7 @@ from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.self_check import remembered
 from lightning_3d.strategy.self_check.check import _own_context
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, kept_blocks, kinds_of
-from lightning_3d.strategy.self_check.remembered import identity, is_verified, recall
+from lightning_3d.strategy.self_check.remembered import Findings, identity, is_verified, recall
 
 
 def build(*arguments: Any, **options: Any) -> GPT:
@@ -185,8 +185,8 @@ def test_a_damaged_memory_is_no_result(tmp_path: Path, monkeypatch: pytest.Monke
     for content in ("", "{}", '{"local_sizes": ["nh"]}', '{"local_sizes": {"nh": "two"}}'):
         file.write_text(content)
         assert recall("key") is None
-    file.write_text('{"local_sizes": {"h.0.nh": 2}}')
-    assert recall("key") == {"h.0.nh": 2}
+    file.write_text('{"local_sizes": {"h.0.nh": 2}, "partial": [["output", "1"]]}')
+    assert recall("key") == Findings({"h.0.nh": 2}, (("output", "1"),))
 
 
 def test_an_unknown_mode_is_refused() -> None:

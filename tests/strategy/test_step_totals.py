@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def packed(loss: float, weight: float, log_keys: float, *, extras: bool = False) -> torch.Tensor:
-    sums = [torch.tensor([loss * part, weight / 2], dtype=torch.float64) for part in (weight / 2, weight / 2)]
+    sums = [torch.tensor([loss * part, weight / 2, 1 / 2], dtype=torch.float64) for part in (weight / 2, weight / 2)]
     return BatchTotals.pack(sums, log_keys, extras=extras, device=CPU)
 
 

@@ -28,16 +28,14 @@ class Asks(pl.Callback):
 
 
 class Watch(pl.Callback):
-    """Keeps what each step came to, and what this rank holds, counted here."""
+    """Keeps what each step came to."""
 
     def __init__(self) -> None:
         self.traces: list[StepTrace | None] = []
-        self.parameters = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if trainer.strategy.last_step.grad_norm is not None:
             self.traces.append(trainer.strategy.last_step.trace)
-        self.parameters = sum(parameter.numel() * parameter.element_size() for parameter in pl_module.parameters())
 
 
 class Remembers(Logger):
@@ -67,5 +65,6 @@ def fit(folder: str, layout: str, every: int | None, accumulate: int = 1, **stra
         accumulate_grad_batches=accumulate, gradient_clip_val=0.5,
         callbacks=[Asks(), watch, MetricsCSV(path / "metrics.csv"), Timeline(path / "timeline.json"), RunReport(path)],
     )  # fmt: skip
-    trainer.fit(Module(recipe), DataLoader(Rows(data(recipe)), batch_size=4))
-    return watch.traces, watch.parameters, logger.told
+    module = Module(recipe)
+    trainer.fit(module, DataLoader(Rows(data(recipe)), batch_size=4))
+    return watch.traces, sum(parameter.nbytes for parameter in module.parameters()), logger.told

@@ -176,8 +176,8 @@ class Routers:
 
     # A step: begin, then for each micro-batch `enter` (before its backward too), `expect` and `weigh`, then `finish`
 
-    def begin(self, *, training: bool) -> None:
-        self._training = training
+    def begin(self, *, training: bool, scale: Tensor | None = None) -> None:
+        self._training, self._scale = training, scale
         self._weights, self._fillers = {}, set()
         self._sums.zero_()
 
@@ -251,6 +251,8 @@ class Routers:
         totals, weight = self._total(torch.cat([counts, counts.new_full((1,), len(seen))]), router)
         aux, z = self._losses(self._real(logits), totals, sigmoid=hasattr(router, BIAS))
         factor = weight / len(self.names)
+        if self._scale is not None:
+            factor = factor * self._scale
         if self.aux_loss and weights.requires_grad:
             weights = attach(weights, aux, factor * self.aux_loss)
         if self.options.z_loss and weights.requires_grad:

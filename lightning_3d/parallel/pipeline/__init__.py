@@ -8,10 +8,11 @@ from lightning_3d.parallel.pipeline.engine import PipelineEngine
 from lightning_3d.parallel.pipeline.gates import runs_now
 from lightning_3d.parallel.pipeline.stages import StageAssignment, assign_stages, keep_owned
 from lightning_3d.parallel.pipeline.state import Chunk, PipelineState, StageBoundary
-from lightning_3d.parallel.pipeline.unknown import Unknown, first_unknown
+from lightning_3d.parallel.pipeline.unknown import Partial, Unknown, first_unknown
 
 __all__ = [
     "Chunk",
+    "Partial",
     "PipelineEngine",
     "PipelineState",
     "StageAssignment",

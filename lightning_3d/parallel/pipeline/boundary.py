@@ -6,13 +6,15 @@ One message carries everything, so a schedule, its messages and its gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_3d.errors import PlanError
 
@@ -21,6 +23,28 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 Sides = tuple[Spec | None, ...]
 """Values that blocks return after the hidden states: shape and type of floating-point tensors, None for anything else."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor in a container."""
+
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The form of what a module returns that is not a tensor, such as an LSTM's output and its states."""
+
+    value: Any
+
+    @classmethod
+    def like(cls, output: Any) -> Nested:
+        return cls(tree_map_only(Tensor, lambda tensor: _Leaf(spec_of(tensor)), output))
+
+    def filled(self, make: Callable[[Spec], Tensor]) -> Any:
+        """A value of this form with new tensors."""
+        return tree_map_only(_Leaf, lambda leaf: make(leaf.spec), self.value)
 
 
 @dataclass(frozen=True)
@@ -57,14 +81,14 @@ class Boundary:
 
     Attributes:
         hidden: of the hidden states, (micro-batch, sequence, hidden) or as the model has them.
-        inputs: of what each module before the blocks returns, by name, in order of its calls.
+        inputs: of what each module before the blocks returns, by name, in order of its calls; a `Nested` where that is not a tensor.
         sides: of the values that blocks return behind the hidden states; None when they return the bare tensor.
         length: tokens of the whole sequence where the hidden states are a part of it (`SequenceShards`).
         travels: which of these are sent.
     """
 
     hidden: Spec
-    inputs: Mapping[str, Sequence[Spec]]
+    inputs: Mapping[str, Sequence[Any]]
     sides: Sides | None
     length: int
     travels: Travels

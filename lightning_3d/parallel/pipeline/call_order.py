@@ -175,9 +175,10 @@ class CallOrder:
         """Refuse a loss that is NaN although what has arrived, and what the blocks of this stage return, is not."""
         if self.looks and self._clean and has_nan(loss):
             raise PlanError(
-                "The loss of the first micro-batch is NaN, although the last pipeline stage has received numbers. So the step reads a value"
-                f" of an earlier stage, which is NaN here: what a block of {self._plan.model} returned, a parameter, or what attributes"
-                f" have kept of them. {_SENT} {_ADVICE} If the loss is NaN there, too, it does not come from the pipeline."
+                "The loss of the first micro-batch is NaN, although what the last pipeline stage received and computed is not. Use a layout"
+                " with pp = 1. If the loss is NaN there, too, the loss function makes it: a log or root of a negative number, 0 / 0, or"
+                f" rows without a target. If not, the step reads a value of an earlier stage, which is NaN here: what a block of"
+                f" {self._plan.model} returned, a parameter, or what attributes have kept of them. {_SENT}"
             )
 
     def leave_block(self, hidden: Any) -> None:

@@ -6,7 +6,6 @@ kinds or at `config` sees what it would see on one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
+from lightning_3d.parallel.pipeline.absent_values import AbsentValue, refuse_absent
 from lightning_3d.parallel.pipeline.boundary import Spec
 from lightning_3d.parallel.pipeline.left_behind import HOOKS, Elsewhere, attributes_of, call_hooks, without_hooks, written_by
 from lightning_3d.parallel.pipeline.state import PipelineState, StageBoundary
@@ -113,7 +113,8 @@ class AbsentParameters:
         if shape is None:
             return super().__getattr__(name)  # type: ignore[misc]
         received = self.pipeline_state.received
-        return (received if received is not None else torch.empty(0)).new_full((), torch.nan).expand(shape)
+        blank = (received if received is not None else torch.empty(0)).new_full((), torch.nan).expand(shape)
+        return AbsentValue.of(blank) if self.pipeline_state.chunk is None else blank
 
 
 def remove_parameter(module: nn.Module, name: str, state: PipelineState) -> None:
@@ -265,26 +266,27 @@ def runs_now(block: nn.Module) -> bool:
 class CountedModel:
     """Mixin for the pipelined module: counts its calls in a step, and refuses a call that skips blocks. Before the last stage, a call whose
     output is not known returns an unknown value if the step calls the model again. Only the first stage gets the inputs of towers, such as
-    images. A user may have replaced the `forward` of the object (`own_forward`)."""
+    images."""
 
     pipeline_state: PipelineState
-    own_forward: Callable[..., Any] | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         chunk, kind = self.pipeline_state.require_chunk(), type(self).__name__
         self.pipeline_state.begin_call(kind)
+        refuse_absent([args, kwargs])
         if unknown := first_unknown([args, kwargs]):
             unknown[0].pass_over()
             raise PlanError(
                 f"The step computes an input of {kind} from the value of {unknown[0].unknown_origin}, which only the last pipeline stage"
-                " knows. Compute the inputs of the model from the batch alone, or use a layout with pp = 1."
+                " knows. Compute the inputs of the model from the batch and the layers before its blocks alone, move the rest into the"
+                " forward of the model (before the blocks, and named in 'pp' of the plan), or use a layout with pp = 1."
             )
         if self.pipeline_state.has_towers and (encoded := tower_inputs(kwargs)):
             self.pipeline_state.require_tower_check(encoded)
             if not chunk.is_first:
                 kwargs = {name: value for name, value in kwargs.items() if name not in encoded}
         try:
-            output = (self.own_forward or super().forward)(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except StageBoundary as end:
             return self.pipeline_state.send_from_call(end.hidden, kind)
         self.pipeline_state.return_from_call()

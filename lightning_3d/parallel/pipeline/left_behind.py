@@ -69,7 +69,7 @@ class LeftBehind:
         self._stubs: list[tuple[str, Any]] = []
         self._blocks: dict[int, tuple[str, nn.Module]] = {}
         self._watched: set[tuple[int, bool]] = set()
-        self._hidden: list[tuple[nn.Module, str, Elsewhere, Any]] = []
+        self._hidden: list[tuple[nn.Module, str, Unknown, Any]] = []
         self._around: list[tuple[str, ReferenceType[nn.Module]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LeftBehind:
@@ -106,10 +106,10 @@ class LeftBehind:
             return
         self._watched.add(key)
         block = self._blocks[index][1]
-        before, around = _contents(block), self._contents_around(block)
+        before, around = contents_of(block), self._contents_around(block)
         yield
         self._refuse_outside(index, around)
-        found = {place for place, content in _contents(block).items() if not _same(before.get(place), content)} - self._places
+        found = {place for place, content in contents_of(block).items() if not is_same(before.get(place), content)} - self._places
         self._places |= found
         for path, stub in self._stubs:
             for _, name in (place for place in found if place[0] == path):
@@ -128,7 +128,7 @@ class LeftBehind:
         """Raise PlanError if values with a gradient are new outside of block `index`."""
         name, block = self._blocks[index]
         for place, content in self._contents_around(block).items():
-            if any(_has_gradient(value) for value in (content[0], *content[2])) and not _same(before.get(place), content):
+            if any(_has_gradient(value) for value in (content[0], *content[2])) and not is_same(before.get(place), content):
                 raise PlanError(
                     f"The forward of '{name}' writes a value that has a gradient into '{place.lstrip('.')}', outside of the block. With"
                     f" pp > 1, each rank has what its own blocks write there, and the loss would lack the rest. {_RETURN_IT}"
@@ -142,12 +142,15 @@ class LeftBehind:
             for path, module in block.named_modules():
                 places = {place for inner, place in self._places if inner == path} | written_by(module)
                 for attribute in places & {*vars(module), *module._buffers}:
-                    value = Elsewhere(f"the attribute '{attribute}' of '{name}{path and '.'}{path}'")
-                    self._hidden.append((module, attribute, value, vars(module).get(attribute, _NOTHING)))
-                    vars(module)[attribute] = value
+                    self.put_away(module, attribute, Elsewhere(f"the attribute '{attribute}' of '{name}{path and '.'}{path}'"))
+
+    def put_away(self, module: nn.Module, attribute: str, value: Unknown) -> None:
+        """Let `value` take the place of an attribute until `show`."""
+        self._hidden.append((module, attribute, value, vars(module).get(attribute, _NOTHING)))
+        vars(module)[attribute] = value
 
     def show(self) -> None:
-        """Undo `hide`; what the step has written since then stays."""
+        """Undo `hide` and `put_away`; what the step has written since then stays."""
         for module, attribute, value, earlier in self._hidden:
             if vars(module).get(attribute) is value:
                 del vars(module)[attribute]
@@ -267,7 +270,8 @@ _Content = tuple[Any, int, list[Any]]
 """A value, its version (tensors count their changes), and what is in it. All are kept, so that nothing new gets the address of one."""
 
 
-def _contents(block: nn.Module) -> dict[tuple[str, str], _Content]:
+def contents_of(block: nn.Module) -> dict[tuple[str, str], _Content]:
+    """Contents of the attributes and buffers in a module, by (name of the module in it, name of the attribute)."""
     return {
         (path, name): _content(value)
         for path, module in block.named_modules()
@@ -287,7 +291,8 @@ def _content(value: Any) -> _Content:
     return value, 0, list(inner.values())
 
 
-def _same(before: _Content | None, after: _Content) -> bool:
+def is_same(before: _Content | None, after: _Content) -> bool:
+    """Return whether an attribute is as it was before."""
     if before is None or before[1] != after[1] or len(before[2]) != len(after[2]):
         return False
     pairs = [(before[0], after[0]), *zip(before[2], after[2], strict=True)]

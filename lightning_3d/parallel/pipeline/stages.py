@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from lightning_3d.layout.balance import split_layers
@@ -12,6 +13,7 @@ from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.parallel.pipeline.absent_values import AbsentValue
 from lightning_3d.parallel.pipeline.boundary import Travels
 from lightning_3d.parallel.pipeline.call_order import PlanOrder
 from lightning_3d.parallel.pipeline.gates import (
@@ -144,7 +146,7 @@ def keep_owned(
     _gate_ends(module, plan, chunks, state)
     if not any(chunk.is_last for chunk in chunks):
         _remove_outside(root, module_name)
-    specialize(module, CountedModel, pipeline_state=state, own_forward=vars(module).pop("forward", None))
+    specialize(module, CountedModel, pipeline_state=state)
     if hasattr(module, "generate"):
         object.__setattr__(module, "generate", refuse_to_generate)
     return chunks
@@ -190,8 +192,10 @@ def _remove_outside(root: nn.Module, module_name: str) -> None:
     parent = root
     for depth, step in enumerate(path):
         prefix = ".".join(path[:depth])
-        for name in [name for name, _ in parent.named_parameters(recurse=False)]:
-            setattr(parent, name, None)
+        for name, parameter in list(parent.named_parameters(recurse=False)):
+            delattr(parent, name)
+            blank = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+            vars(parent)[name] = AbsentValue.of(blank, f"{prefix}.{name}".lstrip("."))
         for name, child in list(parent.named_children()):
             if name != step and _has_parameters(child):
                 setattr(parent, name, AbsentOutside(f"{prefix}.{name}".lstrip("."), child))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.parallel.pipeline.boundary import Arrived, Boundary, Sides, Travels, spec_of
+from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.pipeline.boundary import Arrived, Boundary, Nested, Sides, Spec, Travels, spec_of
 from lightning_3d.parallel.pipeline.call_order import CallOrder, PlanOrder
 from lightning_3d.parallel.pipeline.calls import Calls
 from lightning_3d.parallel.pipeline.left_behind import LeftBehind
@@ -95,7 +96,7 @@ class PipelineState:
         self._in_call = False
         self._received: list[Tensor] = []
         self._sent: list[Tensor] = []
-        self._inputs: dict[str, list[Tensor]] = {}
+        self._inputs: dict[str, list[Any]] = {}  # tensors, and the form of others
         self._read: Counter[str] = Counter()
         self._returned: Any = None
         self._looked: set[tuple[int, bool]] = set()
@@ -159,14 +160,19 @@ class PipelineState:
 
     def note_input(self, name: str, output: Any) -> None:
         """Note what a module before the blocks returned on the first stage. The model may change the tensor in place afterwards."""
-        if isinstance(output, Tensor) and output.is_floating_point():
-            self._inputs.setdefault(name, []).append(output.clone() if name in self.travels.inputs else output)
+        travels, tensors = name in self.travels.inputs, list(tensors_of(output))
+        if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
+            return
+        if isinstance(output, Tensor):
+            self._inputs.setdefault(name, []).append(output.clone() if travels else output)
+        elif not travels:
+            self._inputs.setdefault(name, []).append(Nested.like(output))
 
     def note_returned(self, output: Any) -> None:
         """Note what a block of this stage returned."""
         self._returned = output
 
-    def input_of(self, name: str) -> Tensor:
+    def input_of(self, name: str) -> Any:
         """What a module before the blocks returned on the first stage, if it travels; otherwise NaN in its shape."""
         self.require_chunk()
         assert self.arrived is not None, "only the first stage receives nothing, and it owns its inputs"
@@ -175,24 +181,30 @@ class PipelineState:
         if call < len(sent := self.arrived.inputs.get(name, ())):
             return sent[call].clone()
         known = self.boundary.inputs.get(name, ()) if self.boundary is not None else ()
-        shape, dtype = known[min(call, len(known) - 1)] if known else self._like_hidden()
-        return self.arrived.hidden.new_full(shape, torch.nan, dtype=dtype)
+        like = known[min(call, len(known) - 1)] if known else self._like_hidden()
+        if isinstance(like, Nested):
+            return like.filled(self._absent)
+        return self._absent(like)
 
-    def _like_hidden(self) -> tuple[list[int], torch.dtype]:
+    def _absent(self, spec: Spec) -> Tensor:
+        assert self.arrived is not None
+        return self.arrived.hidden.new_full(spec[0], torch.nan, dtype=spec[1])
+
+    def _like_hidden(self) -> Spec:
         assert self.arrived is not None
         shape = list(self.arrived.hidden.shape)
         if self.sequence.active:
             shape[1] = self.sequence.length
-        return shape, self.arrived.hidden.dtype
+        return tuple(shape), self.arrived.hidden.dtype
 
     def pack(self, hidden: Tensor) -> Tensor:
         """Join the hidden states and what travels with them. The first stage describes them at the first micro-batch of a shape."""
         boundary = self.boundary
         if boundary is None:
-            known = {name: [spec_of(tensor) for tensor in made] for name, made in self._inputs.items()}
+            known = {name: [spec_of(one) if isinstance(one, Tensor) else one for one in made] for name, made in self._inputs.items()}
             boundary = Boundary(spec_of(hidden), known, _sides(self._returned), self.sequence.length, self.travels)
             self.boundaries.append(boundary)
-        inputs: Mapping[str, Sequence[Tensor]] = self._inputs if self.arrived is None else self.arrived.inputs
+        inputs: Mapping[str, Sequence[Any]] = self._inputs if self.arrived is None else self.arrived.inputs
         sides = {place: value for place in self.travels.sides if _is_float(value := self._side(place))}
         return boundary.pack(Arrived(hidden, inputs, sides))
 

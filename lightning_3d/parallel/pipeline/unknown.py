@@ -106,6 +106,42 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert",
     setattr(Unknown, f"__{_name}__", _operator)
 
 
+class Partial(Unknown):
+    """A value that no rank has as one process does. It can be passed around and printed; whatever needs it is refused.
+
+    Args:
+        origin: what it is, for messages.
+        reason: why no rank has it, and what works.
+    """
+
+    def __init__(self, origin: str, reason: str) -> None:
+        super().__init__(origin)
+        self.__dict__["reason"] = reason
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Unknown:
+        (found,) = first_unknown([args, kwargs or {}])
+        return found.unknown_like()
+
+    def unknown_like(self) -> Unknown:
+        """Refuse what is computed from this value."""
+        self._refuse()
+        raise AssertionError
+
+    def pass_over(self) -> None:
+        """Refuse to log or return this value."""
+        self._refuse()
+
+    def _refuse(self, *args: Any) -> Any:
+        raise PlanError(f"The step reads {self.unknown_origin}. {self.reason}")
+
+    def __repr__(self) -> str:
+        return f"<{self.unknown_origin}, of which this rank has a part>"
+
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __contains__ = __complex__ = __array__ = __iter__ = _refuse
+    __setattr__ = __setitem__ = __enter__ = _refuse  # type: ignore[assignment]
+
+
 def first_unknown(value: Any) -> list[Unknown]:
     """Find the first unknown value in nested tuples, lists, dicts and dataclasses, as a list of one; an empty list if there is none."""
     if isinstance(value, Unknown):

@@ -9,7 +9,7 @@ from lightning_3d.parallel.tensor.resolve_plan import resolve
 from lightning_3d.parallel.tensor.rewrite import rewrite, shard_specs
 from lightning_3d.parallel.tensor.sequence_parallel import SequenceRegions, find_regions, gather_regions, pays_off, shard_sequence
 from lightning_3d.parallel.tensor.style_trials import fit_styles
-from lightning_3d.parallel.tensor.whole import whole
+from lightning_3d.parallel.tensor.whole import gather_shards, whole
 
 __all__ = [
     "SequenceRegions",
@@ -22,6 +22,7 @@ __all__ = [
     "pays_off",
     "fit_styles",
     "gather_regions",
+    "gather_shards",
     "refuse_computed_weights",
     "resolve",
     "rewrite",

@@ -10,9 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.parallel.specialize import specialize
-
-OF_RANK = "attributes_of_rank"
-"""Attribute of a module with the names of those that `set_for_rank` has set."""
+from lightning_3d.parallel.undone import OF_RANK
 
 
 @dataclass(frozen=True)

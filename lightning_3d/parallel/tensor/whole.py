@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,17 +12,34 @@ from torch import Tensor
 from lightning_3d.parallel.sharding import ShardSpec
 
 
+def gather_shards(
+    shard: Tensor, spec: ShardSpec, group: dist.ProcessGroup, tp_index: int, patience: timedelta | None = None
+) -> Tensor:
+    """Gather a parameter without gradients.
+
+    Args:
+        patience: how long to wait for the other ranks; None for the timeout of the group.
+
+    Raises:
+        RuntimeError: another rank did not take part for so long.
+    """
+    full = shard.new_zeros(spec.global_shape)
+    if tp_index == min(spec.tp_replicas):
+        spec.paste(shard, full)
+    work = dist.all_reduce(full, group=group, async_op=True)
+    assert work is not None
+    if patience is None:
+        work.wait()
+    else:
+        work.wait(patience)
+    return full
+
+
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, spec: ShardSpec, group: dist.ProcessGroup, tp_index: int) -> Tensor:
         ctx.spec = spec
-        if not spec.is_cut:
-            return shard.view_as(shard)
-        full = shard.new_zeros(spec.global_shape)
-        if tp_index == min(spec.tp_replicas):
-            spec.paste(shard, full)
-        dist.all_reduce(full, group=group)
-        return full
+        return gather_shards(shard, spec, group, tp_index) if spec.is_cut else shard.view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

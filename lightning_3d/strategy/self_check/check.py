@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -38,7 +39,8 @@ from lightning_3d.strategy.self_check.explain import Explanation, additions, fir
 from lightning_3d.strategy.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes, modules_to_try
 from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
 from lightning_3d.strategy.self_check.noise import WithoutNoise, exact_products
-from lightning_3d.strategy.self_check.remembered import has_own_code, identity, is_verified, recall, remember
+from lightning_3d.strategy.self_check.partial import Remnant, find_partial
+from lightning_3d.strategy.self_check.remembered import Findings, has_own_code, identity, is_verified, recall, remember
 from lightning_3d.strategy.self_check.stages import RewrittenModel
 
 _ROWS = 2
@@ -73,7 +75,8 @@ class SelfCheck:
         blocks = BlockOptions(sequence_parallel=options.blocks.sequence_parallel)
         self._options = ModelOptions("1F1B", blocks, ExpertOptions(), options.cp_kind, options.stages)
         self._subject: _Subject | None = None
-        self._sizes: LocalSizes = {}
+        self._findings = Findings()
+        self._refuse_later: Callable[[Iterable[Remnant]], None] | None = None
         self._handles: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfCheck:
@@ -99,28 +102,34 @@ class SelfCheck:
         if self._options.stages is not None:
             more.append(list(self._options.stages))
         key: str | None = None
-        sizes: LocalSizes | None = None
+        known: Findings | None = None
         if self._mesh.rank == 0:
             # Families were verified with sequence parallelism.
             listed = self._mode == "auto" and declared and (layout.tp == 1 or in_sequence) and is_verified(module, layout)
             key = None if listed else identity(module, plan, layout, more)
-            sizes = {} if listed else recall(key) if self._mode == "auto" else None
-        agreed: list[Any] = [sizes, has_own_code(module)]
+            known = Findings() if listed else recall(key) if self._mode == "auto" else None
+        agreed: list[Any] = [known, has_own_code(module)]
         dist.broadcast_object_list(agreed, src=0)
-        sizes, own = agreed
-        self._sizes = sizes or {}
+        known, own = agreed
+        self._findings = known or self._findings
         copied = copy_without_values(module)
         apply_whole_config(copied)
         if isinstance(copied, MultiTokenLM):
             copied.returns_mtp_logits = True
         blocks = len(list(copied.get_submodule(plan.layers).children())) if plan.layers else 0
         unnamed = modules_to_try(copied, plan, layout.tp, drafted=not declared) if layout.tp > 1 else []
-        passed = sizes is not None
+        passed = known is not None
         self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed, drafted=not declared, own=own, passed=passed)
 
-    def attach(self, module: nn.Module) -> None:
-        """Check this rank's part of the model at its first call. Where the model was checked before, set the local sizes found then."""
-        apply_local_sizes(module, self._sizes, place_of(self._mesh))
+    def attach(self, module: nn.Module, refuse_later: Callable[[Iterable[Remnant]], None] | None = None) -> None:
+        """Check this rank's part of the model at its first call. Where the model was checked before, apply what was found then.
+
+        Args:
+            module: this rank's part of the model.
+            refuse_later: function that is given what the step may not read; None for a frozen model.
+        """
+        self._refuse_later = refuse_later
+        self._apply(module, self._findings)
         subject = self._subject
         if subject is None:
             return
@@ -154,16 +163,21 @@ class SelfCheck:
             return
         with undone(subject.whole), _own_context(self._device):
             args, kwargs = self._example(subject, args, kwargs)
-            sizes = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._must)
-        if sizes is None:
+            findings = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._must)
+        if findings is None:
             return
-        apply_local_sizes(module, sizes, place_of(self._mesh))
+        self._apply(module, findings)
         state = getattr(module, "pipeline_state", None)
         if state is not None and state.has_towers and not tower_inputs(kwargs):
             state.towers_unchecked = True  # and not remembered
         elif self._mesh.rank == 0:
-            remember(subject.key, sizes, subject.model)
-        _say(subject, self._mesh.layout, sizes, time.monotonic() - started)
+            remember(subject.key, findings, subject.model)
+        _say(subject, self._mesh.layout, findings.sizes, time.monotonic() - started)
+
+    def _apply(self, module: nn.Module, findings: Findings) -> None:
+        apply_local_sizes(module, findings.sizes, place_of(self._mesh))
+        if self._refuse_later is not None:
+            self._refuse_later(findings.partial)
 
     def _take(self) -> _Subject | None:
         subject, self._subject = self._subject, None
@@ -281,8 +295,8 @@ class _Comparison:
         self._tuples: dict[str, int] = {}
         self._training = False
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, must: bool) -> LocalSizes | None:
-        """Compare. Returns the local sizes that were found; None where the whole model cannot run here, which is printed.
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, must: bool) -> Findings | None:
+        """Compare. Returns what was found; None where the whole model cannot run here, which is printed.
 
         Raises:
             PlanError: the rewritten model does not reproduce the whole one; on all ranks that share the model's stage.
@@ -306,7 +320,7 @@ class _Comparison:
             self._training = True
             failure = self._compare_often(args, kwargs, sizes, stages)
         if failure is None:
-            return sizes
+            return Findings(sizes, tuple(self._partial(args, kwargs, sizes, stages)))
         if isinstance(failure, Lightning3DError):
             raise failure
         added = additions(self._subject.whole) if is_transformers_model(self._subject.whole) and not self._subject.drafted else ()
@@ -315,6 +329,19 @@ class _Comparison:
             raise PlanError(explanation.of_stages(failure))
         whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], None)
         raise PlanError(explanation.of_layers(failure, whole, rewritten, args, kwargs))
+
+    def _partial(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
+    ) -> list[Remnant]:
+        """Find what a forward leaves for the step and this rank has a part of. Of models of libraries that is known.
+
+        With pipeline stages alone, a value is here or on another stage, which stubs show.
+        """
+        if not self._subject.own or self._layout.tp * self._layout.cp * self._layout.ep == 1:
+            return []
+        anywhere = partial(_anywhere, self._mesh, self._device)
+        whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], stages)
+        return find_partial(whole, rewritten, _floats(args), _floats(kwargs), self._plan.layers, anywhere)
 
     def _compare_often(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
@@ -505,7 +532,10 @@ def _floats_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied = tensor.detach().clone()
+    if copied.is_floating_point() and copied.isnan().any():  # what a layer before the blocks has returned in the step of a later stage
+        copied = torch.arange(copied.numel(), device=copied.device, dtype=copied.dtype).sin().view(copied.shape)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

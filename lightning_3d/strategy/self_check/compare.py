@@ -56,13 +56,13 @@ def largest_deviation(
     if not shared:
         raise PlanError(f"it returns {_shapes(found)} where the whole model returns {_shapes(expected)}.")
     outputs = max(
-        (Deviation(f"the output {name}".rstrip(), _relative(_whole(found[name]), expected[name])) for name in shared), key=_by_error
+        (Deviation(f"the output {name}".rstrip(), relative(whole_tensor(found[name]), expected[name])) for name in shared), key=_by_error
     )
     if not any(value.requires_grad for value in expected.values()):
         return outputs, Deviation("nothing", 0.0)
-    _project(expected, shared).backward()
-    (_project(found, shared) / rewritten.layout.cp).backward()  # context-parallel ranks compute the same output: each counts 1/cp of it
-    gradients = [*_input_deviations(inputs, other_inputs, rewritten), *_weight_deviations(whole, rewritten)]
+    project(expected, shared).backward()
+    (project(found, shared) / rewritten.layout.cp).backward()  # context-parallel ranks compute the same output: each counts 1/cp of it
+    gradients = [*_input_deviations(inputs, other_inputs, rewritten), *weight_deviations(whole, rewritten)]
     return outputs, max(gradients, key=_by_error, default=Deviation("nothing", 0.0))
 
 
@@ -76,7 +76,7 @@ def why_not_comparable(whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         once, again = (_outputs(whole(*args, **kwargs)) for _ in range(2))
     if not once:
         return "the model returns no floating-point tensors."
-    differs = [name for name, value in once.items() if value.shape != again[name].shape or not _relative(value, again[name]) <= LARGEST]
+    differs = [name for name, value in once.items() if value.shape != again[name].shape or not relative(value, again[name]) <= LARGEST]
     return "the model draws random numbers: two calls in evaluation mode have different outputs." if differs else None
 
 
@@ -116,11 +116,11 @@ def _shapes(outputs: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {tuple(value.shape)}".strip() for name, value in outputs.items()) or "no tensor"
 
 
-def _project(outputs: Mapping[str, Tensor], names: list[str]) -> Tensor:
+def project(outputs: Mapping[str, Tensor], names: list[str]) -> Tensor:
     """Make a scalar whose gradient reaches every element of the outputs, with a different factor each."""
     total: Any = 0.0
     for name in names:
-        whole = _whole(outputs[name])
+        whole = whole_tensor(outputs[name])
         if whole.requires_grad:
             total = total + (whole * _direction(whole)).sum()
     return total
@@ -131,14 +131,15 @@ def _direction(like: Tensor) -> Tensor:
     return torch.sin(numbers * 12.9898).view(like.shape) / max(like.numel(), 1) ** 0.5
 
 
-def _whole(tensor: Any) -> Tensor:
+def whole_tensor(tensor: Any) -> Tensor:
     """Gather tensors that report the full shape and hold one shard: sequences first, then the vocabulary."""
     while hasattr(tensor, "full"):
         tensor = tensor.full()
     return tensor
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference of two tensors of one shape, relative to that of `expected`."""
     scale = expected.detach().double().norm()
     return float((found.detach().double() - expected.detach().double()).norm() / scale.clamp(min=1e-30))
 
@@ -147,7 +148,7 @@ def _input_deviations(inputs: Any, others: Any, rewritten: RewrittenModel) -> It
     for place, (one, other) in enumerate(zip(_tensors(inputs), _tensors(others), strict=True)):
         if one.grad is None or other.grad is None:
             continue
-        yield Deviation(f"the gradient of input {place}", _relative(rewritten.total_of_input(other.grad), one.grad))
+        yield Deviation(f"the gradient of input {place}", relative(rewritten.total_of_input(other.grad), one.grad))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -157,7 +158,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in _tensors(item)]
 
 
-def _weight_deviations(whole: nn.Module, rewritten: RewrittenModel) -> Iterator[Deviation]:
+def weight_deviations(whole: nn.Module, rewritten: RewrittenModel) -> Iterator[Deviation]:
+    """Yield the difference of the gradient of each parameter. Communicates before the first one."""
     expected = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     if not expected:
         return
@@ -189,7 +191,7 @@ def first_different(whole: nn.Module, rewritten: RewrittenModel, args: tuple[Any
         if part is None:
             continue
         own = found[name][:, : part.shape[1]] if part.ndim > 1 else found[name]
-        if own.shape != part.shape or not _relative(own, part) <= LARGEST:
+        if own.shape != part.shape or not relative(own, part) <= LARGEST:
             return name
     return None
 

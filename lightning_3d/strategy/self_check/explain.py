@@ -15,6 +15,7 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.models.library_patches import replaced_functions
 from lightning_3d.models.parallel_plan import COLUMN_STYLES, ROW_STYLES, ParallelPlan
 from lightning_3d.models.reachable import hook_tables, is_of_others
+from lightning_3d.strategy.own_code import own_line
 from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, first_different
 from lightning_3d.strategy.self_check.stages import RewrittenModel
 
@@ -51,11 +52,18 @@ class Explanation:
         cuts = {key: cut.style for key in named if (cut := self.plan.cut_of(key)) is not None}
         owner = _around(name or "", cuts)
         order = _call_order(whole, owner, args, kwargs)
-        cause = self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts, whole)
+        cause = self._wrong_pair(owner, cuts, order) or self._cause(owner, cuts, whole, fails=isinstance(failure, Exception))
         return f"{self._what(failure)}{_where(whole, owner)} {cause} {self._advice()}"
 
     def of_stages(self, failure: Deviation | Exception) -> str:
         """Explain a difference that only the pipeline makes."""
+        if isinstance(failure, Exception):
+            return (
+                f"{self._what(failure)} With pp=1, the model runs. With pp > 1, each rank has the blocks of its own stage. Code that looks"
+                " at other modules, at values of an earlier stage that are not in the hidden states, or at the class of a module"
+                " (type(self)), finds others there. Write it so that it needs its arguments and its own weights alone, or use pp=1. Nothing"
+                " was trained."
+            )
         return (
             f"{self._what(failure)} With pp=1, the result is correct. So some module reads something from an earlier stage that is not in"
             " the hidden states: an embedding, a buffer, keys and values that an earlier block shares, or an attribute that it set. Pass"
@@ -65,8 +73,9 @@ class Explanation:
 
     def _what(self, failure: Deviation | Exception) -> str:
         if isinstance(failure, Exception):
-            error = f"{type(failure).__name__}: {first_line(failure)}"
-            return f"Self-check: {self.model} as rewritten for {self.layout.name} fails ({error})."
+            error, line = f"{type(failure).__name__}: {first_line(failure)}", own_line(failure)
+            at = f" at {line}" if line is not None else ""
+            return f"Self-check: {self.model} as rewritten for {self.layout.name} fails{at} ({error})."
         size = f" by {failure.error:.1e} (at most {LARGEST:g} is rounding)" if failure.error == failure.error else ""
         return (
             f"Self-check: {self.model} as rewritten for {self.layout.name} does not reproduce the whole model: {failure.what}"
@@ -106,7 +115,7 @@ class Explanation:
             )
         return ""
 
-    def _cause(self, owner: str, cuts: Mapping[str, str], whole: nn.Module) -> str:
+    def _cause(self, owner: str, cuts: Mapping[str, str], whole: nn.Module, *, fails: bool) -> str:
         inside = {key: style for key, style in cuts.items() if key.rpartition(".")[0] == owner}
         inside = inside or {key: style for key, style in cuts.items() if not owner or key.startswith(f"{owner}.")}
         columns = list(dict.fromkeys(key.rpartition(".")[2] for key, style in inside.items() if style in COLUMN_STYLES))
@@ -124,6 +133,12 @@ class Explanation:
             return (
                 f"Likely cause: the plan shards {listed(there)} but names no '{missing}' layer to go with it. Features that a 'colwise'"
                 f" layer splits must be joined by a 'rowwise' layer. Add the '{missing}' layer to the plan's 'tp' part."
+            )
+        if tp == self.layout.ep == 1 and (fails or self.layout.cp == 1):
+            tokens = "" if self.layout.cp == 1 else " It gets a part of the tokens of a row, so their number may be the reason, too."
+            return (
+                "Likely cause: that code depends on more than its arguments, weights and attributes: on the class of the module"
+                f" (type(self)), a variable of the file, or how often it has run.{tokens}"
             )
         if tp == self.layout.ep == 1:
             return (

@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -121,26 +122,41 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_3d" / "self_check"
 
 
-def recall(key: str | None) -> dict[str, int] | None:
-    """Read the local sizes that a check found; None where it has not passed yet, or its file cannot be read."""
+@dataclass(frozen=True)
+class Findings:
+    """What a check that has passed has found.
+
+    Attributes:
+        sizes: local sizes.
+        partial: what a forward leaves for the step, and ranks have a part of; as `find_partial` lists it.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    partial: tuple[tuple[str, ...], ...] = ()
+
+
+def recall(key: str | None) -> Findings | None:
+    """Read what a check found; None where it has not passed yet, or its file cannot be read."""
     if key is None:
         return None
     try:
         found = json.loads((cache_folder() / f"{key}.json").read_text())
-        sizes = found["local_sizes"]
+        sizes, partial = found["local_sizes"], tuple(tuple(map(str, place)) for place in found["partial"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return sizes if isinstance(sizes, dict) and all(isinstance(value, int) for value in sizes.values()) else None
+    whole_numbers = isinstance(sizes, dict) and all(isinstance(value, int) for value in sizes.values())
+    return Findings(sizes, partial) if whole_numbers else None
 
 
-def remember(key: str | None, local_sizes: dict[str, int], model: str) -> None:
+def remember(key: str | None, findings: Findings, model: str) -> None:
     """Write that a check has passed. Where nothing can be written, or there is no key, the check runs again next time."""
     if key is None:
         return
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"model": model, "versions": versions(), "python": sys.version.split()[0], "local_sizes": local_sizes}
+        found = {"local_sizes": findings.sizes, "partial": findings.partial}
+        content = {"model": model, "versions": versions(), "python": sys.version.split()[0], **found}
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, suffix=".new") as file:
             json.dump(content, file)
         os.replace(file.name, folder / f"{key}.json")

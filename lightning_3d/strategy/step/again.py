@@ -172,7 +172,7 @@ class RepeatableStep:
             for place, batch in enumerate(self._batches):
                 batch.generators.restore()
                 fresh = replace(batch.micro_batches, batches=tuple(same_tensors(one) for one in batch.micro_batches.batches))
-                computed = self._runner.compute(fresh, batch.rest, self._backend, self._step, place=place, ends=place == last)
+                computed = self._runner.compute(fresh, batch.rest, self._backend, self._step, place=place, ends=place == last, of=None)
         if self._routers is not None and loads is not None:
             self._routers.set_loads(loads)
         after.restore()

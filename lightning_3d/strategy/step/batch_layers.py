@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_3d.errors import listed
+from lightning_3d.errors import ConfigError, listed
+from lightning_3d.parallel.mesh import Mesh, gathered
+from lightning_3d.strategy.step.loss_finding import at_once, described
 
 
 def layers_of_whole_batches(root: nn.Module, *, micro_batches: int, dp: int) -> list[str]:
@@ -26,6 +28,27 @@ def layers_of_whole_batches(root: nn.Module, *, micro_batches: int, dp: int) -> 
         if module.max_norm is not None and dp > 1:
             found.append(f"'{name}' has max_norm and would change the rows of its own ids on each data-parallel rank, so that ranks differ")
     return found
+
+
+def refuse_layers(root: nn.Module, mesh: Mesh, micro_batches: int, rows: int) -> None:
+    """Refuse layers that need the whole batch. Collective.
+
+    Args:
+        micro_batches: of a data-parallel rank.
+        rows: of a micro-batch.
+
+    Raises:
+        ConfigError: on all ranks, if any has such layers.
+    """
+    dp = mesh.size("dp")
+    found = gathered(layers_of_whole_batches(root, micro_batches=micro_batches, dp=dp), mesh)
+    layers = list(dict.fromkeys(layer for of_rank in found for layer in of_rank))
+    if layers:
+        raise ConfigError(
+            f"{described(dp, micro_batches, rows)}, but {listed(layers)}. So this would not train as one process does. Use"
+            f" {at_once(mesh.layout, dp * micro_batches * rows)}, remove the option, or pass"
+            ' loss_reduction="accumulate" to train with the values of micro-batches.'
+        )
 
 
 class BufferWrites:
@@ -64,4 +87,14 @@ def about_writes(names: list[str]) -> str:
         f"{listed([*shown, *more])} {'changes' if len(names) == 1 else 'change'} buffers in each training forward (running statistics or"
         " power iterations, for example). A forward sees one micro-batch of one data-parallel rank, so the buffers are not those of one"
         " process: statistics are of a micro-batch, and their momentum is applied once per micro-batch."
+    )
+
+
+def about_counters(names: list[str], micro_batches: int) -> str:
+    """Say what differs for numbers that each call of the step changes."""
+    shown = [f"'{name}'" for name in names[:3]]
+    more = [f"{len(names) - 3} others"] if len(names) > 3 else []
+    return (
+        f"Each call of training_step changes {listed([*shown, *more])}. It is called {micro_batches} times for a batch, once per"
+        " micro-batch, and by one process once. If the loss will depend on it, count in on_train_batch_end or use self.global_step."
     )

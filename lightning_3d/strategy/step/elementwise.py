@@ -17,6 +17,14 @@ _NAMES = frozenset(
     }
 )
 
+RANDOM = frozenset(
+    {
+        "bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson", "rand",
+        "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform"
+    }
+)
+"""Functions that draw random numbers."""
+
 
 def base_name(func: Any) -> str:
     """Name of an operation without what marks its forms: in place, reversed, of lists, of a property."""
@@ -32,6 +40,22 @@ def base_name(func: Any) -> str:
 def is_elementwise(func: Any, of: Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function treats each element of `of` alike, or together with the same element of its other arguments."""
     return base_name(func) in _NAMES and all(_fits(value, of) for value in (*args, *kwargs.values()))
+
+
+_REDUCTIONS = frozenset(
+    {"amax", "amin", "any", "cumsum", "logsumexp", "mean", "norm", "normalize", "softmax", "std", "sum", "var", "vector_norm"}
+)
+
+
+def treats_rows_alike(func: Any, of: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function treats each entry along the first dimension of `of` alike: element by element, or along other dimensions."""
+    name = base_name(func)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if name in _NAMES:
+        return all(value.ndim == 0 or (value.ndim == of.ndim and value.shape[0] in (1, of.shape[0])) for value in tensors)
+    dims = kwargs.get("dim", next((value for value in args if isinstance(value, (int, tuple, list))), None))
+    dims = [dims] if isinstance(dims, int) else dims
+    return name in _REDUCTIONS and bool(dims) and all(dim % of.ndim != 0 for dim in dims or ()) and of.ndim > 1
 
 
 def _fits(value: Any, of: Tensor | None) -> bool:

@@ -26,7 +26,12 @@ class LossWeights:
 
     Args:
         terms: terms of the loss that a causal LM computes from its labels in training.
+
+    Attributes:
+        counts_targets: whether a model computes a loss from labels that is weighted by their target tokens.
     """
+
+    counts_targets = False
 
     def __init__(self, terms: LossOptions = CROSS_ENTROPY) -> None:
         self.terms = terms
@@ -190,6 +195,7 @@ def weigh_loss(root: nn.Module, weights: LossWeights, context: ContextParallel |
             found = True
         elif shared is not None and callable(current) and not isinstance(current, WholeSequenceLoss):
             module.loss_function = WholeSequenceLoss(current, shared)
+    weights.counts_targets = found
     if weights.terms.asked_for and not found:
         raise PlanError(
             f"{_described(weights.terms)} no effect: {type(root).__name__} contains no causal LM of Transformers with the usual loss"

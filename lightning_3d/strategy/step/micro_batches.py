@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_3d.errors import DataError, listed, plural
@@ -17,7 +17,7 @@ from lightning_3d.layout.layout import divisors
 from lightning_3d.layout.schedules import ScheduleInfo
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.deferred_logits import DeferredLogits
-from lightning_3d.parallel.nested import count_rows, rows_of, same_tensors, tensors_of
+from lightning_3d.parallel.nested import count_rows, require_rows_first, rows_of, same_tensors, tensors_of
 from lightning_3d.parallel.partial_tensors import whole_arguments
 from lightning_3d.parallel.tensor import VocabParallelLogits
 
@@ -62,6 +62,8 @@ def split_into_micro_batches(
     vp: int = 1,
     split_batch: SplitBatch | None = None,
     agree: Callable[[int], int] | None = None,
+    samples: int | None = None,
+    alone: bool = False,
 ) -> MicroBatches:
     """Split a batch along dimension 0 of its tensors, and lists with one entry for each row.
 
@@ -79,11 +81,19 @@ def split_into_micro_batches(
         vp: stages of each.
         split_batch: the user's own split, for batches whose tensors do not all have the rows in dimension 0.
         agree: this rank's number of micro-batches -> the number to fill up to, where ranks must have equally many.
+        samples: number of samples in the batch, as its data loader knows it; None where it does not.
+        alone: whether no other rank has other rows. A batch that is not split then needs no number of rows.
 
     Raises:
         DataError: no tensor in the batch, or tensors that disagree about the number of rows.
     """
-    rows = _rows(batch, split_batch)
+    goes_whole = micro_batch_size is None and (schedule is None or schedule.accepts(pp, vp, 1))
+    try:
+        rows = _rows(batch, split_batch, samples)
+    except DataError:
+        if not (alone and goes_whole) or (pp > 1 and not any(True for _ in tensors_of(batch))):
+            raise
+        return MicroBatches((same_tensors(batch),), 1)
     kept = max(rows - (repeated(rows) if repeated is not None else 0), 0)
     all_repeated = kept == 0
     kept = kept or 1
@@ -98,6 +108,8 @@ def split_into_micro_batches(
         parts = parts[:count]
     else:
         whole = size == rows
+        if not whole and samples is not None:
+            require_rows_first(batch, rows, samples)
         parts = [same_tensors(batch)] if whole else [rows_of(batch, slice(start, start + size), rows) for start in range(0, kept, size)]
     fillers = count if all_repeated else 0
     while schedule is not None and not schedule.accepts(pp, vp, len(parts)):
@@ -128,7 +140,7 @@ def require_whole_micro_batches(batch: Any, loader: object, micro_batch_size: in
         DataError: with the sizes that work.
     """
     rows = getattr(loader, "batch_size", None)
-    if micro_batch_size is None or not isinstance(rows, int) or rows % micro_batch_size == 0 or _rows(batch, None) != rows:
+    if micro_batch_size is None or not isinstance(rows, int) or rows % micro_batch_size == 0 or count_rows(batch) != rows:
         return
     fitting = [size for size in divisors(rows) if size <= micro_batch_size]
     more = -(-rows // micro_batch_size) * micro_batch_size
@@ -151,6 +163,14 @@ def require_token_ids(batch: Any) -> None:
         raise DataError(f"The batch's input_ids are {dtype}, but token ids must be integers. Convert them, for example with ids.long().")
 
 
+def samples_of(loader: object, batch_index: int) -> int | None:
+    """Count the samples that a data loader puts into a batch; None where it does not know."""
+    if not isinstance(loader, DataLoader) or not loader.batch_size or isinstance(loader.dataset, IterableDataset):
+        return None
+    left = len(loader.sampler) - batch_index * loader.batch_size if isinstance(loader.sampler, Sized) else loader.batch_size
+    return min(loader.batch_size, left) if left > 0 else None
+
+
 def repeated_rows(loader: object, batch_index: int, rows: int) -> int:
     """Count the rows at the end of this batch that a DistributedSampler repeated from the beginning of the data set.
 
@@ -166,10 +186,12 @@ def repeated_rows(loader: object, batch_index: int, rows: int) -> int:
     return sum(place * sampler.num_replicas + sampler.rank >= samples for place in places)
 
 
-def _rows(batch: Any, split_batch: SplitBatch | None) -> int:
+def _rows(batch: Any, split_batch: SplitBatch | None, samples: int | None) -> int:
     if split_batch is None:
         return count_rows(batch)
     with_rows = [tensor for tensor in tensors_of(batch) if tensor.ndim > 0]
+    if samples is not None and samples > 1 and any(samples in tensor.shape[:2] for tensor in with_rows):
+        return samples
     return with_rows[0].shape[0] if with_rows else count_rows(batch)
 
 

@@ -27,7 +27,7 @@ from lightning_3d.parallel.tensor import whole
 from lightning_3d.strategy.local_model import LocalModel
 from lightning_3d.strategy.step.elementwise import is_elementwise
 
-_HARMLESS = {
+HARMLESS = {
     *OF_THE_WHOLE,
     *OF_THE_PART,
     *(getattr(Tensor, name).__get__ for name in ("_version", "is_nested", "output_nr", "retains_grad", "_backward_hooks")),
@@ -39,9 +39,9 @@ _HARMLESS = {
 }
 """Functions that read no values."""
 
-_DATA: Any = vars(torch._C.TensorBase)["data"].__get__
-_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
-_GRADIENTS = (_GRADIENT, torch.autograd.grad, torch.autograd.backward)
+DATA: Any = vars(torch._C.TensorBase)["data"].__get__
+GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+_GRADIENTS = (GRADIENT, torch.autograd.grad, torch.autograd.backward)
 _PACKAGE = "lightning_3d."
 _INSTEAD = (
     "For an L2 penalty, use weight_decay of the optimizer. Call an output head as a module in the model's forward. For weights of an"
@@ -50,7 +50,7 @@ _INSTEAD = (
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """A parameter that this rank does not hold as one process does.
 
     Attributes:
@@ -78,7 +78,7 @@ class OutsideReads(TorchFunctionMode):
     def __init__(self, root: nn.Module, parts: LocalModel, mesh: Mesh, *, shards_parameters: bool) -> None:
         super().__init__()
         self._root, self._parts, self._mesh, self._zero3 = root, parts, mesh, shards_parameters
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, Place] = {}
         self._models: set[int] = set()
         self._views: list[Tensor] = []  # of parameters, made in the step that runs
         self._hooks: list[RemovableHandle] = []
@@ -101,7 +101,7 @@ class OutsideReads(TorchFunctionMode):
             spec = self._parts.specs.get(name)
             of_model = name.startswith(prefix)
             if spec is not None and (self._zero3 or self._is_elsewhere(spec, layout, of_model=of_model)):
-                self._places[id(parameter)] = _Place(name, spec, of_model)
+                self._places[id(parameter)] = Place(name, spec, of_model)
         if self._places:
             self._watch_models(prefix)
 
@@ -192,15 +192,17 @@ class OutsideReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and not self._depth and not self._is_inside(sys._getframe(1)):
+            self._refuse_double_backward(kwargs)
         # A backward in the step runs recomputed blocks. The functions that they call belong to the model.
-        if self._depth or not self._reads([args, kwargs]) or func in _HARMLESS or autograd_is_running():
+        if self._depth or not self._reads([args, kwargs]) or getattr(func, "__wrapped__", func) in HARMLESS or autograd_is_running():
             return func(*args, **kwargs)
         if self._is_inside(sys._getframe(1)):
             return func(*args, **kwargs)
         self._refuse([args, kwargs], gradient=func in _GRADIENTS)
         target = args[0] if args and isinstance(args[0], Tensor) else None
         place = self._places.get(id(target))
-        if func == _DATA and place is not None:
+        if func == DATA and place is not None:
             view = func(*args, **kwargs)
             self._places[id(view)] = place
             self._views.append(view)
@@ -214,6 +216,16 @@ class OutsideReads(TorchFunctionMode):
             f"The step writes to '{written.name}' by {func.__name__}, which is not the same on each element, and this rank has a part of it"
             f" ({_shapes(written)}). Write values that are of the shape of the parameter or single numbers, or use tp = 1."
         )
+
+    def _refuse_double_backward(self, kwargs: dict[str, Any]) -> None:
+        """Refuse gradients that the step computes through a model of which other ranks have parts."""
+        layout = self._mesh.layout
+        if layout.pp > 1 or (kwargs.get("create_graph") and layout.tp * layout.ep > 1):
+            raise ConfigError(
+                f"The step calls torch.autograd.grad. In {layout}, other ranks have parts of the model, and gradients through them are not"
+                " known in the step (pp > 1), or have no gradients of their own (tp > 1). Gradient penalties are exact with tp = 1, pp = 1"
+                f" and ep = 1, for example dp{layout.world_size}."
+            )
 
     def _reads(self, value: Any) -> bool:
         """Whether a watched parameter is among the arguments."""
@@ -252,7 +264,7 @@ class OutsideReads(TorchFunctionMode):
                 if owner is self._parts.module:
                     return True
                 piece = owner
-            package = package or (name.startswith(_PACKAGE) and name != __name__)
+            package = package or (name.startswith(_PACKAGE) and name not in (__name__, type(self).__module__))
             frame = frame.f_back
         if piece is not None:
             self._refuse_piece(piece)
@@ -262,7 +274,9 @@ class OutsideReads(TorchFunctionMode):
     def _refuse_piece(self, piece: nn.Module) -> None:
         """Refuse a layer of the parallel model that the step runs by itself, if it needs the layers around it."""
         name = next(name for name, module in self._root.named_modules() if module is piece)
-        if not name.startswith(f"{self._parts.name}." if self._parts.name else ""):
+        prefix = f"{self._parts.name}." if self._parts.name else ""
+        # What runs before the blocks has a whole output. Other stages than the first get it with the hidden states, or NaN in its shape.
+        if not name.startswith(prefix) or name.removeprefix(prefix) in self._parts.plan.before:
             return
         model, layout = type(self._parts.module).__name__, self._mesh.layout
         if layout.tp * layout.pp * layout.ep > 1:
@@ -283,7 +297,7 @@ class OutsideReads(TorchFunctionMode):
             for item in value.values() if isinstance(value, dict) else value:
                 self._refuse(item, gradient=gradient)
 
-    def _require(self, parameter: Tensor, place: _Place, *, gradient: bool) -> None:
+    def _require(self, parameter: Tensor, place: Place, *, gradient: bool) -> None:
         layout, model = self._mesh.layout, type(self._parts.module).__name__
         if gradient:
             raise ConfigError(
@@ -313,6 +327,6 @@ def is_blank(parameter: Tensor) -> bool:
     return parameter.numel() > 1 and not any(parameter.stride())
 
 
-def _shapes(place: _Place) -> str:
+def _shapes(place: Place) -> str:
     return f"{tuple(place.spec.local_shape)} of {tuple(place.spec.global_shape)}"
 

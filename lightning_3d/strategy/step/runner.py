@@ -26,8 +26,11 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, first_unknown
 from lightning_3d.parallel.random_streams import RandomState
 from lightning_3d.parallel.zero import DataParallelBackend
+from lightning_3d.strategy.step.activation_hooks import ActivationHooks
+from lightning_3d.strategy.step.carried_attributes import CarriedAttributes
 from lightning_3d.strategy.step.checks import agree_about_logs
 from lightning_3d.strategy.step.logs import StepLog
+from lightning_3d.strategy.step.loss_scale import LossScale
 from lightning_3d.strategy.step.loss_weights import LossWeights
 from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
@@ -52,7 +55,7 @@ class Computed:
         mean_loss: mean over the global batch, on the device, float64, shape ().
         finite: whether it and that of all earlier batches of the step are finite, on the device, shape (). A batch without any target
             counts as finite.
-        own_sums: (loss times weight, weight) of each micro-batch of this rank, on the device; none before the last stage.
+        own_sums: (loss times weight, weight, scaled weight) of each micro-batch of this rank, on the device; none before the last stage.
         sums_of_routers: statistics of the routers of a mixture of experts.
     """
 
@@ -148,12 +151,16 @@ class StepRunner:
         tracer: tracer of the step, which the caller begins.
         rows: how the rows of a global batch are dealt to ranks; None deals them one by one.
         reads: sees parameters that the step reads outside of the model; None where nobody looks.
+        looks_at_attributes: whether to refuse a step that carries values in attributes from call to call.
 
     Attributes:
+        carried: sees these attributes.
         inside: whether the user's step is running, which not all ranks run equally often: it must not communicate.
         around: function that makes a context for each call of the user's step: (hook, micro-batches, index) -> context.
         look: function that makes a context inside it, by stage and micro-batch.
         communicates: whether the user's step has communicated through the strategy.
+        scale: what losses are divided by before their backward.
+        activations: the user's hooks on gradients of activations.
         totals: totals of the last batch over all ranks; None before the first.
         known_totals: totals of every batch in a dry run, on a rank that does not compute them: the ranks that do are absent.
     """
@@ -175,8 +182,10 @@ class StepRunner:
         tracer: StepTracer | None = None,
         rows: MicroBatchRows | None = None,
         reads: OutsideReads | None = None,
+        looks_at_attributes: bool = False,
     ) -> None:
         self._reads = reads
+        self.carried = CarriedAttributes(module, mesh.layout, wanted=looks_at_attributes)
         self._tracer = tracer or StepTracer()
         self._module = module
         self._engine = engine
@@ -188,6 +197,8 @@ class StepRunner:
         self._context = context
         self.after_first_backward = after_first_backward
         self._routers = routers
+        self.scale = LossScale(mesh, weights, device)
+        self.activations = ActivationHooks(module, self.scale, mesh)
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self._shared = StageOutputs(mesh, engine, device)
         self._uses = RankZeroUses(module, mesh, engine)
@@ -199,7 +210,7 @@ class StepRunner:
         if routers is not None:
             routers.equal_weights = weights.equal
         share_metrics(module, mesh, engine.last_rank, self.refuse_inside)
-        self._accumulated: Tensor | None = None
+        self._accumulated: tuple[Tensor, Tensor] | None = None
         self._finite: Tensor | None = None
         self._sums: list[Tensor] = []
         self._outputs: list[tuple[Any, Tensor]] = []
@@ -213,6 +224,7 @@ class StepRunner:
         *,
         place: int = 0,
         ends: bool = True,
+        of: float | None = 1,
     ) -> Computed:
         """Run forward and backward of one batch, and after the last batch of an optimizer step reduce the gradients.
 
@@ -224,8 +236,11 @@ class StepRunner:
             step: number of optimizer steps before this one.
             place: index of this batch among those of the step.
             ends: whether it is the last of them.
+            of: number of batches that the step has; None runs a step again.
         """
         backend.find_hooks()
+        if place == 0 and of is not None:
+            self.scale.begin_step(micro_batches, of, first=step == 0)
         with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self.after_first_backward is None):
             self._begin(step, place, training=True)
             with self._random.isolated(), backend.parameters_in_use():
@@ -240,15 +255,20 @@ class StepRunner:
             mean_loss = BatchTotals.mean_in(packed)
             routers = self._routers.finish() if self._routers is not None else None
             weight = BatchTotals.weight_in(packed)
-            self._accumulated = weight + self._accumulated if place and self._accumulated is not None else weight
-            finite = ~(weight > 0) | mean_loss.isfinite()
+            scaled = BatchTotals.scaled_in(packed)
+            if place and self._accumulated is not None:
+                weight = weight + self._accumulated[0]
+                scaled = scaled + self._accumulated[1]
+            self._accumulated = weight, scaled
+            finite = ~(BatchTotals.weight_in(packed) > 0) | mean_loss.isfinite()
             self._finite = finite & self._finite if place and self._finite is not None else finite
             # Only now is the weight of the whole step known, by which its gradients are divided.
             if ends:
+                self.scale.end_step(weight)
                 self._tracer.before_reduction(backend)
                 with self._tracer.recorder.span(REDUCE):
-                    backend.reduce(torch.where(self._accumulated > 0, 1.0 / self._accumulated, 0.0))
-        return Computed(partial(self._read, copy), mean_loss, self._finite, tuple(self._sums), routers)
+                    backend.reduce(torch.where(scaled > 0, 1.0 / scaled, 0.0))
+        return Computed(partial(self._read, copy, begins=place == 0, ends=ends), mean_loss, self._finite, tuple(self._sums), routers)
 
     def outputs(self, micro_batches: MicroBatches, computed: Computed) -> dict[str, Any]:
         """Return what the user's `training_step` returned for the batch that was computed last: on the last stage all, elsewhere only the
@@ -286,21 +306,20 @@ class StepRunner:
         """
         self._begin(step=0)
         with self._random.isolated():
-            self._engine.evaluate(
-                len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest)
-            )
+            self._engine.evaluate(len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest))
         forget_masks()
         if hook != "predict":  # data-parallel ranks may have different numbers of batches to predict
             self._log.replay(self._read(HostCopy(self._share())).checksum)
         return self._shared.broadcast(self._merged(micro_batches), whole=hook == "predict")
 
-    def probe(self, part: MicroBatches, like: MicroBatches, rest: tuple[Any, ...], step: int) -> Tensor | None:
+    def probe(self, part: MicroBatches, like: MicroBatches, rest: tuple[Any, ...], step: int, index: int) -> Tensor | None:
         """Run the forward of the user's training step once more, without gradients. Logs, outputs and totals stay as they are.
 
         Args:
             part: a single micro-batch.
-            like: micro-batches of the step; `part` gets the seeds of the first one.
+            like: micro-batches of the step.
             step: number of optimizer steps before this one.
+            index: the one of `like` whose seeds `part` gets.
 
         Returns:
             (loss times weight, weight), float64; None before the last stage.
@@ -313,8 +332,8 @@ class StepRunner:
         self._engine.probes = True
         try:
             with self._random.isolated():
-                self._engine.evaluate(1, ("probe", part.signature), _UserStep(self, "training", part, rest, like))
-            return self._sums[0] if self._sums else None
+                self._engine.evaluate(1, ("probe", part.signature), _UserStep(self, "training", part, rest, like, index))
+            return self._sums[0][:2] if self._sums else None
         finally:
             forget_masks()
             self._engine.probes = False
@@ -328,7 +347,7 @@ class StepRunner:
     @property
     def own_sums(self) -> list[Tensor]:
         """(Loss times weight, weight) of each micro-batch of the batch that ran last; none before the last stage."""
-        return self._sums
+        return [sums[:2] for sums in self._sums]
 
     def _merged(self, micro_batches: MicroBatches) -> Any:
         """Join what the user's step returned for the batch; None before the last stage and where it returned nothing."""
@@ -341,17 +360,24 @@ class StepRunner:
     def _begin(self, step: int, place: int = 0, *, training: bool = False) -> None:
         self._step, self._place = step, place
         if self._routers is not None:
-            self._routers.begin(training=training)
+            self._routers.begin(training=training, scale=self.scale.inverse)
         self._sums, self._outputs = [], []
         self._log.begin()
 
     def run_one(
-        self, hook: str, micro_batches: MicroBatches, index: int, rest: tuple[Any, ...], like: MicroBatches | None = None
+        self,
+        hook: str,
+        micro_batches: MicroBatches,
+        index: int,
+        rest: tuple[Any, ...],
+        like: MicroBatches | None = None,
+        first: int = 0,
     ) -> Tensor | None:
         """Call the user's step on one micro-batch. Returns the weighted loss; before the last stage the call ends in a boundary.
 
         Args:
             like: where the loss is compared with that of the step: micro-batches of the step, which has the same random numbers.
+            first: the one of them that the first of `micro_batches` takes the place of.
         """
         self._weights.begin(training=hook == "training", proves=like is not None)
         filler = micro_batches.is_filler(index)
@@ -362,7 +388,7 @@ class StepRunner:
         try:
             self._runs_step = True
             with ExitStack() as contexts:
-                for context in self._contexts(hook, like or micro_batches, index, filler=filler):
+                for context in self._contexts(hook, like or micro_batches, first + index, filler=filler):
                     contexts.enter_context(context)
                 output = getattr(self._module, f"{hook}_step")(micro_batches.batches[index], *rest)
             self._engine.end_step()
@@ -381,17 +407,19 @@ class StepRunner:
         self._log.weigh(weight)
         return self._account(hook, output, weight)
 
-    def _contexts(
-        self, hook: str, micro_batches: MicroBatches, index: int, *, filler: bool
-    ) -> Iterator[AbstractContextManager[Any]]:
+    def _contexts(self, hook: str, micro_batches: MicroBatches, index: int, *, filler: bool) -> Iterator[AbstractContextManager[Any]]:
         """Contexts of a call of the user's step, the outermost first."""
         yield self._context(hook)
         yield self._log.collecting()
         yield self._uses.watching()
+        if hook == "training" and not self._engine.probes:
+            yield self.carried.watching(len(micro_batches), micro_batches.rows)
         # Before the last stage, code after a call of the model would update metrics with values that are not known there.
         if filler or self._engine.passes_calls:
             yield unchanged_metrics(self._module)
         yield computing_what_is_kept()
+        if hook == "training":
+            yield self.activations.watching(micro_batches)
         yield self.around(hook, micro_batches, index)
         yield self.look(self._engine.stage, index)
         if self._mesh.layout.world_size > 1 and self._gathers_part:
@@ -463,8 +491,9 @@ class StepRunner:
         self._outputs.append((extras, weight))
         weight = weight / self._mesh.size("cp")
         counted = torch.where(weight > 0, loss.detach().to(torch.float64) * weight, torch.zeros_like(weight))
-        self._sums.append(torch.stack([counted, weight]))
-        return loss * weight.to(loss.dtype)
+        seed = (weight * self.scale.inverse).to(loss.dtype)
+        self._sums.append(torch.stack([counted, weight, seed.to(weight.dtype)]))
+        return loss * seed
 
     def _share(self) -> Tensor:
         """Sum the packed totals over all micro-batches and data-parallel ranks: one all-reduce over ("cp", "pp", "dp")."""
@@ -472,19 +501,26 @@ class StepRunner:
         if self._engine.owns_last:
             extras = any(isinstance(output, Mapping) and len(output) > 0 for output, _ in self._outputs[:1])
             packed = BatchTotals.pack(self._sums, self._log.checksum(), extras=extras, device=self._device)
+        BatchTotals.note_hooks(packed, sees=self.scale.sees, changes=self.scale.changes)
         all_reduce_flat(packed, self._mesh.group("cp", "pp", "dp"))
         if self._weights.sums:
             BatchTotals.weight_in(packed).fill_(1.0)
+            BatchTotals.scaled_in(packed).copy_(self.scale.inverse)
         return packed
 
-    def _read(self, packed: HostCopy) -> BatchTotals:
+    def _read(self, packed: HostCopy, *, begins: bool = True, ends: bool = False) -> BatchTotals:
         """Read totals that `_share` has packed. Waits for them.
 
+        Args:
+            begins: whether they are those of the first batch of a step.
+            ends: whether they are those of the last batch of a step.
+
         Raises:
-            ConfigError: ranks logged different names.
+            ConfigError: ranks logged different names, or hooks changed gradients of another size than on one process.
         """
         self.totals = BatchTotals.unpack(packed.wait()) if self.known_totals is None else self.known_totals
         self.totals.require_equal_keys()
+        self.scale.check(self.totals, begins=begins, ends=ends)
         return self.totals
 
 
@@ -494,6 +530,7 @@ class _UserStep:
 
     Attributes:
         like: micro-batches whose random numbers are drawn; None for those of `micro_batches`.
+        first: the one of them whose random numbers the first of `micro_batches` draws.
     """
 
     runner: StepRunner
@@ -501,12 +538,13 @@ class _UserStep:
     micro_batches: MicroBatches
     rest: tuple[Any, ...]
     like: MicroBatches | None = None
+    first: int = 0
 
     def enter(self, micro_batch: int) -> None:
-        self.runner.seed(self.like or self.micro_batches, micro_batch)
+        self.runner.seed(self.like or self.micro_batches, self.first + micro_batch)
 
     def __call__(self, micro_batch: int) -> Tensor | None:
-        return self.runner.run_one(self.hook, self.micro_batches, micro_batch, self.rest, self.like)
+        return self.runner.run_one(self.hook, self.micro_batches, micro_batch, self.rest, self.like, self.first)
 
 
 def _no_context(*args: Any) -> AbstractContextManager[Any]:

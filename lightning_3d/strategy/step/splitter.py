@@ -21,6 +21,7 @@ from lightning_3d.strategy.step.micro_batches import (
     repeated_rows,
     require_token_ids,
     require_whole_micro_batches,
+    samples_of,
     split_into_micro_batches,
 )
 
@@ -101,6 +102,8 @@ class BatchSplitter:
             pp=layout.pp,
             vp=layout.vp,
             split_batch=self.split_batch,
+            samples=samples_of(loader, index),
+            alone=layout.dp == 1,
         )
 
     def _runs_equally_many(self, training: bool) -> bool:

@@ -20,6 +20,9 @@ class BatchTotals:
     Attributes:
         loss: losses times weights.
         weight: target tokens (or rows).
+        scaled: weights as the backward had them, see `LossScale`.
+        seeing: number of ranks where code of the user's sees gradients while a backward runs.
+        changing: number of those where it changes them by hooks.
         log_keys: checksums of the log keys of each rank, see `StepLog.checksum`.
         log_keys_squared: their squares, which show whether all checksums are equal.
         sources: number of ranks that ran the last stage.
@@ -28,6 +31,9 @@ class BatchTotals:
 
     loss: float
     weight: float
+    scaled: float
+    seeing: float
+    changing: float
     log_keys: float
     log_keys_squared: float
     sources: float
@@ -38,7 +44,7 @@ class BatchTotals:
         """Pack what this rank, which ran the last stage, adds to the totals.
 
         Args:
-            sums: (loss times weight, weight) of each micro-batch, float64 on `device`, so that the host need not wait for them.
+            sums: (loss times weight, weight, scaled weight) of each micro-batch, float64 on `device`, so that the host need not wait.
             log_keys: checksum of the keys that the step logged.
             extras: the step returned more than a loss.
 
@@ -47,8 +53,8 @@ class BatchTotals:
         """
         packed = BatchTotals.nothing(device)
         if sums:
-            packed[:2] = torch.stack(list(sums)).sum(0)
-        for place, number in enumerate((log_keys, log_keys**2, 1.0, float(extras)), 2):
+            packed[:3] = torch.stack(list(sums)).sum(0)
+        for place, number in enumerate((log_keys, log_keys**2, 1.0, float(extras)), 5):
             packed[place].fill_(number)  # a copy from the host would wait
         return packed
 
@@ -66,6 +72,17 @@ class BatchTotals:
     def weight_in(packed: Tensor) -> Tensor:
         """Take the weight, of shape (), out of packed totals, without waiting for the device."""
         return packed[1]
+
+    @staticmethod
+    def scaled_in(packed: Tensor) -> Tensor:
+        """Take the weight that the backward had, of shape (), out of packed totals, without waiting for the device."""
+        return packed[2]
+
+    @staticmethod
+    def note_hooks(packed: Tensor, *, sees: bool, changes: bool) -> None:
+        """Add to packed totals whether code of the user's sees gradients on this rank, and changes them."""
+        packed[3].fill_(float(sees))
+        packed[4].fill_(float(changes))
 
     @staticmethod
     def mean_in(packed: Tensor) -> Tensor:
