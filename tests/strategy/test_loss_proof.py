@@ -123,12 +123,12 @@ def fit_module(module: Steps, layout: str, size: int | None, **strategy: Any) ->
     return module
 
 
-def refusals(kinds: list[str], layout: str) -> dict[str, str]:
+def refusals(kinds: list[str], layout: str, **strategy: Any) -> dict[str, str]:
     """What training of each kind is refused with; empty where it trains."""
     said = {}
     for kind in kinds:
         try:
-            fit(kind, layout)
+            fit(kind, layout, **strategy)
             said[kind] = ""
         except ConfigError as error:
             said[kind] = str(error)
@@ -207,12 +207,17 @@ def test_declared_losses_train_as_on_one_process_in_every_layout(layout: str, op
             assert ours == pytest.approx(fit(kind, "plain").seen, rel=1e-5)
 
 
+BY_BLOCK = {"zero_stage": 3, "zero_gather": "micro_batch"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2_pp2"])
-def test_the_loss_is_proved_in_every_layout(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "options"), [("dp2", {}), ("dp2", BY_BLOCK), ("tp2", {}), ("pp2", {}), ("tp2_pp2", {})], ids=["dp2", "dp2 3", "tp2", "pp2", "4"]
+)
+def test_the_loss_is_proved_in_every_layout(layout: str, options: dict[str, Any]) -> None:
     parsed = Layout.parse(layout)
-    means = [kind for kind in MEANS if kind != "penalty" or parsed.pp == 1]  # with pp, the step may not read parameters
-    for said in run_ranks(refusals, parsed.world_size, [*OTHERS, *means], layout, timeout=180):
+    means = [kind for kind in MEANS if kind != "penalty" or not (parsed.pp > 1 or options)]  # where the step may not read parameters
+    for said in run_ranks(refusals, parsed.world_size, [*OTHERS, *means], layout, **options, timeout=180):
         assert {kind for kind, text in said.items() if text} == set(OTHERS)
 
 
@@ -290,6 +295,37 @@ def test_what_ranks_write_matters_where_it_depends_on_their_rows() -> None:
 def test_numbers_that_each_call_changes_are_reported() -> None:
     with pytest.warns(UserWarning, match="self.mean_loss"):
         written_refused(["logged"], "dp1", 4)
+
+
+class NeedsRows(Steps):
+    """A step that fails in the middle of the model with fewer than four rows, if their labels are odd."""
+
+    def __init__(self) -> None:
+        super().__init__("mean")
+        self.net.blocks[0].register_forward_hook(self.require_rows)
+
+    def require_rows(self, block: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        if len(output) < 4 and self.odd:
+            raise ValueError("too few rows")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.odd = bool((batch[1] % 2).all())
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def needs_rows(shift: int) -> list[float]:
+    pl.seed_everything(1, verbose=False)
+    data = TensorDataset(torch.randn(ROWS, 8), (torch.arange(ROWS) + shift) % CLASSES)  # ranks have the even rows, and the odd ones
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy=Lightning3DStrategy("dp2", plan=PLAN, micro_batch_size=4, **BY_BLOCK))
+    module = NeedsRows()
+    trainer.fit(module, DataLoader(data, batch_size=ROWS // 2))
+    return module.seen
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_step_that_fails_with_the_rows_of_one_rank_lets_no_other_wait(shift: int) -> None:
+    for seen in run_ranks(needs_rows, 2, shift):
+        assert len(seen) == 1
 
 
 class Labels(Steps):

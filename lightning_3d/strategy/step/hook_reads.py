@@ -142,7 +142,7 @@ class HookReads(OutsideReads):
             return func(*args, **kwargs)
         if sized and target is not None and place is not None:
             return func(target.new_empty(place.spec.global_shape, device="meta"), *args[1:], **kwargs)
-        if func in _VIEWS and place is not None:
+        if place is not None and (func in _VIEWS or (func is Tensor.expand_as and is_blank(args[0]))):
             view = func(*args, **kwargs)
             self._places[id(view)] = place
             self._views.append(view)

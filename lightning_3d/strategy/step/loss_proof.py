@@ -7,9 +7,10 @@ step is proved, and then the 2nd, 4th, 8th and so on, with other rows.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from math import gcd, isfinite
 from typing import Any
@@ -130,6 +131,7 @@ class _Watch:
         self._looks: dict[int, FirstLook] = {}
         self._host = HostDraws()
         self._unpaired = False
+        self._own_rows = True  # whether the rows that are compared are this rank's
 
     # While the step runs
 
@@ -176,6 +178,8 @@ class _Watch:
         if changed:
             raise ConfigError(weight_refusal(changed, self._mesh.layout, self._real, self._batches.rows))
         reasons = [one for one in gathered(self._reason(), self._mesh) if one]
+        if not reasons and self._mesh.size("dp") > 1 and (not self._proof.keeps_parameters or self._mesh.layout.ep > 1):
+            reasons = self._take_rows_of_first()
         if reasons:
             self._say_why_not(min(reasons, key=lambda one: one == _QUIET))
             return
@@ -203,6 +207,23 @@ class _Watch:
         if self._proof.keeps_parameters and (self._writes.writes or parameters != self._versions[1]):
             return "the step writes into parameters"
         return ""
+
+    def _take_rows_of_first(self) -> list[str]:
+        """Take the rows of the first data-parallel rank where ranks exchange parameters or tokens in a forward, so that a step that fails
+        with fewer rows fails on all of them, at the same place. Returns why that is impossible."""
+        sent: list[Any] = [None]
+        if self._mesh.rank == 0:
+            with suppress(Exception):
+                sent = [pickle.dumps(move_data_to_device((self._whole_batch, self._batches.batches), "cpu"))]
+        sent += [self._batches.rows, self._batches.fillers, self._index]
+        dist.broadcast_object_list(sent, 0, group=self._mesh.world_control)
+        if sent[0] is None:
+            return ["a batch cannot be sent to other ranks"]
+        whole, batches = move_data_to_device(pickle.loads(sent[0]), self._proof.device)
+        self._whole_batch, self._batches, self._index = whole, MicroBatches(tuple(batches), sent[1], sent[2]), sent[3]
+        self._real = len(batches) - sent[2]
+        self._own_rows = self._mesh.index("dp") == 0
+        return []
 
     def _say_why_not(self, reason: str) -> None:
         if self._mesh.rank == 0 and reason != _QUIET:
@@ -323,7 +344,7 @@ class _Watch:
             found += self._probe(part, size, draws)
             self._unpaired = self._unpaired or draws.unpaired
             first += size
-        if not whole:
+        if not whole or not self._own_rows:
             return None
         cp = self._mesh.size("cp")
         numbers = tuple(Number.of(sums, cp) for sums in found)
