@@ -292,6 +292,10 @@ def test_what_ranks_write_matters_where_it_depends_on_their_rows() -> None:
         assert {kind for kind, text in said.items() if text} == {"counter", "centers"}
 
 
+def test_a_loss_is_proved_again_in_later_steps() -> None:
+    assert "is not a mean over rows" in written_refused(["late"], "dp1", 4)["late"]
+
+
 def test_numbers_that_each_call_changes_are_reported() -> None:
     with pytest.warns(UserWarning, match="self.mean_loss"):
         written_refused(["logged"], "dp1", 4)

@@ -32,6 +32,7 @@ class Finding:
         rows: rows of each part.
         tolerance: relative difference that rounding may make.
         unpaired: whether parts may have drawn other random numbers than the whole.
+        floor: largest loss so far. Rounding of a small loss may be that of larger numbers.
     """
 
     whole: Number
@@ -39,6 +40,7 @@ class Finding:
     rows: tuple[int, ...]
     tolerance: float
     unpaired: bool = False
+    floor: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -49,7 +51,7 @@ class Finding:
     @property
     def scale(self) -> float:
         """Largest loss."""
-        return max((abs(one.loss) for one in (self.whole, *self.parts) if isfinite(one.loss)), default=0.0)
+        return max([self.floor, *(abs(one.loss) for one in (self.whole, *self.parts) if isfinite(one.loss))])
 
     @property
     def difference(self) -> float:

@@ -1,8 +1,8 @@
-"""Steps of a fit prove their loss: that of a micro-batch is the weighted mean of those of two parts of its rows, whatever the step has
-written before.
+"""The first steps of a fit prove their loss: that of a micro-batch is the weighted mean of those of two parts of its rows, whatever the
+step has written before.
 
-Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is trained as one process trains it. The first
-step is proved, and then the 2nd, 4th, 8th and so on, with other rows.
+Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is trained as one process trains it. Batches 1, 2,
+4 and 8 are proved: a loss that compares a model with a copy of it shows nothing in the first one, and other rows show more.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
 from lightning_3d.strategy.step.runner import StepRunner
 from lightning_3d.strategy.step.written import ParameterWrites, accumulated_numbers, digests, state_refusal, weight_refusal
 
+_PROVED = (1, 2, 4, 8)
+"""Numbers of the batches whose loss is proved."""
+
 _QUIET = "quiet"
 """A reason why the loss is not compared, of which nobody needs to know."""
 
 
 class LossProof:
-    """Compares the loss of a micro-batch with those of its parts, in some steps of a fit. Costs one forward of a micro-batch each time.
+    """Compares the loss of a micro-batch with those of its parts, in a few of the first steps of a fit. Each costs one forward of a
+    micro-batch.
 
     Args:
         module: the user's module.
@@ -77,25 +81,32 @@ class LossProof:
         self.split_batch, self.records, self.epsilon = split_batch, records, epsilon
         self.wanted, self.keeps_parameters = wanted, keeps_parameters
         self.splits, self.accumulates = splits, accumulates
-        self._is_first = False
+        self._batch = sys.maxsize
+        self.scale = 0.0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the batch is the first of a fit."""
+        return self._batch == 1
 
     def begin_fit(self) -> None:
-        """Expect the first step of a fit."""
-        self._is_first = True
+        """Expect the first batch of a fit."""
+        self._batch, self.scale = 0, 0.0
 
     @contextmanager
     def watching(self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
-        """Context of the computation of a batch. After the first of a fit, the loss is proved. Collective.
+        """Context of the computation of a batch. Afterwards the loss is proved, if it is due. Collective.
 
         Raises:
             ConfigError: on all ranks, if it is not a mean over rows, or depends on what the step has written in earlier calls.
         """
-        due, self._is_first = self._is_first and self.splits, False
+        self._batch += 1
         real = len(micro_batches) - micro_batches.fillers
+        due = self.splits and self._batch in _PROVED and (self.is_first or self.wanted)
         if not due or (real == 1 and self.mesh.size("dp") == 1):
             yield
             return
-        if not self.accumulates:
+        if self.is_first and not self.accumulates:
             refuse_layers(self.module, self.mesh, real, micro_batches.rows)
         writes = BufferWrites(self.module)
         if self.wanted:
@@ -105,7 +116,7 @@ class LossProof:
             watch.prove()
         else:
             yield
-        written = [name for names in gathered(writes.names(), self.mesh) for name in names]
+        written = [name for names in gathered(writes.names(), self.mesh) for name in names] if self.is_first else []
         if written:
             rank_zero_warn(about_writes(list(dict.fromkeys(written))))
 
@@ -226,7 +237,7 @@ class _Watch:
         return []
 
     def _say_why_not(self, reason: str) -> None:
-        if self._mesh.rank == 0 and reason != _QUIET:
+        if self._mesh.rank == 0 and reason != _QUIET and self._proof.is_first:
             print(
                 f"lightning_3d: the loss of the first step was not compared with that of parts of its rows: {reason}.",
                 file=sys.stderr,
@@ -348,7 +359,8 @@ class _Watch:
             return None
         cp = self._mesh.size("cp")
         numbers = tuple(Number.of(sums, cp) for sums in found)
-        finding = Finding(Number.of(whole[0], cp), numbers, tuple(sizes), self._tolerance(), self._unpaired)
+        finding = Finding(Number.of(whole[0], cp), numbers, tuple(sizes), self._tolerance(), self._unpaired, self._proof.scale)
+        self._proof.scale = max(self._proof.scale, finding.scale)
         return finding
 
     def _tolerance(self) -> float:
