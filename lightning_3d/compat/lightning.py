@@ -38,7 +38,7 @@ def replacing_grad_norm(replacement: Callable[..., dict[str, Any]]) -> Iterator[
     from lightning.pytorch.utilities import grad_norm
 
     def replaced(module: Any, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
-        return _grad_norms[-1](module, norm_type, group_separator)  # type: ignore[name-defined]  # in the globals of Lightning's function
+        return globals()["_grad_norms"][-1](module, norm_type, group_separator)  # those of Lightning's function
 
     code, scope = grad_norm.__code__, grad_norm.__globals__
     original = FunctionType(code, scope, argdefs=grad_norm.__defaults__)

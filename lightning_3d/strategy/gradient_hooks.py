@@ -243,7 +243,7 @@ class GradientHooks(TorchFunctionMode):
             original: Lightning's function.
         """
         if not self._is_sharded:
-            return original(module, norm_type, separator)  # type: ignore[no-any-return]
+            return original(module, norm_type, separator)
         power, own = float(norm_type), {}
         for name, parameter in module.named_parameters():
             gradient = self.__torch_function__(_READ, (), (parameter,))

@@ -170,9 +170,9 @@ class HookReads(OutsideReads):
         """Refuse the state of an optimizer to the user's code."""
         if self._hook and not self._is_of_library(sys._getframe(2)):
             raise ConfigError(
-                f"{self._hook} uses the state of an optimizer (its moments, for example). With {self._mesh.layout} and this zero_stage, each"
-                " rank has that of its own parameters or shards only, so the numbers would differ from those of one process. Use a dp layout"
-                " with zero_stage=0, or read a checkpoint: it holds the whole state."
+                f"{self._hook} uses the state of an optimizer (its moments, for example). With {self._mesh.layout} and this zero_stage,"
+                " each rank has that of its own parameters or shards only, so the numbers would differ from those of one process. Use a"
+                " dp layout with zero_stage=0, or read a checkpoint: it holds the whole state."
             )
 
     def _concerns(self, value: Any) -> bool:

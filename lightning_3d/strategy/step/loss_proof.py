@@ -1,8 +1,8 @@
 """The first steps of a fit prove their loss: that of a micro-batch is the weighted mean of those of two parts of its rows, whatever the
 step has written before.
 
-Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is trained as one process trains it. Batches 1, 2,
-4 and 8 are proved: a loss that compares a model with a copy of it shows nothing in the first one, and other rows show more.
+Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is trained as one process trains it. Batches 1,
+2, 4 and 8 are proved: a loss that compares a model with a copy of it shows nothing in the first one, and other rows show more.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightning_3d.parallel.undone import Places, Snapshot, places_of_step
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.batch_layers import BufferWrites, about_counters, about_writes, refuse_layers
 from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws, aside, most_telling, tolerance_of
-from lightning_3d.strategy.step.loss_finding import Finding, Number, refusal
+from lightning_3d.strategy.step.loss_finding import Finding, Number, about_logs, differing_logs, refusal
 from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
-from lightning_3d.strategy.step.runner import StepRunner
+from lightning_3d.strategy.step.runner import Called, StepRunner
 from lightning_3d.strategy.step.written import ParameterWrites, accumulated_numbers, digests, state_refusal, weight_refusal
 
 _PROVED = (1, 2, 4, 8)
@@ -83,6 +83,7 @@ class LossProof:
         self.splits, self.accumulates = splits, accumulates
         self._batch = sys.maxsize
         self.scale = 0.0
+        self.told: set[str] = set()
 
     @property
     def is_first(self) -> bool:
@@ -92,6 +93,7 @@ class LossProof:
     def begin_fit(self) -> None:
         """Expect the first batch of a fit."""
         self._batch, self.scale = 0, 0.0
+        self.told.clear()
 
     @contextmanager
     def watching(self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
@@ -268,6 +270,7 @@ class _Watch:
             self._say_why_not(failure)
             return None
         found = [one for one, _ in tried]
+        self._tell_of_logs(found)
         differing = [one for one in found if one is not None and one.differs]
         if not differing:
             return found
@@ -276,6 +279,14 @@ class _Watch:
             self._say_why_not("parts of a micro-batch draw other random numbers than the whole")
             return None
         raise ConfigError(refusal(max(paired, key=lambda one: one.difference), self._mesh.layout, self._real, self._batches.rows))
+
+    def _tell_of_logs(self, found: list[Finding | None]) -> None:
+        """Warn once of logged numbers that are not as on one process."""
+        others = {log[0]: log for one in found if one is not None and not one.differs for log in one.logged}
+        new = [log for name, log in others.items() if name not in self._proof.told]
+        self._proof.told |= others.keys()
+        if new:
+            rank_zero_warn(about_logs(new, self._mesh.layout, self._real, self._batches.rows))
 
     def _ways(self) -> list[Callable[[], Finding | None]]:
         """Ways to compare, the best first.
@@ -318,7 +329,7 @@ class _Watch:
             parts = list(self._proof.split_batch(batch, len(sizes)))
         else:
             parts = [rows_of(batch, slice(0, sizes[0]), rows), rows_of(batch, slice(sizes[0], rows), rows)]
-        return self._find(self._runner.own_sums[self._index : self._index + 1], parts, sizes)
+        return self._find(self._runner.called(self._index), parts, sizes)
 
     def _two_micro_batches(self) -> Finding | None:
         """Compare the rows of two micro-batches as one with the micro-batches, among them the one that is chosen."""
@@ -342,24 +353,25 @@ class _Watch:
 
     def _joined(self, whole: Any, parts: list[Any], rows: int) -> Finding | None:
         self._looks = {}
-        sums = self._probe(whole, 2 * rows, self._record)
-        return self._find(sums, parts, [rows, rows])
+        return self._find(self._probe(whole, 2 * rows, self._record), parts, [rows, rows])
 
-    def _find(self, whole: list[Tensor], parts: list[Any], sizes: list[int]) -> Finding | None:
+    def _find(self, whole: Called | None, parts: list[Any], sizes: list[int]) -> Finding | None:
         shapes = {stage: look.shapes for stage, look in self._looks.items()} if self._proof.records else None
         self._unpaired = self._host.unpaired = False
         first, found = 0, []
         for part, size in zip(parts, sizes, strict=True):
             draws = DrawsOfPart(slice(first, first + size), sum(sizes), shapes, self._host)
             self._last = part, size, draws
-            found += self._probe(part, size, draws)
+            called = self._probe(part, size, draws)
+            found += [called] if called is not None else []
             self._unpaired = self._unpaired or draws.unpaired
             first += size
-        if not whole or not self._own_rows:
+        if whole is None or not self._own_rows:
             return None
-        cp = self._mesh.size("cp")
-        numbers = tuple(Number.of(sums, cp) for sums in found)
-        finding = Finding(Number.of(whole[0], cp), numbers, tuple(sizes), self._tolerance(), self._unpaired, self._proof.scale)
+        cp, tolerance = self._mesh.size("cp"), self._tolerance()
+        numbers = tuple(Number.of(called.sums, cp) for called in found)
+        logged = () if self._unpaired else differing_logs(whole.logged, [called.logged for called in found], tolerance)
+        finding = Finding(Number.of(whole.sums, cp), numbers, tuple(sizes), tolerance, self._unpaired, self._proof.scale, logged)
         self._proof.scale = max(self._proof.scale, finding.scale)
         return finding
 
@@ -369,7 +381,7 @@ class _Watch:
             epsilons.append(torch.finfo(torch.float32).eps)
         return tolerance_of(max([self._proof.epsilon, *epsilons]), self._proof.device)
 
-    def _probe(self, batch: Any, rows: int, look: Callable[[int, int], Any], *, draws_only: bool = False) -> list[Tensor]:
+    def _probe(self, batch: Any, rows: int, look: Callable[[int, int], Any], *, draws_only: bool = False) -> Called | None:
         """Run the step on some rows, from the same state as their micro-batch.
 
         Args:
@@ -377,8 +389,7 @@ class _Watch:
         """
         self._restore(self._before, draws_only=draws_only)
         self._runner.look = look
-        sums = self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
-        return [] if sums is None else [sums]
+        return self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
 
     # Earlier calls
 
@@ -419,12 +430,12 @@ class _Watch:
         assert self._places is not None
         part, size, draws = self._last
         first = self._places.now()
-        sums = self._probe(part, size, draws.again(), draws_only=True)
+        called = self._probe(part, size, draws.again(), draws_only=True)
         second = self._places.now()
         written = self._places.changed(self._before[0], first)
         losses = None
-        if found is not None:
-            one, other = found.parts[-1], Number.of(sums[0], self._mesh.size("cp"))
+        if found is not None and called is not None:
+            one, other = found.parts[-1], Number.of(called.sums, self._mesh.size("cp"))
             if found.differ(one.loss, other.loss):
                 losses = one.loss, other.loss
         return list(written), accumulated_numbers(self._places.changed(first, second)), losses
