@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -67,18 +68,25 @@ class GradientHooks(TorchFunctionMode):
         super().__init__()
         self._module, self._mesh, self._specs, self._backend, self._zero = module, mesh, specs, backend, zero
         self._places: dict[int, _Place] = {}
-        self._gradients: dict[int, tuple[Tensor, _Place]] = {}  # by `id`; the tensors live as long as their numbers are used
+        self._gradients: dict[int, tuple[weakref.ref[Tensor], _Place]] = {}  # by `id`, of tensors that are alive
         self._drew = self._own = False
+        self._changes: bool | None = None
 
     @property
     def names(self) -> list[str]:
         """The user's hooks that may write gradients, weights or buffers, as "Class.hook". The same on all ranks."""
         return hooks_of_user(self._module.trainer, WRITERS)
 
+    def begin_fit(self) -> None:
+        """Expect a fit, with hooks of its own."""
+        self._changes = None
+
     @property
     def change_gradients(self) -> bool:
         """Whether the user has hooks that may change gradients before they are clipped. The same on all ranks."""
-        return bool(hooks_of_user(self._module.trainer, WATCHED))
+        if self._changes is None:
+            self._changes = bool(hooks_of_user(self._module.trainer, WATCHED))
+        return self._changes
 
     def watching(self) -> AbstractContextManager[None]:
         """Context of hooks between backward and optimizer step."""
@@ -138,8 +146,13 @@ class GradientHooks(TorchFunctionMode):
             )
         gradient = func(*args)
         if func == _READ and gradient is not None:
-            self._gradients[id(gradient)] = (gradient, place)
+            self._note(gradient, place)
         return gradient
+
+    def _note(self, gradient: Tensor, place: _Place) -> None:
+        """Remember what a gradient, or what was computed from one, belongs to, for as long as the user keeps it."""
+        key = id(gradient)
+        self._gradients[key] = weakref.ref(gradient, lambda _: self._gradients.pop(key, None) and None), place
 
     def _apart(self, place: _Place) -> str:
         return f"precision {place.parameter.dtype}".replace("torch.", "") if self._zero.stage == 0 else f"zero_stage={self._zero.stage}"
@@ -175,7 +188,7 @@ class GradientHooks(TorchFunctionMode):
             if is_elementwise(func, target, args[first + 1 :], kwargs):
                 result = func(*args, **kwargs)
                 if isinstance(result, Tensor):
-                    self._gradients[id(result)] = (result, place)
+                    self._note(result, place)
                 return result
         is_whole = not spec.is_cut and not spec.expert
         if is_whole and (writes or self._mesh.layout.pp == 1):
