@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lightning_3d.parallel.mesh import Mesh, gathered
 from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.random_streams import Generators
+from lightning_3d.parallel.undone import places_of_step
 from lightning_3d.strategy.step.metrics import unchanged_metrics
 from lightning_3d.strategy.step.row_random import DrawnShapes, RowDraws, Shape
 from lightning_3d.strategy.step.runner import StepRunner
@@ -80,6 +82,41 @@ class HostDraws:
         numpy = sys.modules.get("numpy")
         state = numpy.random.get_state() if numpy is not None else ()
         return random.getstate(), tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+
+
+class Start:
+    """The state in which a call of the step begins: all that it may change besides parameters.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: LightningModule, device: torch.device) -> None:
+        self.places = places_of_step(module)
+        self._state, self._generators, self._device = self.places.now(), Generators(device), device
+
+    def written(self) -> dict[str, Any]:
+        """Find what has changed since then."""
+        return self.places.changed(self._state, self.places.now())
+
+    def restore(self, *, draws_only: bool = False) -> None:
+        """Go back to this state.
+
+        Args:
+            draws_only: whether only random numbers are drawn as then.
+        """
+        self.places.restore(self._state, draws_only=draws_only)
+        self._generators.restore()
+
+    @contextmanager
+    def coming_back(self) -> Iterator[None]:
+        """Context that ends in the state in which it begins."""
+        now, generators = self.places.now(), Generators(self._device)
+        try:
+            yield
+        finally:
+            self.places.restore(now)
+            generators.restore()
 
 
 class DrawsOfPart:

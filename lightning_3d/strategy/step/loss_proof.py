@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from math import gcd, isfinite
 from typing import Any
@@ -26,15 +26,20 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.mesh import Mesh, gathered
 from lightning_3d.parallel.nested import count_rows, joined, rows_of, tensors_of
 from lightning_3d.parallel.pipeline.engine import ProbeFailed
-from lightning_3d.parallel.random_streams import Generators
-from lightning_3d.parallel.undone import Places, Snapshot, places_of_step
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.batch_layers import BufferWrites, about_counters, about_writes, refuse_layers
-from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws, aside, most_telling, tolerance_of
+from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws, Start, aside, most_telling, tolerance_of
 from lightning_3d.strategy.step.loss_finding import Finding, Number, refusal
 from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
 from lightning_3d.strategy.step.runner import StepRunner
-from lightning_3d.strategy.step.written import ParameterWrites, accumulated_numbers, digests, state_refusal, weight_refusal
+from lightning_3d.strategy.step.written import (
+    ParameterWrites,
+    accumulated_numbers,
+    digests,
+    first_rows_refusal,
+    state_refusal,
+    weight_refusal,
+)
 
 _QUIET = "quiet"
 """A reason why the loss is not compared, of which nobody needs to know."""
@@ -126,11 +131,13 @@ class _Watch:
         self._module, self._runner, self._mesh = proof.module, proof.runner, proof.mesh
         self._whole_batch, self._batches = batch, micro_batches
         self._real = len(micro_batches) - micro_batches.fillers
-        self._places: Places | None = None
+        self._first: Start | None = None
+        self._before: Start | None = None
         self._writes = ParameterWrites(self._module, wanted=proof.keeps_parameters)
         self._looks: dict[int, FirstLook] = {}
         self._host = HostDraws()
-        self._unpaired = False
+        self._earlier: dict[str, Any] = {}  # what was written before the micro-batch that is compared
+        self._runs_whole = self._unpaired = False
         self._own_rows = True  # whether the rows that are compared are this rank's
 
     # While the step runs
@@ -148,19 +155,17 @@ class _Watch:
     @contextmanager
     def _look(self, stage: int, index: int) -> Iterator[None]:
         with self._writes.watching(index):
+            if index == 0 and self._first is None:
+                self._first = Start(self._module, self._proof.device)
             if index != self._index:
                 yield
                 return
-            if self._places is None:
-                self._remember()
+            if self._before is None:
+                self._before = Start(self._module, self._proof.device) if index else self._first
+                self._earlier = self._first.written() if self._first is not None else {}
+                self._versions = self._count_writes()
             with self._record(stage):
                 yield
-
-    def _remember(self) -> None:
-        """Keep the state before the micro-batch that is compared."""
-        self._places = places_of_step(self._module)
-        self._before = self._places.now(), Generators(self._proof.device)
-        self._versions = self._count_writes()
 
     def _count_writes(self) -> tuple[int, int]:
         return _writes(tensors_of(self._batches.batches[self._index])), _writes(self._module.parameters())
@@ -174,24 +179,37 @@ class _Watch:
 
     def prove(self) -> None:
         """Compare, on every rank, and refuse a loss that is not a mean, or depends on earlier calls."""
-        changed = [name for names in gathered(self._writes.names, self._mesh) for name in names]
-        if changed:
-            raise ConfigError(weight_refusal(changed, self._mesh.layout, self._real, self._batches.rows))
+        for find, refuse in ((lambda: self._writes.again, weight_refusal), (self._set_from_rows, first_rows_refusal)):
+            names = [name for of_rank in gathered(find(), self._mesh) for name in of_rank]
+            if names:
+                raise ConfigError(refuse(names, self._mesh.layout, self._real, self._batches.rows))
         reasons = [one for one in gathered(self._reason(), self._mesh) if one]
         if not reasons and self._mesh.size("dp") > 1 and (not self._proof.keeps_parameters or self._mesh.layout.ep > 1):
             reasons = self._take_rows_of_first()
         if reasons:
             self._say_why_not(min(reasons, key=lambda one: one == _QUIET))
             return
-        assert self._places is not None
-        after = self._places.now(), Generators(self._proof.device)
-        written = self._places.changed(self._before[0], after[0])
-        try:
+        assert self._before is not None
+        with self._before.coming_back():
+            written = self._before.written()
+            set_once = [name for name, value in self._earlier.items() if isinstance(value, Tensor) and name not in written]
+            if any(gathered(bool(set_once), self._mesh)):  # from the rows of an earlier micro-batch, for example the entries of a codebook
+                self._before, self._runs_whole = self._first, True
             found = self._compare()
             if found is not None and any(gathered(self._may_matter(written), self._mesh)):
                 self._compare_again(found)
-        finally:
-            self._restore(after)
+
+    def _set_from_rows(self) -> list[str]:
+        """Names of this rank's parameters to which the first call gives other values where it has other rows. Collective."""
+        writes, communicates = zip(*gathered((self._writes.writes, self._runner.communicates), self._mesh), strict=True)
+        if not any(writes) or any(communicates):
+            return []
+        if self._real == 1:
+            return self._unlike_peers(self._writes.once)
+        assert self._first is not None
+        with self._first.coming_back(), self._writes.first_again() as differing:
+            self._tried(partial(self._probe, self._batches.batches[1], self._batches.rows, _no_look, self._first))
+        return differing
 
     def _reason(self) -> str:
         """Say why there is nothing to compare on this rank; empty where there is."""
@@ -232,11 +250,6 @@ class _Watch:
                 file=sys.stderr,
                 flush=True,
             )
-
-    def _restore(self, state: tuple[Snapshot, Generators], *, draws_only: bool = False) -> None:
-        assert self._places is not None
-        self._places.restore(state[0], draws_only=draws_only)
-        state[1].restore()
 
     # Parts of the rows
 
@@ -307,16 +320,18 @@ class _Watch:
             parts = list(self._proof.split_batch(batch, len(sizes)))
         else:
             parts = [rows_of(batch, slice(0, sizes[0]), rows), rows_of(batch, slice(sizes[0], rows), rows)]
+        if self._runs_whole:
+            return self._compared(batch, parts, sizes)
         return self._find(self._runner.own_sums[self._index : self._index + 1], parts, sizes)
 
     def _two_micro_batches(self) -> Finding | None:
         """Compare the rows of two micro-batches as one with the micro-batches, among them the one that is chosen."""
         rows, split = self._batches.rows, self._proof.split_batch
         if split is not None:
-            return self._joined(split(self._whole_batch, len(self._batches) // 2)[0], list(self._batches.batches[:2]), rows)
+            return self._compared(split(self._whole_batch, len(self._batches) // 2)[0], list(self._batches.batches[:2]), [rows, rows])
         first = min(self._index, self._real - 2)
         whole = rows_of(self._whole_batch, slice(first * rows, (first + 2) * rows), count_rows(self._whole_batch))
-        return self._joined(whole, list(self._batches.batches[first : first + 2]), rows)
+        return self._compared(whole, list(self._batches.batches[first : first + 2]), [rows, rows])
 
     def _rows_of_two_ranks(self) -> Finding | None:
         """Compare the only rows of two data-parallel ranks with each of them."""
@@ -327,12 +342,12 @@ class _Watch:
             sent = [move_data_to_device(self._batches.batches[0], "cpu") if self._mesh.rank == source else None]
             dist.broadcast_object_list(sent, source, group=control)
             parts.append(move_data_to_device(sent[0], self._proof.device))
-        return self._joined(joined(parts), parts, 1)
+        return self._compared(joined(parts), parts, [1, 1])
 
-    def _joined(self, whole: Any, parts: list[Any], rows: int) -> Finding | None:
+    def _compared(self, whole: Any, parts: list[Any], sizes: list[int]) -> Finding | None:
         self._looks = {}
-        sums = self._probe(whole, 2 * rows, self._record)
-        return self._find(sums, parts, [rows, rows])
+        sums = self._probe(whole, sum(sizes), self._record)
+        return self._find(sums, parts, sizes)
 
     def _find(self, whole: list[Tensor], parts: list[Any], sizes: list[int]) -> Finding | None:
         shapes = {stage: look.shapes for stage, look in self._looks.items()} if self._proof.records else None
@@ -357,13 +372,18 @@ class _Watch:
             epsilons.append(torch.finfo(torch.float32).eps)
         return tolerance_of(max([self._proof.epsilon, *epsilons]), self._proof.device)
 
-    def _probe(self, batch: Any, rows: int, look: Callable[[int, int], Any], *, draws_only: bool = False) -> list[Tensor]:
-        """Run the step on some rows, from the same state as their micro-batch.
+    def _probe(
+        self, batch: Any, rows: int, look: Callable[[int, int], Any], start: Start | None = None, *, draws_only: bool = False
+    ) -> list[Tensor]:
+        """Run the step on some rows.
 
         Args:
+            start: the state from which it runs; by default that of the micro-batch that is compared.
             draws_only: whether only its random numbers are the same.
         """
-        self._restore(self._before, draws_only=draws_only)
+        start = start or self._before
+        assert start is not None
+        start.restore(draws_only=draws_only)
         self._runner.look = look
         sums = self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
         return [] if sums is None else [sums]
@@ -375,12 +395,15 @@ class _Watch:
 
         With one micro-batch, data-parallel ranks write as often as one process: only what differs between them matters.
         """
-        if self._real > 1:
-            return bool(written)
+        return bool(written) if self._real > 1 else bool(self._unlike_peers(written))
+
+    def _unlike_peers(self, values: dict[str, Any]) -> list[str]:
+        """Names of values that differ between data-parallel ranks. Collective."""
         mine = {axis: index for axis, index in self._mesh.layout.coordinates(self._mesh.rank).items() if axis != "dp"}
-        everyone = gathered(digests(written), self._mesh)
+        everyone = gathered(digests(values), self._mesh)
         peers = [one for rank, one in enumerate(everyone) if _is_at(self._mesh.layout.coordinates(rank), mine)]
-        return any(one != peers[0] for one in peers)
+        names = dict.fromkeys(name for one in peers for name in one)
+        return [name for name in names if len({one.get(name) for one in peers}) > 1]
 
     def _compare_again(self, found: list[Finding | None]) -> None:
         """Compare the loss of a part with that of a second call, from the state that the first call has left.
@@ -404,18 +427,20 @@ class _Watch:
     def _again(self, found: Finding | None) -> tuple[list[str], list[str], tuple[float, float] | None]:
         """Run the last part once more. Returns the names of what a call writes, of numbers that each call changes, and the losses of both
         calls where they differ."""
-        assert self._places is not None
-        part, size, draws = self._last
-        first = self._places.now()
+        assert self._before is not None
+        places, (part, size, draws) = self._before.places, self._last
+        written, first = self._before.written(), places.now()
         sums = self._probe(part, size, draws.again(), draws_only=True)
-        second = self._places.now()
-        written = self._places.changed(self._before[0], first)
         losses = None
         if found is not None:
             one, other = found.parts[-1], Number.of(sums[0], self._mesh.size("cp"))
             if found.differ(one.loss, other.loss):
                 losses = one.loss, other.loss
-        return list(written), accumulated_numbers(self._places.changed(first, second)), losses
+        return list(written), accumulated_numbers(places.changed(first, places.now())), losses
+
+
+def _no_look(stage: int, index: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _is_at(coordinates: dict[str, int], wanted: dict[str, int]) -> bool:
