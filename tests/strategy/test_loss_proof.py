@@ -2,6 +2,8 @@
 
 import random
 import warnings
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -354,15 +356,44 @@ class Labels(Steps):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self.net(x), y, ignore_index=0)
+        return F.cross_entropy(self.net(x), y)
 
 
-def test_the_first_step_looks_at_the_most_telling_rows() -> None:
-    y = torch.tensor([1] * 12 + [1, 2, 3, 0])
-    module = Labels("mean")
+@pytest.mark.parametrize("module", [Labels("mean"), Writes("codebook")], ids=["labels", "codebook"])
+def test_the_first_step_looks_at_the_most_telling_rows(module: Steps) -> None:
+    y = torch.tensor([1, 2, 3, 4] * 3 + [1, 2, 2, -100])
     with pytest.raises(ConfigError, match="is not a mean over rows"):
         trainer = quiet_trainer(max_steps=1, devices=1, strategy=Lightning3DStrategy("dp1", micro_batch_size=4, plan=PLAN))
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 8), y), batch_size=ROWS))
+
+
+class LabelsOfSome(Steps):
+    """Labels are a list, with None for rows that do not count; without any label, the loss is no tensor, zero or NaN."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        out, labels = self.net(batch["x"]), batch["y"]
+        found = [row for row, label in enumerate(labels) if label is not None]
+        if not found:
+            return {"number": 0, "zero": out.sum() * 0, "nan": out.sum() * torch.nan}[self.kind]
+        return F.cross_entropy(out[found], torch.tensor([labels[row] for row in found]))
+
+
+def collate(rows: list[tuple[Tensor, Any]]) -> dict[str, Any]:
+    x, y = zip(*rows, strict=True)
+    return {"x": torch.stack(x), "y": list(y)}
+
+
+@pytest.mark.parametrize(("kind", "size"), [("zero", 1), *product(["number", "zero", "nan"], [2, 4])])
+def test_a_mean_over_labelled_rows_is_refused_whatever_it_is_without_any(kind: str, size: int) -> None:
+    """The first micro-batches have equal shares of labels, and those without None have more kinds of labels."""
+    labels = [1, None, 2, None, 3, None, None, 4, 1, 2, 3, 4, None, 2, 3, 4][:: 1 if size > 1 else -1]
+    data = list(zip(torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0)), labels, strict=True))
+    for micro_batch_size in (ROWS, size):
+        strategy = Lightning3DStrategy("dp1", micro_batch_size=micro_batch_size, plan=PLAN)
+        trainer = quiet_trainer(max_steps=1, devices=1, strategy=strategy)
+        refused = pytest.raises(ConfigError, match="is not a mean over rows") if micro_batch_size == size else nullcontext()
+        with refused:
+            trainer.fit(LabelsOfSome(kind), DataLoader(data, batch_size=ROWS, collate_fn=collate))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["variance", "batchnorm", "ignore"])

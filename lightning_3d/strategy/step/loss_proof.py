@@ -41,6 +41,9 @@ from lightning_3d.strategy.step.written import (
     weight_refusal,
 )
 
+_MOST_AS_ONE = 8
+"""Micro-batches whose rows are compared as one where a part of a micro-batch fails alone."""
+
 _QUIET = "quiet"
 """A reason why the loss is not compared, of which nobody needs to know."""
 
@@ -104,7 +107,7 @@ class LossProof:
             refuse_layers(self.module, self.mesh, real, micro_batches.rows)
         writes = BufferWrites(self.module)
         if self.wanted:
-            watch = _Watch(self, batch, micro_batches, rest, step, self._chosen(micro_batches, max(real, 1)))
+            watch = _Watch(self, batch, micro_batches, rest, step, self._chosen(batch, micro_batches, max(real, 1)))
             with watch.looking():
                 yield
             watch.prove()
@@ -114,9 +117,12 @@ class LossProof:
         if written:
             rank_zero_warn(about_writes(list(dict.fromkeys(written))))
 
-    def _chosen(self, micro_batches: MicroBatches, real: int) -> int:
-        """Choose the micro-batch that is proved: the one that tells most."""
-        return most_telling(micro_batches.batches[:real], micro_batches.rows, self.mesh) if micro_batches.rows > 1 else 0
+    def _chosen(self, batch: Any, micro_batches: MicroBatches, real: int) -> int:
+        """Choose the micro-batch that is proved: the one that tells most, of single rows the first of two."""
+        if micro_batches.rows > 1 or real == 1 or self.split_batch is not None:
+            return most_telling(micro_batches.batches[:real], micro_batches.rows, self.mesh)
+        rows = count_rows(batch)
+        return most_telling([rows_of(batch, slice(first, first + 2), rows) for first in range(real - 1)], 2, self.mesh)
 
 
 class _Watch:
@@ -283,11 +289,12 @@ class _Watch:
         """Ways to compare, the best first.
 
         Parts without a common divisor of their rows have equal shares of what some rows have (a label, for example) only if all rows have
-        it or none. A few layers cannot train on a single row: then two micro-batches are compared with their rows as one, or halves.
+        it or none. A few layers cannot train on a single row, and a single row may have no label: then several micro-batches are compared
+        with their rows as one, because two of them may have equal shares, or halves.
         """
         rows, several = self._batches.rows, self._real > 1
         if rows == 1:
-            return [self._two_micro_batches if several else self._rows_of_two_ranks]
+            return [partial(self._as_one, 2) if several else self._rows_of_two_ranks]
         if self._proof.split_batch is not None:
             count = next(number for number in range(2, rows + 1) if rows % number == 0)
             return [partial(self._parts, [rows // count] * count)]
@@ -295,7 +302,7 @@ class _Watch:
         fails_alone = uneven == 1 and self._mesh.size("pp") > 2  # a failure between the first and the last stage would end the run
         ways: list[Callable[[], Finding | None]] = [] if fails_alone else [partial(self._parts, [rows - uneven, uneven])]
         if several:
-            ways.append(self._two_micro_batches)
+            ways.append(partial(self._as_one, 2 if fails_alone else _MOST_AS_ONE))
         halves = rows // 2
         return [*ways, partial(self._parts, [rows - halves, halves])] if halves not in (1, uneven) else ways
 
@@ -324,14 +331,17 @@ class _Watch:
             return self._compared(batch, parts, sizes)
         return self._find(self._runner.own_sums[self._index : self._index + 1], parts, sizes)
 
-    def _two_micro_batches(self) -> Finding | None:
-        """Compare the rows of two micro-batches as one with the micro-batches, among them the one that is chosen."""
+    def _as_one(self, most: int) -> Finding | None:
+        """Compare the rows of up to `most` micro-batches as one with the micro-batches, among them the one that is chosen."""
         rows, split = self._batches.rows, self._proof.split_batch
+        count = min(most, self._real)
         if split is not None:
-            return self._compared(split(self._whole_batch, len(self._batches) // 2)[0], list(self._batches.batches[:2]), [rows, rows])
-        first = min(self._index, self._real - 2)
-        whole = rows_of(self._whole_batch, slice(first * rows, (first + 2) * rows), count_rows(self._whole_batch))
-        return self._compared(whole, list(self._batches.batches[first : first + 2]), [rows, rows])
+            count = max((part for part in range(2, count + 1) if self._real % part == 0), default=self._real)
+            whole, first = split(self._whole_batch, self._real // count)[0], 0
+        else:
+            first = min(self._index, self._real - count)
+            whole = rows_of(self._whole_batch, slice(first * rows, (first + count) * rows), count_rows(self._whole_batch))
+        return self._compared(whole, list(self._batches.batches[first : first + count]), [rows] * count)
 
     def _rows_of_two_ranks(self) -> Finding | None:
         """Compare the only rows of two data-parallel ranks with each of them."""

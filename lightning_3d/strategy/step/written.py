@@ -27,7 +27,7 @@ class ParameterWrites:
 
     Attributes:
         again: names of the parameters that the second call has changed again.
-        once: what the first call has written into the others.
+        once: the values of the others after the first call.
     """
 
     def __init__(self, root: nn.Module, *, wanted: bool) -> None:
@@ -67,13 +67,20 @@ class ParameterWrites:
         """Context of another first call, which gives the names of the parameters that it sets to other values. Small ones have the values
         from before the first call, because the step may look at them."""
         differing: list[str] = []
+        kept = self._samples()
         self._put(self._initial)
         try:
             yield differing
         finally:
             now = self._samples()
-            differing += [name for name, values in self.once.items() if _moved(values, now[name])]
-            self._put(self.once)
+            differing += [name for name in self.once if self._differs(name, now[name])]
+            self._put(kept)
+
+    def _differs(self, name: str, now: Tensor) -> bool:
+        """Whether elements that the first call has written have other values: neither what it wrote, nor what was there before."""
+        elements = self._changed[name]
+        now, wrote, before = now[elements], self.once[name][elements], self._initial[name][elements]
+        return _moved(torch.where(now == before, wrote, now), wrote)
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
