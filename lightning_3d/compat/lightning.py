@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,36 @@ def run_after_closure(precision_plugin: Any, module: Any, optimizer: Any) -> Non
     `Precision.optimizer_step` runs it inside `optimizer.step(closure)`; ours steps a backend instead of the optimizer.
     """
     precision_plugin._after_closure(module, optimizer)
+
+
+def is_logging(frame: Any) -> bool:
+    """Whether a frame is that of `LightningModule.log` where it copies a value (`LightningModule.__to_tensor`, Lightning 2.6)."""
+    return bool(frame.f_code.co_name == "__to_tensor")
+
+
+@contextmanager
+def replacing_grad_norm(replacement: Callable[..., dict[str, Any]]) -> Iterator[None]:
+    """Let `replacement` compute `lightning.pytorch.utilities.grad_norm`, however the user has imported it (Lightning 2.6).
+
+    Args:
+        replacement: gets Lightning's own function before the arguments.
+    """
+    from types import FunctionType
+
+    from lightning.pytorch.utilities import grad_norm
+
+    def replaced(module: Any, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
+        return globals()["_grad_norms"][-1](module, norm_type, group_separator)  # those of Lightning's function
+
+    code, scope = grad_norm.__code__, grad_norm.__globals__
+    original = FunctionType(code, scope, argdefs=grad_norm.__defaults__)
+    scope.setdefault("_grad_norms", []).append(partial(replacement, original))
+    grad_norm.__code__ = replaced.__code__
+    try:
+        yield
+    finally:
+        grad_norm.__code__ = code
+        scope["_grad_norms"].pop()
 
 
 @contextmanager

@@ -492,7 +492,10 @@ def _find_head(module: nn.Module, before: tuple[str, ...], after: tuple[str, ...
 def _find_embedding(module: nn.Module, before: tuple[str, ...], head: str | None) -> str | None:
     """Find the embedding of token ids: in a plain module the first one before the blocks with as many rows as the head."""
     if is_transformers_model(module):
-        embedding = cast(Any, module).get_input_embeddings()
+        try:
+            embedding = cast(Any, module).get_input_embeddings()
+        except NotImplementedError:  # a model of sounds or images
+            return None
         return _name_of(module, embedding) if isinstance(embedding, nn.Embedding) else None
     if head is None:
         return None

@@ -137,7 +137,7 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
         before_last_backward=backend.before_last_backward,
         recorder=recorder,
     )
-    reads = HookReads(module, parts, mesh, shards_parameters=options.zero.stage == 3)
+    reads = HookReads(module, parts, mesh, zero_stage=options.zero.stage)
     known = KnownValues(device, wanted=device.type != "cpu" and not around.shape_only)
     runner = _make_runner(module, parts, mesh, device, options, around, engine, backend, known, reads)
     hooks = GradientHooks(module, mesh, parts.specs, backend, options.zero)

@@ -113,6 +113,7 @@ class BuiltModel:
         self._unreported = None
         self._described = False
         self.proof.begin_fit()
+        self.hooks.begin_fit()
         self.runner.carried.begin()
         self._earlier: list[Computed] = []
         self.known.begin(self.module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import grad_norm
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.compat.lightning import hooks_of_user
+from lightning_3d.compat.lightning import hooks_of_user, replacing_grad_norm
 from lightning_3d.compat.torch import replacing_total_norm
 from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError
@@ -26,6 +25,7 @@ from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, cha
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.elementwise import RANDOM, base_name, is_elementwise
+from lightning_3d.strategy.step.hook_reads import gathered_in_hook
 from lightning_3d.strategy.step.outside_reads import is_blank
 
 WATCHED = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
@@ -68,18 +68,25 @@ class GradientHooks(TorchFunctionMode):
         super().__init__()
         self._module, self._mesh, self._specs, self._backend, self._zero = module, mesh, specs, backend, zero
         self._places: dict[int, _Place] = {}
-        self._gradients: dict[int, tuple[Tensor, _Place]] = {}  # by `id`; the tensors live as long as their numbers are used
-        self._drew = self._warned = self._own = False
+        self._gradients: dict[int, tuple[weakref.ref[Tensor], _Place]] = {}  # by `id`, of tensors that are alive
+        self._drew = self._own = False
+        self._changes: bool | None = None
 
     @property
     def names(self) -> list[str]:
         """The user's hooks that may write gradients, weights or buffers, as "Class.hook". The same on all ranks."""
         return hooks_of_user(self._module.trainer, WRITERS)
 
+    def begin_fit(self) -> None:
+        """Expect a fit, with hooks of its own."""
+        self._changes = None
+
     @property
     def change_gradients(self) -> bool:
         """Whether the user has hooks that may change gradients before they are clipped. The same on all ranks."""
-        return bool(hooks_of_user(self._module.trainer, WATCHED))
+        if self._changes is None:
+            self._changes = bool(hooks_of_user(self._module.trainer, WATCHED))
+        return self._changes
 
     def watching(self) -> AbstractContextManager[None]:
         """Context of hooks between backward and optimizer step."""
@@ -99,7 +106,7 @@ class GradientHooks(TorchFunctionMode):
     def _active(self) -> Iterator[None]:
         self._drew = False
         try:
-            with replacing_total_norm(self._total_norm), self:
+            with replacing_total_norm(self._total_norm), replacing_grad_norm(self._norms), self:
                 yield
         finally:
             self._gradients.clear()
@@ -139,8 +146,13 @@ class GradientHooks(TorchFunctionMode):
             )
         gradient = func(*args)
         if func == _READ and gradient is not None:
-            self._gradients[id(gradient)] = (gradient, place)
+            self._note(gradient, place)
         return gradient
+
+    def _note(self, gradient: Tensor, place: _Place) -> None:
+        """Remember what a gradient, or what was computed from one, belongs to, for as long as the user keeps it."""
+        key = id(gradient)
+        self._gradients[key] = weakref.ref(gradient, lambda _: self._gradients.pop(key, None) and None), place
 
     def _apart(self, place: _Place) -> str:
         return f"precision {place.parameter.dtype}".replace("torch.", "") if self._zero.stage == 0 else f"zero_stage={self._zero.stage}"
@@ -176,27 +188,40 @@ class GradientHooks(TorchFunctionMode):
             if is_elementwise(func, target, args[first + 1 :], kwargs):
                 result = func(*args, **kwargs)
                 if isinstance(result, Tensor):
-                    self._gradients[id(result)] = (result, place)
+                    self._note(result, place)
                 return result
         is_whole = not spec.is_cut and not spec.expert
         if is_whole and (writes or self._mesh.layout.pp == 1):
             return func(*args, **kwargs)
-        if grad_norm.__code__ in (caller.f_code, caller.f_back.f_code):  # a comprehension has a frame of its own
-            self._warn_of_norms()
-            return func(*args, **kwargs)
+        if not writes and self._mesh.layout.pp == 1 and not spec.expert:
+            with self._unseen():
+                return func(*self._whole(args, where), **self._whole(kwargs, where))
         raise ConfigError(
             f"{where} computes {func.__name__} of the gradient of '{place.name}', of which this rank has {local} of {whole} in"
             f" {self._mesh.layout}, and none of the parameters of other stages: ranks would get different numbers, and train different"
             f" weights. {_CLIP} torch.nn.utils.clip_grad_norm_ counts all ranks, too."
         )
 
-    def _warn_of_norms(self) -> None:
-        if not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"grad_norm returns norms of the shards that this rank has in {self._mesh.layout}, not of whole parameters, and a total of"
-                " these. Log self.trainer.strategy.last_step.grad_norm, the gradient norm of the whole model."
-            )
+    def _whole(self, value: Any, where: str) -> Any:
+        """The arguments with whole gradients in place of shards. Collective over the tensor-parallel ranks."""
+        if isinstance(value, Tensor):
+            known = self._gradients.get(id(value))
+            if known is None or not known[1].spec.is_cut:
+                return value
+            return gathered_in_hook(value, known[1].spec, self._mesh, f"{where} reads the gradient of '{known[1].name}'")
+        if isinstance(value, (list, tuple)):
+            items = [self._whole(item, where) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return {key: self._whole(item, where) for key, item in value.items()} if isinstance(value, dict) else value
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Context in which functions of torch are called as they are."""
+        before, self._own = self._own, True
+        try:
+            yield
+        finally:
+            self._own = before
 
     def _places_in(self, value: Any) -> list[_Place]:
         """The parameter whose value or gradient is among the arguments, as a list of one; an empty list if there is none."""
@@ -218,14 +243,34 @@ class GradientHooks(TorchFunctionMode):
         """
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         known = [self._gradients[id(tensor)][1] for tensor in tensors if id(tensor) in self._gradients]
-        self._own = True
-        try:
+        with self._unseen():
             if not self._is_sharded or len(known) < len(tensors):
                 return original(tensors, norm_type, *args, **kwargs)
             counted = [t for t, place in zip(tensors, known, strict=True) if self._backend.counts_gradient(place.parameter)]
             return self._norm_over_ranks(counted, float(norm_type)).to(tensors[0].dtype if tensors else torch.get_default_dtype())
-        finally:
-            self._own = False
+
+    def _norms(self, original: Any, module: torch.nn.Module, norm_type: float | str, separator: str) -> dict[str, Any]:
+        """Take the place of Lightning's `grad_norm`: the norms of whole gradients, of all stages. Collective over the world.
+
+        Args:
+            original: Lightning's function.
+        """
+        if not self._is_sharded:
+            return original(module, norm_type, separator)
+        power, own = float(norm_type), {}
+        for name, parameter in module.named_parameters():
+            gradient = self.__torch_function__(_READ, (), (parameter,))
+            place = self._places.get(id(parameter))
+            if gradient is not None and place is not None and self._backend.counts_gradient(place.parameter):
+                with self._unseen():
+                    own[name] = float(torch.linalg.vector_norm(gradient, power, dtype=torch.float64))
+        parts: list[Any] = [None] * dist.get_world_size(self._backend.norm_group)
+        dist.all_gather_object(parts, own, group=self._backend.norm_group)
+        names = dict.fromkeys(name for part in parts for name in part)
+        with self._unseen():
+            of_ranks = {name: torch.tensor([part[name] for part in parts if name in part]) for name in names}
+            norms = {f"grad_{power}_norm{separator}{name}": norms.norm(power) for name, norms in of_ranks.items()}
+            return norms | {f"grad_{power}_norm_total": torch.stack(list(norms.values())).norm(power)} if norms else norms
 
     def _norm_over_ranks(self, gradients: Sequence[Tensor], power: float) -> Tensor:
         device = self._backend.device

@@ -1,6 +1,7 @@
 """Contract tests for what `lightning_compat` uses of Lightning's callbacks."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +19,11 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from parity import quiet_trainer
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from lightning_3d.compat.lightning import (
@@ -30,8 +34,10 @@ from lightning_3d.compat.lightning import (
     has_outputs,
     hooks_of_user,
     hush_tree_warning,
+    is_logging,
     logged_entry,
     logging_in_training_step,
+    replacing_grad_norm,
     throughputs_of,
 )
 from lightning_3d.compat.lightning_data import seed_workers
@@ -180,3 +186,33 @@ def test_every_hook_of_a_fit_runs_in_the_context() -> None:
         around_hooks(None)
     assert {"on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_step", "on_train_start"} <= set(seen)
     assert not hasattr(call._call_callback_hooks, "without_context")
+
+
+def test_the_norms_of_gradients_are_replaced_wherever_the_function_was_imported() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    layer(torch.ones(1, 2)).sum().backward()
+    before = grad_norm(layer, 2)
+
+    def ten_times(original: Any, module: nn.Module, *args: Any) -> dict[str, Any]:
+        return {name: 10 * norm for name, norm in original(module, *args).items()}
+
+    with pytest.raises(KeyError), replacing_grad_norm(ten_times):
+        assert grad_norm(layer, norm_type=2) == {name: 10 * norm for name, norm in before.items()}
+        assert grad_norm(layer, 2, group_separator=".").keys() == {"grad_2.0_norm.weight", "grad_2.0_norm_total"}
+        raise KeyError
+    assert grad_norm(layer, 2) == before
+
+
+def test_what_a_module_logs_is_copied_where_it_is_looked_for() -> None:
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.clone:
+                seen.append(is_logging(sys._getframe(1)))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        pl.LightningModule()._LightningModule__to_tensor(torch.ones(()), "name")  # type: ignore[operator]
+        torch.ones(()).clone()
+    assert seen == [True, False]

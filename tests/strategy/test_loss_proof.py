@@ -214,7 +214,7 @@ BY_BLOCK = {"zero_stage": 3, "zero_gather": "micro_batch"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "options"), [("dp2", {}), ("dp2", BY_BLOCK), ("tp2", {}), ("pp2", {}), ("tp2_pp2", {})], ids=["dp2", "dp2 3", "tp2", "pp2", "4"]
+    ("layout", "options"), [("dp2", {}), ("dp2", BY_BLOCK), ("tp2", {}), ("pp2", {}), ("tp2_pp2", {})], ids=str
 )
 def test_the_loss_is_proved_in_every_layout(layout: str, options: dict[str, Any]) -> None:
     parsed = Layout.parse(layout)
@@ -313,6 +313,35 @@ def test_what_ranks_write_matters_where_it_depends_on_their_rows() -> None:
         assert {kind for kind, text in said.items() if text} == {"last", "centers", *FIRST}
     for said in run_ranks(written_refused, 2, ["counter", "centers", "logged", *FIRST], "pp2", 4, timeout=180):
         assert {kind for kind, text in said.items() if text} == {"counter", "centers", *FIRST}
+
+
+def test_a_loss_is_proved_again_in_later_steps() -> None:
+    assert "is not a mean over rows" in written_refused(["late"], "dp1", 4)["late"]
+
+
+class Logs(Steps):
+    """A mean as loss, and beside it numbers that are none."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        right = (self.net(batch[0]).argmax(1) == batch[1]).float()
+        self.log_dict({"root": loss.sqrt(), "perplexity": loss.exp(), "accuracy": right.mean(), "constant": 2.0})
+        self.log("count", right.sum(), reduce_fx="sum")
+        return loss
+
+
+def warned(layout: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_module(Logs("mean"), layout, 4)
+    return [text for text in (str(one.message) for one in caught) if "not means over rows" in text]
+
+
+def test_logged_numbers_that_are_no_means_are_named_once() -> None:
+    for found in ([warned("dp1")], run_ranks(warned, 2, "pp2")):
+        [text] = found[0]
+        assert "'root'" in text and "'perplexity'" in text
+        assert not any(f"'{name}'" in text for name in ("loss", "accuracy", "constant", "count"))
 
 
 def test_numbers_that_each_call_changes_are_reported() -> None:

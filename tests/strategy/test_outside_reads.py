@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
 from parity import quiet_trainer
 from ranks import run_ranks
 from sweeps import by_default
@@ -82,7 +83,12 @@ class Hooked(Own):
                 assert p.grad is not None
                 p.grad.mul_(0.3)
         if self.kind == "own norm":
-            torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            self.losses += [float(torch.stack([gradient.norm() for gradient in gradients]).norm()), max(g.max().item() for g in gradients)]
+        if self.kind == "grad_norm":
+            norms = grad_norm(self.network, norm_type=2)
+            assert len(norms) == 29
+            self.losses += [float(norms[name]) for name in sorted(norms)]
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         if self.kind == "clip":
@@ -147,6 +153,10 @@ class Between(Own):
             total = torch.stack([p.norm() for p in self.network.parameters()]).norm()
             for p in self.network.parameters():
                 p.div_(total)
+        if self.kind == "moments":
+            self.losses += [float(state["momentum_buffer"].norm()) for state in self.trainer.optimizers[0].state.values()]
+        if self.kind == "logged":
+            self.log("norm", torch.stack([p.norm() for p in self.network.parameters()]).norm())
         if self.average is not None:
             for mean, p in zip(self.average.parameters(), self.network.parameters(), strict=False):
                 mean.lerp_(p, 0.5)
@@ -166,8 +176,8 @@ class Clamped(torch.autograd.Function):
 
 BETWEEN = ("columns", "kept", "views", "elements", "scale", "clamped", "function")
 KINDS = {
-    **dict.fromkeys(("mask", "own norm", "clip"), Hooked),
-    **dict.fromkeys((*BETWEEN, "early", "noise", "total", "average", "normalized", "penalty"), Between),
+    **dict.fromkeys(("mask", "own norm", "clip", "grad_norm"), Hooked),
+    **dict.fromkeys((*BETWEEN, "early", "noise", "total", "average", "normalized", "penalty", "moments", "logged"), Between),
 }
 
 
@@ -187,9 +197,9 @@ def fit_kinds(layout: str, kinds: list[str], options: dict[str, Any], dtype: tor
 
 
 EXACT = [
-    ("tp2", {}, ["norms", "mask", "clip", *BETWEEN]),
-    ("pp2", {}, ["mask", "clip", *BETWEEN]),
-    ("dp2", {}, ["norms", "piece", "gather", "mask", "clip", *BETWEEN]),
+    ("tp2", {}, ["norms", "mask", "clip", "own norm", "grad_norm", "logged", *BETWEEN]),
+    ("pp2", {}, ["mask", "clip", "grad_norm", *BETWEEN]),
+    ("dp2", {}, ["norms", "piece", "gather", "mask", "clip", "own norm", "grad_norm", "moments", "logged", *BETWEEN]),
     ("dp2", {"micro_batch_size": 2}, ["clamped", "function"]),
     ("dp2", {"zero_stage": 1, "zero_reduce_scatter": False}, ["norms", "mask", "clip"]),
     ("dp2", {"zero_stage": 3, "zero_gather": "step"}, ["norms"]),
@@ -218,7 +228,10 @@ REFUSED = [
     ("tp2", {}, "collective", "all_reduce"),
     ("tp2", {}, "piece", "blocks.3.up"),
     ("tp2", {}, "gather", "all_gather"),
-    ("tp2", {}, "own norm", "gradient_clip_val"),
+    ("tp2", {}, "moments", "state of an optimizer"),
+    ("dp2", {"zero_stage": 1}, "moments", "state of an optimizer"),
+    ("pp2", {}, "logged", "network.blocks"),
+    ("dp2", {"zero_stage": 2}, "grad_norm", "zero_stage=2"),
     ("pp2", {}, "own norm", "gradient_clip_val"),
     ("pp2", {}, "collective", "all_reduce"),
     ("dp2", {"zero_stage": 2}, "mask", "zero_stage=2"),

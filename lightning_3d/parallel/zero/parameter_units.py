@@ -327,6 +327,7 @@ class ParameterUnits:
     def restore(self) -> None:
         """Undo the sharding: every parameter has its current value, on the CPU. Collective."""
         self.close()
+        self.free()  # what a batch that failed has gathered is older than the optimizer's last step
         for unit in self.all:
             unit.restore()
 

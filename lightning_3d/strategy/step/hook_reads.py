@@ -20,12 +20,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.compat.lightning import has_hook_of_library, hooks_of_user
+from lightning_3d.compat.lightning import has_hook_of_library, hooks_of_user, is_logging
 from lightning_3d.compat.torch import innermost_function_mode
 from lightning_3d.errors import ConfigError
+from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.partial_tensors import OF_THE_WHOLE, changes_in_place
+from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.tensor import gather_shards
 from lightning_3d.strategy.step.elementwise import RANDOM, base_name, is_elementwise
+from lightning_3d.strategy.step.optimizer_states import guarded_states
 from lightning_3d.strategy.step.outside_reads import DATA, GRADIENT, HARMLESS, OutsideReads, Place, is_blank
 
 _EARLY = ("on_before_zero_grad", "on_before_backward")
@@ -83,7 +86,7 @@ class HookReads(OutsideReads):
             return nullcontext()
         if name in _EARLY:
             return _NoWrites(self._root, name)
-        return self._in_hook(trainer, name) if self._places else nullcontext()
+        return self._in_hook(trainer, name) if self._places or self._shards_states else nullcontext()
 
     @contextmanager
     def _in_hook(self, trainer: Any, name: str) -> Iterator[None]:
@@ -94,7 +97,7 @@ class HookReads(OutsideReads):
         for callback in unwatched:
             vars(callback)[name] = self._unwatched(getattr(callback, name))
         try:
-            with self._active():
+            with guarded_states(trainer.optimizers, self._before_state), self._active():
                 yield
         finally:
             for callback in unwatched:
@@ -139,6 +142,8 @@ class HookReads(OutsideReads):
         sized = place is not None and place.spec.is_cut and func in OF_THE_WHOLE
         passes = self._depth or (func in _PASSES and not sized)
         if passes or not self._concerns([args, kwargs]) or self._is_of_library(sys._getframe(1)):
+            if func is Tensor.clone and is_logging(sys._getframe(1)):
+                self._require_own("self.log", None, None, self._origins_of([args]))
             return func(*args, **kwargs)
         if sized and target is not None and place is not None:
             return func(target.new_empty(place.spec.global_shape, device="meta"), *args[1:], **kwargs)
@@ -160,6 +165,15 @@ class HookReads(OutsideReads):
             self._require_own(func, None, None, origins)
         self._note(result, origins)
         return result
+
+    def _before_state(self) -> None:
+        """Refuse the state of an optimizer to the user's code."""
+        if self._hook and not self._is_of_library(sys._getframe(2)):
+            raise ConfigError(
+                f"{self._hook} uses the state of an optimizer (its moments, for example). With {self._mesh.layout} and this zero_stage,"
+                " each rank has that of its own parameters or shards only, so the numbers would differ from those of one process. Use a"
+                " dp layout with zero_stage=0, or read a checkpoint: it holds the whole state."
+            )
 
     def _concerns(self, value: Any) -> bool:
         """Whether a parameter, or what was computed from one, is among the arguments."""
@@ -215,8 +229,9 @@ class HookReads(OutsideReads):
         if not others or (target is not None and place is None and not outside):
             return
         layout = self._mesh.layout
+        use = func if isinstance(func, str) else base_name(func)
         raise ConfigError(
-            f"{self._hook} uses the parameter '{min(others)}' for {base_name(func)}"
+            f"{self._hook} uses the parameter '{min(others)}' for {use}"
             f"{f' of {place.name!r}' if place is not None else ''}. With pp = {layout.pp}, each rank has the parameters of its own stage:"
             " a hook can write a parameter from its own values, but not copy it to another module, or compute a number from several. For an"
             " average of the weights, use lightning's weight averaging callbacks. With pp = 1 such a hook is exact, for example"
@@ -230,13 +245,7 @@ class HookReads(OutsideReads):
             return value
         if place.spec.expert:
             self._refuse_experts(place)
-        try:
-            return gather_shards(value.detach(), place.spec, self._mesh.group("tp"), self._mesh.index("tp"), _PATIENCE)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{self._hook} reads the parameter '{place.name}', of which tensor-parallel ranks have shards, on some ranks only. Read it"
-                f" on all ranks, before a condition such as `if self.trainer.is_global_zero` ({error})."
-            ) from None
+        return gathered_in_hook(value, place.spec, self._mesh, f"{self._hook} reads the parameter '{place.name}'")
 
     def _refuse_experts(self, place: Place) -> NoReturn:
         raise ConfigError(
@@ -342,6 +351,24 @@ class HookReads(OutsideReads):
         value = self._whole(value)
         fits = place.spec.is_cut and tuple(value.shape) == tuple(place.spec.global_shape)
         return place.spec.cut(value) if fits else value
+
+
+def gathered_in_hook(shard: Tensor, spec: ShardSpec, mesh: Mesh, reads: str) -> Tensor:
+    """Gather a parameter or a gradient that a hook reads. Collective over the tensor-parallel ranks.
+
+    Args:
+        reads: what reads what, for a message.
+
+    Raises:
+        ConfigError: other ranks do not read it.
+    """
+    try:
+        return gather_shards(shard.detach(), spec, mesh.group("tp"), mesh.index("tp"), _PATIENCE)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{reads}, of which tensor-parallel ranks have shards, on some ranks only. Read it on all ranks, before a condition such as"
+            f" `if self.trainer.is_global_zero` ({error})."
+        ) from None
 
 
 class _NoWrites(TorchFunctionMode):

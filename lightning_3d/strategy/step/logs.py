@@ -124,6 +124,14 @@ class StepLog:
             entry.weights.append(named)
         self._pending = []
 
+    def values_of(self, index: int, count: int) -> dict[str, tuple[str, Tensor, Tensor]]:
+        """The numbers that one of `count` micro-batches has logged, as (how they are combined, value, weight), by name."""
+        return {
+            key.name: (key.combine, entry.values[index], entry.weights[index])
+            for key, entry in self._collected.items()
+            if key.metric is None and len(entry.values) == count
+        }
+
     def checksum(self) -> float:
         """Checksum (16 bits) of this step's set of keys, different from those of earlier sets; 0 for no keys."""
         keys = tuple(self._collected)

@@ -194,7 +194,7 @@ def most_telling(batches: Sequence[Any], rows: int, mesh: Mesh) -> int:
 
 
 def _variety(batch: Any, rows: int) -> int:
-    """Count how many different rows the labels, masks, other whole numbers and lists of a micro-batch have: rows with equal sums count once.
+    """Count how many different rows the labels, masks, whole numbers and lists of a micro-batch have: rows with equal sums count once.
 
     Rows without a label count most: those with another number of negative labels (`ignore_index`), and entries of another type (None).
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from lightning_3d.errors import listed, plural
 from lightning_3d.layout.layout import Layout
+
+Logged = dict[str, tuple[str, Tensor, Tensor]]
+"""Of each number that a step has logged: how it is combined, its value and its weight."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Finding:
         rows: rows of each part.
         tolerance: relative difference that rounding may make.
         unpaired: whether parts may have drawn other random numbers than the whole.
+        floor: largest loss so far. Rounding of a small loss may be that of larger numbers.
+        logged: names of logged numbers that are not what parts of the rows combine to, with that of the whole and the combined one.
     """
 
     whole: Number
@@ -39,6 +45,8 @@ class Finding:
     rows: tuple[int, ...]
     tolerance: float
     unpaired: bool = False
+    floor: float = 0.0
+    logged: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def mean(self) -> float:
@@ -49,7 +57,7 @@ class Finding:
     @property
     def scale(self) -> float:
         """Largest loss."""
-        return max((abs(one.loss) for one in (self.whole, *self.parts) if isfinite(one.loss)), default=0.0)
+        return max([self.floor, *(abs(one.loss) for one in (self.whole, *self.parts) if isfinite(one.loss))])
 
     @property
     def difference(self) -> float:
@@ -74,6 +82,32 @@ class Finding:
         """Whether the whole is the sum of its parts."""
         total = sum(part.loss for part in self.parts)
         return abs(self.whole.loss - total) <= self.tolerance * max(abs(self.whole.loss), abs(total))
+
+
+def differing_logs(whole: Logged, parts: Sequence[Logged], tolerance: float) -> tuple[tuple[str, float, float], ...]:
+    """Compare what was logged for some rows with what parts of them combine to."""
+    found = []
+    for name, (combine, value, _) in whole.items():
+        values = [part[name] for part in parts if name in part]
+        if combine not in ("mean", "sum") or len(values) < len(parts):
+            continue
+        weight = sum(float(each) for _, _, each in values)
+        total = sum(float(number) * (1.0 if combine == "sum" else float(each)) for _, number, each in values)
+        combined = total if combine == "sum" or weight <= 0 else total / weight
+        largest = max(abs(float(number)) for number in (value, *(number for _, number, _ in values)))
+        if isfinite(combined) and isfinite(largest) and abs(float(value) - combined) > tolerance * (largest + min(1e-2, tolerance)):
+            found.append((name, float(value), combined))
+    return tuple(found)
+
+
+def about_logs(found: Sequence[tuple[str, float, float]], layout: Layout, micro_batches: int, rows: int) -> str:
+    """Describe logged numbers that are not as on one process. Training is not affected."""
+    numbers = listed([f"'{name}' ({whole:.4g} for some rows, {combined:.4g} as the mean of parts)" for name, whole, combined in found])
+    return (
+        f"The step logs numbers that are not means over rows: {numbers}. {described(layout.dp, micro_batches, rows)}, of which the mean is"
+        " logged, so these are others than on one process. The weights are not affected. Log what is a mean (a mean square in place of its"
+        " root, a loss in place of its exponential), or a torchmetrics object."
+    )
 
 
 def at_once(layout: Layout, rows: int) -> str:

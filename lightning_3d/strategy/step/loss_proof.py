@@ -1,8 +1,8 @@
-"""Steps of a fit prove their loss: that of a micro-batch is the weighted mean of those of two parts of its rows, whatever the step has
-written before.
+"""The first steps of a fit prove their loss: that of a micro-batch is the weighted mean of those of two parts of its rows, whatever the
+step has written before.
 
-Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is trained as one process trains it. The first
-step is proved, and then the 2nd, 4th, 8th and so on, with other rows.
+Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is trained as one process trains it. Batches 1,
+2, 4 and 8 are proved: a loss that compares a model with a copy of it shows nothing in the first one, and other rows show more.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightning_3d.parallel.pipeline.engine import ProbeFailed
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.batch_layers import BufferWrites, about_counters, about_writes, refuse_layers
 from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws, Start, aside, most_telling, tolerance_of
-from lightning_3d.strategy.step.loss_finding import Finding, Number, refusal
+from lightning_3d.strategy.step.loss_finding import Finding, Number, about_logs, differing_logs, refusal
 from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
-from lightning_3d.strategy.step.runner import StepRunner
+from lightning_3d.strategy.step.runner import Called, StepRunner
 from lightning_3d.strategy.step.written import (
     ParameterWrites,
     accumulated_numbers,
@@ -44,12 +44,16 @@ from lightning_3d.strategy.step.written import (
 _MOST_AS_ONE = 8
 """Micro-batches whose rows are compared as one where a part of a micro-batch fails alone."""
 
+_PROVED = (1, 2, 4, 8)
+"""Numbers of the batches whose loss is proved."""
+
 _QUIET = "quiet"
 """A reason why the loss is not compared, of which nobody needs to know."""
 
 
 class LossProof:
-    """Compares the loss of a micro-batch with those of its parts, in some steps of a fit. Costs one forward of a micro-batch each time.
+    """Compares the loss of a micro-batch with those of its parts, in a few of the first steps of a fit. Each costs one forward of a
+    micro-batch.
 
     Args:
         module: the user's module.
@@ -85,25 +89,34 @@ class LossProof:
         self.split_batch, self.records, self.epsilon = split_batch, records, epsilon
         self.wanted, self.keeps_parameters = wanted, keeps_parameters
         self.splits, self.accumulates = splits, accumulates
-        self._is_first = False
+        self._batch = sys.maxsize
+        self.scale = 0.0
+        self.told: set[str] = set()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the batch is the first of a fit."""
+        return self._batch == 1
 
     def begin_fit(self) -> None:
-        """Expect the first step of a fit."""
-        self._is_first = True
+        """Expect the first batch of a fit."""
+        self._batch, self.scale = 0, 0.0
+        self.told.clear()
 
     @contextmanager
     def watching(self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
-        """Context of the computation of a batch. After the first of a fit, the loss is proved. Collective.
+        """Context of the computation of a batch. Afterwards the loss is proved, if it is due. Collective.
 
         Raises:
             ConfigError: on all ranks, if it is not a mean over rows, or depends on what the step has written in earlier calls.
         """
-        due, self._is_first = self._is_first and self.splits, False
+        self._batch += 1
         real = len(micro_batches) - micro_batches.fillers
+        due = self.splits and self._batch in _PROVED and (self.is_first or self.wanted)
         if not due or (real == 1 and self.mesh.size("dp") == 1):
             yield
             return
-        if not self.accumulates:
+        if self.is_first and not self.accumulates:
             refuse_layers(self.module, self.mesh, real, micro_batches.rows)
         writes = BufferWrites(self.module)
         if self.wanted:
@@ -113,7 +126,7 @@ class LossProof:
             watch.prove()
         else:
             yield
-        written = [name for names in gathered(writes.names(), self.mesh) for name in names]
+        written = [name for names in gathered(writes.names(), self.mesh) for name in names] if self.is_first else []
         if written:
             rank_zero_warn(about_writes(list(dict.fromkeys(written))))
 
@@ -250,7 +263,7 @@ class _Watch:
         return []
 
     def _say_why_not(self, reason: str) -> None:
-        if self._mesh.rank == 0 and reason != _QUIET:
+        if self._mesh.rank == 0 and reason != _QUIET and self._proof.is_first:
             print(
                 f"lightning_3d: the loss of the first step was not compared with that of parts of its rows: {reason}.",
                 file=sys.stderr,
@@ -276,6 +289,7 @@ class _Watch:
             self._say_why_not(failure)
             return None
         found = [one for one, _ in tried]
+        self._tell_of_logs(found)
         differing = [one for one in found if one is not None and one.differs]
         if not differing:
             return found
@@ -284,6 +298,14 @@ class _Watch:
             self._say_why_not("parts of a micro-batch draw other random numbers than the whole")
             return None
         raise ConfigError(refusal(max(paired, key=lambda one: one.difference), self._mesh.layout, self._real, self._batches.rows))
+
+    def _tell_of_logs(self, found: list[Finding | None]) -> None:
+        """Warn once of logged numbers that are not as on one process."""
+        others = {log[0]: log for one in found if one is not None and not one.differs for log in one.logged}
+        new = [log for name, log in others.items() if name not in self._proof.told]
+        self._proof.told |= others.keys()
+        if new:
+            rank_zero_warn(about_logs(new, self._mesh.layout, self._real, self._batches.rows))
 
     def _ways(self) -> list[Callable[[], Finding | None]]:
         """Ways to compare, the best first.
@@ -327,9 +349,7 @@ class _Watch:
             parts = list(self._proof.split_batch(batch, len(sizes)))
         else:
             parts = [rows_of(batch, slice(0, sizes[0]), rows), rows_of(batch, slice(sizes[0], rows), rows)]
-        if self._runs_whole:
-            return self._compared(batch, parts, sizes)
-        return self._find(self._runner.own_sums[self._index : self._index + 1], parts, sizes)
+        return self._compared(batch, parts, sizes) if self._runs_whole else self._find(self._runner.called(self._index), parts, sizes)
 
     def _as_one(self, most: int) -> Finding | None:
         """Compare the rows of up to `most` micro-batches as one with the micro-batches, among them the one that is chosen."""
@@ -356,24 +376,26 @@ class _Watch:
 
     def _compared(self, whole: Any, parts: list[Any], sizes: list[int]) -> Finding | None:
         self._looks = {}
-        sums = self._probe(whole, sum(sizes), self._record)
-        return self._find(sums, parts, sizes)
+        return self._find(self._probe(whole, sum(sizes), self._record), parts, sizes)
 
-    def _find(self, whole: list[Tensor], parts: list[Any], sizes: list[int]) -> Finding | None:
+    def _find(self, whole: Called | None, parts: list[Any], sizes: list[int]) -> Finding | None:
         shapes = {stage: look.shapes for stage, look in self._looks.items()} if self._proof.records else None
         self._unpaired = self._host.unpaired = False
         first, found = 0, []
         for part, size in zip(parts, sizes, strict=True):
             draws = DrawsOfPart(slice(first, first + size), sum(sizes), shapes, self._host)
             self._last = part, size, draws
-            found += self._probe(part, size, draws)
+            called = self._probe(part, size, draws)
+            found += [called] if called is not None else []
             self._unpaired = self._unpaired or draws.unpaired
             first += size
-        if not whole or not self._own_rows:
+        if whole is None or not self._own_rows:
             return None
-        cp = self._mesh.size("cp")
-        numbers = tuple(Number.of(sums, cp) for sums in found)
-        finding = Finding(Number.of(whole[0], cp), numbers, tuple(sizes), self._tolerance(), self._unpaired)
+        cp, tolerance = self._mesh.size("cp"), self._tolerance()
+        numbers = tuple(Number.of(called.sums, cp) for called in found)
+        logged = () if self._unpaired else differing_logs(whole.logged, [called.logged for called in found], tolerance)
+        finding = Finding(Number.of(whole.sums, cp), numbers, tuple(sizes), tolerance, self._unpaired, self._proof.scale, logged)
+        self._proof.scale = max(self._proof.scale, finding.scale)
         return finding
 
     def _tolerance(self) -> float:
@@ -384,7 +406,7 @@ class _Watch:
 
     def _probe(
         self, batch: Any, rows: int, look: Callable[[int, int], Any], start: Start | None = None, *, draws_only: bool = False
-    ) -> list[Tensor]:
+    ) -> Called | None:
         """Run the step on some rows.
 
         Args:
@@ -395,8 +417,7 @@ class _Watch:
         assert start is not None
         start.restore(draws_only=draws_only)
         self._runner.look = look
-        sums = self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
-        return [] if sums is None else [sums]
+        return self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
 
     # Earlier calls
 
@@ -440,10 +461,10 @@ class _Watch:
         assert self._before is not None
         places, (part, size, draws) = self._before.places, self._last
         written, first = self._before.written(), places.now()
-        sums = self._probe(part, size, draws.again(), draws_only=True)
+        called = self._probe(part, size, draws.again(), draws_only=True)
         losses = None
-        if found is not None:
-            one, other = found.parts[-1], Number.of(sums[0], self._mesh.size("cp"))
+        if found is not None and called is not None:
+            one, other = found.parts[-1], Number.of(called.sums, self._mesh.size("cp"))
             if found.differ(one.loss, other.loss):
                 losses = one.loss, other.loss
         return list(written), accumulated_numbers(places.changed(first, places.now())), losses

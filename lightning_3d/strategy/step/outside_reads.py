@@ -72,12 +72,13 @@ class OutsideReads(TorchFunctionMode):
         root: the user's module.
         parts: this rank's part of the model.
         mesh: process groups.
-        shards_parameters: whether data-parallel ranks shard parameters (ZeRO 3).
+        zero_stage: what data-parallel ranks shard.
     """
 
-    def __init__(self, root: nn.Module, parts: LocalModel, mesh: Mesh, *, shards_parameters: bool) -> None:
+    def __init__(self, root: nn.Module, parts: LocalModel, mesh: Mesh, *, zero_stage: int) -> None:
         super().__init__()
-        self._root, self._parts, self._mesh, self._zero3 = root, parts, mesh, shards_parameters
+        self._root, self._parts, self._mesh, self._zero3 = root, parts, mesh, zero_stage == 3
+        self._shards_states = zero_stage > 0 or mesh.layout.tp * mesh.layout.pp * mesh.layout.ep > 1
         self._places: dict[int, Place] = {}
         self._models: set[int] = set()
         self._views: list[Tensor] = []  # of parameters, made in the step that runs

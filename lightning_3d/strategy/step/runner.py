@@ -135,6 +135,19 @@ class StepResult:
         _ = self.loss, self.weight, self.routers, self.grad_norm
 
 
+@dataclass(frozen=True)
+class Called:
+    """What a call of the step on some rows gave.
+
+    Attributes:
+        sums: (loss times weight, weight), float64.
+        logged: by name, how values are combined, the value and its weight.
+    """
+
+    sums: Tensor
+    logged: dict[str, tuple[str, Tensor, Tensor]]
+
+
 class StepRunner:
     """Drives engine, loss weights, log and gradients through one step.
 
@@ -312,7 +325,7 @@ class StepRunner:
             self._log.replay(self._read(HostCopy(self._share())).checksum)
         return self._shared.broadcast(self._merged(micro_batches), whole=hook == "predict")
 
-    def probe(self, part: MicroBatches, like: MicroBatches, rest: tuple[Any, ...], step: int, index: int) -> Tensor | None:
+    def probe(self, part: MicroBatches, like: MicroBatches, rest: tuple[Any, ...], step: int, index: int) -> Called | None:
         """Run the forward of the user's training step once more, without gradients. Logs, outputs and totals stay as they are.
 
         Args:
@@ -322,7 +335,7 @@ class StepRunner:
             index: the one of `like` whose seeds `part` gets.
 
         Returns:
-            (loss times weight, weight), float64; None before the last stage.
+            What it gives; None before the last stage.
         """
         kept = self._sums, self._outputs, self._log
         self._sums, self._outputs, self._log = [], [], self._log.empty()
@@ -333,7 +346,7 @@ class StepRunner:
         try:
             with self._random.isolated():
                 self._engine.evaluate(1, ("probe", part.signature), _UserStep(self, "training", part, rest, like, index))
-            return self._sums[0][:2] if self._sums else None
+            return self.called(0)
         finally:
             forget_masks()
             self._engine.probes = False
@@ -344,10 +357,9 @@ class StepRunner:
         """Whether this rank computes the loss."""
         return self._engine.owns_last
 
-    @property
-    def own_sums(self) -> list[Tensor]:
-        """(Loss times weight, weight) of each micro-batch of the batch that ran last; none before the last stage."""
-        return [sums[:2] for sums in self._sums]
+    def called(self, index: int) -> Called | None:
+        """Return what the step gave for a micro-batch of the batch that ran last; None before the last stage."""
+        return Called(self._sums[index][:2], self._log.values_of(index, len(self._sums))) if self._sums else None
 
     def _merged(self, micro_batches: MicroBatches) -> Any:
         """Join what the user's step returned for the batch; None before the last stage and where it returned nothing."""
