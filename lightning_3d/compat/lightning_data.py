@@ -82,12 +82,6 @@ def batches_to_come(trainer: Any) -> float | None:
     return sum(loop.max_batches) if loop.batch_progress.current.ready == 1 else None
 
 
-def batches_of_step(trainer: Any) -> float:
-    """Number of batches of the optimizer step that begins now: those that accumulate, or those that are left in the epoch."""
-    left = trainer.num_training_batches - trainer.fit_loop.batch_idx
-    return max(1, min(trainer.accumulate_grad_batches, left))
-
-
 def count_epoch_again(trainer: Any, before: int) -> None:
     """Count the batches of the training loaders for the epoch that begins.
 

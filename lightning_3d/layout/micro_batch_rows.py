@@ -29,6 +29,11 @@ class MicroBatchRows:
     whole_dp: int
     micro_batch_size: int = 1
 
+    @property
+    def together(self) -> int:
+        """Consecutive rows of the order that are dealt without regard to the others."""
+        return self.dp if self.whole_dp == self.dp else math.lcm(self.whole_dp, self.dp) * self.micro_batch_size
+
     def of_rank(self, rank: int, order: Sequence[T], skip: int = 0) -> Iterator[T]:
         """Return the rows that one rank reads, in the order in which it reads them.
 
@@ -38,12 +43,11 @@ class MicroBatchRows:
                 dealt one by one. A `range` takes no memory, and the time to skip its rows does not depend on their number.
             skip: number of rows of this rank to leave out, the first ones.
         """
-        size, whole = self.micro_batch_size, self.whole_dp
-        if whole == self.dp:
+        size = self.micro_batch_size
+        if self.whole_dp == self.dp:
             yield from order[rank :: self.dp][skip:]
             return
-        together = math.lcm(whole, self.dp) * size
-        dealt = len(order) // together * together
+        dealt = len(order) // self.together * self.together
         numbers = range(rank, dealt // size, self.dp)
         left_out = min(skip // size, len(numbers))
         micro_batches = (self._micro_batch(number, order) for number in numbers[left_out:])

@@ -28,6 +28,15 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(value, field.name))
 
 
+def lists_of_rows(value: Any, count: int, *, top: bool = True) -> Iterator[Sequence[Any]]:
+    """All lists and tuples in a batch that have one entry for each of its `count` rows."""
+    if not top and isinstance(value, (list, tuple)) and len(value) == count and not _all_have_rows(value, count):
+        yield value
+        return
+    for item in _items(value):
+        yield from lists_of_rows(item, count, top=False)
+
+
 def same_tensors(value: Any) -> Any:
     """Copy the containers of a nested container, which then has the same tensors and other values."""
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint import Names
 from lightning_3d.compat.lightning import around_hooks, steps_after_this_batch
-from lightning_3d.compat.lightning_data import batches_of_step, evaluation_place
+from lightning_3d.compat.lightning_data import evaluation_place
 from lightning_3d.config.options.nonfinite import IGNORE
 from lightning_3d.layout.batch_rules import few_micro_batches
 from lightning_3d.parallel.blocks import Compilation
@@ -154,7 +154,7 @@ class BuiltModel:
         with self.tracer.batch(steps + 1, place, self.backend):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
             with self.twice.first_run(steps, place), self.proof.watching(batch, micro_batches, rest, steps):
-                batches = batches_of_step(trainer)
+                batches = trainer.accumulate_grad_batches
                 computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends, of=batches)
         if ends:
             computed = self.twice.verify(computed, steps)

@@ -13,6 +13,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class OneProcessOrder(DistributedSampler[Any]):
     """One data-parallel rank's samples of the order that a sampler gives on one process.
 
     Where generators differ between ranks when an epoch begins (a data set that draws random numbers advances them unequally), all ranks
-    take the state of rank 0. Where they are equal, drawing the order advances them as on one process.
+    take the state of rank 0. Where they are equal, drawing the order advances them as on one process: a sampler that has a generator of its
+    own, or whose samples all ranks read, is read no further than the batches need. It may draw more at its end (`RandomSampler` does).
 
     Args:
         sampler: sampler of the user's loader.
@@ -53,7 +55,7 @@ class OneProcessOrder(DistributedSampler[Any]):
     does not communicate.
 
     Attributes:
-        checksum: checksum of the order drawn last, equal on all ranks that read the same data; 0 before.
+        checksum: checksum of what was drawn last, equal on all ranks that have read as much of the same data; 0 before.
 
     Raises:
         DataError: the sampler has no length.
@@ -93,10 +95,16 @@ class OneProcessOrder(DistributedSampler[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        order = self._order()
-        while order and len(order) < self.total_size:
-            order += order[: self.total_size - len(order)]
-        yield from self._rows.of_rank(self.rank, order[: self.total_size])
+        order, first, ranks = self._order(), [], self.num_replicas
+        while rows := list(islice(order, self._rows.together)):
+            first = first or list(rows)
+            self.checksum = _checksum(rows, self.checksum)
+            missing = -len(rows) % ranks
+            if missing and self.drop_last:
+                rows = rows[: len(rows) // ranks * ranks]
+            else:
+                rows += islice(cycle(first), missing)
+            yield from self._rows.of_rank(self.rank, rows)
 
     @override
     def set_epoch(self, epoch: int) -> None:
@@ -126,32 +134,44 @@ class OneProcessOrder(DistributedSampler[Any]):
         self._after = None
         self._common = {} if isinstance(self.sampler, SequentialSampler) else _unequal_states(_read(self.sampler), self._device)
 
-    def _order(self) -> list[Any]:
+    def _order(self) -> Iterator[Any]:
+        self.checksum = 0
         if isinstance(self.sampler, SequentialSampler):
-            return list(self.sampler)
-        order = self._distributed_order() if self._resumed_start == DISTRIBUTED else self._drawn_order()
-        self.checksum = _checksum(order)
-        return order
+            return iter(self.sampler)
+        if self._resumed_start == DISTRIBUTED:
+            return iter(self._distributed_order())
+        return self._drawn_order()
 
-    def _drawn_order(self) -> list[Any]:
+    def _drawn_order(self) -> Iterator[Any]:
         """Draw the order of this epoch.
 
         A loader that is read a second time in an epoch continues from the generators where the first reading ended: ranks may have drawn
         different random numbers since, and a resumed epoch must find the same order.
         """
-        mine = _read(self.sampler)
+        mine = json.loads(_read(self.sampler))
         first = self._after is None
-        earlier = self._after if not first else self._resumed_start
-        start = earlier or json.dumps(json.loads(mine) | self._common)
-        _set(self.sampler, start)
-        order = list(self.sampler)
-        self._after = _read(self.sampler)
+        again = self._resumed_start if first else self._after
+        start = json.loads(again) if again is not None else mine | self._common
+        has_own = mine["own"] is not None
+        if has_own and not first:
+            start["own"] = mine["own"]
+        _set(self.sampler, json.dumps(start))
         if first:
-            self._start = start
-        before, drawn_from = json.loads(mine), json.loads(start)
-        own_again = {name: before[name] for name in before if before[name] != drawn_from[name]}
-        _set(self.sampler, mine if earlier is not None and earlier != mine else json.dumps(json.loads(self._after) | own_again))
-        return order
+            self._start = json.dumps(start)
+        samples = iter(self.sampler)
+        # What is drawn from generators that others use, too, is drawn now, while they are equal on all ranks.
+        lazy = has_own or (self.num_replicas == 1 and again is None and not self._common)
+        drawn = list(islice(samples, 1 if lazy else len(self.sampler)))
+        self._after = _read(self.sampler)
+        after = json.loads(self._after)
+        own_again = mine
+        if again is None or start == mine:
+            own_again = {name: mine[name] for name in mine if mine[name] != start[name]}
+        _set(self.sampler, json.dumps(after | own_again | {"own": after["own"]}))
+        if lazy:
+            return chain(drawn, samples)
+        self.checksum = _checksum(drawn)
+        return iter(drawn)
 
     def _distributed_order(self) -> list[Any]:
         """Draw the order that Lightning's samplers would give this epoch."""
@@ -255,11 +275,11 @@ def resumed_orders(saved: Sequence[dict[str, Any] | None] | None, epoch: int) ->
         yield {"epoch": epoch, "start": DISTRIBUTED, "own": None}
 
 
-def _checksum(order: list[Any]) -> int:
+def _checksum(order: list[Any], before: int = 0) -> int:
     try:
-        return zlib.crc32(array("q", order))
+        return zlib.crc32(array("q", order), before)
     except (TypeError, OverflowError):  # a data set may have keys that are not numbers
-        return zlib.crc32(repr(order).encode())
+        return zlib.crc32(repr(order).encode(), before)
 
 
 def _unequal_states(mine: str, device: torch.device) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import random
 import warnings
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -229,6 +231,7 @@ class Writes(Steps):
         self.steps, self.last, self.mean_loss = 0, 1.0, 0.0
         self.generator = torch.Generator().manual_seed(3)
         self.register_buffer("centers", torch.zeros(CLASSES))
+        self.shift = nn.Parameter(torch.zeros(CLASSES))
         self.average = nn.Linear(8, CLASSES).requires_grad_(False)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -247,6 +250,17 @@ class Writes(Steps):
             weight = self.net.enter.weight.detach()
             self.average.weight.data[:, 0] = 0.5 * self.average.weight.data[:, 0] + 0.5 * weight[:CLASSES, 0]
             loss = loss + (out - self.average(x)).square().mean()
+        if (self.kind == "first call" and self.steps == 1) or (self.kind == "blank" and not self.shift.any()):
+            self.shift.data.copy_(-out.detach().mean(0))
+        if self.kind in ("first call", "blank"):
+            loss = loss + (out + self.shift).square().mean()
+        if self.kind == "codebook":
+            if not self.centers.any():
+                self.centers.copy_(out.detach().mean(0))
+            loss = loss + (out - self.centers).square().mean()
+        if self.kind == "normalized":
+            self.average.weight.data.div_(self.average.weight.data.norm())
+            loss = loss + (out - self.average(x)).square().mean()
         if self.kind == "clamped":
             self.average.weight.data.clamp_(-0.1, 0.1)
             loss = loss + (out - self.average(x)).square().mean()
@@ -260,7 +274,9 @@ class Writes(Steps):
 
 
 WRITES = {"counter": "self.steps", "last": "self.last", "centers": "self.centers", "average": "average.weight"}
-HARMLESS = ["clamped", "logged", "drawn"]
+FIRST = {"first call": "shift", "blank": "shift", "codebook": "not a mean over rows"}
+"""What the first call sets from its rows, and what the message says."""
+HARMLESS = ["clamped", "normalized", "logged", "drawn"]
 
 
 def written_refused(kinds: list[str], layout: str, size: int | None) -> dict[str, str]:
@@ -284,12 +300,19 @@ def test_a_loss_that_depends_on_earlier_calls_of_the_step_is_refused() -> None:
     assert not any(written_refused([*WRITES, *HARMLESS], "dp1", None).values())
 
 
+def test_what_the_first_call_sets_from_its_rows_is_refused() -> None:
+    said = written_refused([*FIRST], "dp1", 4)
+    for kind, name in FIRST.items():
+        assert name in said[kind] and "micro_batch_size=16" in said[kind], kind
+    assert not any(written_refused([*FIRST], "dp1", None).values())
+
+
 @pytest.mark.slow
 def test_what_ranks_write_matters_where_it_depends_on_their_rows() -> None:
-    for said in run_ranks(written_refused, 2, [*WRITES, *HARMLESS], "dp2", None, timeout=180):
-        assert {kind for kind, text in said.items() if text} == {"last", "centers"}
-    for said in run_ranks(written_refused, 2, ["counter", "centers", "logged"], "pp2", 4, timeout=180):
-        assert {kind for kind, text in said.items() if text} == {"counter", "centers"}
+    for said in run_ranks(written_refused, 2, [*WRITES, *FIRST, *HARMLESS], "dp2", None, timeout=180):
+        assert {kind for kind, text in said.items() if text} == {"last", "centers", *FIRST}
+    for said in run_ranks(written_refused, 2, ["counter", "centers", "logged", *FIRST], "pp2", 4, timeout=180):
+        assert {kind for kind, text in said.items() if text} == {"counter", "centers", *FIRST}
 
 
 def test_a_loss_is_proved_again_in_later_steps() -> None:
@@ -362,15 +385,44 @@ class Labels(Steps):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self.net(x), y, ignore_index=0)
+        return F.cross_entropy(self.net(x), y)
 
 
-def test_the_first_step_looks_at_the_most_telling_rows() -> None:
-    y = torch.tensor([1] * 12 + [1, 2, 3, 0])
-    module = Labels("mean")
+@pytest.mark.parametrize("module", [Labels("mean"), Writes("codebook")], ids=["labels", "codebook"])
+def test_the_first_step_looks_at_the_most_telling_rows(module: Steps) -> None:
+    y = torch.tensor([1, 2, 3, 4] * 3 + [1, 2, 2, -100])
     with pytest.raises(ConfigError, match="is not a mean over rows"):
         trainer = quiet_trainer(max_steps=1, devices=1, strategy=Lightning3DStrategy("dp1", micro_batch_size=4, plan=PLAN))
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 8), y), batch_size=ROWS))
+
+
+class LabelsOfSome(Steps):
+    """Labels are a list, with None for rows that do not count; without any label, the loss is no tensor, zero or NaN."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        out, labels = self.net(batch["x"]), batch["y"]
+        found = [row for row, label in enumerate(labels) if label is not None]
+        if not found:
+            return {"number": 0, "zero": out.sum() * 0, "nan": out.sum() * torch.nan}[self.kind]
+        return F.cross_entropy(out[found], torch.tensor([labels[row] for row in found]))
+
+
+def collate(rows: list[tuple[Tensor, Any]]) -> dict[str, Any]:
+    x, y = zip(*rows, strict=True)
+    return {"x": torch.stack(x), "y": list(y)}
+
+
+@pytest.mark.parametrize(("kind", "size"), [("zero", 1), *product(["number", "zero", "nan"], [2, 4])])
+def test_a_mean_over_labelled_rows_is_refused_whatever_it_is_without_any(kind: str, size: int) -> None:
+    """The first micro-batches have equal shares of labels, and those without None have more kinds of labels."""
+    labels = [1, None, 2, None, 3, None, None, 4, 1, 2, 3, 4, None, 2, 3, 4][:: 1 if size > 1 else -1]
+    data = list(zip(torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0)), labels, strict=True))
+    for micro_batch_size in (ROWS, size):
+        strategy = Lightning3DStrategy("dp1", micro_batch_size=micro_batch_size, plan=PLAN)
+        trainer = quiet_trainer(max_steps=1, devices=1, strategy=strategy)
+        refused = pytest.raises(ConfigError, match="is not a mean over rows") if micro_batch_size == size else nullcontext()
+        with refused:
+            trainer.fit(LabelsOfSome(kind), DataLoader(data, batch_size=ROWS, collate_fn=collate))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["variance", "batchnorm", "ignore"])

@@ -16,7 +16,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lightning_3d.parallel.mesh import Mesh, gathered
-from lightning_3d.parallel.nested import tensors_of
+from lightning_3d.parallel.nested import lists_of_rows, tensors_of
+from lightning_3d.parallel.random_streams import Generators
+from lightning_3d.parallel.undone import places_of_step
 from lightning_3d.strategy.step.metrics import unchanged_metrics
 from lightning_3d.strategy.step.row_random import DrawnShapes, RowDraws, Shape
 from lightning_3d.strategy.step.runner import StepRunner
@@ -82,6 +84,41 @@ class HostDraws:
         return random.getstate(), tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
+class Start:
+    """The state in which a call of the step begins: all that it may change besides parameters.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: LightningModule, device: torch.device) -> None:
+        self.places = places_of_step(module)
+        self._state, self._generators, self._device = self.places.now(), Generators(device), device
+
+    def written(self) -> dict[str, Any]:
+        """Find what has changed since then."""
+        return self.places.changed(self._state, self.places.now())
+
+    def restore(self, *, draws_only: bool = False) -> None:
+        """Go back to this state.
+
+        Args:
+            draws_only: whether only random numbers are drawn as then.
+        """
+        self.places.restore(self._state, draws_only=draws_only)
+        self._generators.restore()
+
+    @contextmanager
+    def coming_back(self) -> Iterator[None]:
+        """Context that ends in the state in which it begins."""
+        now, generators = self.places.now(), Generators(self._device)
+        try:
+            yield
+        finally:
+            self.places.restore(now)
+            generators.restore()
+
+
 class DrawsOfPart:
     """The look at a part: it draws the random numbers that its rows have in the whole.
 
@@ -145,7 +182,7 @@ def tolerance_of(epsilon: float, device: torch.device) -> float:
 
 
 def most_telling(batches: Sequence[Any], rows: int, mesh: Mesh) -> int:
-    """Return the index of the micro-batch whose rows differ most in labels, masks and other whole numbers. Collective.
+    """Return the index of the micro-batch whose rows differ most in labels, masks, other whole numbers and entries of lists. Collective.
 
     A mean over some rows shows itself only where rows differ in what it counts. Ranks that compute the same rows choose the same.
     """
@@ -157,6 +194,16 @@ def most_telling(batches: Sequence[Any], rows: int, mesh: Mesh) -> int:
 
 
 def _variety(batch: Any, rows: int) -> int:
-    """Count how many different rows the labels, masks and other whole numbers of a micro-batch have: rows with equal sums count once."""
+    """Count how many different rows the labels, masks, whole numbers and lists of a micro-batch have: rows with equal sums count once.
+
+    Rows without a label count most: those with another number of negative labels (`ignore_index`), and entries of another type (None).
+    """
     whole = [tensor for tensor in tensors_of(batch) if not (tensor.is_floating_point() or tensor.is_complex())]
-    return sum(len(tensor.reshape(rows, -1).sum(1).unique()) for tensor in whole if tensor.ndim and tensor.shape[0] == rows)
+    by_row = [tensor.reshape(rows, -1) for tensor in whole if tensor.ndim and tensor.shape[0] == rows]
+    found = [(len(one.sum(1).unique()), len((one < 0).sum(1).unique())) for one in by_row]
+    found += [(len(set(map(_kind, entries))), len(set(map(type, entries)))) for entries in lists_of_rows(batch, rows)]
+    return sum(kinds + rows * (telling - 1) for kinds, telling in found)
+
+
+def _kind(entry: Any) -> Hashable:
+    return entry if isinstance(entry, (str, int, float)) else (type(entry), *(tensor.shape for tensor in tensors_of(entry)))

@@ -125,7 +125,7 @@ def refusal(found: Finding, layout: Layout, micro_batches: int, rows: int) -> st
     """
     dp = layout.dp
     wholes = plural(sum(found.rows), "row")
-    losses = " and ".join(f"{part.loss:.6g} for {plural(size, 'row')}" for part, size in zip(found.parts, found.rows, strict=True))
+    losses = listed([f"{part.loss:.6g} for {plural(size, 'row')}" for part, size in zip(found.parts, found.rows, strict=True)])
     looks = (
         "It looks like a sum over rows."
         if found.is_sum

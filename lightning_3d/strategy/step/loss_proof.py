@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from math import gcd, isfinite
 from typing import Any
@@ -26,15 +26,23 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.mesh import Mesh, gathered
 from lightning_3d.parallel.nested import count_rows, joined, rows_of, tensors_of
 from lightning_3d.parallel.pipeline.engine import ProbeFailed
-from lightning_3d.parallel.random_streams import Generators
-from lightning_3d.parallel.undone import Places, Snapshot, places_of_step
 from lightning_3d.parallel.zero import DataParallelBackend
 from lightning_3d.strategy.step.batch_layers import BufferWrites, about_counters, about_writes, refuse_layers
-from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws, aside, most_telling, tolerance_of
+from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws, Start, aside, most_telling, tolerance_of
 from lightning_3d.strategy.step.loss_finding import Finding, Number, about_logs, differing_logs, refusal
 from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
 from lightning_3d.strategy.step.runner import Called, StepRunner
-from lightning_3d.strategy.step.written import ParameterWrites, accumulated_numbers, digests, state_refusal, weight_refusal
+from lightning_3d.strategy.step.written import (
+    ParameterWrites,
+    accumulated_numbers,
+    digests,
+    first_rows_refusal,
+    state_refusal,
+    weight_refusal,
+)
+
+_MOST_AS_ONE = 8
+"""Micro-batches whose rows are compared as one where a part of a micro-batch fails alone."""
 
 _PROVED = (1, 2, 4, 8)
 """Numbers of the batches whose loss is proved."""
@@ -112,7 +120,7 @@ class LossProof:
             refuse_layers(self.module, self.mesh, real, micro_batches.rows)
         writes = BufferWrites(self.module)
         if self.wanted:
-            watch = _Watch(self, batch, micro_batches, rest, step, self._chosen(micro_batches, max(real, 1)))
+            watch = _Watch(self, batch, micro_batches, rest, step, self._chosen(batch, micro_batches, max(real, 1)))
             with watch.looking():
                 yield
             watch.prove()
@@ -122,9 +130,12 @@ class LossProof:
         if written:
             rank_zero_warn(about_writes(list(dict.fromkeys(written))))
 
-    def _chosen(self, micro_batches: MicroBatches, real: int) -> int:
-        """Choose the micro-batch that is proved: the one that tells most."""
-        return most_telling(micro_batches.batches[:real], micro_batches.rows, self.mesh) if micro_batches.rows > 1 else 0
+    def _chosen(self, batch: Any, micro_batches: MicroBatches, real: int) -> int:
+        """Choose the micro-batch that is proved: the one that tells most, of single rows the first of two."""
+        if micro_batches.rows > 1 or real == 1 or self.split_batch is not None:
+            return most_telling(micro_batches.batches[:real], micro_batches.rows, self.mesh)
+        rows = count_rows(batch)
+        return most_telling([rows_of(batch, slice(first, first + 2), rows) for first in range(real - 1)], 2, self.mesh)
 
 
 class _Watch:
@@ -139,11 +150,13 @@ class _Watch:
         self._module, self._runner, self._mesh = proof.module, proof.runner, proof.mesh
         self._whole_batch, self._batches = batch, micro_batches
         self._real = len(micro_batches) - micro_batches.fillers
-        self._places: Places | None = None
+        self._first: Start | None = None
+        self._before: Start | None = None
         self._writes = ParameterWrites(self._module, wanted=proof.keeps_parameters)
         self._looks: dict[int, FirstLook] = {}
         self._host = HostDraws()
-        self._unpaired = False
+        self._earlier: dict[str, Any] = {}  # what was written before the micro-batch that is compared
+        self._runs_whole = self._unpaired = False
         self._own_rows = True  # whether the rows that are compared are this rank's
 
     # While the step runs
@@ -161,19 +174,17 @@ class _Watch:
     @contextmanager
     def _look(self, stage: int, index: int) -> Iterator[None]:
         with self._writes.watching(index):
+            if index == 0 and self._first is None:
+                self._first = Start(self._module, self._proof.device)
             if index != self._index:
                 yield
                 return
-            if self._places is None:
-                self._remember()
+            if self._before is None:
+                self._before = Start(self._module, self._proof.device) if index else self._first
+                self._earlier = self._first.written() if self._first is not None else {}
+                self._versions = self._count_writes()
             with self._record(stage):
                 yield
-
-    def _remember(self) -> None:
-        """Keep the state before the micro-batch that is compared."""
-        self._places = places_of_step(self._module)
-        self._before = self._places.now(), Generators(self._proof.device)
-        self._versions = self._count_writes()
 
     def _count_writes(self) -> tuple[int, int]:
         return _writes(tensors_of(self._batches.batches[self._index])), _writes(self._module.parameters())
@@ -187,24 +198,37 @@ class _Watch:
 
     def prove(self) -> None:
         """Compare, on every rank, and refuse a loss that is not a mean, or depends on earlier calls."""
-        changed = [name for names in gathered(self._writes.names, self._mesh) for name in names]
-        if changed:
-            raise ConfigError(weight_refusal(changed, self._mesh.layout, self._real, self._batches.rows))
+        for find, refuse in ((lambda: self._writes.again, weight_refusal), (self._set_from_rows, first_rows_refusal)):
+            names = [name for of_rank in gathered(find(), self._mesh) for name in of_rank]
+            if names:
+                raise ConfigError(refuse(names, self._mesh.layout, self._real, self._batches.rows))
         reasons = [one for one in gathered(self._reason(), self._mesh) if one]
         if not reasons and self._mesh.size("dp") > 1 and (not self._proof.keeps_parameters or self._mesh.layout.ep > 1):
             reasons = self._take_rows_of_first()
         if reasons:
             self._say_why_not(min(reasons, key=lambda one: one == _QUIET))
             return
-        assert self._places is not None
-        after = self._places.now(), Generators(self._proof.device)
-        written = self._places.changed(self._before[0], after[0])
-        try:
+        assert self._before is not None
+        with self._before.coming_back():
+            written = self._before.written()
+            set_once = [name for name, value in self._earlier.items() if isinstance(value, Tensor) and name not in written]
+            if any(gathered(bool(set_once), self._mesh)):  # from the rows of an earlier micro-batch, for example the entries of a codebook
+                self._before, self._runs_whole = self._first, True
             found = self._compare()
             if found is not None and any(gathered(self._may_matter(written), self._mesh)):
                 self._compare_again(found)
-        finally:
-            self._restore(after)
+
+    def _set_from_rows(self) -> list[str]:
+        """Names of this rank's parameters to which the first call gives other values where it has other rows. Collective."""
+        writes, communicates = zip(*gathered((self._writes.writes, self._runner.communicates), self._mesh), strict=True)
+        if not any(writes) or any(communicates):
+            return []
+        if self._real == 1:
+            return self._unlike_peers(self._writes.once)
+        assert self._first is not None
+        with self._first.coming_back(), self._writes.first_again() as differing:
+            self._tried(partial(self._probe, self._batches.batches[1], self._batches.rows, _no_look, self._first))
+        return differing
 
     def _reason(self) -> str:
         """Say why there is nothing to compare on this rank; empty where there is."""
@@ -245,11 +269,6 @@ class _Watch:
                 file=sys.stderr,
                 flush=True,
             )
-
-    def _restore(self, state: tuple[Snapshot, Generators], *, draws_only: bool = False) -> None:
-        assert self._places is not None
-        self._places.restore(state[0], draws_only=draws_only)
-        state[1].restore()
 
     # Parts of the rows
 
@@ -292,11 +311,12 @@ class _Watch:
         """Ways to compare, the best first.
 
         Parts without a common divisor of their rows have equal shares of what some rows have (a label, for example) only if all rows have
-        it or none. A few layers cannot train on a single row: then two micro-batches are compared with their rows as one, or halves.
+        it or none. A few layers cannot train on a single row, and a single row may have no label: then several micro-batches are compared
+        with their rows as one, because two of them may have equal shares, or halves.
         """
         rows, several = self._batches.rows, self._real > 1
         if rows == 1:
-            return [self._two_micro_batches if several else self._rows_of_two_ranks]
+            return [partial(self._as_one, 2) if several else self._rows_of_two_ranks]
         if self._proof.split_batch is not None:
             count = next(number for number in range(2, rows + 1) if rows % number == 0)
             return [partial(self._parts, [rows // count] * count)]
@@ -304,7 +324,7 @@ class _Watch:
         fails_alone = uneven == 1 and self._mesh.size("pp") > 2  # a failure between the first and the last stage would end the run
         ways: list[Callable[[], Finding | None]] = [] if fails_alone else [partial(self._parts, [rows - uneven, uneven])]
         if several:
-            ways.append(self._two_micro_batches)
+            ways.append(partial(self._as_one, 2 if fails_alone else _MOST_AS_ONE))
         halves = rows // 2
         return [*ways, partial(self._parts, [rows - halves, halves])] if halves not in (1, uneven) else ways
 
@@ -329,16 +349,19 @@ class _Watch:
             parts = list(self._proof.split_batch(batch, len(sizes)))
         else:
             parts = [rows_of(batch, slice(0, sizes[0]), rows), rows_of(batch, slice(sizes[0], rows), rows)]
-        return self._find(self._runner.called(self._index), parts, sizes)
+        return self._compared(batch, parts, sizes) if self._runs_whole else self._find(self._runner.called(self._index), parts, sizes)
 
-    def _two_micro_batches(self) -> Finding | None:
-        """Compare the rows of two micro-batches as one with the micro-batches, among them the one that is chosen."""
+    def _as_one(self, most: int) -> Finding | None:
+        """Compare the rows of up to `most` micro-batches as one with the micro-batches, among them the one that is chosen."""
         rows, split = self._batches.rows, self._proof.split_batch
+        count = min(most, self._real)
         if split is not None:
-            return self._joined(split(self._whole_batch, len(self._batches) // 2)[0], list(self._batches.batches[:2]), rows)
-        first = min(self._index, self._real - 2)
-        whole = rows_of(self._whole_batch, slice(first * rows, (first + 2) * rows), count_rows(self._whole_batch))
-        return self._joined(whole, list(self._batches.batches[first : first + 2]), rows)
+            count = max((part for part in range(2, count + 1) if self._real % part == 0), default=self._real)
+            whole, first = split(self._whole_batch, self._real // count)[0], 0
+        else:
+            first = min(self._index, self._real - count)
+            whole = rows_of(self._whole_batch, slice(first * rows, (first + count) * rows), count_rows(self._whole_batch))
+        return self._compared(whole, list(self._batches.batches[first : first + count]), [rows] * count)
 
     def _rows_of_two_ranks(self) -> Finding | None:
         """Compare the only rows of two data-parallel ranks with each of them."""
@@ -349,11 +372,11 @@ class _Watch:
             sent = [move_data_to_device(self._batches.batches[0], "cpu") if self._mesh.rank == source else None]
             dist.broadcast_object_list(sent, source, group=control)
             parts.append(move_data_to_device(sent[0], self._proof.device))
-        return self._joined(joined(parts), parts, 1)
+        return self._compared(joined(parts), parts, [1, 1])
 
-    def _joined(self, whole: Any, parts: list[Any], rows: int) -> Finding | None:
+    def _compared(self, whole: Any, parts: list[Any], sizes: list[int]) -> Finding | None:
         self._looks = {}
-        return self._find(self._probe(whole, 2 * rows, self._record), parts, [rows, rows])
+        return self._find(self._probe(whole, sum(sizes), self._record), parts, sizes)
 
     def _find(self, whole: Called | None, parts: list[Any], sizes: list[int]) -> Finding | None:
         shapes = {stage: look.shapes for stage, look in self._looks.items()} if self._proof.records else None
@@ -381,13 +404,18 @@ class _Watch:
             epsilons.append(torch.finfo(torch.float32).eps)
         return tolerance_of(max([self._proof.epsilon, *epsilons]), self._proof.device)
 
-    def _probe(self, batch: Any, rows: int, look: Callable[[int, int], Any], *, draws_only: bool = False) -> Called | None:
-        """Run the step on some rows, from the same state as their micro-batch.
+    def _probe(
+        self, batch: Any, rows: int, look: Callable[[int, int], Any], start: Start | None = None, *, draws_only: bool = False
+    ) -> Called | None:
+        """Run the step on some rows.
 
         Args:
+            start: the state from which it runs; by default that of the micro-batch that is compared.
             draws_only: whether only its random numbers are the same.
         """
-        self._restore(self._before, draws_only=draws_only)
+        start = start or self._before
+        assert start is not None
+        start.restore(draws_only=draws_only)
         self._runner.look = look
         return self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
 
@@ -398,12 +426,15 @@ class _Watch:
 
         With one micro-batch, data-parallel ranks write as often as one process: only what differs between them matters.
         """
-        if self._real > 1:
-            return bool(written)
+        return bool(written) if self._real > 1 else bool(self._unlike_peers(written))
+
+    def _unlike_peers(self, values: dict[str, Any]) -> list[str]:
+        """Names of values that differ between data-parallel ranks. Collective."""
         mine = {axis: index for axis, index in self._mesh.layout.coordinates(self._mesh.rank).items() if axis != "dp"}
-        everyone = gathered(digests(written), self._mesh)
+        everyone = gathered(digests(values), self._mesh)
         peers = [one for rank, one in enumerate(everyone) if _is_at(self._mesh.layout.coordinates(rank), mine)]
-        return any(one != peers[0] for one in peers)
+        names = dict.fromkeys(name for one in peers for name in one)
+        return [name for name in names if len({one.get(name) for one in peers}) > 1]
 
     def _compare_again(self, found: list[Finding | None]) -> None:
         """Compare the loss of a part with that of a second call, from the state that the first call has left.
@@ -427,18 +458,20 @@ class _Watch:
     def _again(self, found: Finding | None) -> tuple[list[str], list[str], tuple[float, float] | None]:
         """Run the last part once more. Returns the names of what a call writes, of numbers that each call changes, and the losses of both
         calls where they differ."""
-        assert self._places is not None
-        part, size, draws = self._last
-        first = self._places.now()
+        assert self._before is not None
+        places, (part, size, draws) = self._before.places, self._last
+        written, first = self._before.written(), places.now()
         called = self._probe(part, size, draws.again(), draws_only=True)
-        second = self._places.now()
-        written = self._places.changed(self._before[0], first)
         losses = None
         if found is not None and called is not None:
             one, other = found.parts[-1], Number.of(called.sums, self._mesh.size("cp"))
             if found.differ(one.loss, other.loss):
                 losses = one.loss, other.loss
-        return list(written), accumulated_numbers(self._places.changed(first, second)), losses
+        return list(written), accumulated_numbers(places.changed(first, places.now())), losses
+
+
+def _no_look(stage: int, index: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _is_at(coordinates: dict[str, int], wanted: dict[str, int]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
@@ -27,6 +28,10 @@ class LossScale:
     of their batches, by one all-reduce of a number. Else it is a power of two near the weight of the step before, which rounds nothing:
     what a step computes must not depend on the one before.
 
+    Of batches that accumulate, each has the same weight, as in Lightning, which divides their losses by `accumulate_grad_batches` whatever
+    their rows, also where an epoch ends before a step has so many. Weights that only show when the step runs (target tokens, those that
+    the step returns) stay as they are, so that the loss of a step is a mean over its tokens.
+
     Args:
         mesh: process groups.
         weights: weights of the micro-batches.
@@ -35,29 +40,33 @@ class LossScale:
     Attributes:
         inverse: what losses are multiplied by, float64, shape ().
         correction: what gradients are multiplied by to have the size that they have on one process, float64, shape ().
+        equalizer: what a weight that was known before is multiplied by, so that each batch of the step weighs the same.
         sees: whether code of the user's sees gradients while a backward runs, on this rank.
         changes: whether hooks of the user's have changed gradients, on this rank.
     """
 
     def __init__(self, mesh: Mesh, weights: LossWeights, device: torch.device) -> None:
         self._mesh, self._weights, self._device = mesh, weights, device
+        self._warned = False
         self.begin_fit()
 
     def begin_fit(self) -> None:
         """Begin a fit, whose batches may have other sizes."""
-        self.inverse = self.correction = self._number(1)
+        self.inverse = self.correction = self.equalizer = self._number(1)
         self.sees = self.changes = self._seen_anywhere = False
         self._earlier: Tensor | None = None
-        self._weight = 0.0
+        self._batches, self._first = 1, self._number(1)
+        self._seen_weights: list[tuple[float, float]] = []
 
-    def begin_step(self, micro_batches: MicroBatches, batches: float, *, first: bool) -> None:
+    def begin_step(self, micro_batches: MicroBatches, batches: int, *, first: bool) -> None:
         """Begin an optimizer step.
 
         Args:
             micro_batches: of its first batch.
-            batches: number of its batches.
+            batches: number of batches that accumulate for a step.
             first: whether it is the first step of a training, which no checkpoint precedes.
         """
+        self._batches, self.equalizer = batches, self._number(1)
         earlier, self.correction = self._earlier, self._number(1)
         if earlier is not None and not self._seen_anywhere:
             self.inverse = _power_of_two(earlier)
@@ -69,24 +78,47 @@ class LossScale:
         self.inverse = exact if first or self._seen_anywhere else _power_of_two(total)
         self.correction = exact / self.inverse
 
-    def end_step(self, weight: Tensor) -> None:
-        """Note the weight of the step over all ranks, on the device."""
+    def begin_batch(self, micro_batches: MicroBatches, *, begins: bool) -> None:
+        """Begin a batch of a step, the first one if it `begins` the step. Ranks add up its weight where several batches accumulate."""
+        if self._batches == 1 or self._weights.sums:
+            return
+        weight = self._number(self._known(micro_batches))
+        if self._mesh.size("dp") > 1:
+            dist.all_reduce(weight, group=self._mesh.group("dp"))
+        if begins:
+            self._first = weight
+        self.equalizer = self._first / weight
+
+    def end_step(self, weight: Tensor, scaled: Tensor, batches: int) -> Tensor:
+        """Return what the gradients of a step are multiplied by, shape ().
+
+        Args:
+            weight: of the step over all ranks, on the device.
+            scaled: the same as the backward had it.
+            batches: number of its batches.
+        """
         self._earlier = weight
+        return torch.where(scaled > 0, batches / self._batches / scaled, 0.0)
 
     def _expected(self, micro_batches: MicroBatches) -> Tensor:
         """Weight of a batch of this rank, as far as it shows before the step has run."""
-        real = micro_batches.batches[: len(micro_batches) - micro_batches.fillers]
-        labels = [_labels_of(batch) for batch in real]
+        real = len(micro_batches) - micro_batches.fillers
+        labels = [_labels_of(batch) for batch in micro_batches.batches[:real]]
         if self._weights.counts_targets and all(any(value is not None for value in found) for found in labels):
             counts = [TokenMeanLoss.count_targets(*found) for found in labels]
             return torch.stack(counts).sum().to(self._device, torch.float64) if counts else self._number(0)
-        return self._number(len(real) if self._weights.equal else micro_batches.rows * len(real))
+        return self._number(self._known(micro_batches))
+
+    def _known(self, micro_batches: MicroBatches) -> int:
+        """Weight of a batch of this rank, where neither tokens nor the step decide about it."""
+        real = len(micro_batches) - micro_batches.fillers
+        return real if self._weights.equal else micro_batches.rows * real
 
     def _number(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=self._device)  # torch.tensor would synchronize
 
     def check(self, totals: BatchTotals, *, begins: bool, ends: bool) -> None:
-        """Refuse hooks that got gradients of another size than on one process.
+        """Refuse hooks that got gradients of another size than on one process; warn where one process weighs batches differently.
 
         Args:
             totals: of one batch.
@@ -96,18 +128,35 @@ class LossScale:
         Raises:
             ConfigError: on all ranks.
         """
-        self._weight = totals.weight + (0.0 if begins else self._weight)
+        if begins:
+            self._seen_weights = []
+        self._seen_weights.append((totals.scaled, totals.weight))
         self._seen_anywhere = self._seen_anywhere or totals.seeing > 0
-        if totals.changing == 0 or not ends or self._weights.sums:
+        if not ends or self._weights.sums:
             return
-        size = self._weight * float(self.inverse * self.correction)
-        if self._weight > 0 and abs(size - 1) > 1e-6:
+        self._warn_of_unequal()
+        scaled = [scaled for scaled, _ in self._seen_weights]
+        size = sum(scaled) * float(self.correction) * self._batches / len(scaled)
+        if totals.changing > 0 and size > 0 and abs(size - 1) > 1e-6:
             raise ConfigError(
                 "A hook changes gradients while the backward runs (Tensor.register_hook or register_full_backward_hook), but the weight of"
                 f" the step was not known before: the hook got gradients {size:.4g} times as large as on one process. Register the hook in"
                 ' each step, return a loss that is a mean over rows or that the model computes from "labels" in the batch, and use'
                 " accumulate_grad_batches=1. Or change gradients of parameters in on_before_optimizer_step."
             )
+
+    def _warn_of_unequal(self) -> None:
+        """Warn once if batches of a step do not weigh the same."""
+        (least, few), (most, many) = min(self._seen_weights), max(self._seen_weights)
+        if self._warned or most - least <= 1e-6 * most:
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"Batches of one optimizer step (accumulate_grad_batches={self._batches}) have {few:g} and {many:g} target tokens (or weights that"
+            " training_step returns). The loss of the step is the mean over all of them, but plain Lightning averages the mean losses of the"
+            f" batches. To train the same on one process, use accumulate_grad_batches=1 and batches of {self._batches} times as many rows:"
+            " the strategy splits them into micro-batches anyway."
+        )
 
 
 def _power_of_two(weight: Tensor) -> Tensor:

@@ -29,9 +29,10 @@ class LossWeights:
 
     Attributes:
         counts_targets: whether a model computes a loss from labels that is weighted by their target tokens.
+        known: whether the weight that was read last was known before the step ran: rows, or equal weights.
     """
 
-    counts_targets = False
+    counts_targets = known = False
 
     def __init__(self, terms: LossOptions = CROSS_ENTROPY) -> None:
         self.terms = terms
@@ -88,6 +89,7 @@ class LossWeights:
                 f"{_described(self.terms)} no effect on the loss of this step, which no causal LM of Transformers computed from"
                 " labels. Pass labels= to the model and return its loss, or set the option to 0 and add the term to the loss of your step."
             )
+        self.known = (self.equal and self._training) or (declared is None and self._tokens is None)
         if self.equal and self._training:
             return torch.ones((), dtype=torch.float64, device=device)
         if declared is not None:

@@ -237,11 +237,11 @@ class StepRunner:
         *,
         place: int = 0,
         ends: bool = True,
-        of: float | None = 1,
+        of: int | None = 1,
     ) -> Computed:
         """Run forward and backward of one batch, and after the last batch of an optimizer step reduce the gradients.
 
-        The reduced gradients are those of the mean loss over all batches of the step.
+        The reduced gradients are those of the mean loss over all batches of the step, see `LossScale`.
 
         Args:
             rest: further arguments of the user's step.
@@ -249,11 +249,12 @@ class StepRunner:
             step: number of optimizer steps before this one.
             place: index of this batch among those of the step.
             ends: whether it is the last of them.
-            of: number of batches that the step has; None runs a step again.
+            of: number of batches that accumulate for a step; None runs a step again.
         """
         backend.find_hooks()
         if place == 0 and of is not None:
             self.scale.begin_step(micro_batches, of, first=step == 0)
+        self.scale.begin_batch(micro_batches, begins=place == 0)
         with backend.gradient_scope(begins=place == 0, ends=ends, overlap=self.after_first_backward is None):
             self._begin(step, place, training=True)
             with self._random.isolated(), backend.parameters_in_use():
@@ -277,10 +278,10 @@ class StepRunner:
             self._finite = finite & self._finite if place and self._finite is not None else finite
             # Only now is the weight of the whole step known, by which its gradients are divided.
             if ends:
-                self.scale.end_step(weight)
+                factor = self.scale.end_step(weight, scaled, place + 1)
                 self._tracer.before_reduction(backend)
                 with self._tracer.recorder.span(REDUCE):
-                    backend.reduce(torch.where(scaled > 0, 1.0 / scaled, 0.0))
+                    backend.reduce(factor)
         return Computed(partial(self._read, copy, begins=place == 0, ends=ends), mean_loss, self._finite, tuple(self._sums), routers)
 
     def outputs(self, micro_batches: MicroBatches, computed: Computed) -> dict[str, Any]:
@@ -372,7 +373,8 @@ class StepRunner:
     def _begin(self, step: int, place: int = 0, *, training: bool = False) -> None:
         self._step, self._place = step, place
         if self._routers is not None:
-            self._routers.begin(training=training, scale=self.scale.inverse)
+            equalizer = 1.0 if self._weights.counts_targets else self.scale.equalizer
+            self._routers.begin(training=training, scale=self.scale.inverse * equalizer)
         self._sums, self._outputs = [], []
         self._log.begin()
 
@@ -503,7 +505,10 @@ class StepRunner:
         self._outputs.append((extras, weight))
         weight = weight / self._mesh.size("cp")
         counted = torch.where(weight > 0, loss.detach().to(torch.float64) * weight, torch.zeros_like(weight))
-        seed = (weight * self.scale.inverse).to(loss.dtype)
+        seed = weight * self.scale.inverse
+        if self._weights.known:
+            seed = seed * self.scale.equalizer
+        seed = seed.to(loss.dtype)
         self._sums.append(torch.stack([counted, weight, seed.to(weight.dtype)]))
         return loss * seed
 

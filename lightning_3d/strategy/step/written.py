@@ -18,7 +18,7 @@ _SAMPLE = 1024
 
 
 class ParameterWrites:
-    """Parameters that each call of the step changes again, such as a moving average of weights; clamping them again changes nothing.
+    """Parameters that the step changes: again in each call, such as a moving average of weights, or in its first one only.
 
     Looks at some elements of each parameter, because writes through `data` are not counted.
 
@@ -26,22 +26,25 @@ class ParameterWrites:
         wanted: whether to look.
 
     Attributes:
-        names: names of the parameters.
-        writes: whether a call has changed any.
+        again: names of the parameters that the second call has changed again.
+        once: the values of the others after the first call.
     """
 
     def __init__(self, root: nn.Module, *, wanted: bool) -> None:
         self._root, self._wanted = root, wanted
-        self._once: dict[str, Tensor] = {}
-        self.names: list[str] = []
+        self._changed: dict[str, Tensor] = {}
+        self._initial: dict[str, Tensor] = {}
+        self.once: dict[str, Tensor] = {}
+        self.again: list[str] = []
 
     @property
     def writes(self) -> bool:
-        return bool(self._once)
+        """Whether the first call has changed any."""
+        return bool(self._changed)
 
     @contextmanager
     def watching(self, index: int) -> Iterator[None]:
-        """Context of a call of the step on a micro-batch. The first two are compared."""
+        """Context of a call of the step on a micro-batch, once for each stage of this rank. The first two are compared."""
         if not self._wanted or index > 1:
             yield
             return
@@ -49,9 +52,42 @@ class ParameterWrites:
         yield
         after = self._samples()
         if index == 0:
-            self._once = {name: sample != after[name] for name, sample in before.items() if not torch.equal(sample, after[name])}
-        else:
-            self.names += [name for name, elements in self._once.items() if _moved(before[name][elements], after[name][elements])]
+            changed = {name: sample != after[name] for name, sample in before.items() if not torch.equal(sample, after[name])}
+            self._changed |= changed
+            self._initial |= {name: before[name] for name in changed}
+            self.once |= {name: after[name] for name in changed}
+            return
+        again = [name for name, elements in self._changed.items() if _moved(before[name][elements], after[name][elements])]
+        self.again += again
+        for name in again:
+            self.once.pop(name, None)
+
+    @contextmanager
+    def first_again(self) -> Iterator[list[str]]:
+        """Context of another first call, which gives the names of the parameters that it sets to other values. Small ones have the values
+        from before the first call, because the step may look at them."""
+        differing: list[str] = []
+        kept = self._samples()
+        self._put(self._initial)
+        try:
+            yield differing
+        finally:
+            now = self._samples()
+            differing += [name for name in self.once if self._differs(name, now[name])]
+            self._put(kept)
+
+    def _differs(self, name: str, now: Tensor) -> bool:
+        """Whether elements that the first call has written have other values: neither what it wrote, nor what was there before."""
+        elements = self._changed[name]
+        now, wrote, before = now[elements], self.once[name][elements], self._initial[name][elements]
+        return _moved(torch.where(now == before, wrote, now), wrote)
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        for name in self.once:
+            parameter = self._root.get_parameter(name)
+            if parameter.numel() == values[name].numel():
+                parameter.detach().copy_(values[name].view(parameter.shape))
 
     def _samples(self) -> dict[str, Tensor]:
         found = {}
@@ -106,6 +142,17 @@ def weight_refusal(names: list[str], layout: Layout, micro_batches: int, rows: i
     return (
         f"Each call of training_step changes parameters ({_named(list(dict.fromkeys(names)))}). {_calls(layout, micro_batches, rows)}, so"
         f" they would not be the same. {_instead('them', layout, micro_batches, rows)}"
+    )
+
+
+def first_rows_refusal(names: list[str], layout: Layout, micro_batches: int, rows: int) -> str:
+    """Explain why parameters whose first values depend on the rows of the first call are not those of one process, and what works."""
+    total = layout.dp * micro_batches * rows
+    return (
+        f"The first call of training_step sets parameters from its rows ({_named(list(dict.fromkeys(names)))}): other rows give other"
+        f" values. {_calls(layout, micro_batches, rows)}, so training would not begin with the same values. Set them before trainer.fit"
+        f" (run the model on {plural(total, 'row')} in training mode), or use {at_once(layout, total)}, which computes the global batch at"
+        ' once. Or pass loss_reduction="accumulate" to train with the values of a part. See docs/your_model.md.'
     )
 
 
