@@ -78,6 +78,11 @@ class Finding:
         return isfinite(one) != isfinite(other)
 
     @property
+    def tells(self) -> bool:
+        """Whether the losses are not all one number, as those of rows that have no partners among so few."""
+        return any(part.loss != self.whole.loss for part in self.parts)
+
+    @property
     def is_sum(self) -> bool:
         """Whether the whole is the sum of its parts."""
         total = sum(part.loss for part in self.parts)

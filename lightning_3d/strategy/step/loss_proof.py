@@ -47,6 +47,9 @@ _MOST_AS_ONE = 8
 _PROVED = (1, 2, 4, 8)
 """Numbers of the batches whose loss is proved."""
 
+_NEEDS_GRAPH = "does not require grad"
+"""What torch says where a step calls `torch.autograd.grad` and nothing has recorded what it differentiates."""
+
 _QUIET = "quiet"
 """A reason why the loss is not compared, of which nobody needs to know."""
 
@@ -156,7 +159,7 @@ class _Watch:
         self._looks: dict[int, FirstLook] = {}
         self._host = HostDraws()
         self._earlier: dict[str, Any] = {}  # what was written before the micro-batch that is compared
-        self._runs_whole = self._unpaired = False
+        self._runs_whole = self._unpaired = self._graph = False
         self._own_rows = True  # whether the rows that are compared are this rank's
 
     # While the step runs
@@ -278,17 +281,19 @@ class _Watch:
         Raises:
             ConfigError: the loss is not a mean.
         """
-        failure = ""
+        failure, found = "", None
         for way in self._ways():
             tried = gathered(self._tried(way), self._mesh)
             failures = [failed for _, failed in tried if failed]
-            if not failures:
+            if failures:
+                failure = failure or failures[0]
+                continue
+            found = [one for one, _ in tried]
+            if any(one.tells for one in found if one is not None):
                 break
-            failure = failure or failures[0]
-        else:
+        if found is None:
             self._say_why_not(failure)
             return None
-        found = [one for one, _ in tried]
         self._tell_of_logs(found)
         differing = [one for one in found if one is not None and one.differs]
         if not differing:
@@ -338,6 +343,9 @@ class _Watch:
                 alone = isinstance(found, Finding) and sum(found.rows) == self._batches.rows and isfinite(found.whole.loss)
                 return (None, "it is not finite for some parts alone") if alone and not isfinite(found.mean) else (found, "")
         except Exception as error:
+            if _NEEDS_GRAPH in str(error) and not self._graph and self._mesh.size("pp") == 1 and self._proof.keeps_parameters:
+                self._graph = True
+                return self._tried(way)
             if not (isinstance(error, ProbeFailed) or self._mesh.size("pp") == 1 or self._runner.owns_last):
                 raise
             return None, f"the step fails with other rows ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
@@ -416,7 +424,7 @@ class _Watch:
         start = start or self._before
         assert start is not None
         start.restore(draws_only=draws_only)
-        self._runner.look = look
+        self._runner.look = partial(_with_graph, look) if self._graph else look
         return self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
 
     # Earlier calls
@@ -468,6 +476,12 @@ class _Watch:
             if found.differ(one.loss, other.loss):
                 losses = one.loss, other.loss
         return list(written), accumulated_numbers(places.changed(first, places.now())), losses
+
+
+@contextmanager
+def _with_graph(look: Callable[[int, int], Any], stage: int, index: int) -> Iterator[None]:
+    with torch.enable_grad(), look(stage, index):
+        yield
 
 
 def _no_look(stage: int, index: int) -> AbstractContextManager[None]:
