@@ -254,7 +254,7 @@ class HookReads(OutsideReads):
         layout = self._mesh.layout
         return (
             f"With pp = {layout.pp}, each rank has the parameters of its own stage, and the last one those next to the model, too. A hook"
-            " can write a parameter from its own values, but not copy it to another module, or compute a number from several. For an average"
+            " can write a parameter from its own values, but not copy it to another module or compute a number from several. For an average"
             " of the weights, use lightning's weight averaging callbacks. With pp = 1 such a hook is exact, for example"
             f" tp{layout.tp * layout.pp}_dp{layout.dp}."
         )
