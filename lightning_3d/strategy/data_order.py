@@ -95,7 +95,8 @@ class OneProcessOrder(DistributedSampler[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        order, first, ranks = self._order(), [], self.num_replicas
+        order, ranks = self._order(), self.num_replicas
+        first: list[Any] = []
         while rows := list(islice(order, self._rows.together)):
             first = first or list(rows)
             self.checksum = _checksum(rows, self.checksum)
