@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -26,6 +26,19 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_of(getattr(value, field.name))
+
+
+def strided(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors that hold the values of others, which may be sparse or jagged, without gradients."""
+    for tensor in tensors:
+        plain = tensor.detach()
+        if plain.is_nested:
+            yield from plain.unbind()
+        elif plain.layout == torch.strided:
+            yield plain
+        else:
+            entries = plain.to_sparse_coo().coalesce()
+            yield from (entries.indices(), entries.values())
 
 
 def lists_of_rows(value: Any, count: int, *, top: bool = True) -> Iterator[Sequence[Any]]:
@@ -66,8 +79,8 @@ def rows_of(value: Any, rows: slice | Tensor, count: int | None = None) -> Any:
 
 def _rows_of(value: Any, rows: slice | Tensor, count: int | None, place: str) -> Any:
     if isinstance(value, Tensor):
-        if value.layout != torch.strided:
-            kind = "jagged" if value.is_nested else "sparse"
+        if value.layout != torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else "sparse"
             raise DataError(f"batch{place} is a {kind} tensor, which cannot be split into micro-batches. {_SPLIT_BATCH}")
         return value[rows] if value.ndim > 0 else value
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import DataError
-from lightning_3d.parallel.nested import count_rows, require_rows_first, rows_of, tensors_of
+from lightning_3d.parallel.nested import count_rows, require_rows_first, rows_of, strided, tensors_of
 
 
 class Pair(NamedTuple):
@@ -98,6 +98,21 @@ def test_parts_of_other_shapes_that_have_the_rows_are_no_rows() -> None:
 def test_what_may_be_rows_or_not_is_refused(value: Any) -> None:
     with pytest.raises(DataError, match=r"batch\['value'\].*split_batch="):
         rows_of({"x": torch.zeros(2, 3), "value": value}, slice(0, 1), 2)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    ],
+)
+def test_values_of_sparse_and_nested_tensors_are_found_and_their_rows_refused(tensor: Tensor) -> None:
+    assert float(sum(part.sum() for part in strided([tensor]) if part.is_floating_point())) == 3
+    with pytest.raises(DataError, match="split_batch="):
+        rows_of({"x": tensor}, slice(0, 1), 3)
 
 
 def test_a_single_row_goes_whole() -> None:

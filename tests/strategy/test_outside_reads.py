@@ -15,7 +15,7 @@ from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, DataError, PlanError
 from lightning_3d.strategy import Lightning3DStrategy
 
 PLAN = {
@@ -54,7 +54,7 @@ class Own(pl.LightningModule):
         self.network, self.kind, self.losses = Network(), kind, []  # type: ignore[var-annotated]
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        loss = F.mse_loss(self.network(batch[0]), batch[1])
+        loss = F.mse_loss(self.network(batch[0].to_dense()), batch[1])
         if self.kind == "norms":
             loss = loss + 0.1 * sum(p.norm() for p in self.network.parameters())
         if self.kind == "piece":
@@ -102,11 +102,16 @@ class Between(Own):
         super().__init__(kind)
         self.first = {name: p.detach().clone() for name, p in self.network.named_parameters()}
         self.average = copy.deepcopy(self.network).requires_grad_(False) if kind == "average" else None
+        if kind == "copied":
+            self.average = copy.deepcopy(self.network.blocks).requires_grad_(False)  # type: ignore[assignment]
+        self.target = copy.deepcopy(self.network).requires_grad_(False) if kind.startswith(("loaded", "named")) else None
         self.scale = nn.Parameter(torch.tensor(1.3)) if kind == "scale" else None
+        self.seen: list[Tensor] = []
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if self.kind not in ("clamped", "normalized", "scale", "function", "penalty"):
-            return super().training_step(batch, index)
+            self.seen.append(super().training_step(batch, index))
+            return self.seen[-1]
         scale = self.scale if self.kind == "scale" else 1
         x = batch[0].requires_grad_(self.kind == "penalty")
         output = scale * self.network(x)
@@ -157,7 +162,19 @@ class Between(Own):
             self.losses += [float(state["momentum_buffer"].norm()) for state in self.trainer.optimizers[0].state.values()]
         if self.kind == "logged":
             self.log("norm", torch.stack([p.norm() for p in self.network.parameters()]).norm())
-        if self.average is not None:
+        if self.kind == "collected":
+            self.log("mean", torch.stack(self.seen).mean())
+        if self.target is not None and batch_idx > 0:  # where an error is not one of the first step
+            own = self.network.state_dict()
+            if self.kind == "named":
+                for name, p in self.target.named_parameters():
+                    p.copy_(own[name])
+            else:
+                self.target.load_state_dict(own, strict=self.kind == "loaded")
+        if self.kind == "copied":
+            for mean, p in zip(self.average.parameters(), self.network.blocks.parameters(), strict=False):  # type: ignore[union-attr]
+                mean.data.copy_(p.data)
+        elif self.average is not None:
             for mean, p in zip(self.average.parameters(), self.network.parameters(), strict=False):
                 mean.lerp_(p, 0.5)
 
@@ -175,16 +192,24 @@ class Clamped(torch.autograd.Function):
 
 
 BETWEEN = ("columns", "kept", "views", "elements", "scale", "clamped", "function")
+TARGETS = ("loaded", "loaded in part", "named")
 KINDS = {
     **dict.fromkeys(("mask", "own norm", "clip", "grad_norm"), Hooked),
+    **dict.fromkeys((*TARGETS, "collected", "copied"), Between),
     **dict.fromkeys((*BETWEEN, "early", "noise", "total", "average", "normalized", "penalty", "moments", "logged"), Between),
 }
+
+
+def sparse(rows: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    x, y = (torch.stack(values) for values in zip(*rows, strict=True))
+    return [x.to_sparse(), y]
 
 
 def fit(kind: str, strategy: Any, devices: int, dp: int = 1, dtype: torch.dtype = torch.float64) -> list[float]:
     module = KINDS.get(kind, Own)(kind).to(dtype)
     x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    rows = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=8 // dp)
+    collate = sparse if kind == "sparse" else None
+    rows = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=8 // dp, collate_fn=collate)
     precision = "64-true" if dtype == torch.float64 else "32-true"
     quiet_trainer(strategy=strategy, devices=devices, max_steps=3, precision=precision).fit(module, rows)
     return module.losses
@@ -197,7 +222,7 @@ def fit_kinds(layout: str, kinds: list[str], options: dict[str, Any], dtype: tor
 
 
 EXACT = [
-    ("tp2", {}, ["norms", "mask", "clip", "own norm", "grad_norm", "logged", *BETWEEN]),
+    ("tp2", {}, ["norms", "mask", "clip", "own norm", "grad_norm", "logged", *BETWEEN, *TARGETS, "copied", "sparse"]),
     ("pp2", {}, ["mask", "clip", "grad_norm", *BETWEEN]),
     ("dp2", {}, ["norms", "piece", "gather", "mask", "clip", "own norm", "grad_norm", "moments", "logged", *BETWEEN]),
     ("dp2", {"micro_batch_size": 2}, ["clamped", "function"]),
@@ -217,6 +242,9 @@ def test_what_one_rank_has_a_part_of_is_read_as_on_one_process(layout: str, opti
 
 REFUSED = [
     ("pp2", {}, "average", "average.enter.weight|network.blocks"),
+    *(("pp2", {}, kind, "of its own stage") for kind in (*TARGETS, "copied")),
+    ("pp2", {}, "collected", "log numbers in the step"),
+    ("pp2", {}, "sparse", "sparse tensor"),
     ("tp2", {}, "noise", "random"),
     ("dp2", {}, "early", "on_train_batch_end"),
     ("pp2", {}, "total", "network.blocks"),
@@ -242,5 +270,5 @@ REFUSED = [
 @pytest.mark.parametrize(("layout", "options", "kind", "names"), by_default(REFUSED, 0, 1), ids=lambda value: str(value))
 def test_what_a_rank_cannot_get_is_refused(layout: str, options: dict[str, Any], kind: str, names: str) -> None:
     dtype = torch.float64 if not options else torch.float32
-    with pytest.raises(ConfigError, match=names):
+    with pytest.raises((ConfigError, PlanError, DataError), match=names):
         run_ranks(fit_kinds, 2, layout, [kind], options, dtype, process_group=False)

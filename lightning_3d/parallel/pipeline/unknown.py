@@ -6,6 +6,7 @@ import dis
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ class Unknown:
     def _refuse(self, *args: Any) -> Any:
         raise PlanError(
             f"The step needs the value of {self.unknown_origin} in Python (a condition, a loop, a number or a key) before its last call of"
-            " the model. With pp > 1 only the last stage has this value. Do that after the last call of the model, compute with tensors"
-            " (torch.where), or use a layout with pp = 1."
+            " the model, or a hook needs what the step has kept of it. With pp > 1 only the last stage has this value. In the step, do that"
+            " after the last call of the model, or compute with tensors (torch.where). For hooks, log numbers in the step, or return them"
+            " from it: all ranks get them as `outputs` of on_train_batch_end. Or use a layout with pp = 1."
         )
 
     __bool__ = __float__ = __int__ = __index__ = __len__ = __contains__ = __complex__ = __array__ = _refuse
@@ -99,6 +101,7 @@ def _operator(self: Unknown, *others: Any) -> Unknown:
     return self.unknown_like()
 
 
+Number.register(Unknown)  # so that Lightning's `log` in a hook asks for its value
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"):
     setattr(Unknown, f"__{_name}__", _operator)
     setattr(Unknown, f"__r{_name}__", _operator)

@@ -8,6 +8,7 @@ rank has the parameters of its stage.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.compat.lightning import has_hook_of_library, hooks_of_user, is_logging
-from lightning_3d.compat.torch import innermost_function_mode
+from lightning_3d.compat.torch import innermost_function_mode, storage_key
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.partial_tensors import OF_THE_WHOLE, changes_in_place
@@ -91,6 +92,7 @@ class HookReads(OutsideReads):
     @contextmanager
     def _in_hook(self, trainer: Any, name: str) -> Iterator[None]:
         self._hook, self._drew = name, False
+        self._memory = {storage_key(parameter) for parameter in self._root.parameters()} if self._mesh.layout.pp > 1 else set()
         self._windows: dict[int, tuple[Tensor, _Window]] = {}
         self._origins: dict[int, tuple[Tensor, frozenset[str]]] = {}
         unwatched = [callback for callback in trainer.callbacks if has_hook_of_library(callback, name)]
@@ -99,6 +101,9 @@ class HookReads(OutsideReads):
         try:
             with guarded_states(trainer.optimizers, self._before_state), self._active():
                 yield
+        except (RuntimeError, KeyError) as error:
+            self._explain_names(error)
+            raise
         finally:
             for callback in unwatched:
                 del vars(callback)[name]
@@ -225,16 +230,32 @@ class HookReads(OutsideReads):
     def _require_own(self, func: Any, target: Tensor | None, place: Place | None, origins: frozenset[str]) -> None:
         """Refuse to use a parameter of one stage for anything but itself, where other stages would use others."""
         others = origins - ({place.name} if place is not None else set())
-        outside = target is not None and place is None and id(target) in self._own
+        outside = target is not None and place is None and storage_key(target) in self._memory
         if not others or (target is not None and place is None and not outside):
             return
-        layout = self._mesh.layout
         use = func if isinstance(func, str) else base_name(func)
         raise ConfigError(
             f"{self._hook} uses the parameter '{min(others)}' for {use}"
-            f"{f' of {place.name!r}' if place is not None else ''}. With pp = {layout.pp}, each rank has the parameters of its own stage:"
-            " a hook can write a parameter from its own values, but not copy it to another module, or compute a number from several. For an"
-            " average of the weights, use lightning's weight averaging callbacks. With pp = 1 such a hook is exact, for example"
+            f"{f' of {place.name!r}' if place is not None else ''}. {self._of_own_stage()}"
+        )
+
+    def _explain_names(self, error: Exception) -> None:
+        """Explain why parameters are not found by their names, where other stages have them."""
+        if self._mesh.layout.pp == 1:
+            return
+        innermost, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+        first, dot, _ = str(error.args[0] if error.args else "").partition(".")
+        stage = isinstance(error, KeyError) and dot and any(hasattr(module, first) for module in (self._root, self._parts.module))
+        if stage or innermost.f_code is nn.Module.load_state_dict.__code__:
+            what = f"does not find the parameter {error}" if stage else "loads a state_dict into a module that has other parameters"
+            raise ConfigError(f"{self._hook} {what}. {self._of_own_stage()}") from None
+
+    def _of_own_stage(self) -> str:
+        layout = self._mesh.layout
+        return (
+            f"With pp = {layout.pp}, each rank has the parameters of its own stage, and the last one those next to the model, too. A hook"
+            " can write a parameter from its own values, but not copy it to another module or compute a number from several. For an average"
+            " of the weights, use lightning's weight averaging callbacks. With pp = 1 such a hook is exact, for example"
             f" tp{layout.tp * layout.pp}_dp{layout.dp}."
         )
 

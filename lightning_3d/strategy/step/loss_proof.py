@@ -47,6 +47,9 @@ _MOST_AS_ONE = 8
 _PROVED = (1, 2, 4, 8)
 """Numbers of the batches whose loss is proved."""
 
+_AS_ONE = (2, 8)
+"""Those in which two micro-batches are compared as one."""
+
 _NEEDS_GRAPH = "does not require grad"
 """What torch says where a step calls `torch.autograd.grad` and nothing has recorded what it differentiates."""
 
@@ -92,18 +95,18 @@ class LossProof:
         self.split_batch, self.records, self.epsilon = split_batch, records, epsilon
         self.wanted, self.keeps_parameters = wanted, keeps_parameters
         self.splits, self.accumulates = splits, accumulates
-        self._batch = sys.maxsize
+        self.batch = sys.maxsize
         self.scale = 0.0
         self.told: set[str] = set()
 
     @property
     def is_first(self) -> bool:
         """Whether the batch is the first of a fit."""
-        return self._batch == 1
+        return self.batch == 1
 
     def begin_fit(self) -> None:
         """Expect the first batch of a fit."""
-        self._batch, self.scale = 0, 0.0
+        self.batch, self.scale = 0, 0.0
         self.told.clear()
 
     @contextmanager
@@ -113,9 +116,9 @@ class LossProof:
         Raises:
             ConfigError: on all ranks, if it is not a mean over rows, or depends on what the step has written in earlier calls.
         """
-        self._batch += 1
+        self.batch += 1
         real = len(micro_batches) - micro_batches.fillers
-        due = self.splits and self._batch in _PROVED and (self.is_first or self.wanted)
+        due = self.splits and self.batch in _PROVED and (self.is_first or self.wanted)
         if not due or (real == 1 and self.mesh.size("dp") == 1):
             yield
             return
@@ -313,7 +316,8 @@ class _Watch:
             rank_zero_warn(about_logs(new, self._mesh.layout, self._real, self._batches.rows))
 
     def _ways(self) -> list[Callable[[], Finding | None]]:
-        """Ways to compare, the best first.
+        """Ways to compare, the best first: in every other comparison, two micro-batches as one, because other rows may differ in what
+        counts.
 
         Parts without a common divisor of their rows have equal shares of what some rows have (a label, for example) only if all rows have
         it or none. A few layers cannot train on a single row, and a single row may have no label: then several micro-batches are compared
@@ -328,7 +332,9 @@ class _Watch:
         uneven = next(size for size in range(rows // 2, 0, -1) if gcd(size, rows) == 1)
         fails_alone = uneven == 1 and self._mesh.size("pp") > 2  # a failure between the first and the last stage would end the run
         ways: list[Callable[[], Finding | None]] = [] if fails_alone else [partial(self._parts, [rows - uneven, uneven])]
-        if several:
+        if several and self._proof.batch in _AS_ONE:
+            ways.insert(0, partial(self._as_one, 2))
+        elif several:
             ways.append(partial(self._as_one, 2 if fails_alone else _MOST_AS_ONE))
         halves = rows // 2
         return [*ways, partial(self._parts, [rows - halves, halves])] if halves not in (1, uneven) else ways

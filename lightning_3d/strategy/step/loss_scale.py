@@ -135,9 +135,11 @@ class LossScale:
         if not ends or self._weights.sums:
             return
         self._warn_of_unequal()
+        if totals.changing == 0:
+            return
         scaled = [scaled for scaled, _ in self._seen_weights]
         size = sum(scaled) * float(self.correction) * self._batches / len(scaled)
-        if totals.changing > 0 and size > 0 and abs(size - 1) > 1e-6:
+        if size > 0 and abs(size - 1) > 1e-6:
             raise ConfigError(
                 "A hook changes gradients while the backward runs (Tensor.register_hook or register_full_backward_hook), but the weight of"
                 f" the step was not known before: the hook got gradients {size:.4g} times as large as on one process. Register the hook in"
@@ -154,8 +156,8 @@ class LossScale:
         rank_zero_warn(
             f"Batches of one optimizer step (accumulate_grad_batches={self._batches}) have {few:g} and {many:g} target tokens (or weights"
             " that training_step returns). The loss of the step is the mean over all of them, but plain Lightning averages the mean losses"
-            " of the batches. To train the same on one process, use accumulate_grad_batches=1 and batches of"
-            f" {self._batches} times as many rows: the strategy splits them into micro-batches anyway."
+            f" of the batches. To train the same on one process, use accumulate_grad_batches=1 and batches of {self._batches} times as many"
+            " rows: the strategy splits them into micro-batches anyway."
         )
 
 
