@@ -92,7 +92,7 @@ class HookReads(OutsideReads):
     @contextmanager
     def _in_hook(self, trainer: Any, name: str) -> Iterator[None]:
         self._hook, self._drew = name, False
-        self._memory = {storage_key(parameter) for parameter in self._root.parameters()} if self._mesh.layout.pp > 1 else set()
+        self._outside = {storage_key(parameter) for parameter in self._root.parameters() if id(parameter) not in self._places}
         self._windows: dict[int, tuple[Tensor, _Window]] = {}
         self._origins: dict[int, tuple[Tensor, frozenset[str]]] = {}
         unwatched = [callback for callback in trainer.callbacks if has_hook_of_library(callback, name)]
@@ -230,7 +230,7 @@ class HookReads(OutsideReads):
     def _require_own(self, func: Any, target: Tensor | None, place: Place | None, origins: frozenset[str]) -> None:
         """Refuse to use a parameter of one stage for anything but itself, where other stages would use others."""
         others = origins - ({place.name} if place is not None else set())
-        outside = target is not None and place is None and storage_key(target) in self._memory
+        outside = target is not None and place is None and storage_key(target) in self._outside
         if not others or (target is not None and place is None and not outside):
             return
         use = func if isinstance(func, str) else base_name(func)
