@@ -151,9 +151,9 @@ class BuiltModel:
         if place == 0:
             self._earlier = []
         steps = trainer.global_step
-        with self.tracer.batch(steps + 1, place, self.backend):
+        with self.proof.watching(batch, micro_batches, rest, steps), self.tracer.batch(steps + 1, place, self.backend):
             self.repeatable.remember(micro_batches, rest, steps, place, anyway=self.twice.is_due(steps))
-            with self.twice.first_run(steps, place), self.proof.watching(batch, micro_batches, rest, steps):
+            with self.twice.first_run(steps, place):
                 batches = trainer.accumulate_grad_batches
                 computed = self.runner.compute(micro_batches, rest, self.backend, steps, place=place, ends=ends, of=batches)
         if ends:

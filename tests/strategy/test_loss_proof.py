@@ -391,6 +391,24 @@ def test_a_step_that_fails_with_the_rows_of_one_rank_lets_no_other_wait(shift: i
         assert len(seen) == 1
 
 
+class NeedsGraph(Steps):
+    """A step that fails without gradients, in the first part that is tried."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        out.register_hook(lambda gradient: gradient)
+        return F.cross_entropy(out, batch[1])
+
+
+def needs_graph() -> list[float]:
+    return fit_module(NeedsGraph("mean"), "pp2", 4).seen
+
+
+def test_a_step_that_fails_on_the_last_stage_lets_the_first_one_not_wait() -> None:
+    for seen in run_ranks(needs_graph, 2):
+        assert len(seen) == STEPS
+
+
 class Labels(Steps):
     """Rows without a label do not count."""
 

@@ -46,7 +46,7 @@ class Step(Protocol):
 
 
 class ProbeFailed(Exception):
-    """The first stage could not run a step that is only tried."""
+    """A step that is only tried failed: its error and the error's first line."""
 
 
 @dataclass
@@ -230,7 +230,7 @@ class PipelineEngine:
                 except Exception as error:
                     if not self.probes:
                         raise
-                    shared = [f"{type(error).__name__}: {error}"]
+                    shared = [f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"]
                 finally:
                     self._state.counts_calls = False
             dist.broadcast_object_list(shared, self._mesh.ranks("pp")[first], group=self._mesh.control)

@@ -348,13 +348,11 @@ class _Watch:
                 # Rows may belong together, such as pairs, so that a part alone has no loss; a micro-batch must have one.
                 alone = isinstance(found, Finding) and sum(found.rows) == self._batches.rows and isfinite(found.whole.loss)
                 return (None, "it is not finite for some parts alone") if alone and not isfinite(found.mean) else (found, "")
-        except Exception as error:
+        except ProbeFailed as error:
             if _NEEDS_GRAPH in str(error) and not self._graph and self._mesh.size("pp") == 1 and self._proof.keeps_parameters:
                 self._graph = True
                 return self._tried(way)
-            if not (isinstance(error, ProbeFailed) or self._mesh.size("pp") == 1 or self._runner.owns_last):
-                raise
-            return None, f"the step fails with other rows ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+            return None, f"the step fails with other rows ({error})"
 
     def _parts(self, sizes: list[int]) -> Finding | None:
         """Compare a micro-batch with parts of its rows."""
@@ -426,12 +424,26 @@ class _Watch:
         Args:
             start: the state from which it runs; by default that of the micro-batch that is compared.
             draws_only: whether only its random numbers are the same.
+
+        Raises:
+            ProbeFailed: on all ranks, if it fails on one: no rank goes on to the next part while another waits.
         """
-        start = start or self._before
+        start, called, failure = start or self._before, None, ""
         assert start is not None
         start.restore(draws_only=draws_only)
         self._runner.look = partial(_with_graph, look) if self._graph else look
-        return self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
+        try:
+            called = self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
+        except ProbeFailed as error:
+            failure = str(error)
+        except Exception as error:
+            if self._mesh.size("pp") > 1 and not self._runner.owns_last:
+                raise
+            failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        failures = [one for one in gathered(failure, self._mesh) if one]
+        if failures:
+            raise ProbeFailed(failures[0])
+        return called
 
     # Earlier calls
 
