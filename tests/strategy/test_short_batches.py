@@ -107,7 +107,7 @@ def test_a_loss_of_the_users_own_is_weighted_by_rows(strategy: dict) -> None:
     """Without data parallelism the micro-batches are the reference's; 13 rows become 13 micro-batches of one."""
     recipe = Recipe(steps=4)
     rows = cut(data(recipe), 0, 2 * recipe.global_batch + 13)
-    parts = run_ranks(train_own_loss, degrees(strategy)[1], recipe, rows, micro_batch_size=2, **strategy)
+    parts = run_ranks(train_own_loss, degrees(strategy)[1], recipe, rows, micro_batch_size=2, loss_reduction="mean", **strategy)
     *full, last = split(rows, recipe.global_batch)
     expected = train_on(recipe, [*(split(batch, 2) for batch in full), split(last, 1)], own_loss)
     assert_same_run(parts, expected)
