@@ -184,7 +184,8 @@ def test_examples(name: str) -> None:
 def test_nothing_stays_behind_when_it_is_killed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(scripts.script("import time; time.sleep(60)"))
     line = [sys.executable, "-m", "lightning_3d", "verify", "mine.py", "dp2"]
-    with subprocess.Popen(line, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    words = {**environment(), "LIGHTNING_3D_PROGRESS": "1"}
+    with subprocess.Popen(line, cwd=tmp_path, env=words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None and "running the script" in process.stdout.readline()
         child = _wait_for_child(process.pid)
         process.send_signal(signal.SIGKILL)
