@@ -45,14 +45,17 @@ CELLS = {
 @contextmanager
 def noisy(equal_copies: bool, noise: float = NOISE) -> Iterator[None]:
     """Context in which gradients of parameters that all tensor-parallel ranks hold arrive with noise, on what claims to be a GPU or not."""
-    start = Module.on_train_start
+    start, nodes = Module.on_train_start, []
 
     def add_noise(module: Module) -> None:
         strategy: Any = module.trainer.strategy
         mesh = strategy.mesh
         for name, parameter in module.named_parameters():
             if strategy.specs[name].is_replicated(mesh.size("tp")) and parameter.requires_grad:
-                parameter.register_hook(lambda gradient: gradient + noise * mesh.index("tp"))
+                # Not by a hook of the tensor: those of users are called with the gradient that is reduced already.
+                node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node.register_prehook(lambda gradients: (gradients[0] + noise * mesh.index("tp"),))
+                nodes.append(node)
         start(module)
 
     on_accelerator = PropertyMock(return_value=equal_copies)
