@@ -53,7 +53,7 @@ def noisy(equal_copies: bool, noise: float = NOISE) -> Iterator[None]:
         for name, parameter in module.named_parameters():
             if strategy.specs[name].is_replicated(mesh.size("tp")) and parameter.requires_grad:
                 # Not by a hook of the tensor: those of users are called with the gradient that is reduced already.
-                node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 node.register_prehook(lambda gradients: (gradients[0] + noise * mesh.index("tp"),))
                 nodes.append(node)
         start(module)
@@ -69,7 +69,8 @@ def train(cell: Cell, equal_copies: bool, bucket_bytes: int | None = None) -> Pa
 
     arguments = parity.strategy_arguments(cell) | {"reliability": {"check_replicas_every_n_steps": 1}, "sequence_parallel": False}
     buckets = {"bucket_bytes": bucket_bytes} if bucket_bytes is not None else {}
-    with noisy(equal_copies), patch.dict(make_backend.__kwdefaults__, buckets):
+    noise = NOISE * torch.finfo(getattr(torch, cell.dtype)).eps / torch.finfo(torch.float32).eps
+    with noisy(equal_copies, noise), patch.dict(make_backend.__kwdefaults__, buckets):
         try:
             return parity.train_on_rank(cell.recipe, **arguments)
         except ReplicaError as error:
