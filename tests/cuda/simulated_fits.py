@@ -139,6 +139,18 @@ def read_beside(recipe: Recipe, **strategy: Any) -> parity.Part:
     return parity.fit_on_rank(recipe, Rows(data(recipe)), ReadsBeside(recipe), **strategy)
 
 
+class ReadsWhole(Module):
+    """Reads its whole parameters between steps."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.norms = [parameter.detach().norm() for parameter in self.parameters()]
+
+
+def read_whole(recipe: Recipe, **strategy: Any) -> parity.Part:
+    """Parameters that ranks gather for a hook."""
+    return parity.fit_on_rank(recipe, Rows(data(recipe)), ReadsWhole(recipe), **strategy)
+
+
 def gathered_in_vain() -> None:
     """Parameters whose gather was started and is not needed: their memory goes to something else."""
     from lightning_3d.parallel.zero.parameter_units import Unit

@@ -26,11 +26,8 @@ def gather_shards(
     full = shard.new_zeros(spec.global_shape)
     if tp_index == min(spec.tp_replicas):
         spec.paste(shard, full)
-    work = dist.all_reduce(full, group=group, async_op=True)
-    assert work is not None
-    if patience is None:
-        work.wait()
-    else:
+    work = dist.all_reduce(full, group=group, async_op=patience is not None)
+    if work is not None:
         work.wait(patience)
     return full
 

@@ -404,7 +404,8 @@ class _NoWrites(TorchFunctionMode):
     def __init__(self, root: nn.Module, hook: str) -> None:
         super().__init__()
         self._hook = hook
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters() if p.requires_grad}
+        with torch._C.DisableTorchFunctionSubclass():  # a new value that is under way is not waited for
+            self._names = {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters() if p.requires_grad}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
