@@ -465,7 +465,10 @@ def storage_key(tensor: Tensor) -> int:
 
     `UntypedStorage._cdata` (torch 2.11 to 2.13), because a storage has no public identity. Valid while the tensor lives.
     """
-    return tensor.untyped_storage()._cdata
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may wait for the values
+        return tensor.untyped_storage()._cdata
 
 
 @cache
