@@ -258,11 +258,11 @@ class GradientHooks(TorchFunctionMode):
         if not self._is_sharded:
             return original(module, norm_type, separator)
         power, own = float(norm_type), {}
-        for name, parameter in module.named_parameters():
-            gradient = self.__torch_function__(_READ, (), (parameter,))
-            place = self._places.get(id(parameter))
-            if gradient is not None and place is not None and self._backend.counts_gradient(place.parameter):
-                with self._unseen():
+        with self._unseen():
+            for name, parameter in module.named_parameters():
+                place = self._places.get(id(parameter))
+                gradient = self._answer(_READ, (parameter,), place, "grad_norm") if place is not None else None
+                if gradient is not None and self._backend.counts_gradient(parameter):
                     own[name] = float(torch.linalg.vector_norm(gradient, power, dtype=torch.float64))
         parts: list[Any] = [None] * dist.get_world_size(self._backend.norm_group)
         dist.all_gather_object(parts, own, group=self._backend.norm_group)

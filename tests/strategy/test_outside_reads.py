@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d.errors import ConfigError, DataError, PlanError
+from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
 
 PLAN = {
@@ -217,8 +218,9 @@ def fit(kind: str, strategy: Any, devices: int, dp: int = 1, dtype: torch.dtype 
 
 def fit_kinds(layout: str, kinds: list[str], options: dict[str, Any], dtype: torch.dtype) -> list[list[float]]:
     """The losses of each kind."""
-    dp = 2 if layout == "dp2" else 1
-    return [fit(k, Lightning3DStrategy(layout, plan=PLAN, self_check="never", **options), 2, dp, dtype) for k in kinds]
+    parsed = Layout.parse(layout)
+    plan: dict[str, Any] = {"plan": PLAN, "self_check": "never", **options}
+    return [fit(kind, Lightning3DStrategy(layout, **plan), parsed.world_size, parsed.dp, dtype) for kind in kinds]
 
 
 EXACT = [
@@ -260,6 +262,7 @@ REFUSED = [
     ("dp2", {"zero_stage": 1}, "moments", "state of an optimizer"),
     ("pp2", {}, "logged", "network.blocks"),
     ("dp2", {"zero_stage": 2}, "grad_norm", "zero_stage=2"),
+    ("tp2_dp2", {"zero_stage": 2}, "grad_norm", "zero_stage=2"),
     ("pp2", {}, "own norm", "gradient_clip_val"),
     ("pp2", {}, "collective", "all_reduce"),
     ("dp2", {"zero_stage": 2}, "mask", "zero_stage=2"),
@@ -271,4 +274,4 @@ REFUSED = [
 def test_what_a_rank_cannot_get_is_refused(layout: str, options: dict[str, Any], kind: str, names: str) -> None:
     dtype = torch.float64 if not options else torch.float32
     with pytest.raises((ConfigError, PlanError, DataError), match=names):
-        run_ranks(fit_kinds, 2, layout, [kind], options, dtype, process_group=False)
+        run_ranks(fit_kinds, Layout.parse(layout).world_size, layout, [kind], options, dtype, process_group=False)
