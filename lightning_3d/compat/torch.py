@@ -390,6 +390,21 @@ def innermost_function_mode() -> Any:
     return _get_current_function_mode()
 
 
+def is_pickling(frame: Any) -> bool:
+    """Whether a frame is inside of `torch.save` or pickle, which read a tensor's memory (`Tensor._reduce_ex_internal`, torch 2.11 to 2.13).
+
+    Args:
+        frame: of the code of torch that calls a function of the tensor.
+    """
+    from torch import Tensor
+
+    while frame is not None and frame.f_globals.get("__name__") == "torch._tensor":
+        if frame.f_code is Tensor._reduce_ex_internal.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def replacing_total_norm(replacement: Callable[..., Tensor]) -> Iterator[None]:
     """Let `replacement` compute the norm of several gradients in `torch.nn.utils.clip_grad_norm_` and `get_total_norm`.

@@ -549,13 +549,13 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def teardown(self) -> None:
-        self._stop_watching()  # first: a rank that ends before this one is no failure any more
-        self._interface.restore()
         if self._built is not None:
             average = self._built.backend.average
             if average is not None and (self._ending is not Ending.ALONE or self.world_size == 1):
                 average.hide()  # a validation failed while the average was in the place of the weights
             self._built.close(whole=self._ending is Ending.NORMAL)
+        self._stop_watching()  # a rank that ends from here on is no failure any more
+        self._interface.restore()
         self._store.close(failed=self._ending is Ending.ALONE)
         module = self.lightning_module
         if module is not None:

@@ -1,6 +1,10 @@
 """Contract tests for the private symbols of torch and Transformers by which the package watches what users and libraries have changed."""
 
+import io
 import math
+import pickle
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +14,12 @@ from torch import nn
 from torch.distributed import all_reduce
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import clip_grad_norm_
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lightning_3d.compat.torch import global_hooks, replacing_total_norm, watching_world_collectives, without_modes
+from lightning_3d.compat.torch import global_hooks, is_pickling, replacing_total_norm, watching_world_collectives, without_modes
 from lightning_3d.compat.transformers import registered_functions
 
 
@@ -115,3 +120,23 @@ def test_functions_that_users_put_into_the_tables_of_transformers_are_found() ->
     table = AttentionInterface()
     table["watched"] = attention
     assert table["watched"] is attention and "watched" not in AttentionInterface._global_mapping, "one table's own entries are its own"
+
+
+class _Pickling(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.Tensor.untyped_storage:
+            self.seen.append(is_pickling(sys._getframe(1)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_what_is_pickled() -> None:
+    value = torch.ones(2)
+    with _Pickling() as mode:
+        value.untyped_storage()
+        torch.save({"value": value}, io.BytesIO())
+        pickle.dumps(value)
+    assert mode.seen == [False, True, True]

@@ -1,6 +1,7 @@
 """Steps and hooks that read parameters and gradients by themselves: the numbers of plain Lightning on one process, or a refusal."""
 
 import copy
+import io
 from typing import Any
 
 import lightning.pytorch as pl
@@ -163,6 +164,11 @@ class Between(Own):
             self.losses += [float(state["momentum_buffer"].norm()) for state in self.trainer.optimizers[0].state.values()]
         if self.kind == "logged":
             self.log("norm", torch.stack([p.norm() for p in self.network.parameters()]).norm())
+        if self.kind == "saved":
+            file = io.BytesIO()
+            torch.save(self.network.state_dict(), file)
+            file.seek(0)
+            self.losses += [float(value.double().norm()) for value in torch.load(file).values()]
         if self.kind == "collected":
             self.log("mean", torch.stack(self.seen).mean())
         if self.target is not None and batch_idx > 0:  # where an error is not one of the first step
@@ -196,7 +202,7 @@ BETWEEN = ("columns", "kept", "views", "elements", "scale", "clamped", "function
 TARGETS = ("loaded", "loaded in part", "named")
 KINDS = {
     **dict.fromkeys(("mask", "own norm", "clip", "grad_norm"), Hooked),
-    **dict.fromkeys((*TARGETS, "collected", "copied"), Between),
+    **dict.fromkeys((*TARGETS, "collected", "copied", "saved"), Between),
     **dict.fromkeys((*BETWEEN, "early", "noise", "total", "average", "normalized", "penalty", "moments", "logged"), Between),
 }
 
@@ -224,11 +230,11 @@ def fit_kinds(layout: str, kinds: list[str], options: dict[str, Any], dtype: tor
 
 
 EXACT = [
-    ("tp2", {}, ["norms", "mask", "clip", "own norm", "grad_norm", "logged", *BETWEEN, *TARGETS, "copied", "sparse"]),
+    ("tp2", {}, ["norms", "mask", "clip", "own norm", "grad_norm", "logged", *BETWEEN, *TARGETS, "copied", "sparse", "saved"]),
     ("pp2", {}, ["mask", "clip", "grad_norm", *BETWEEN]),
     ("dp2", {}, ["norms", "piece", "gather", "mask", "clip", "own norm", "grad_norm", "moments", "logged", *BETWEEN]),
     ("dp2", {"micro_batch_size": 2}, ["clamped", "function"]),
-    ("dp2", {"zero_stage": 1, "zero_reduce_scatter": False}, ["norms", "mask", "clip"]),
+    ("dp2", {"zero_stage": 1, "zero_reduce_scatter": False}, ["norms", "mask", "clip", "saved"]),
     ("dp2", {"zero_stage": 3, "zero_gather": "step"}, ["norms"]),
 ]
 
@@ -246,6 +252,8 @@ REFUSED = [
     ("pp2", {}, "average", "average.enter.weight|network.blocks"),
     *(("pp2", {}, kind, "of its own stage") for kind in (*TARGETS, "copied")),
     ("pp2", {}, "collected", "log numbers in the step"),
+    ("pp2", {}, "saved", "torch.save"),
+    ("dp2", {"zero_stage": 3}, "saved", "zero_stage=2"),
     ("pp2", {}, "sparse", "sparse tensor"),
     ("tp2", {}, "noise", "random"),
     ("dp2", {}, "early", "on_train_batch_end"),

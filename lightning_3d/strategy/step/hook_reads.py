@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.compat.lightning import has_hook_of_library, hooks_of_user, is_logging
-from lightning_3d.compat.torch import innermost_function_mode, storage_key
+from lightning_3d.compat.torch import innermost_function_mode, is_pickling, storage_key
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.partial_tensors import OF_THE_WHOLE, changes_in_place
@@ -145,7 +145,8 @@ class HookReads(OutsideReads):
         target = args[0] if args and isinstance(args[0], Tensor) else None
         place = self._places.get(id(target))
         sized = place is not None and place.spec.is_cut and func in OF_THE_WHOLE
-        passes = self._depth or (func in _PASSES and not sized)
+        copies_blank = func is Tensor.__deepcopy__ and is_blank(args[0])
+        passes = self._depth or (func in _PASSES and not sized and not copies_blank)
         if passes or not self._concerns([args, kwargs]) or self._is_of_library(sys._getframe(1)):
             if func is Tensor.clone and is_logging(sys._getframe(1)):
                 self._require_own("self.log", None, None, self._origins_of([args]))
@@ -159,6 +160,8 @@ class HookReads(OutsideReads):
             return view
         self._require_here([args, kwargs])
         origins = self._origins_of([args, kwargs])
+        if func is Tensor.untyped_storage and is_pickling(sys._getframe(1)):
+            self._require_own("torch.save or pickle", None, None, origins)
         if changes_in_place(func, kwargs):
             self._require_own(func, target, place, origins)
             result = self._write(func, args, kwargs, place)
