@@ -224,14 +224,6 @@ CONTEXT_AND_EXPERTS = (
         ("parallel/expert/test_expert_overlap.py::test_the_shared_expert_runs_between_start_and_end_of_the_exchange",),
     ),
     Fault(
-        "ep-deepep-sums-one-expert",
-        "With DeepEP, a rank adds up only one of the experts of a token that it has.",
-        "parallel/expert/deepep.py",
-        "total += padded[column]",
-        "pass",
-        ("parallel/expert/test_deepep.py::test_the_output_and_all_gradients_are_those_of_one_process",),
-    ),
-    Fault(
         "ep-balancing-loss-of-every-layer",
         "The loss of the routers is summed over layers, where it is the mean over layers.",
         "parallel/expert/routers.py",

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_3d.config.cluster import ClusterConfig
-from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.config.options.precision import (
     PRECISIONS,
     check_fp8_device,
@@ -18,7 +17,6 @@ from lightning_3d.config.options.precision import (
     listed_capability,
     unknown_precision,
 )
-from lightning_3d.config.options.token_exchange import check_deepep_library
 from lightning_3d.config.run_config import RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, listed, plural
 from lightning_3d.layout.layout import Layout, nearest_layouts
@@ -152,19 +150,3 @@ def check_attention(run: RunConfig, layout: Layout, accelerator: str) -> None:
             "model.attn_implementation=flex_attention has no backward on the CPU. Use model.attn_implementation=sdpa, which takes the same"
             " masks as tensors."
         )
-
-
-def check_token_exchange(run: RunConfig, layout: Layout, experts: ExpertOptions, accelerator: str, precision: str) -> None:
-    """Refuse an exchange of tokens that the cluster or its libraries cannot run.
-
-    Raises:
-        ConfigError: DeepEP is asked for on CPU, in another precision than bf16, on such nodes or GPUs, or it is not installed.
-    """
-    if not experts.uses_deepep:
-        return
-    nodes = run.cluster.nodes
-    node_size = run.cluster.gpus_per_node or layout.world_size // nodes
-    planned = run.trainer.dry and run.cluster.accelerator != "auto"  # for other machines than this
-    experts.check_run(layout, node_size if nodes > 1 else None, accelerator, precision, None if planned else listed_capability())
-    if not planned:
-        check_deepep_library()

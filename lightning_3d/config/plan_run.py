@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config.elastic import adapt
 from lightning_3d.config.keys import check_containers, check_group_keys, check_type, data_options, explain_value
-from lightning_3d.config.machine import check_attention, check_token_exchange, choose_accelerator, choose_precision, visible_gpus
+from lightning_3d.config.machine import check_attention, choose_accelerator, choose_precision, visible_gpus
 from lightning_3d.config.options.average import check_decay
 from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.config.options.data_counts import check_data_counts
@@ -189,7 +189,6 @@ def plan_run(config: DictConfig, outside: OutsideRank | None = None, advice: Adv
     warnings = (*adapted.warnings, *warnings)
     precision = choose_precision(run, accelerator)
     check_attention(run, layout, accelerator)
-    check_token_exchange(run, layout, experts, accelerator, precision)
     if not 0 <= run.seed <= _LARGEST_SEED:
         raise ConfigError(f"seed must be a whole number from 0 to {_LARGEST_SEED}; got {run.seed}.")
     _check_trainer(run.trainer)
@@ -495,7 +494,6 @@ def _check_model_and_batch(run: CompleteRun, layout: Layout, schedule: str, expe
     if experts.asked_for and not spec.experts:
         name = experts.asked_for[0]
         raise ConfigError(f"parallelism.{name} works only with a mixture of experts, but the model is dense. Omit it.")
-    experts.check_tokens(layout.ep, spec.hidden, spec.experts or None, spec.top_k or None)
     family = FAMILIES.get(spec.model_type)
     if experts.bias_update and family is not None and not family.biased_routers:
         raise ConfigError(

@@ -70,7 +70,6 @@ class ParallelismConfig:
     moe_bias_update: float = 0.0
     moe_capacity_factor: float | None = None
     moe_node_size: int | None = None
-    moe_exchange: str = "all_to_all"
     checkpoint_verify: bool = True
     checkpoint_fall_back: bool = False
     checkpoint_asynchronous: bool = True

@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from typing_extensions import override
 
-from lightning_3d.config.options.token_exchange import ALL_TO_ALL
 from lightning_3d.config.options.zero import NONE
 from lightning_3d.dryrun.gpu_attention import gpu_attention
 from lightning_3d.dryrun.rank_report import Measured, RankReport
@@ -339,9 +338,6 @@ def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
         strategy = job.strategy(DryStrategy)
         if job.gpu and strategy.zero.stage and strategy.zero.reduce_scatter is None:
             strategy.zero = replace(strategy.zero, reduce_scatter=True)
-        if strategy.options.experts.uses_deepep:  # sends a token once to each rank, as nodes of one rank do
-            experts = replace(strategy.options.experts, exchange=ALL_TO_ALL, node_size=1)
-            strategy.options = replace(strategy.options, experts=experts)
         meter = ShapeMeter()
         strategy.meter, strategy.found, strategy.report = meter, found, report
         measured = Measured(meter, report, STEPS - 1)

@@ -34,12 +34,10 @@ from lightning_3d.models.parallel_plan import (
     is_transformers_model,
     read_plan,
 )
-from lightning_3d.models.spec import TOP_K
 from lightning_3d.parallel.blocks import attention_of, find_blocks, process_blocks
 from lightning_3d.parallel.context import SplitBlocks, share_sequences
 from lightning_3d.parallel.deferred_logits import defer_heads
 from lightning_3d.parallel.expert import (
-    DeepEP,
     ExpertParallel,
     Routers,
     attend_calls,
@@ -66,7 +64,7 @@ from lightning_3d.parallel.tensor import (
     rewrite,
     shard_sequence,
 )
-from lightning_3d.strategy.declared_sizes import declared_number, declared_sizes
+from lightning_3d.strategy.declared_sizes import declared_sizes
 from lightning_3d.strategy.frozen_models import FrozenModel, find_frozen_blocks, find_frozen_models
 from lightning_3d.strategy.local_model import COMMUNICATES, PARTITION, LocalModel, Partition, context_of
 from lightning_3d.strategy.model_size import ModelSize
@@ -335,8 +333,7 @@ def _rewrite_layers(
         # Experts are sharded here alone; `rewrite` leaves them as they are. Without sequence parallelism tp ranks have the same tokens,
         # and each dispatches its part of them.
         tokens = TokenParts(tensor) if tensor.size > 1 and regions is None else None
-        deepep = DeepEP(mesh.expert_group) if options.experts.uses_deepep else None
-        ranks = ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens, mesh.expert_nodes, deepep)
+        ranks = ExpertParallel(mesh.expert_group, mesh.layout.ep, mesh.expert_index, tokens, mesh.expert_nodes)
         shard_experts(module, plan, specs, ranks)
     if tensor.size > 1:
         rewrite(module, plan, specs, tensor, regions)
@@ -370,8 +367,6 @@ def _check(module: nn.Module, plan: ParallelPlan, layout: Layout, options: Model
         refuse_computed_weights(module, plan)
     sizes = declared_sizes(module, plan, layout)
     check_model(layout, sizes, schedule=options.schedule, cp_kind=options.cp_kind, stages=options.stages if plan.layers else None)
-    hidden, chosen = declared_number(module, "hidden_size"), declared_number(module, *TOP_K)
-    options.experts.check_tokens(layout.ep, hidden, sizes.experts, chosen)
 
 
 def _sequence_regions(

@@ -154,11 +154,6 @@ class Partition:
                 f"An earlier Trainer partitioned this module into stages of {stages} blocks; it cannot be partitioned again for"
                 f" stages={list(given)}. Use the same stages, or save a checkpoint, rebuild the module and load it with ckpt_path=."
             )
-        if options.experts.exchange != self.options.experts.exchange:
-            raise ConfigError(
-                f"The experts of this module exchange tokens by moe_exchange={self.options.experts.exchange} of an earlier Trainer; got"
-                f" {options.experts.exchange}. Use the same, or save a checkpoint, rebuild the module and load it with ckpt_path=."
-            )
         if options.experts.node_size != self.options.experts.node_size:
             rank_zero_warn(
                 f"The experts of this module keep moe_node_size={self.options.experts.node_size} of an earlier Trainer. Rebuild the module"

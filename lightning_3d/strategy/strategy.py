@@ -44,10 +44,8 @@ from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.parallel_plan import check_plan
-from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
-from lightning_3d.config.options.token_exchange import ALL_TO_ALL
 from lightning_3d.config.options.zero import NONE, ZeroOptions
 from lightning_3d.errors import LayoutError
 from lightning_3d.health.held_memory import wait_for_memory
@@ -57,7 +55,6 @@ from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import resolve_available
 from lightning_3d.layout.sizes import check_number
 from lightning_3d.parallel.blocks import Compilation
-from lightning_3d.parallel.expert import require_exchange
 from lightning_3d.parallel.pipeline import PipelineEngine
 from lightning_3d.parallel.random_streams import global_seed
 from lightning_3d.parallel.sharding import ShardSpec
@@ -126,7 +123,7 @@ class Lightning3DStrategy(CheckpointHooks):
             takes the mean over micro-batches of any loss. None: a mean, and where a batch is split the first step of a fit proves it.
         fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
         moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.
-        moe_node_size, moe_exchange: how tokens travel to their experts, see `ExpertOptions`.
+        moe_node_size: how tokens travel to their experts, see `ExpertOptions`.
         checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
             saved, see `CheckpointOptions`.
         checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints of its callbacks do not fit on the
@@ -190,7 +187,6 @@ class Lightning3DStrategy(CheckpointHooks):
         moe_bias_update: float = 0.0,
         moe_capacity_factor: float | None = None,
         moe_node_size: int | None = None,
-        moe_exchange: str = ALL_TO_ALL,
         checkpoint_verify: bool = True,
         checkpoint_fall_back: bool = False,
         checkpoint_asynchronous: bool = True,
@@ -222,7 +218,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
         zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload, zero_shard_size, zero_overlap_gather)
         blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
-        experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size, moe_exchange)
+        experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size)
         loss = LossOptions(label_smoothing, z_loss, loss_reduction)
         self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages, loss_chunks, loss)
         self.options.require_suit(self.layout or Layout())
@@ -314,11 +310,10 @@ class Lightning3DStrategy(CheckpointHooks):
     @override
     def _configure_launcher(self) -> None:
         refuse_surroundings(os.environ)
-        precision = precision_of(str(self.precision_plugin.precision), fp8=self.fp8)
+        precision_of(str(self.precision_plugin.precision), fp8=self.fp8)  # refuses what is unknown, before any rank starts
         if self.fp8:
             require_fp8(self.root_device)
         self._settle_layout()
-        require_exchange(self.options.experts, self.layout or Layout(), self._node_size, self.root_device, precision)
         environment = require(self.cluster_environment, "a cluster environment", ATTACHED)
         self._launcher = subprocess_launcher(environment, self.num_processes, self.num_nodes)
 

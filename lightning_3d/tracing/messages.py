@@ -1,7 +1,7 @@
 """Times of messages between ranks: when each started, when it had arrived, and when this rank waited for it.
 
 The functions that start messages are decorated with `under_way` or `at_once` (`parallel.collectives`, `parallel.gloo_exchange`). They cost
-a comparison while no step is traced. What torch.compile makes of collectives, DeepSpeed's and DeepEP's own messages, and agreements of a
+a comparison while no step is traced. What torch.compile makes of collectives, DeepSpeed's own messages, and agreements of a
 few numbers that call torch.distributed directly are not seen.
 
 When a message has arrived is known

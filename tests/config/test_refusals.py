@@ -88,11 +88,6 @@ CONFIGURATION: dict[str, tuple[list[str], list[str]]] = {
         ["The routers of mixtral have none", "Use parallelism.moe_aux_loss"],
     ),
     "moe_capacity": (["model=mixtral_tiny", "parallelism.moe_capacity_factor=-1"], ["=-1 would drop every token", "Use 1 or more"]),
-    "moe_exchange": (["parallelism.moe_exchange=deep_ep"], ['got "deep_ep"', 'Did you mean "deepep"']),
-    "deepep_on_cpu": (
-        ["model=mixtral_tiny", "parallelism=ep2_dp2", "cluster=local_cpu", "parallelism.moe_exchange=deepep"],
-        ["moe_exchange=deepep needs NVIDIA GPUs", "on the CPU", "Use moe_exchange=all_to_all"],
-    ),
     "moe_negative": (["model=mixtral_tiny", "parallelism.moe_z_loss=-1"], ["moe_z_loss", "at least 0"]),
     "f15_top_k": (
         ["parallelism=dp2", "+model.config.num_local_experts=2", "+model.config.num_experts_per_tok=4"],

@@ -30,10 +30,10 @@ PACKAGE = ROOT / "lightning_3d"
 METHODS = ("wait_stream", "wait_event", "synchronize", "record_stream", "wait")
 NOT_ON_A_GPU = (
     "checkpoint/store.py", "ranks/", "storage/", "launchers/", "runs/", "parallel/gloo_exchange.py", "strategy/checkpoint_hooks.py",
-    "doctor/", "health/lost_nodes.py", "parallel/expert/deepep.py", "parallel/host_channel.py", "parallel/host_memory.py",
+    "doctor/", "health/lost_nodes.py", "parallel/host_channel.py", "parallel/host_memory.py",
     "cli/plan_validation.py", "verification/",
 )  # fmt: skip
-"""Files whose `wait` is for a thread, a process, gloo or memory that CPU ranks share, or of a library that is not simulated (DeepEP)."""
+"""Files whose `wait` is for a thread, a process, gloo or memory that CPU ranks share."""
 
 _KEPT = "torch keeps what travels until it has arrived; tests on gloo count messages that nobody waits for"
 _TIMES = "only times change, and the simulation's kernels take none"

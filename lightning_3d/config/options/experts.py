@@ -1,20 +1,12 @@
-"""Options of a mixture of experts: balancing losses, the capacity of each expert, and how tokens travel. Pure: no torch."""
+"""Options of a mixture of experts: balancing losses, the capacity of each expert, and nodes. Pure: no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_3d.config.options.token_exchange import (
-    ALL_TO_ALL,
-    DEEPEP,
-    check_deepep_machine,
-    check_deepep_ranks,
-    check_deepep_sizes,
-    check_exchange,
-    check_node_size,
-)
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.node_ranks import by_node
 from lightning_3d.layout.sizes import check_number, check_sizes
 
 GROUPED_ROW_BYTES = 16
@@ -37,10 +29,9 @@ class ExpertOptions:
         node_size: ranks of a node for the exchange of tokens. If the ranks that share experts are on several nodes, equally many on each,
             a token crosses once to each node on which it has experts. None: the nodes of the run. At least ep: each token is sent straight
             to each of its experts.
-        exchange: how tokens travel. "all_to_all": by `torch.distributed`; "deepep": by the kernels of DeepEP, once to each rank.
 
     Raises:
-        ConfigError: a number is out of range, the exchange is unknown, or DeepEP is given a `node_size`.
+        ConfigError: a number is out of range.
     """
 
     aux_loss: float | None = None
@@ -48,7 +39,6 @@ class ExpertOptions:
     bias_update: float = 0.0
     capacity_factor: float | None = None
     node_size: int | None = None
-    exchange: str = ALL_TO_ALL
 
     def __post_init__(self) -> None:
         for name, value in (("moe_aux_loss", self.aux_loss), ("moe_z_loss", self.z_loss), ("moe_bias_update", self.bias_update)):
@@ -62,51 +52,34 @@ class ExpertOptions:
             check_number("moe_capacity_factor", self.capacity_factor)
         if self.node_size is not None:
             check_sizes(moe_node_size=self.node_size)
-        if check_exchange(self.exchange) == DEEPEP and self.node_size is not None:
-            raise ConfigError(
-                f"moe_node_size={self.node_size} has no effect on moe_exchange=deepep, which finds the nodes itself. Use"
-                " moe_node_size=null, or moe_exchange=all_to_all."
-            )
-
-    @property
-    def uses_deepep(self) -> bool:
-        """Whether tokens travel by DeepEP."""
-        return self.exchange == DEEPEP
 
     def require_suits(self, layout: Layout) -> None:
         """Raise ConfigError for a `node_size` that splits ranks that share experts unevenly."""
         if self.node_size is not None:
-            check_node_size(layout, self.node_size)
-
-    def check_run(
-        self, layout: Layout, node_size: int | None, device: str, precision: str, capability: tuple[int, int] | None = None
-    ) -> None:
-        """Refuse a run in which tokens cannot travel so.
-
-        Args:
-            node_size: ranks of each node; None for one node.
-            device: kind of device; "gpu" and "cuda" are GPUs.
-            precision: name in `PRECISIONS`.
-            capability: compute capability of the GPU; None if it is unknown.
-        """
-        if self.uses_deepep:
-            check_deepep_ranks(layout, node_size)
-            check_deepep_machine(device, precision, capability)
-
-    def check_tokens(self, ranks: int, hidden: int | None, experts: int | None, choices: int | None) -> None:
-        """Refuse tokens that cannot travel so. None stands for an unknown number.
-
-        Args:
-            ranks: ranks that share the experts.
-            hidden: width of the hidden states.
-            experts: number of all experts.
-            choices: experts of each token.
-        """
-        if self.uses_deepep:
-            check_deepep_sizes(ranks, hidden, experts, choices)
+            _check_node_size(layout, self.node_size)
 
     @property
     def asked_for(self) -> list[str]:
         """Names of the options that are set and therefore need a mixture of experts."""
         values = {"moe_aux_loss": self.aux_loss, "moe_z_loss": self.z_loss, "moe_bias_update": self.bias_update}
         return [name for name, value in (values | {"moe_capacity_factor": self.capacity_factor}).items() if value]
+
+
+def _check_node_size(layout: Layout, size: int) -> None:
+    """Refuse a `moe_node_size` that puts more ranks of a group that shares experts on one node than on another.
+
+    Args:
+        size: ranks of a node, which are filled in order.
+    """
+    if _splits_evenly(layout, size):
+        return
+    near = [next(n for n in way if _splits_evenly(layout, n)) for way in (range(size, 0, -1), range(size, layout.world_size + 1))]
+    raise ConfigError(
+        f"moe_node_size={size} puts the {layout.ep} ranks that share experts in the layout {layout} unevenly on nodes. The nearest sizes"
+        f" that work are {near[0]} and {near[1]}."
+    )
+
+
+def _splits_evenly(layout: Layout, size: int) -> bool:
+    """Whether each group of ranks that share experts has equally many ranks on each of its nodes."""
+    return all(len({rank // size for rank in group}) == 1 or by_node(group, size) != [] for group in layout.expert_groups())

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_3d.config.options.token_exchange import ALL_TO_ALL
-
 PLAIN_VALUES: Mapping[str, Any] = {
     "label_smoothing": 0.0,
     "z_loss": 0.0,
@@ -14,6 +12,5 @@ PLAIN_VALUES: Mapping[str, Any] = {
     "moe_z_loss": 0.0,
     "moe_bias_update": 0.0,
     "moe_capacity_factor": None,
-    "moe_exchange": ALL_TO_ALL,
 }
-"""Options that change what is computed and that plain PyTorch does not have, or that need GPUs, and the values that turn them off."""
+"""Options that change what is computed and that plain PyTorch does not have, and the values that turn them off."""

@@ -5,8 +5,8 @@ layer. Before the first one the ranks exchange how many tokens they send, in an 
 the result is the only time that the host waits for the device. No pair is dropped because an expert is full, so the output is that of one
 process. (GShard, arXiv:2006.16668, but without its capacity limit, as in MegaBlocks, arXiv:2211.15841.)
 
-Where the ranks are on several nodes, `nodes` sends a token only once to each node. `deepep` sends it by the kernels of DeepEP. What a block
-computes beside its experts can run while tokens travel: see `overlap`. In the graph of a compiled block all this is two operators: see
+Where the ranks are on several nodes, `nodes` sends a token only once to each node. What a block computes
+beside its experts can run while tokens travel: see `overlap`. In the graph of a compiled block all this is two operators: see
 `expert_operators`.
 """
 
@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.parallel import gloo_exchange
-from lightning_3d.parallel.expert.deepep import DeepEPDispatch
-from lightning_3d.parallel.expert.deepep_library import DeepEP
 from lightning_3d.parallel.expert.expert_operators import BegunInGraph, register
 from lightning_3d.parallel.expert.nodes import NodeDispatch
 from lightning_3d.parallel.expert.shipment import Shipment, even_parts, local_experts, weighted_sum
@@ -52,7 +50,6 @@ class ExpertParallel:
         index: this rank's place in the group; it has the experts index * experts / size and following.
         tokens: split of the tokens, which tensor-parallel ranks hold alike, over these ranks; None without tensor parallelism.
         nodes: nodes that these ranks are on, if a token is sent only once to each node; None to send it to each of its experts.
-        deepep: DeepEP between these ranks, if it sends the tokens; None for `torch.distributed`.
         balanced: whether to assume that all ranks send and receive equally many tokens, instead of asking the routers. Used in dry runs,
             where routers have no values.
     """
@@ -62,7 +59,6 @@ class ExpertParallel:
     index: int
     tokens: TokenCut | None = None
     nodes: ExpertNodes | None = None
-    deepep: DeepEP | None = None
     balanced: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
@@ -75,7 +71,7 @@ class _Begun:
     """A call whose tokens are under way."""
 
     arguments: tuple[Tensor, Tensor, Tensor]
-    dispatch: _Dispatch | NodeDispatch | DeepEPDispatch
+    dispatch: _Dispatch | NodeDispatch
 
     def is_of(self, *arguments: Tensor) -> bool:
         return all(now is then for now, then in zip(arguments, self.arguments, strict=True))
@@ -152,10 +148,8 @@ class DispatchedExperts:
         if self.drops is not None and self.drops():
             chosen = chosen.masked_fill(weights == 0, self.experts_of_all)
         ranks, experts = self.expert_parallel, self.experts_of_all
-        dispatch: _Dispatch | NodeDispatch | DeepEPDispatch
-        if ranks.deepep is not None:
-            dispatch = DeepEPDispatch(hidden, chosen, weights, ranks.deepep, experts)
-        elif ranks.nodes is None:
+        dispatch: _Dispatch | NodeDispatch
+        if ranks.nodes is None:
             dispatch = _Dispatch(hidden, chosen, weights, ranks, experts)
         else:
             dispatch = NodeDispatch(hidden, chosen, weights, ranks.nodes, experts, balanced=ranks.balanced)
