@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 drop_lines()  # here, before scripts and ranks import the libraries that print them
 
-__path__.append(f"{__path__[0]}/old_names")  # modules that were documented under other names
-
 __all__ = [
     "Cut", "ExponentialAverage", "Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "fitting_layout", "initialize",
     "load_pretrained", "planned", "verify",

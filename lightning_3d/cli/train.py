@@ -20,12 +20,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
 from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
-from lightning_3d.compat.hydra import checked_compositions
 from lightning_3d.config.compose import plain, register_sources
 from lightning_3d.config.explain import explain, explain_sweep, is_composition_error
 from lightning_3d.config.files import conf_folder
-from lightning_3d.config.hydra_part import check_hydra, check_search_path
 from lightning_3d.config.plan_run import RunPlan
+from lightning_3d.config.secrets import check_secrets, check_words
+from lightning_3d.config.typed import typed_words
 from lightning_3d.errors import ConfigError, Lightning3DError, is_full
 from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once, refuse
 from lightning_3d.runs.check import check_for
@@ -110,8 +110,7 @@ def _run_hydra(job: TrainJob, arguments: list[str]) -> None:
     sys.argv = [sys.argv[0] if installed else "train.py", *flags_first]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        with checked_compositions(check_hydra, check_search_path):
-            hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)()
+        hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)()
     finally:
         sys.argv = before[0]
         os.environ.pop("HYDRA_FULL_ERROR") if before[1] is None else os.environ.update(HYDRA_FULL_ERROR=before[1])
@@ -128,6 +127,7 @@ class BeforeRun(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the configuration and choose the folder. Ends the process itself, because Hydra swallows exceptions of callbacks."""
         try:
+            _check_hydra_secrets(config)
             self.plan = plan = check_for(config, outside=self.outside)
             if config.trainer.dry:
                 show_plan(plan, self.outside)
@@ -157,6 +157,10 @@ class BeforeRun(Callback):
                 f" {self.outside.world_size} rank{'s' * (self.outside.world_size > 1)}. Run the sweep without {self.outside.launcher}."
             )
             sys.exit(refuse(error, self.outside))
+        try:
+            _check_hydra_secrets(config)
+        except ConfigError as error:
+            sys.exit(refuse(error, self.outside))
         # Between jobs and while Hydra composes them: exit in order, so that a sweep that has not begun leaves no folder.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         if "max_failure_rate" in config.hydra.sweeper and not _is_given(config, "hydra.sweeper.max_failure_rate"):
@@ -185,6 +189,13 @@ class BeforeRun(Callback):
             if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
                 config.hydra.output_subdir = None
                 config.hydra.job_logging = {"version": 1, "root": {"level": "WARNING"}}
+
+
+def _check_hydra_secrets(config: DictConfig) -> None:
+    """Refuse secrets in Hydra's part of a configuration and on the command line, both of which Hydra saves."""
+    check_words(typed_words(config))
+    parts = {name: OmegaConf.select(config, f"hydra.{name}") for name in ("callbacks", "launcher", "sweeper", "job.env_set")}
+    check_secrets({f"hydra.{name}": OmegaConf.to_container(part, resolve=False) for name, part in parts.items() if part is not None})
 
 
 def _is_given(config: DictConfig, key: str) -> bool:

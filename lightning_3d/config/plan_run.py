@@ -46,8 +46,7 @@ from lightning_3d.config.run_config import (
 )
 from lightning_3d.config.secrets import check_secrets
 from lightning_3d.config.targets import check_targets
-from lightning_3d.config.typed import Typed
-from lightning_3d.config.written_paths import check_paths, folder_of
+from lightning_3d.config.typed import typed_words
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.layout.batch_rules import check_batch, check_ramp, few_micro_batches, largest_micro_batch
@@ -152,6 +151,10 @@ class RunPlan:
 
 
 _LARGEST_SEED = 2**32 - 1
+
+_RUN_FOLDER = "${hydra:runtime.output_dir}"
+_LATER = "/run-folder"
+"""Stands for the run folder of a configuration that does not name it yet."""
 """What NumPy, which Lightning seeds too, accepts."""
 
 
@@ -276,11 +279,11 @@ def check_keys(config: DictConfig) -> RunConfig:
         raise explain_value(error) from error
     except (OverflowError, RecursionError) as error:
         raise ConfigError(f"A value of the configuration is too large or nested too deeply: {error}.") from error
-    typed = Typed.of(config)
     content = asdict(run)
-    check_targets(content, typed.words)
-    check_paths(config, content, typed)
+    check_targets(content, typed_words(config))
     check_secrets(content)
+    if not run.run_folder and not run.trainer.dry:
+        raise ConfigError(f"run_folder must be given: a run needs a folder. Add run_folder: {_RUN_FOLDER}.")
     check_group_keys("model", run.model, MODEL_KEYS)
     options = data_options(run.data.get("name"))
     check_group_keys("data", run.data, (*options, "global_batch_size", "batch_ramp", "seed", "vocab_size") if options else ())
@@ -312,7 +315,8 @@ def _typed(config: DictConfig) -> RunConfig:
                 f"The group {group} sets keys of the whole run, so the first line of its file must be  # @package _global_"
             )
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    OmegaConf.update(plain, "run_folder", folder_of(config), force_add=True)
+    folder = str(OmegaConf.to_container(config, resolve=False).get("run_folder") or "")  # type: ignore[union-attr]
+    OmegaConf.update(plain, "run_folder", _LATER if "${" in folder else folder, force_add=True)
     merged = OmegaConf.merge(_schema(), plain)
     missing = sorted(OmegaConf.missing_keys(merged))
     if OmegaConf.select(merged, "trainer.dry"):  # files of data may be named when the run is started

@@ -44,6 +44,7 @@ from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.parallel_plan import check_plan
+from lightning_3d.config.options.precision import precision_of
 from lightning_3d.config.options.reliability import IGNORE, Reliability
 from lightning_3d.config.options.self_check import check_mode
 from lightning_3d.config.options.zero import NONE, ZeroOptions

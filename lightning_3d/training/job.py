@@ -17,7 +17,6 @@ from typing import Any
 from lightning_3d.compat.imports import light_imports
 from lightning_3d.config.machine import gpu_names, hide_gpus
 from lightning_3d.config.plan_run import RunPlan
-from lightning_3d.config.written_paths import check_frozen_paths
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.planner.advice import need_less
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
@@ -241,7 +240,6 @@ def be_rank(outside: OutsideRank, job: Callable[[], None], reporter: FailureRepo
 
 def run_rank(frozen: dict[str, Any]) -> None:
     """Train, as one of the ranks."""
-    check_frozen_paths(frozen)  # once more: when `lightning-3d train` checked them, the run folder had no name yet
     prepare_rank(frozen)
     from lightning_3d.training.run import train
 
