@@ -30,7 +30,7 @@ from lightning_3d.ranks.heartbeat import Heartbeat
 from lightning_3d.ranks.patience import PatientCalls
 from lightning_3d.ranks.reporter import FailureReporter
 
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 7.0
 """Longest time for the other ranks to say what they do."""
 
 STACKS_SECONDS = 5.0

@@ -18,7 +18,6 @@ from lightning_3d.compat.lightning_data import seed_workers
 from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.config.options.zero import ZeroOptions
-from lightning_3d.health.lost_nodes import LostNodes
 from lightning_3d.health.processes import Process
 from lightning_3d.health.time_limits import seconds_allowed
 from lightning_3d.health.watchdog import Watchdog
@@ -49,7 +48,6 @@ class RankHooks(ParallelStrategy):
     _mesh: Mesh | None = None
     _failures: FailureReporter | None = None
     _watchdog: Watchdog | None = None
-    _nodes: LostNodes | None = None
     options: ModelOptions
     reliability: Reliability
     heartbeat: Heartbeat
@@ -139,20 +137,14 @@ class RankHooks(ParallelStrategy):
             self._failures.watch()
 
     def _watch_progress(self, folder: str, save_seconds: float) -> None:
-        """End all ranks when a node is lost or they do not get on any more, until `teardown`. Collective over the world.
+        """End all ranks when they do not get on any more, until `teardown`. Collective over the world.
 
         Args:
             folder: folder of the run, where the ranks write what they did.
             save_seconds: time limit of a save.
         """
         limit = self.reliability.hang_timeout
-        if self._failures is None or self.world_size == 1:
-            return
-        silence = self.reliability.lost_node_timeout
-        if self._nodes is None and silence is not None:
-            heartbeat = self.heartbeat
-            self._nodes = LostNodes.watch(self._failures, self.global_rank, self._all_gather_objects, silence, lambda: heartbeat.beats)
-        if limit is None or self._watchdog is not None:
+        if self._failures is None or self.world_size == 1 or limit is None or self._watchdog is not None:
             return
         allowed = partial(seconds_allowed, self.heartbeat, limit, save_seconds)
         processes = self._all_gather_objects(Process.own())
@@ -167,9 +159,6 @@ class RankHooks(ParallelStrategy):
 
     def _stop_watching(self) -> None:
         """Stop all watches: a rank that ends from here on is no failure any more."""
-        if self._nodes is not None:
-            self._nodes.close()
-            self._nodes = None
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

@@ -49,16 +49,16 @@ def wait(until: Callable[[], bool], seconds: float = 180.0) -> None:
 @pytest.mark.full
 def test_f48_a_lost_node_ends_the_run(nodes: TwoNodes, tmp_path: Path) -> None:
     lines = ["parallelism=tp2_dp2", "parallelism.micro_batch_size=1", "trainer.max_steps=100000", "trainer.val_check_interval=100000"]
+    lines += ["trainer.hang_timeout=20"]
     command, logs = torchrun("2", 0, lines, tmp_path), [tmp_path / "node0.log", tmp_path / "node1.log"]
     first, _ = (nodes.start(node, command, tmp_path, environment(), logs[node]) for node in (0, 1))
     wait(lambda: steps(tmp_path) > 10)
     nodes.cut()
-    cut = time.monotonic()
-    assert first.wait(60) != 0 and time.monotonic() - cut < 30
+    assert first.wait(120) != 0
     said = logs[0].read_text()
     assert said.count("lightning_3d:") == 1, said
-    assert "The node node1 with 2 ranks (2-3) is lost: it has not answered the node node0 for 20 s" in said
-    wait(lambda: "The node node0 with 2 ranks (0-1) is lost" in logs[1].read_text(), 30)
+    assert all(f"rank {rank} does not answer" in said for rank in (2, 3)) and "on node1" in said
+    wait(lambda: "rank 0 does not answer" in logs[1].read_text(), 60)
 
 
 @pytest.mark.full

@@ -30,7 +30,7 @@ PACKAGE = ROOT / "lightning_3d"
 METHODS = ("wait_stream", "wait_event", "synchronize", "record_stream", "wait")
 NOT_ON_A_GPU = (
     "checkpoint/store.py", "ranks/", "storage/", "launchers/", "runs/", "parallel/gloo_exchange.py", "strategy/checkpoint_hooks.py",
-    "doctor/", "health/lost_nodes.py", "parallel/host_channel.py", "parallel/host_memory.py",
+    "doctor/", "parallel/host_channel.py", "parallel/host_memory.py",
     "cli/plan_validation.py", "verification/",
 )  # fmt: skip
 """Files whose `wait` is for a thread, a process, gloo or memory that CPU ranks share."""

@@ -21,7 +21,6 @@ class Reliability:
     Attributes:
         hang_timeout: seconds without progress after which the ranks write what they do and end. "auto" takes ten times the median step,
             at least 60, and more for the first step, saves and evaluation; None never ends a run.
-        lost_node_timeout: seconds without an answer of a node's kernel after which the node counts as lost; None does not watch nodes.
         rendezvous_timeout: seconds to wait for all ranks at the start.
         held_memory_timeout: seconds to wait at the start for GPU memory that other processes hold; 0 does not wait.
         nonfinite_in_a_row: number of steps skipped in a row, because they are not finite, that ends a run.
@@ -35,7 +34,6 @@ class Reliability:
     """
 
     hang_timeout: int | float | str | None = AUTO
-    lost_node_timeout: float | None = 20.0
     rendezvous_timeout: float = 600.0
     held_memory_timeout: float = 30.0
     nonfinite_in_a_row: int = 100
@@ -78,8 +76,6 @@ class Reliability:
                 raise ConfigError(f"{group}hang_timeout must be a number of seconds, auto or null; got {self.hang_timeout!r}.")
         elif self.hang_timeout is not None:
             check_number(f"{group}hang_timeout", self.hang_timeout, least=1)
-        if self.lost_node_timeout is not None:
-            check_number(f"{group}lost_node_timeout", self.lost_node_timeout, least=4)
         check_number(f"{group}rendezvous_timeout", self.rendezvous_timeout, least=1)
         check_number(f"{group}held_memory_timeout", self.held_memory_timeout, least=0)
         check_number(f"{group}loss_spike_score", self.loss_spike_score, least=1)
