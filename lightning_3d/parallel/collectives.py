@@ -38,10 +38,15 @@ def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> No
 def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
     """Start to gather the parts of all ranks, equal in size, one after the other. Returns the work to wait for.
 
-    torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name warns.
+    A group of one rank sends nothing. torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name warns.
     """
+    import torch.distributed as dist
+
     from lightning_3d.parallel import gloo_exchange as exchange
 
+    if dist.get_world_size(group) == 1:
+        whole.copy_(part)
+        return exchange.finished()
     sent("all-gather", part)
     if exchange.fits(part, group):
         return exchange.all_gather(whole, part, group)
@@ -52,12 +57,15 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
 def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Work:
     """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait for.
 
-    torch 2.13 renamed `reduce_scatter_tensor` to `reduce_scatter_single`; the old name warns.
+    A group of one rank sends nothing. torch 2.13 renamed `reduce_scatter_tensor` to `reduce_scatter_single`; the old name warns.
     """
     import torch.distributed as dist
 
     from lightning_3d.parallel import gloo_exchange as exchange
 
+    if dist.get_world_size(group) == 1:
+        part.copy_(whole)
+        return exchange.finished()
     sent("reduce-scatter", whole)
     if exchange.fits(whole, group):
         return exchange.reduce_scatter(part, whole, group)

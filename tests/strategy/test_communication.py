@@ -247,3 +247,34 @@ def test_a_finished_stage_is_reduced_while_others_compute(options: dict[str, Any
             assert reductions[0] < last_message < reductions[-1]
         sent.setdefault(counted.groups["dp"], []).append([(calls[index].name, calls[index].numel) for index in reductions])
     assert all(one == other for one, other in sent.values())
+
+
+ALONE: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "tp2", {}),
+    ("llama", "pp2", {"micro_batch_size": 4}),
+    ("llama", "cp2", {}),
+    ("llama", "dp2", {}),
+    ("mixtral", "tp2_ep2", {}),
+    ("mixtral", "dp2_ep2", {}),
+]
+
+
+def calls_alone(zero_stage: int) -> list[tuple[str, str, list[Call]]]:
+    """For each layout, the calls of a step over groups of one rank, with the default of CUDA for gradients."""
+    found = []
+    for model, layout, options in ALONE:
+        scatters = {} if zero_stage == 0 else {"zero_reduce_scatter": True}
+        counted = count_step(2, zero_stage, model, layout=layout, **scatters, **options)
+        found.append((model, layout, [call for call in (*counted.training, *counted.validation) if len(call.ranks) == 1]))
+    return found
+
+
+@pytest.mark.parametrize("zero_stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))])
+def test_a_rank_alone_sends_nothing(zero_stage: int) -> None:
+    for calls in run_ranks(calls_alone, 2, zero_stage, process_group=False):
+        assert calls and not any(of_layout for _, _, of_layout in calls), calls
+
+
+def test_one_rank_sends_nothing() -> None:
+    [calls] = run_ranks(count_step, 1, 2, 1, layout="dp1", zero_reduce_scatter=True, process_group=False)
+    assert not [call for call in calls.training if call.numel], calls

@@ -256,11 +256,12 @@ class Composition:
         )
 
     def _scatters(self, trained: TrainedParameters) -> bool:
-        """True if gradients are sent only to their owners.
+        """True if gradients are sent only to their owners. One rank owns all of them, and sends none.
 
         Buffers that differ between tensor-parallel ranks would be split differently on them, and copies would not stay bit-equal.
         """
-        if trained.order_matters and trained.any_uneven:
+        alone = dist.get_world_size(trained.group) == 1
+        if alone or (trained.order_matters and trained.any_uneven):
             return False
         wanted = self.zero.reduce_scatter
         return wanted if wanted is not None else trained.device.type == "cuda"

@@ -231,6 +231,8 @@ class EagerReduction:
             self._receive()
 
     def _reduce(self, bucket: _Bucket, buffer: Tensor) -> list[Any]:
+        if dist.get_world_size(self._group) == 1:
+            return []
         if not self._to_owners:
             return [exchange.start_all_reduce(buffer, self._group)]
         works = []
@@ -278,7 +280,8 @@ class EagerReduction:
         rest = {id(p): gradient for p in self._parameters if (gradient := rest_of(p)) is not None}
         known = [float(id(p) in self._seen) for p in self._parameters] + [float(id(p) in rest) for p in self._parameters]
         counts = torch.tensor(known)
-        dist.all_reduce(counts, group=self._control)
+        if dist.get_world_size(self._control) > 1:
+            dist.all_reduce(counts, group=self._control)
         seen, late = counts.view(2, -1).tolist()
         for parameter, count in zip(self._parameters, late, strict=True):
             if count > 0:

@@ -64,6 +64,8 @@ def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> Non
 
 def most_micro_batches(own: int, mesh: Mesh) -> int:
     """Find the largest number of micro-batches of any data-parallel rank: one all-reduce of a number over ("cp", "dp")."""
+    if dist.get_world_size(mesh.data_control) == 1:
+        return own
     most = torch.tensor(own)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.data_control)
     return int(most)
