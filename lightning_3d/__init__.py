@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.log_lines import drop_lines
+from lightning_3d.ranks.role import expect_hand_over
 from lightning_3d.version import __version__
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_3d.weights.pretrained import load_pretrained
 
 drop_lines()  # here, before scripts and ranks import the libraries that print them
+expect_hand_over()
 
 __all__ = [
     "Cut", "ExponentialAverage", "Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "fitting_layout", "initialize",

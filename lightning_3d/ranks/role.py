@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -75,6 +76,25 @@ class Role:
         """What the layout's run has recorded about itself."""
         found: dict[str, Any] = json.loads((self.folder / RANKS / FACTS).read_text())
         return found
+
+
+def expect_hand_over() -> None:
+    """Say at the end of a script that asks for its verification, and made no strategy, that nothing was verified: exit code 2."""
+    if os.environ.get(VARIABLE) == "1":
+        atexit.register(_end_unverified)
+
+
+def _end_unverified() -> None:
+    if getattr(sys, "last_value", None) is not None or not Path(sys.argv[0]).name.endswith(".py") or "lightning_3d.__main__" in sys.modules:
+        return
+    print(
+        f"lightning_3d: nothing was verified: with {VARIABLE}=1, this script made no Lightning3DStrategy. It needs a"
+        ' Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"), devices=8) that fits.',
+        file=sys.stderr,
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ConfigError.exit_code)
 
 
 def hand_over() -> None:

@@ -15,7 +15,7 @@ from lightning_3d.ranks.role import ALONE, ALONE_WHOLE, Role, hand_over
 P = ParamSpec("P")
 
 _TURNED_OFF = {**PLAIN_VALUES, "fp8": False, "compile": False, "zero_overlap_gather": False, "trace_every_n_steps": None}
-_KEPT_ALONE = ("plan", "pipeline_module", "self_check", "split_batch", "seed", "sequence_parallel", "nonfinite")
+_KEPT_ALONE = ("plan", "pipeline_module", "self_check", "split_batch", "seed", "sequence_parallel", "nonfinite", "loss_reduction")
 
 notes: list[str] = []
 """What was changed in the script of this process, for the user."""

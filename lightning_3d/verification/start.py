@@ -10,10 +10,20 @@ import runpy
 import sys
 
 import lightning_3d.strategy  # noqa: F401  it changes and records Trainers, if this process has a role
+from lightning_3d.errors import Lightning3DError
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    try:
+        _run(sys.argv[1:])
+    except Lightning3DError as error:
+        if sys.excepthook is not sys.__excepthook__:  # ranks that are connected say it once
+            raise
+        print(f"lightning_3d: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
 _TAIL_LINES = 25
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 1.0
 
 
 @dataclass
@@ -39,6 +39,12 @@ class ScriptFailed(Exception):
     role: Role
     code: int
     message: str
+
+    @property
+    def last_line(self) -> str:
+        """The line that says most: the refusal, or the last one."""
+        lines = self.message.strip().splitlines()
+        return next((line.removeprefix("lightning_3d: ") for line in reversed(lines) if line.startswith("lightning_3d: ")), lines[-1] if lines else "")
 
 
 def verify_script(words: Sequence[str], steps: int) -> int:
@@ -58,6 +64,9 @@ def verify_script(words: Sequence[str], steps: int) -> int:
             return _verify(words, steps, folder)
         except ScriptFailed as failed:
             return _explain_failure(failed)
+        except KeyboardInterrupt:
+            print("lightning_3d: interrupted, nothing was compared", file=sys.stderr)
+            raise
 
 
 def _require_script(words: Sequence[str]) -> None:
@@ -87,7 +96,8 @@ def _verify(words: Sequence[str], steps: int, folder: Path) -> int:
         """Compare a further run, which may be refused."""
         try:
             _run(words, [role])
-        except ScriptFailed:
+        except ScriptFailed as failed:
+            print(f"not compared: {role.meaning} ({failed.last_line})")
             return None
         return compared(role)
 
@@ -126,8 +136,12 @@ def _print_data(comparison: Comparison) -> None:
 
 def _print_difference(comparison: Comparison, alone: Comparison | None, alone_whole: Comparison | None, facts: Mapping[str, Any]) -> None:
     from lightning_3d.verification.advice import READING, describe, first_line, further_lines, kind_of
+    from lightning_3d.verification.differences import LOGGED
 
-    print(f"DIFFERENT: {facts['layout']} does not compute what plain Lightning computes on one process")
+    if all(found.what == LOGGED for found in comparison.found) and comparison.misread is None:
+        print(f"DIFFERENT: {facts['layout']} trains as plain Lightning does on one process, but logs other values")
+    else:
+        print(f"DIFFERENT: {facts['layout']} does not compute what plain Lightning computes on one process")
     if comparison.misread is not None:
         print(f"first difference: data: {comparison.misread}")
     else:
@@ -202,13 +216,27 @@ def _explain_failure(failed: ScriptFailed) -> int:
         print("\n".join(lines[first:]), file=sys.stderr)
         print("refused, not compared", file=sys.stderr)
     elif failed.code:
-        print("\n".join(lines[-_TAIL_LINES:]), file=sys.stderr)
-        how = f"failed with exit code {failed.code} as {failed.role.meaning}"
+        print("\n".join(_without_own_frames(lines)[-_TAIL_LINES:]), file=sys.stderr)
+        how = f"failed with exit code {failed.code} in the run of {failed.role.meaning}"
         print(f"lightning_3d: the script {how}, so nothing was compared", file=sys.stderr)
     else:
         print(
-            f"lightning_3d: the script ended without a step of Trainer.fit as {failed.role.meaning}, so nothing was compared. It needs a"
+            f"lightning_3d: the script ended without a step of Trainer.fit in the run of {failed.role.meaning}, so nothing was compared. It needs a"
             ' Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"), devices=8) that fits.',
             file=sys.stderr,
         )
     return Lightning3DError.exit_code
+
+
+def _without_own_frames(lines: Sequence[str]) -> list[str]:
+    """Leave out of tracebacks the frames by which a run starts the user's script."""
+    kept: list[str] = []
+    leaves_out = False
+    for line in lines:
+        if line.lstrip().startswith('File "'):
+            leaves_out = "<frozen runpy>" in line or "verification/start.py" in line
+        elif not line.startswith("    "):
+            leaves_out = False
+        if not leaves_out:
+            kept.append(line)
+    return kept

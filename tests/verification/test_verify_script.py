@@ -17,6 +17,7 @@ from planted_scripts import PLANTED, Planted
 
 from lightning_3d.cli.verify import split_script
 from lightning_3d.errors import ConfigError
+from lightning_3d.layout import Layout
 from lightning_3d.ranks.role import RANKS, Role, script_words
 from lightning_3d.strategy.recorded.arguments import trainer_arguments
 from lightning_3d.verification.advice import COUNTED, PARTS, READING, ROWS, VALUES, WRITTEN
@@ -208,3 +209,18 @@ def _lives(process: int) -> bool:
     except ProcessLookupError:
         return False
     return "Z" not in Path(f"/proc/{process}/stat").read_text().split()[2]
+
+
+@pytest.mark.slow
+def test_a_script_without_the_strategy_that_asks_for_its_verification(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("import lightning_3d\nprint('trained')\n")
+    asked = environment() | {"LIGHTNING_3D_VERIFY": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=asked, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "trained" in done.stdout and "nothing was verified" in done.stderr
+
+
+def test_devices_that_do_not_fit_the_layout_stay_as_they_are(tmp_path: Path) -> None:
+    role, layout = Role("ranks", tmp_path, 3), Layout(pp=3)
+    found = [trainer_arguments({"devices": given}, role, layout)["devices"] for given in (2, "2", [0, 1], "auto", -1, 3)]
+    assert found == [2, 2, 2, 3, 3, 3]

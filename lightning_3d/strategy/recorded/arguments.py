@@ -41,11 +41,12 @@ def trainer_arguments(given: dict[str, Any], role: Role, layout: Layout | None) 
             f"verify runs all ranks on this machine, at most {MOST_RANKS}; the script has {ranks}. Verify a smaller layout with the same"
             " kinds of axes, for example tp2_pp2_dp2."
         )
+    given_ranks = ranks if str(given.get("devices", "auto")) in ("auto", "-1") else _devices(given)
     on_gpus = given.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.device_count() >= ranks
     written = str(role.own / "written")
     changed = given | {
         "accelerator": "gpu" if on_gpus else "cpu",
-        "devices": ranks,
+        "devices": given_ranks,  # the strategy refuses them where they are not those of the layout
         "num_nodes": 1,
         "max_steps": role.steps if given.get("max_steps", -1) < 0 else min(role.steps, given["max_steps"]),
         "default_root_dir": written,
