@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -156,6 +157,7 @@ def _reasons(cells: Mapping[tuple[str, str], Mapping[str, str]], family: str, la
 
 def _short(text: str) -> str:
     flat = " ".join(text.partition(": ")[2].split() if text.split(":")[0].endswith("Error") else text.split())
+    flat = re.sub(r"Self-check: \w+ as rewritten for \w+ fails", "Self-check fails", flat)
     flat = flat.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
     return flat if len(flat) <= LONGEST else f"{flat[: LONGEST - 1].rsplit(' ', 1)[0]} …"
 
