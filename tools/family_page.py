@@ -27,19 +27,19 @@ LONGEST = 110  # characters of a reason
 
 INTRO = """# Families of models
 
-Every causal language model of Transformers, trained on six layouts and compared with the same model in a plain PyTorch loop on one process
-(a tiny model of each family, 4 steps of AdamW on CPU ranks; {versions}). A model that is not listed, or another version of a library, is
-[checked](verify.md) before its first step, so no model trains wrong numbers in silence.
+Every causal language model of Transformers, trained on six layouts and compared with the same model in a plain PyTorch loop on one
+process (a tiny model of each family, 4 steps of AdamW on CPU ranks; {versions}). A model that is not listed, or another version of a
+library, is [checked](verify.md) before its first step, so no model trains wrong numbers in silence.
 
 """
 
 COUNTS = """
 ## Counts
 
-*Exact* allows rounding only: losses and gradient norms differ by at most 1e-5 relative, or by 3 times what another order of the sums changes
-on one process. *Refused* ends the run before the first step. *No reference*: the family does not train on one process. {count} families,
-chosen by a hash of their names, are held out: the mechanisms are no longer changed for them. Before this split, the refusals of both groups had
-been read. Families without experts do not count for ep2_dp2.
+*Exact* allows rounding only: losses and gradient norms differ by at most 1e-5 relative, or by 3 times what another order of the sums
+changes on one process. *Refused* ends the run before the first step. *No reference*: the family does not train on one process. {count}
+families, chosen by a hash of their names, are held out. Before this split, the refusals of both groups had been read: the two columns
+show only that the mechanisms favor neither group. Families without experts do not count for ep2_dp2.
 
 | layout | exact | refused | no reference | exact of those held out | exact of the others |
 | --- | --: | --: | --: | --: | --: |
@@ -48,16 +48,17 @@ been read. Families without experts do not count for ep2_dp2.
 IMAGES = """
 ## Models that read images
 
-LLaVA, Gemma 3, Gemma 4 and Qwen2-VL are exact with tp2, pp2 and ZeRO 3 on images, too. With pp, the vision tower is on the first stage; the
-first batch must have images, or a later batch with images ends the run. If later blocks need features of the tower (Qwen3-VL), pp is refused.
+LLaVA, Gemma 3, Gemma 4 and Qwen2-VL are exact with tp2, pp2 and ZeRO 3 on images, too. With pp, the vision tower is on the first stage;
+the first batch must have images, or a later batch with images ends the run. If later blocks need features of the tower (Qwen3-VL), pp is
+refused.
 
-The last blocks of Gemma 3n and of small Gemma 4 models use the keys and values of earlier blocks. All blocks that share them must be on one
-stage, for example with `parallelism.stages=[18,12]`; otherwise pp is refused.
+The last blocks of Gemma 3n and of small Gemma 4 models use the keys and values of earlier blocks. All blocks that share them must be on
+one stage, for example with `parallelism.stages=[18,12]`; otherwise pp is refused.
 """
 
 MORE = """
-A reference of *bf16* has float32 master weights; its losses may differ by 1e-3, and gradient norms by 1e-2. Outside of this band, with tp in
-bf16, are CPM-Ant and Gemma 3n, which magnify rounding, and PLBart, which computes its loss in bf16. All three are exact in float32.
+A reference of *bf16* has float32 master weights; its losses may differ by 1e-3, and gradient norms by 1e-2. Outside of this band, with
+tp in bf16, are CPM-Ant and Gemma 3n, which magnify rounding, and PLBart, which computes its loss in bf16. All three are exact in float32.
 
 | run | layout | exact | refused | no reference | WRONG, crash or hang |
 | --- | --- | --: | --: | --: | --: |
@@ -92,13 +93,14 @@ def page(rows: Iterable[Mapping[str, str]], more: Mapping[str, Iterable[Mapping[
     cells = {(row["family"], row["layout"]): row for row in rows}
     families = sorted({family for family, _ in cells})
     layouts = [layout for layout in TITLES if any((family, layout) in cells for family in families)]
-    everywhere = [family for family in families if not {_kind(cells[family, layout]) for layout in layouts if (family, layout) in cells} - FINE]
+    somewhere = {family for (family, _), row in cells.items() if _kind(row) not in FINE}
+    everywhere = [family for family in families if family not in somewhere]
     text = INTRO.format(versions=versions()) + "## Exact on every layout\n\n"
     text += f"With tp, pp, ZeRO 3, cp and ep: {_names(filter(has_experts, everywhere))}.\n\n"
     text += f"With tp, pp, ZeRO 3 and cp (they have no experts): {_names(family for family in everywhere if not has_experts(family))}.\n\n"
     text += "## Refused on some layouts\n\nThe run prints the whole reason; here is its beginning. A number is the largest difference.\n\n"
     text += f"| family | {' | '.join(TITLES[layout] for layout in layouts)} |\n| --- |{' --- |' * len(layouts)}\n"
-    rest = [family for family in families if family not in everywhere]
+    rest = sorted(somewhere)
     for family in rest:
         text += f"| {family} | {' | '.join(_shown(cells.get((family, layout))) for layout in layouts)} |\n"
     reasons = {family: _reasons(cells, family, layouts) for family in rest}
