@@ -5,7 +5,7 @@ picotron with clipping on. A ratio is our median step over the peer's in the sam
 The ideal is the plain loop's step divided by the number of cores.
 
 picotron is fetched from its public repository at one commit, or taken from a checkout or Git directory (`--picotron PATH`); see
-`peers_picotron.py` for what is replaced to run it on CPU. torchtitan is not among the peers: see docs/comparison.md.
+`peers_picotron.py` for what is replaced to run it on CPU. torchtitan is not among the peers: see benchmarks/peers.md.
 
 Other programs on the machine make step times useless. The table shows the smallest and the largest ratio of all rounds, and where the
 contenders had less than 90 % of the processor time, or other processes waited for a core, it says so instead of judging the promise.

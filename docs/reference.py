@@ -21,9 +21,7 @@ import yaml
 
 DOCS = Path(__file__).parent
 REPOSITORY = DOCS.parent
-sys.path[:0] = [str(REPOSITORY), str(DOCS)]
-
-import published_bytes  # noqa: E402
+sys.path.insert(0, str(REPOSITORY))
 
 from lightning_3d.cli.launch import KINDS  # noqa: E402
 from lightning_3d.config.cluster import ClusterConfig  # noqa: E402
@@ -390,7 +388,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "hydra/launcher/slurm": lambda: hydra_launcher("slurm"),
     "recipes": recipes,
     "predictions": predictions,
-    "bytes": published_bytes.table,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,55 +22,43 @@ from lightning_3d.strategy.self_check.remembered import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLES = {"tp2": "tp2", "pp2": "pp2", "tp2_pp2": "tp2_pp2", "zero3": "dp2, ZeRO 3", "cp2": "cp2", "ep2_dp2": "ep2_dp2"}
-LONGEST = 300  # characters of a reason
+FINE = {"exact", "dense"}
+LONGEST = 110  # characters of a reason
 
 INTRO = """# Families of models
 
-What each causal language model of Transformers computes on six layouts, compared with the same model in a plain PyTorch loop on one
-process. `python tools/family_matrix.py` makes the numbers ({versions}): a tiny model of each family trains 4 steps of AdamW on CPU ranks.
+Every causal language model of Transformers, trained on six layouts and compared with the same model in a plain PyTorch loop on one
+process (a tiny model of each family, 4 steps of AdamW on CPU ranks; {versions}). A model that is not listed, or another version of a
+library, is [checked](verify.md) before its first step, so no model trains wrong numbers in silence.
 
-- A **number** is the largest relative difference of a loss or a gradient norm in 4 steps. It is rounding: at most 1e-5, or 3 times what
-  another order of the sums changes on one process.
-- **refused**: the strategy ends the run before the first step. [The reasons](#refusals) are below.
-- **no reference**: the family does not train on one process.
-- **dense**: the family has no experts, which ep needs.
+"""
 
-No family trains wrong numbers in silence: a model that is not in this list, or another version of a library, is
-[checked](verify.md) before its first step.
+COUNTS = """
+## Counts
+
+*Exact* allows rounding only: losses and gradient norms differ by at most 1e-5 relative, or by 3 times what another order of the sums
+changes on one process. *Refused* ends the run before the first step. *No reference*: the family does not train on one process. {count}
+families, chosen by a hash of their names, are held out. Before this split, the refusals of both groups had been read: the two columns
+show only that the mechanisms favor neither group. Families without experts do not count for ep2_dp2.
 
 | layout | exact | refused | no reference | exact of those held out | exact of the others |
 | --- | --: | --: | --: | --: | --: |
 """
 
-HELD_OUT = """
-Families without experts do not count in the row of ep2_dp2.
-
-**Held out** are {count} families, chosen by a hash of their names. Only families with a reference count here and, for ep2_dp2, only those
-with experts. The split is newer than the first derived plans and repairs: until then, all families had been run, and the refusals of both
-groups had been read. Llama, for example, is held out only from now on. So the two columns show that the mechanisms favor neither group.
-They do not show what happens to models that nobody has seen. The [self-check](verify.md) is for those.
-"""
-
 IMAGES = """
 ## Models that read images
 
-The families above were trained on text. LLaVA, Gemma 3, Gemma 4 and Qwen2-VL were also trained with images
-(`tests/strategy/test_images.py`). They are exact with tp2, pp2 and ZeRO 3. With pp, the vision tower is on the first stage, and other
-stages do not get the images. If later blocks need features of the tower (Qwen3-VL), the self-check refuses pp. The first batch must have
-images, or a later batch with images ends the run.
+LLaVA, Gemma 3, Gemma 4 and Qwen2-VL are exact with tp2, pp2 and ZeRO 3 on images, too. With pp, the vision tower is on the first stage;
+the first batch must have images, or a later batch with images ends the run. If later blocks need features of the tower (Qwen3-VL), pp is
+refused.
 
-The last blocks of Gemma 3n and of small Gemma 4 models use the keys and values of earlier blocks. These do not travel between stages: all
-blocks that share them must be on one stage, for example with `parallelism.stages=[18,12]`; otherwise the self-check refuses pp. The tiny
-models above do not share them.
+The last blocks of Gemma 3n and of small Gemma 4 models use the keys and values of earlier blocks. All blocks that share them must be on
+one stage, for example with `parallelism.stages=[18,12]`; otherwise pp is refused.
 """
 
 MORE = """
-## Other data, numbers and versions
-
-The variants of `family_matrix.py`, and versions of Transformers. A reference of *bf16* has float32 master weights; its losses may differ by
-1e-3, and gradient norms by 1e-2. Three families are outside of this band with tp in bf16, and exact in float32: CPM-Ant and Gemma 3n
-magnify rounding (a gradient norm of CPM-Ant changes by 11 % if one process adds up in another order), and PLBart computes its loss in bf16,
-whose last bit is 0.4 %. *dropout*: 0.1 in the configuration, and the model in evaluation mode.
+A reference of *bf16* has float32 master weights; its losses may differ by 1e-3, and gradient norms by 1e-2. Outside of this band, with
+tp in bf16, are CPM-Ant and Gemma 3n, which magnify rounding, and PLBart, which computes its loss in bf16. All three are exact in float32.
 
 | run | layout | exact | refused | no reference | WRONG, crash or hang |
 | --- | --- | --: | --: | --: | --: |
@@ -95,7 +84,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def page(rows: Iterable[Mapping[str, str]], more: Mapping[str, Iterable[Mapping[str, str]]]) -> str:
-    """The page as Markdown.
+    """Write the page as Markdown.
 
     Args:
         rows: the cells.
@@ -104,19 +93,28 @@ def page(rows: Iterable[Mapping[str, str]], more: Mapping[str, Iterable[Mapping[
     cells = {(row["family"], row["layout"]): row for row in rows}
     families = sorted({family for family, _ in cells})
     layouts = [layout for layout in TITLES if any((family, layout) in cells for family in families)]
-    text = INTRO.format(versions=versions())
+    somewhere = {family for (family, _), row in cells.items() if _kind(row) not in FINE}
+    everywhere = [family for family in families if family not in somewhere]
+    text = INTRO.format(versions=versions()) + "## Exact on every layout\n\n"
+    text += f"With tp, pp, ZeRO 3, cp and ep: {_names(filter(has_experts, everywhere))}.\n\n"
+    text += f"With tp, pp, ZeRO 3 and cp (they have no experts): {_names(family for family in everywhere if not has_experts(family))}.\n\n"
+    text += "## Refused on some layouts\n\nThe run prints the whole reason; here is its beginning. A number is the largest difference.\n\n"
+    text += f"| family | {' | '.join(TITLES[layout] for layout in layouts)} |\n| --- |{' --- |' * len(layouts)}\n"
+    rest = sorted(somewhere)
+    for family in rest:
+        text += f"| {family} | {' | '.join(_shown(cells.get((family, layout))) for layout in layouts)} |\n"
+    reasons = {family: _reasons(cells, family, layouts) for family in rest}
+    text += "\n" + "".join(f"- **{family}** {reason}\n" for family, reason in reasons.items() if reason)
+    text += IMAGES + COUNTS.format(count=sum(map(is_held_out, families)))
     for layout in layouts:
         found = Counter(_kind(cells[family, layout]) for family in families if (family, layout) in cells)
         groups = " | ".join(_share(cells, filter(group, families), layout) for group in (is_held_out, lambda name: not is_held_out(name)))
         text += f"| {TITLES[layout]} | {found['exact']} | {found['refused']} | {found['no reference']} | {groups} |\n"
-    text += HELD_OUT.format(count=sum(map(is_held_out, families)))
-    text += (MORE + "".join(_counted(name, list(others)) for name, others in more.items()) if more else "") + "\n## Each family\n\n"
-    text += f"| family | {' | '.join(TITLES[layout] for layout in layouts)} |\n| --- |{' --- |' * len(layouts)}\n"
-    for family in families:
-        shown = [_shown(cells.get((family, layout))) for layout in layouts]
-        text += f"| {family} | {' | '.join(shown)} |\n"
-    reasons = {family: _reasons(cells, family, layouts) for family in families}
-    return text + IMAGES + "\n## Refusals\n\n" + "".join(f"- **{family}** {reason}\n" for family, reason in reasons.items() if reason)
+    return text + (MORE + "".join(_counted(name, list(others)) for name, others in more.items()) if more else "")
+
+
+def _names(families: Iterable[str]) -> str:
+    return ", ".join(f"`{family}`" for family in families)
 
 
 def _share(cells: Mapping[tuple[str, str], Mapping[str, str]], families: Iterable[str], layout: str) -> str:
@@ -161,6 +159,7 @@ def _reasons(cells: Mapping[tuple[str, str], Mapping[str, str]], family: str, la
 
 def _short(text: str) -> str:
     flat = " ".join(text.partition(": ")[2].split() if text.split(":")[0].endswith("Error") else text.split())
+    flat = re.sub(r"Self-check: \w+ as rewritten for \w+ fails", "Self-check fails", flat)
     flat = flat.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
     return flat if len(flat) <= LONGEST else f"{flat[: LONGEST - 1].rsplit(' ', 1)[0]} …"
 

@@ -4,7 +4,7 @@ planner with measured runs.
 `--plain` prints only the tables of all runs, next to two baselines; `--failed` adds the calibration of the memory. Without `--plain`, it
 prints the errors of step time and memory by source and type of GPU, and how good the layout is that the planner would have chosen. With
 `--folds N` it also fits the constants again for each of N parts of the cells (a model on a number of GPUs), without the cells that they
-then predict. docs/planner_accuracy.md holds what it printed.
+then predict. `results.md` in this folder holds what it printed.
 """
 
 from __future__ import annotations

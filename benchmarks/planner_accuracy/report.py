@@ -121,7 +121,7 @@ def in_short(compared: Sequence[Comparison]) -> str:
         good = sum(score >= 0.9 for score in scores)
         lines.append(
             f"- In {good} of {plural(len(scores), 'cell')}, the layout that the planner chooses was measured to reach at least 90 % of the"
-            f"\n  best measured speed. The worst one reaches {min(scores):.0%}. [The planner's page](planner.md#runs-on-512-gpus) says why."
+            f"\n  best measured speed. The worst one reaches {min(scores):.0%} ([why](nanotron.md#runs-on-512-gpus))."
         )
     return "\n".join(lines)
 

@@ -1,11 +1,8 @@
-"""docs/planner_bytes.md: the planner's proposals for published jobs, and Megatron-LM's bytes by its own formulas."""
-
-import importlib.util
-from pathlib import Path
-from types import ModuleType
+"""benchmarks/planner_bytes.md: the planner's proposals for published jobs, and Megatron-LM's bytes by its own formulas."""
 
 import pytest
 
+from benchmarks import planner_bytes
 from lightning_3d.config.compose import compose
 from lightning_3d.config.plan_run import check_keys
 from lightning_3d.config.run_config import CompleteRun, complete_run
@@ -17,22 +14,16 @@ from lightning_3d.planner.memory_risk import largest_share
 from lightning_3d.planner.tables import chunked_line, compiled_line, describe
 
 
-def page() -> ModuleType:
-    """The script that writes the page's tables."""
-    path = Path(__file__).parents[2] / "docs/published_bytes.py"
-    spec = importlib.util.spec_from_file_location("published_bytes", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PAGE = page()
+@pytest.mark.slow
+def test_tables_are_not_stale() -> None:
+    """`python -m benchmarks.planner_bytes` would change nothing."""
+    page = planner_bytes.PAGE.read_text("utf-8")
+    assert planner_bytes.filled(page) == page
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("one", PAGE.JOBS, ids=lambda one: one.name.replace(" ", "_"))
+@pytest.mark.parametrize("one", planner_bytes.JOBS, ids=lambda one: one.name.replace(" ", "_"))
 def test_proposals_are_those_of_the_planner(one: tuple[str, str, str, str]) -> None:
     _, words, _, proposed = one
     run = complete_run(check_keys(compose([*words.split(), "data=tokens", "trainer.dry=true"])))
@@ -43,9 +34,9 @@ def test_proposals_are_those_of_the_planner(one: tuple[str, str, str, str]) -> N
 
 def test_bytes_of_megatron_are_those_of_its_formulas() -> None:
     """Llama 3 70B, tp4, pp4, cp2, dp2, vp5, by hand: theoretical_memory_usage.py counts the first stage and one embedding."""
-    one = PAGE.JOBS[0]
+    one = planner_bytes.JOBS[0]
     layout = Layout.parse(one.layout)
-    memory = PAGE.megatron(PAGE.job(f"{one.words} parallelism={one.layout}").model, layout, 8192)
+    memory = planner_bytes.megatron(planner_bytes.job(f"{one.words} parallelism={one.layout}").model, layout, 8192)
     hidden, ffn, layers, vocabulary = 8192, 28672, 80, 128_256
     block = 2 * hidden * (ffn * 3 / 2 + 1) + 2 * hidden * hidden * (1 + 8 / 64)
     own = (block * layers / 4 + hidden * vocabulary) / 4
@@ -58,9 +49,9 @@ def test_bytes_of_megatron_are_those_of_its_formulas() -> None:
 @pytest.mark.slow
 def test_compiled_blocks_are_suggested_where_they_help() -> None:
     """As what makes the published layout of 70B on 64 GPUs fit, and as what a plan without them would gain."""
-    words = PAGE.JOBS[0].words.split()
+    words = planner_bytes.JOBS[0].words.split()
     run = complete_run(check_keys(compose([*words, "data=tokens", "trainer.dry=true", "parallelism.zero_stage=1"])))
-    warnings = Advice().refuse(run, "bf16", Layout.parse(PAGE.JOBS[0].layout), "Interleaved1F1B", 1)
+    warnings = Advice().refuse(run, "bf16", Layout.parse(planner_bytes.JOBS[0].layout), "Interleaved1F1B", 1)
     assert "Use parallelism.loss_chunks=auto parallelism.compile=true (" in warnings[0]
     first = plan(run, "bf16", most=1).best[0]
     faster = faster_compiled(run, "bf16", first)

@@ -1,4 +1,4 @@
-"""Writes docs/zero_parity.md: every ZeRO mode under every schedule, measured against one process.
+"""Writes benchmarks/zero_parity.md: every ZeRO mode under every schedule, measured against one process.
 
     python tests/support/zero_table.py
 
@@ -20,7 +20,7 @@ from zero_modes import LAYOUTS, MODES, cell
 from lightning_3d.errors import LayoutError
 from lightning_3d.strategy import Lightning3DStrategy
 
-TARGET = Path(__file__).parents[2] / "docs" / "zero_parity.md"
+TARGET = Path(__file__).parents[2] / "benchmarks" / "zero_parity.md"
 PLAIN = {"zero0": (0, {}), "zero1": (1, {})}  # beside the modes that the tests of their own cover
 
 

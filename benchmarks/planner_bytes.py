@@ -1,4 +1,4 @@
-"""Memory of published jobs, here and in Megatron-LM, for docs/planner_bytes.md. `docs/reference.py` writes the tables.
+"""Memory of published jobs, here and in Megatron-LM. `python -m benchmarks.planner_bytes` writes the tables of benchmarks/planner_bytes.md.
 
 Megatron-LM's bytes follow its own theoretical_memory_usage.py and Korthikanti et al. (arXiv:2205.05198): weights, gradients and optimizer
 need 6 N + 12 N / d bytes with its distributed optimizer, for N parameters of the first pipeline stage; interleaved stages hold the
@@ -7,7 +7,9 @@ activations of layers * (1 + (pp - 1) / (pp * vp)) blocks.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from lightning_3d.config.compose import compose
@@ -77,6 +79,8 @@ JOBS = (
         "parallelism=tp4_pp32_dp2_cp4_vp2 parallelism.zero_stage=1 parallelism.schedule=Interleaved1F1B parallelism.recompute=selective",
     ),
 )
+PAGE = Path(__file__).with_suffix(".md")
+BEGIN, END = "<!-- generated: bytes -->", "<!-- end -->"
 MEMORY = 80e9
 """Bytes of an H100."""
 
@@ -143,3 +147,12 @@ def table() -> str:
             "",
         ]
     return "\n".join(lines).rstrip()
+
+
+def filled(page: str) -> str:
+    """The page with new tables."""
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{table()}\n\n{END}", page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text("utf-8")), encoding="utf-8")
