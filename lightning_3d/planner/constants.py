@@ -1,8 +1,8 @@
 """All constants of the planner that are not vendors' rates, each with its origin.
 
 `python -m benchmarks.planner_accuracy FILE --folds N` fits the constants marked [fit] again, each time without the runs that it then
-predicts. These constants come from published runs (see benchmarks/planner_accuracy/results.md). The others are facts of the software, from its source or
-its documentation.
+predicts. These constants come from published runs (see benchmarks/planner_accuracy/results.md). The others are facts of the software,
+from its source or its documentation.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ class ScriptFailed(Exception):
     @property
     def last_line(self) -> str:
         """The line that says most: the refusal, or the last one."""
-        lines = self.message.strip().splitlines()
-        return next((line.removeprefix("lightning_3d: ") for line in reversed(lines) if line.startswith("lightning_3d: ")), lines[-1] if lines else "")
+        lines = self.message.strip().splitlines() or [""]
+        refusals = [line.removeprefix("lightning_3d: ") for line in lines if line.startswith("lightning_3d: ")]
+        return refusals[-1] if refusals else lines[-1]
 
 
 def verify_script(words: Sequence[str], steps: int) -> int:
@@ -221,8 +222,8 @@ def _explain_failure(failed: ScriptFailed) -> int:
         print(f"lightning_3d: the script {how}, so nothing was compared", file=sys.stderr)
     else:
         print(
-            f"lightning_3d: the script ended without a step of Trainer.fit in the run of {failed.role.meaning}, so nothing was compared. It needs a"
-            ' Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"), devices=8) that fits.',
+            f"lightning_3d: the script ended without a step of Trainer.fit in the run of {failed.role.meaning}, so nothing was compared."
+            ' It needs a Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"), devices=8) that fits.',
             file=sys.stderr,
         )
     return Lightning3DError.exit_code
