@@ -179,7 +179,7 @@ class BeforeRun(Callback):
             plain["trainer"]["auto_resume"] |= bool(run_plan.run.parallelism.elastic)  # it resumes whenever ranks came or went
             return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
-        self.place = find_place(self.outside, config.logger, take, config.trainer.rendezvous_timeout)
+        self.place = find_place(self.outside, run_plan, take)
         with read_write(config), open_dict(config):
             config.hydra.run.dir = str(self.place.path)
             if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
@@ -226,8 +226,7 @@ class TrainJob:
             if self.plan is None and self.outside is None:
                 check_files(config.data, config.trainer.max_steps)
             path = Path(HydraConfig.get().runtime.output_dir)
-            seconds = config.trainer.rendezvous_timeout
-            place = self.place or find_place(self.outside, config.logger, lambda earlier: RunFolder.claim(path, numbered=False), seconds)
+            place = self.place or find_place(self.outside, plan, lambda earlier: RunFolder.claim(path, numbered=False))
             content = plain(config)
         except Lightning3DError as error:
             return refuse(error, self.outside)

@@ -70,7 +70,7 @@ def check_frozen_paths(frozen: Mapping[str, Any]) -> None:
 def _check_written(resolved: Mapping[str, Any], folder: str, typed: Typed) -> None:
     for key, value in _written(resolved):
         if typed.sets(key):
-            _allow(value)
+            allow(value)
         elif leaves_folder(value, key, folder) and not _is_allowed(value) and not _is_allowed(value.replace(folder, _MARK)):
             shown = value.replace(_MARK, "${run_folder}")
             raise ConfigError(
@@ -162,7 +162,8 @@ def _inside(value: str) -> str:
     return f"${{run_folder}}/{name.strip('.') or 'files'}"
 
 
-def _allow(value: str) -> None:
+def allow(value: str) -> None:
+    """Allow a place in this process and those that it starts."""
     if not _is_allowed(value):
         os.environ[ALLOW_VARIABLE] = "".join(f"{place}\n" for place in [*_allowed(), value.rstrip("/")])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -117,8 +116,8 @@ def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Tr
     """Build Lightning's Trainer for ranks that are already running. `more` are callbacks in addition to those of the configuration."""
     options = config["trainer"]
     _check_extra(options["extra"])
-    # Of Lightning's ModelCheckpoint. The folder of a run has checkpoints where the run resumes in it.
-    warnings.filterwarnings("ignore", message=f"Checkpoint directory {re.escape(str(config['run_folder']))}.* is not empty")
+    # Of Lightning's ModelCheckpoint. A run that would replace checkpoints of another one was refused before.
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")
     callbacks: list[Callback] = [*make_objects("callbacks", with_full_speed(config)), *more]
     if (decay := options.get("average_decay")) is not None:  # a configuration of an earlier version has none
         callbacks.append(ExponentialAverage(decay))
