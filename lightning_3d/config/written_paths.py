@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_3d.config.stored_paths import absolute
 from lightning_3d.config.typed import Typed, leaves
 from lightning_3d.errors import ConfigError
 
@@ -165,7 +166,8 @@ def _inside(value: str) -> str:
 def allow(value: str) -> None:
     """Allow a place in this process and those that it starts."""
     if not _is_allowed(value):
-        os.environ[ALLOW_VARIABLE] = "".join(f"{place}\n" for place in [*_allowed(), value.rstrip("/")])
+        given = [value.rstrip("/"), absolute(value).rstrip("/")]  # the second is what is stored with the run
+        os.environ[ALLOW_VARIABLE] = "".join(f"{place}\n" for place in dict.fromkeys([*_allowed(), *given]))
 
 
 def _is_allowed(value: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from lightning_3d.config.stored_paths import absolute
 from lightning_3d.errors import ConfigError, plural
 from lightning_3d.storage.checkpoint_names import Found, found_in, recover_all
 from lightning_3d.storage.json_file import replace_text
@@ -74,7 +75,7 @@ def newest_checkpoint(folder: Path) -> str | None:
 def places_in_use(folder: Path) -> list[str]:
     """List the folders outside of a run folder, as its configuration names them, that have checkpoints of the run.
 
-    They show that somebody has let this run write there. At a URL they show nothing: whoever wrote the configuration may have put them there.
+    They show that somebody has let this run write there. At a URL they show nothing: a stranger may have put them there.
     """
     own, used = _read(folder)["id"], []
     for entry in (_configuration(folder).get("callbacks") or {}).values():
@@ -155,7 +156,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
 def _dirpath(entry: Any) -> Place | None:
     """Return where an entry of the group `callbacks` writes checkpoints; None if it does not say."""
     named = entry.get("dirpath") if isinstance(entry, Mapping) else None
-    return place(str(named)) if named else None
+    return place(absolute(str(named))) if named else None
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from lightning_3d.config.stored_paths import absolute_paths
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.runs.checkpoints import newest_checkpoint
 from lightning_3d.runs.restarts import MOST_WITHOUT_PROGRESS, RESTARTS_FILE, note_restart
@@ -137,6 +138,7 @@ class RunFolder:
             earlier = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"Cannot read the configuration in the run folder {path}: {' '.join(str(error).split())}.") from error
+        earlier, config = absolute_paths(earlier), absolute_paths(config)
         differ = [group for group in SAME if group in earlier and group in config and not _says_the_same(earlier[group], config[group])]
         if differ:
             raise ConfigError(
@@ -150,9 +152,9 @@ class RunFolder:
             raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
         files = [path / CONFIG_FILE, path / STATUS_FILE, path / RESTARTS_FILE, *(path / _HYDRA).glob("*")]
         kept = {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
+        before = frozenset(entry.name for entry in path.iterdir())
         results = _results(path)
-        newest = restart_from(path, config.get("trainer", {}))
-        return cls(path, (), frozenset(entry.name for entry in path.iterdir()), newest, kept, results)
+        return cls(path, (), before, restart_from(path, config.get("trainer", {})), kept, results)
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.runs.metrics_file import read_rows
+from lightning_3d.runs.metrics_file import keep_rows, read_rows
 
 COLUMNS = ("step", "layer", "max_load", "dropped", "tokens")
 """Columns of `routers.csv`: `max_load` is the tokens of the fullest expert divided by the mean, `tokens` those of each expert."""
@@ -45,16 +45,12 @@ class RouterLog(Callback):
         if not self._started:
             self._begin(trainer.global_step - 1)
         with self._path.open("a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
             rows = zip(routers.layers, routers.max_over_mean, routers.dropped, routers.tokens, strict=True)
             for layer, load, dropped, tokens in rows:
-                csv.writer(file).writerow([trainer.global_step, layer, f"{load:.4f}", f"{dropped:.4f}", " ".join(map(str, tokens))])
+                writer.writerow([trainer.global_step, layer, f"{load:.4f}", f"{dropped:.4f}", " ".join(map(str, tokens))])
 
     def _begin(self, last_step: int) -> None:
         """Start the file with the rows of an earlier one up to `last_step`."""
-        kept = read_rows(self._path, last_step=last_step)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(kept)
+        keep_rows(self._path, COLUMNS, read_rows(self._path, last_step=last_step))
         self._started = True

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_3d.compat.deepspeed import import_deepspeed
+from lightning_3d.compat.lightning_loggers import append_to_csv_files
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.options.reliability import Reliability
@@ -123,6 +124,7 @@ def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Tr
         callbacks.append(ExponentialAverage(decay))
     if (every := options.get("evaluate_every")) is not None:
         callbacks.append(EvaluateEvery(every))
+    append_to_csv_files()
     loggers: list[Logger] = make_objects("logger", same_run(config))
     place = outside_rank()  # ranks that this package started have torchrun's variables too
     local_size = place.local_world_size if place is not None else 1

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
+from lightning_3d.compat.lightning_loggers import resume_csv_file
 from lightning_3d.errors import CheckpointError
 from lightning_3d.runs.checkpoints import note_places, run_id
 from lightning_3d.runs.folder import WANDB_FILE, read_wandb_file
@@ -53,7 +54,15 @@ class RunRecord(pl.Callback):
             self._run = run_id(folder)
             note_places(folder, [str(named) for callback in trainer.checkpoint_callbacks if (named := getattr(callback, "dirpath", None))])
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            for logger in _csv_files(trainer):
+                if Path(logger.log_dir).is_relative_to(self._config["run_folder"]):
+                    resume_csv_file(logger, trainer.global_step)
+
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        for csv_file in _csv_files(trainer):
+            csv_file.save()  # otherwise a kill loses rows of steps that are not repeated
         checkpoint[CONFIG] = dict(self._config)
         if self._run is not None:
             checkpoint[RUN] = self._run
@@ -65,6 +74,10 @@ class RunRecord(pl.Callback):
 def _trackers(trainer: pl.Trainer) -> list[Logger]:
     """Return the loggers of MLflow, Comet and Aim. Aim's class is in its own package, so names are compared."""
     return [logger for logger in trainer.loggers if any(kind.__name__ in TRACKERS for kind in type(logger).__mro__)]
+
+
+def _csv_files(trainer: pl.Trainer) -> list[CSVLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
 
 
 def _runs_at_wandb(trainer: pl.Trainer) -> list[WandbLogger]:
