@@ -61,8 +61,8 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
     elif Path(config["run_folder"]).resolve() != path.parent.resolve():
         config = _moved(config, path.absolute(), resumes=options.resume is not None)
     if options.resume is not None:
-        for place in places_in_use(Path(config["run_folder"])):
-            allow(place)
+        for used in places_in_use(Path(config["run_folder"])):
+            allow(used)
     plan = plan_run(OmegaConf.create(config), outside, Advice())
     if config["trainer"].get("dry"):
         show_plan(plan, outside)

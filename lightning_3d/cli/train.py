@@ -25,6 +25,7 @@ from lightning_3d.config.compose import plain, register_sources
 from lightning_3d.config.explain import explain, explain_sweep, is_composition_error
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.hydra_part import check_hydra, check_search_path
+from lightning_3d.config.override_words import quoted
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError, Lightning3DError, is_full
 from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once, refuse
@@ -55,6 +56,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
         arguments: overrides and Hydra's own options.
         outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
     """
+    arguments = [quoted(word) for word in arguments]
     job = TrainJob(outside, CommandLine.of_train(arguments))
     try:
         with job.signals:

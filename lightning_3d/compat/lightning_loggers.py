@@ -6,7 +6,10 @@ import csv
 import io
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from lightning_3d.storage.surviving import Surviving
 
 
 def append_to_csv_files() -> None:
@@ -28,19 +31,22 @@ def resume_csv_file(logger: Any, last_step: int) -> None:
 
 
 def _appending(base: Any) -> Any:
-    class AppendingWriter(base):  # type: ignore[misc]
+    class AppendingWriter(base):
         last_step: int | None = None
         is_new = True
 
         def _check_log_dir_exists(self) -> None:
             """Replace a method that deletes the file."""
+            self.surviving = Surviving(Path(self.metrics_file_path))
             self.is_new = not self._fs.isfile(self.metrics_file_path)
 
         def save(self) -> None:
-            if self.metrics and not self.is_new:
+            with self.surviving:
+                if self.metrics and not self.is_new:
+                    self._take_over()
+                self.is_new = False  # after a failure, the end of the file may be torn
+                super().save()
                 self.is_new = True
-                self._take_over()
-            super().save()
 
         def _take_over(self) -> None:
             """Read the names of the columns, and remove rows that will be repeated or that a kill truncated."""

@@ -69,7 +69,10 @@ class FolderBoard:
     def post(self, failure: Failure) -> bool:
         path = self.folder / f"failure_{failure.rank}.json"
         draft = self.folder / f"draft_{failure.rank}.json"
-        draft.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        try:
+            draft.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        except OSError:  # the disk is full: the rank prints its failure itself
+            return True
         with contextlib.suppress(FileExistsError):  # the first failure of a rank counts
             os.link(draft, path)
         draft.unlink()  # writing it again would change the post, which is the same file (a hard link)

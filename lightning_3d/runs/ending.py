@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,13 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from lightning_3d.config.override_words import hydra_value
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.checkpoints import own_checkpoints
 from lightning_3d.runs.metrics_file import column, read_rows
 from lightning_3d.runs.status import RunStatus
 
 _PLACE_KEYS = ("hydra.run.dir", "trainer.resume", "trainer.auto_resume")
-_BARE = re.compile(r"[\w/.@%+-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,6 @@ class CommandLine:
 
 def _program(script: Path) -> tuple[str, ...]:
     return ("lightning-3d",) if script.name == "lightning-3d" else ("python", "-m", "lightning_3d")
-
-
-def hydra_value(text: str) -> str:
-    """Write a string as a value of a Hydra override, quoted where Hydra's grammar would read something else."""
-    if _BARE.fullmatch(text):
-        return text
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
 
 
 def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, launcher: str | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def read_text(path: Path | RemotePath) -> str:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a text file beside its place and rename it: readers never see a part of it, and a failure leaves the earlier file."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with draft.open("w", encoding="utf-8", newline="") as file:
             file.write(text)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_3d.runs.metrics_file import column, csv_lines, keep_rows, read_rows
+from lightning_3d.storage.surviving import Surviving
 from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
 from lightning_3d.training.step_clock import StepClock, last_val_loss
 
@@ -75,7 +74,7 @@ class MetricsCSV(Callback):
         self._parts: tuple[str, ...] = ()
         self._row: dict[str, Any] = {}
         self._row_start: int | None = None
-        self._warned = False
+        self._surviving = Surviving(self._path)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,7 +130,7 @@ class MetricsCSV(Callback):
             self._row["memory"] = numbers.trace.peak_memory
         self._row_start = None  # stays None if the row cannot be written
         if self._file is not None:
-            with self._surviving():
+            with self._surviving:
                 self._row_start = self._file.seek(0, os.SEEK_END)
                 self._write_row(self._file)
         if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
@@ -148,26 +147,16 @@ class MetricsCSV(Callback):
         self._row["val_loss"] = f"{value:.9g}"
         self._row |= {name: f"{loss:.9g}" for name, loss in _named_losses(trainer).items()}
         if self._file is not None and self._row_start is not None:
-            with self._surviving():
+            with self._surviving:
                 self._file.seek(self._row_start)
                 self._write_row(self._file)
                 self._file.truncate()
         _log(trainer, self._row["step"], {"step/val_loss": float(self._row["val_loss"]), TOKENS_SEEN: float(self._row["tokens_seen"])})
 
-    @contextmanager
-    def _surviving(self) -> Iterator[None]:
-        """Turn the first error of the storage into a warning and ignore the others: metrics are not worth a run."""
-        try:
-            yield
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"Cannot write to {self._path}; training continues and some rows will be missing: {error}", stacklevel=2)
-
     def _begin(self, kept: list[dict[str, str]]) -> None:
         """Open the file with the rows of earlier attempts that count."""
         self._kept = None
-        with self._surviving():
+        with self._surviving:
             keep_rows(self._path, self._columns, kept)
             self._file = self._path.open("r+", encoding="utf-8", newline="")
 
@@ -186,7 +175,7 @@ class MetricsCSV(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._file is not None:
-            with self._surviving():
+            with self._surviving:
                 self._file.close()
             self._file = None
             self._row = {}
