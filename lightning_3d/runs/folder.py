@@ -53,7 +53,7 @@ class RunFolder:
         before: names that were in it before this run.
         resume: checkpoint of an earlier attempt of this run, to resume; None if there is none.
         earlier: files of an earlier attempt that this one writes again, by name.
-        results: number of recorded steps and newest checkpoint of earlier attempts.
+        results: number of recorded steps, and newest checkpoint, of earlier attempts.
     """
 
     path: Path
@@ -153,8 +153,8 @@ class RunFolder:
         files = [path / CONFIG_FILE, path / STATUS_FILE, path / RESTARTS_FILE, *(path / _HYDRA).glob("*")]
         kept = {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
         before = frozenset(entry.name for entry in path.iterdir())
-        results = _results(path)
-        return cls(path, (), before, restart_from(path, config.get("trainer", {})), kept, results)
+        newest = restart_from(path, config.get("trainer", {}))
+        return cls(path, (), before, newest, kept, (_recorded_steps(path), newest))
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
@@ -187,7 +187,7 @@ class RunFolder:
 
     def holds_results(self) -> bool:
         """Check whether training of this attempt left anything worth keeping: a step or a checkpoint."""
-        return _results(self.path) != self.results
+        return (_recorded_steps(self.path), newest_checkpoint(self.path)) != self.results
 
     def discard(self) -> None:
         """Remove everything that this attempt put there, and restore what it replaced."""
@@ -199,11 +199,9 @@ class RunFolder:
         _remove_empty(self.created)
 
 
-def _results(path: Path) -> tuple[int, str | None]:
-    """Return the number of recorded steps, and the newest checkpoint in a run folder or elsewhere."""
+def _recorded_steps(path: Path) -> int:
     metrics = path / "metrics.csv"
-    steps = len(metrics.read_text("utf-8").splitlines()) - 1 if metrics.is_file() else 0
-    return max(0, steps), newest_checkpoint(path)
+    return max(0, len(metrics.read_text("utf-8").splitlines()) - 1) if metrics.is_file() else 0
 
 
 def require_room(path: Path) -> None:

@@ -18,6 +18,10 @@ def save(folder: Path, step: int, run: str = "") -> Path:
     return path
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def callbacks(where: Path, **more: object) -> dict[str, dict[str, object]]:
     return {"saver": {"_target_": "lightning_3d.PeriodicCheckpoint", "dirpath": str(where), **more}}
 
@@ -77,7 +81,8 @@ def test_a_run_resumes_from_a_folder_elsewhere_and_another_run_leaves_it_alone(t
 
     elsewhere = f"callbacks.checkpoint.dirpath={disk}"
     fault = [*FAULTY, "+callbacks.faulty.step=3", "trainer.restarts=1"]
-    lines = [train("whole"), train("run", elsewhere, *fault), train("run", elsewhere, "trainer.auto_resume=true")]
+    resumes = ["trainer.auto_resume=true"]
+    lines = [train("whole"), train("run", elsewhere, *fault), train("run", elsewhere, *resumes)]
     whole, failed, again = run_commands(lines, timeout=400, warm=True)
     assert whole.code == 0 and failed.code == 1, failed.output
     assert f"starting the ranks again from {disk}/step_2.ckpt" in failed.output, failed.output
@@ -85,7 +90,13 @@ def test_a_run_resumes_from_a_folder_elsewhere_and_another_run_leaves_it_alone(t
     assert again.code == 0 and f"resuming from {disk}/step_2.ckpt" in again.output, again.output
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert sorted(path.name for path in disk.iterdir()) == ["step_4.ckpt"]
-    before = {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
+    before = contents(disk)
+    kept = {path: text for path, text in contents(tmp_path / "run").items() if path.parent.name != "logs" and path.name not in ("train.log", ".lock")}
+    many = ["trainer.max_steps=100000000", "trainer.keep_last=100000000"]  # checkpoints that no disk can hold
+    [refused] = run_commands([train("run", elsewhere, *resumes, *many)], timeout=400, warm=True)
+    assert refused.code == 2 and "do not fit" in refused.output, refused.output
+    now = contents(tmp_path / "run")
+    assert {path: now.get(path) for path in kept} == kept, "a refused attempt leaves the run as it was"
     (tmp_path / "run").rename(tmp_path / "moved")
     lines = [
         train("other", elsewhere),
@@ -99,4 +110,4 @@ def test_a_run_resumes_from_a_folder_elsewhere_and_another_run_leaves_it_alone(t
     assert inspected.code == 0 and f"{disk}/step_4.ckpt" in inspected.output, inspected.output
     assert repeated.code == 2 and "--resume" in repeated.output, repeated.output
     assert resumed.code == 0 and f"resuming from {disk}/step_4.ckpt" in resumed.output, resumed.output
-    assert {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()} == before
+    assert contents(disk) == before
