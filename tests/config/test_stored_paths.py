@@ -52,8 +52,8 @@ def test_a_pattern_matches_the_same_files_from_everywhere(tmp_path: Path, monkey
 def test_a_run_is_stored_with_absolute_paths_and_resumes_with_the_typed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIGHTNING_3D_ALLOW_PATHS", "")
-    words = ["data=tokens", "data.train_path=toks", "data.sequence_length=32", "parallelism=dp2", "callbacks.checkpoint.dirpath=ck", "cluster=local_cpu"]
-    config = compose(words)
+    words = ["data=tokens", "data.train_path=toks", "data.sequence_length=32", "parallelism=dp2", "cluster=local_cpu"]
+    config = compose([*words, "callbacks.checkpoint.dirpath=ck"])
     plan = plan_run(config)
     config.run_folder = str(tmp_path / "run")
     frozen = plan.freeze(plain(config))
