@@ -12,10 +12,12 @@ class Surviving:
 
     Args:
         path: the file that is written.
+        part: what is missing after an error.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part: str = "a part of it") -> None:
         self._path = path
+        self._part = part
         self._warned = False
 
     def __enter__(self) -> None:
@@ -26,5 +28,5 @@ class Surviving:
             return False
         if not self._warned:
             self._warned = True
-            warnings.warn(f"Cannot write to {self._path}; training continues, and a part of it will be missing: {error}", stacklevel=3)
+            warnings.warn(f"Cannot write to {self._path}; training continues and {self._part} will be missing: {error}", stacklevel=3)
         return True

@@ -1,5 +1,6 @@
 """CSV files of a run that a later attempt continues."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,15 @@ def test_errors_of_the_storage_become_one_warning(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
     with pytest.raises(ValueError, match="other"), surviving:
         raise ValueError("other")
+
+
+def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(file)
+    replace_text(link, "x")
+    assert link.is_symlink() and file.read_text() == "x"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    replace_text(pipe, "x")
+    assert pipe.is_fifo() and os.read(reader, 9) == b"x"
+    os.close(reader)

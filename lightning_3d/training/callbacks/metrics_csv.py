@@ -74,7 +74,7 @@ class MetricsCSV(Callback):
         self._parts: tuple[str, ...] = ()
         self._row: dict[str, Any] = {}
         self._row_start: int | None = None
-        self._surviving = Surviving(self._path)
+        self._surviving = Surviving(self._path, "some rows")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
