@@ -38,7 +38,7 @@ SAVE_SECONDS = 300.0
 GRACE_SECONDS = 8.0
 """Time for ranks to end by themselves after SIGTERM, before SIGKILL."""
 
-_BOARD = "lightning_3d_failures_"
+_BOARD = ".failures_"
 _SETTLE_SECONDS = 2.0
 _TEARDOWN_SECONDS = 5.0
 _LOG_TAIL_BYTES = 4000
@@ -181,7 +181,10 @@ def launch(
         grace: seconds between SIGTERM and SIGKILL.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    board = Path(tempfile.mkdtemp(prefix=_BOARD))  # not in the run folder, whose disk may be full, so that messages would be lost
+    for earlier in logs.glob(f"{_BOARD}*"):  # of a supervisor that was killed
+        shutil.rmtree(earlier, ignore_errors=True)
+    board = Path(tempfile.mkdtemp(prefix=_BOARD, dir=logs))
+    FolderBoard(board).reserve(count)
     ranks = Ranks(job, arguments, count, logs, fork, threads)
     try:
         with _signals() as received:
