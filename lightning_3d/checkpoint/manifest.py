@@ -10,7 +10,7 @@ from typing import Any
 from lightning_3d.errors import CheckpointError
 from lightning_3d.storage.remote_path import Place
 
-_TEXTS = ("layout", "schedule", "precision", "source", "data")
+_TEXTS = ("layout", "schedule", "precision", "source", "data", "run")
 _NUMBERS = ("version", "zero_stage", "global_step", "epoch")
 
 

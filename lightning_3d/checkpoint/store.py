@@ -27,7 +27,7 @@ from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.state import CURRENT, CURRENT_STATE, LocalState, OptimizerOwner
 from lightning_3d.checkpoint.writing import Notes, Piece, TensorSave
 from lightning_3d.errors import CheckpointError, StorageError, StorageHangs, reason
-from lightning_3d.storage.checkpoint_names import MANIFEST, checkpoints_in
+from lightning_3d.storage.checkpoint_names import MANIFEST, RUN, checkpoints_in
 from lightning_3d.storage.lock import FolderLock, Lease, hold
 from lightning_3d.storage.remote_path import Place, RemotePath, place
 
@@ -206,7 +206,7 @@ class CheckpointStore:
         final = place(path)
         state = {key: value for key, value in checkpoint.items() if key not in _NOT_TRAINER_STATE}
         with_optimizer = owner is not None and bool(checkpoint.get("optimizer_states"))
-        facts = {key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint}
+        facts = {key: checkpoint[key] for key in ("epoch", "global_step", RUN) if key in checkpoint}
         facts = {**about, **facts, "optimizer_state": with_optimizer}
         tensors = TensorSave()
         self.outcome.step = int(checkpoint.get("global_step", 0))

@@ -6,12 +6,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_3d.cli.find_checkpoint import AVERAGE, CHECKPOINT, NO_VERIFY, find_checkpoint, require_average
 from lightning_3d.cli.options import Command
 from lightning_3d.errors import ConfigError, plural
 from lightning_3d.ranks.progress import task
+from lightning_3d.runs.checkpoints import run_configuration
 from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.remote_path import Place, RemotePath
 
@@ -81,9 +80,9 @@ def _export(options: Namespace) -> int:
 
 def _tokenizer_of_run(path: Place) -> Path | None:
     """Find the folder of the tokenizer, or of the pretrained model, in the configuration of the run that wrote a checkpoint."""
-    for folder in path.parents[:2] if isinstance(path, Path) else ():
-        if (folder / "config.yaml").is_file():
-            config: Any = yaml.safe_load((folder / "config.yaml").read_text())
-            named = [(config.get("data") or {}).get("tokenizer"), (config.get("model") or {}).get("pretrained")]
-            return next((Path(name) for name in named if name and any(Path(name).glob("tokenizer*"))), None)
-    return None
+    try:
+        config: Any = run_configuration(path) or {}
+    except (OSError, ValueError, AttributeError):  # no checkpoint, or a damaged one, which the export explains
+        return None
+    named = [(config.get("data") or {}).get("tokenizer"), (config.get("model") or {}).get("pretrained")]
+    return next((Path(name) for name in named if name and any(Path(name).glob("tokenizer*"))), None)

@@ -20,7 +20,7 @@ def find_checkpoint(name: str) -> Place:
     Raises:
         CheckpointError: there is no complete checkpoint.
     """
-    from lightning_3d.runs.folder import newest_checkpoint
+    from lightning_3d.runs.checkpoints import newest_checkpoint
 
     path = place(name if "://" in name else Path(name).expanduser())
     if isinstance(path, RemotePath):

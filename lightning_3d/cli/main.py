@@ -17,6 +17,7 @@ from lightning_3d.cli.options import table
 from lightning_3d.compat.imports import import_numpy
 from lightning_3d.errors import Lightning3DError, did_you_mean
 from lightning_3d.ranks.environment import OutsideRank, outside_rank
+from lightning_3d.storage.user_cache import home
 from lightning_3d.version import __version__
 
 
@@ -115,6 +116,7 @@ def main(arguments: list[str]) -> int:
     if entry is None:
         print(f'lightning_3d: there is no command "{command}".{did_you_mean(command, COMMANDS)} See lightning-3d --help.', file=sys.stderr)
         return _REFUSED
+    home()  # libraries fail without one
     return _start(entry.load(), rest) if entry.in_ranks else entry.load()(rest)
 
 

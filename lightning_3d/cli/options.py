@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from lightning_3d.cli.exit_codes import guarded
+from lightning_3d.config.override_words import quoted
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.ranks.environment import OutsideRank, print_once
 from lightning_3d.ranks.progress import shown as progress_shown
@@ -132,7 +133,7 @@ class Command:
             raise ConfigError(self._no_such_option(unknown[0]))
         if rest and not self._takes:
             raise ConfigError(f'lightning-3d {self.name} does not take "{rest[0]}". {self._see_help()}')
-        return options, rest
+        return options, [quoted(word) for word in rest]
 
     def _no_such_option(self, word: str) -> str:
         if word in self._hints:

@@ -19,10 +19,10 @@ from lightning_3d.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.planner.advice import Advice
 from lightning_3d.ranks.environment import OutsideRank
-from lightning_3d.ranks.meeting_store import JOIN_SECONDS
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.runs.frozen_config import move_to, read_frozen
+from lightning_3d.runs.status import read_status
 from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.dry import show_plan
 from lightning_3d.training.job import find_place, run_job
@@ -57,10 +57,7 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
     if options.folder is not None:
         config = move_to(config, Path(options.folder).absolute())
     elif Path(config["run_folder"]).resolve() != path.parent.resolve():
-        raise ConfigError(
-            f"{path} is not in the folder of its run, {config['run_folder']}. Choose a folder for this run, for example --folder"
-            f" {path.parent / 'run'}."
-        )
+        config = _moved(config, path.absolute(), resumes=options.resume is not None)
     plan = plan_run(OmegaConf.create(config), outside, Advice())
     if config["trainer"].get("dry"):
         show_plan(plan, outside)
@@ -75,10 +72,25 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
             return _reopen(folder, config, options.resume)
         return RunFolder.take(folder, config, lambda: _take(folder, path), earlier)
 
-    place = find_place(outside, config.get("logger"), take, config["trainer"].get("rendezvous_timeout", JOIN_SECONDS))
+    place = find_place(outside, plan, take)
     if outside is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return run_job(config, plan, outside, place, CommandLine.of_run())
+
+
+def _moved(config: dict[str, Any], path: Path, *, resumes: bool) -> dict[str, Any]:
+    """Return the configuration of a run whose folder was moved or copied.
+
+    Raises:
+        ConfigError: the file is not in a run folder, or nothing says whether to resume the run there.
+    """
+    if resumes and read_status(path.parent) is not None:
+        return move_to(config, path.parent, whole=True)
+    resume = " To resume it here, use --resume." if read_status(path.parent) is not None else ""
+    raise ConfigError(
+        f"{path} is not in the folder of its run, {config['run_folder']}.{resume} To repeat the run in a new folder, use --folder"
+        f" {path.parent / 'run'}."
+    )
 
 
 def _reopen(folder: Path, config: dict[str, Any], checkpoint: str) -> RunFolder:

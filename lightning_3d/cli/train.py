@@ -23,6 +23,7 @@ from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
 from lightning_3d.config.compose import plain, register_sources
 from lightning_3d.config.explain import explain, explain_sweep, is_composition_error
 from lightning_3d.config.files import conf_folder
+from lightning_3d.config.override_words import quoted
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.config.secrets import check_secrets, check_words
 from lightning_3d.config.typed import typed_words
@@ -55,6 +56,7 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
         arguments: overrides and Hydra's own options.
         outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
     """
+    arguments = [quoted(word) for word in arguments]
     job = TrainJob(outside, CommandLine.of_train(arguments))
     try:
         with job.signals:
@@ -183,7 +185,7 @@ class BeforeRun(Callback):
             plain["trainer"]["auto_resume"] |= bool(run_plan.run.parallelism.elastic)  # it resumes whenever ranks came or went
             return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
 
-        self.place = find_place(self.outside, config.logger, take, config.trainer.rendezvous_timeout)
+        self.place = find_place(self.outside, run_plan, take)
         with read_write(config), open_dict(config):
             config.hydra.run.dir = str(self.place.path)
             if self.outside is not None and self.outside.rank > 0:  # rank 0 writes Hydra's files and the log
@@ -237,8 +239,7 @@ class TrainJob:
             if self.plan is None and self.outside is None:
                 check_files(config.data, config.trainer.max_steps)
             path = Path(HydraConfig.get().runtime.output_dir)
-            seconds = config.trainer.rendezvous_timeout
-            place = self.place or find_place(self.outside, config.logger, lambda earlier: RunFolder.claim(path, numbered=False), seconds)
+            place = self.place or find_place(self.outside, plan, lambda earlier: RunFolder.claim(path, numbered=False))
             content = plain(config)
         except Lightning3DError as error:
             return refuse(error, self.outside)

@@ -45,6 +45,7 @@ from lightning_3d.config.run_config import (
     complete_run,
 )
 from lightning_3d.config.secrets import check_secrets
+from lightning_3d.config.stored_paths import absolute_paths
 from lightning_3d.config.targets import check_targets
 from lightning_3d.config.typed import typed_words
 from lightning_3d.errors import CheckpointError, ConfigError, LayoutError, listed
@@ -116,7 +117,7 @@ class RunPlan:
         return self.run.model
 
     def freeze(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration with the values that were filled in."""
+        """Return the configuration with the values that were filled in, and with absolute paths."""
         filled: dict[str, Mapping[str, Any]] = {
             "parallelism": {
                 **self.chosen,
@@ -133,7 +134,7 @@ class RunPlan:
             "model": self.model,
         }
         given = config | {group: {**config[group], **values} for group, values in filled.items()}
-        return _with_defaults(given, self.run)
+        return absolute_paths(_with_defaults(given, self.run))
 
     def describe(self) -> str:
         """Describe the run in one line."""

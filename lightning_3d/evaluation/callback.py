@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_3d.config.options.sample import AUTO
@@ -24,6 +23,7 @@ from lightning_3d.evaluation.prompt import max_length, require_known_ids
 from lightning_3d.evaluation.table import losses_table, write_json
 from lightning_3d.evaluation.text import Text, open_text
 from lightning_3d.runs.evaluation_file import printable
+from lightning_3d.storage.surviving import Surviving
 from lightning_3d.strategy.exponential_average import showing_average
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 from lightning_3d.training.module import CausalLM
@@ -133,10 +133,8 @@ class Evaluation(SetLosses):
         sets = {entry.name: entry.numbers() for entry in self.results}
         self._found = {"step": self._step if self.results else trainer.global_step, "sets": sets, "sample": sample}
         if trainer.is_global_zero and self._path is not None:
-            try:
+            with Surviving(self._path):
                 write_json(self._path, self._found)
-            except OSError as error:
-                rank_zero_warn(f"Cannot write {self._path}: {error.strerror or error}. The run continues without it.")
 
     def _sample(self, trainer: pl.Trainer, module: pl.LightningModule, text: Text) -> dict[str, Any]:
         engine = Engine(trainer, max_length(module.config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import Any
 
 from lightning_3d.config.options.tokenizer import tokenizer_of
 from lightning_3d.errors import CheckpointError
+from lightning_3d.runs.checkpoints import run_configuration
 from lightning_3d.runs.folder import CONFIG_FILE
-from lightning_3d.runs.frozen_config import read_frozen
 from lightning_3d.storage.checkpoint_names import MANIFEST, how_to_convert, recover
 from lightning_3d.storage.remote_path import Place
 
 HUGGING_FACE_CONFIG = "config.json"
-LIGHTNING_STATE = "trainer.json"
 
 
 @dataclass(frozen=True)
@@ -77,18 +75,13 @@ def find_subject(path: Place, name: str) -> Subject:
 
 
 def _configuration(path: Place, name: str) -> Mapping[str, Any]:
-    """Read the configuration of the run that wrote a checkpoint: from the checkpoint itself, else from the run folder around it."""
+    """Read the configuration of the run that wrote a checkpoint."""
     try:
-        inside = path / str(json.loads((path / MANIFEST).read_text("utf-8")).get("data", ""))
-        stored = json.loads((inside / LIGHTNING_STATE).read_text("utf-8"))
+        found = run_configuration(path)
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"The checkpoint {name} is damaged: {error}. Use another one.") from error
-    entries = dict(stored["$items"]) if "$items" in stored else stored  # written so where a key is not a word
-    if isinstance(entries.get("config"), dict):
-        return dict(entries["config"])
-    for folder in path.parents[:2] if isinstance(path, Path) else ():
-        if (folder / CONFIG_FILE).is_file():
-            return read_frozen(folder / CONFIG_FILE)
+    if found is not None:
+        return found
     raise CheckpointError(
         f"Nothing says how to build the module of {name}: a run of lightning-3d train did not write this checkpoint. Write its model with"
         f" lightning-3d export {name} --output FOLDER, and use that folder."

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.storage.json_file import replace_text
+
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Align columns: the first to the left, numbers to the right. The first row has the titles."""
@@ -30,9 +32,7 @@ def losses_table(sets: Mapping[str, Mapping[str, Any]]) -> str:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write results as JSON; numbers that are not finite become null, because JSON does not have them."""
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_text(json.dumps(_finite(content), indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(_finite(content), indent=1) + "\n")
 
 
 def _finite(value: Any) -> Any:

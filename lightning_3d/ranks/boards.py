@@ -60,16 +60,32 @@ class LocalBoard:
         return {}
 
 
+_ROOM = 2**14
+"""Bytes for the failure of a rank; longer ones need new room."""
+
+
 class FolderBoard:
     """Board with one file for each failed rank in a folder of this machine. The supervisor prints the cause, so no rank does."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def reserve(self, ranks: int) -> None:
+        """Keep room on the disk for the failures of all ranks: it may be full when they fail, and perhaps for that reason."""
+        for rank in range(ranks):
+            self._draft(rank).write_bytes(os.urandom(_ROOM))  # a file system that compresses would find room for zeros
+
+    def _draft(self, rank: int) -> Path:
+        return self.folder / f"draft_{rank}.json"
+
     def post(self, failure: Failure) -> bool:
-        path = self.folder / f"failure_{failure.rank}.json"
-        draft = self.folder / f"draft_{failure.rank}.json"
-        draft.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        path, draft = self.folder / f"failure_{failure.rank}.json", self._draft(failure.rank)
+        try:
+            with draft.open("r+" if draft.exists() else "w", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(failure)))
+                file.truncate()
+        except OSError:  # there is no room after all: the rank prints its failure itself
+            return True
         with contextlib.suppress(FileExistsError):  # the first failure of a rank counts
             os.link(draft, path)
         draft.unlink()  # writing it again would change the post, which is the same file (a hard link)

@@ -54,7 +54,7 @@ class FailureReporter:
             this rank when the parent dies; only rank 1 watches by itself between `watch` and `close`, to report what happened.
     """
 
-    record: ClassVar[Callable[[int, str], None] | None] = None
+    record: ClassVar[Callable[[int, str], Any] | None] = None
     """Function that records exit code and message where this process is ended at once, by a thread; `finally` blocks do not run then."""
 
     def __init__(

@@ -184,6 +184,7 @@ def launch(
     for earlier in logs.glob(f"{_BOARD}*"):  # of a supervisor that was killed
         shutil.rmtree(earlier, ignore_errors=True)
     board = Path(tempfile.mkdtemp(prefix=_BOARD, dir=logs))
+    FolderBoard(board).reserve(count)
     ranks = Ranks(job, arguments, count, logs, fork, threads)
     try:
         with _signals() as received:

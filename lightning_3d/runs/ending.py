@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from lightning_3d.config.override_words import hydra_value
+from lightning_3d.errors import ConfigError
+from lightning_3d.runs.checkpoints import own_checkpoints
 from lightning_3d.runs.metrics_file import column, read_rows
 from lightning_3d.runs.status import RunStatus
-from lightning_3d.storage.checkpoint_names import MANIFEST, checkpoints_in, steps_of
-from lightning_3d.storage.remote_path import Place, RemotePath, place
 
 _PLACE_KEYS = ("hydra.run.dir", "trainer.resume", "trainer.auto_resume")
-_BARE = re.compile(r"[\w/.@%+-]+", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Newest:
-    """The newest checkpoint that a run left.
-
-    Attributes:
-        path: where it is.
-        step: its optimizer step.
-        in_folder: whether `trainer.auto_resume` finds it by itself.
-    """
-
-    path: Place
-    step: int
-    in_folder: bool
 
 
 @dataclass(frozen=True)
@@ -59,26 +43,18 @@ class CommandLine:
         """Return the command line of this process, as `run`."""
         return cls((*_program(Path(sys.argv[0])), "run"))
 
-    def resume(self, folder: Path, newest: Newest) -> str:
-        """Return the command that resumes a checkpoint, quoted for a shell."""
+    def resume(self, folder: Path) -> str:
+        """Return the command that resumes the newest checkpoint of the run in a folder, quoted for a shell."""
         if self.overrides is None:
-            words = [str(folder / "config.yaml"), "--resume", *([] if newest.in_folder else [str(newest.path)])]
+            words = [str(folder / "config.yaml"), "--resume"]
         else:
             kept = [word for word in self.overrides if word.partition("=")[0].lstrip("+") not in _PLACE_KEYS]
-            again = [f"hydra.run.dir={hydra_value(str(folder))}", "trainer.auto_resume=true"]
-            words = [*kept, *(again if newest.in_folder else [f"trainer.resume={hydra_value(str(newest.path))}"])]
+            words = [*kept, f"hydra.run.dir={hydra_value(str(folder))}", "trainer.auto_resume=true"]
         return shlex.join([*self.program, *words])
 
 
 def _program(script: Path) -> tuple[str, ...]:
     return ("lightning-3d",) if script.name == "lightning-3d" else ("python", "-m", "lightning_3d")
-
-
-def hydra_value(text: str) -> str:
-    """Write a string as a value of a Hydra override, quoted where Hydra's grammar would read something else."""
-    if _BARE.fullmatch(text):
-        return text
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
 
 
 def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, launcher: str | None) -> list[str]:
@@ -96,43 +72,14 @@ def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, comma
     steps = column(read_rows(folder / "metrics.csv"), "step")
     where = f"after step {round(steps[-1])} of {config['trainer']['max_steps']}" if steps else "before the first step ended"
     lines = [f"lightning_3d: the run {how} {where}"]
-    newest = newest_of(folder, config, since=status.started)
+    try:
+        newest = next(iter(own_checkpoints(folder)), None)
+    except ConfigError as error:
+        return [*lines, f"  checkpoint: unknown. {error}"]
     if newest is None:
         return [*lines, "  checkpoint: none"]
-    lines.append(f"  checkpoint: {newest.path} (step {newest.step})")
+    lines.append(f"  checkpoint: {newest.path} (step {newest.steps})")
     if command is not None:
         by = f" (start it with {launcher} as before)" if launcher is not None else ""
-        lines.append(f"  resume{by}: {command.resume(folder, newest)}")
+        lines.append(f"  resume{by}: {command.resume(folder)}")
     return lines
-
-
-def newest_of(folder: Path, config: Mapping[str, Any], since: float) -> Newest | None:
-    """Find the complete checkpoint with the most steps that a run left; None if there is none, or its place cannot be read.
-
-    Args:
-        since: start of the run, in seconds since the epoch. Outside the run folder, older checkpoints may belong to another run.
-    """
-    found = []
-    for where, is_own in _places(folder, config):
-        try:
-            for path in checkpoints_in(where)[:1]:
-                if is_own or _written(path) >= since:
-                    found.append(Newest(path, steps_of(path), is_own or isinstance(path, RemotePath)))
-        except (OSError, ValueError):
-            continue
-    return max(found, key=lambda one: one.step, default=None)
-
-
-def _places(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[Place, bool]]:
-    """List where the run writes checkpoints, and whether each place is in its own run folder."""
-    own = folder / "checkpoints"
-    yield own, True
-    for entry in (config.get("callbacks") or {}).values():
-        named = (entry or {}).get("dirpath")
-        if named and place(str(named)) != own:
-            yield place(str(named)), False
-
-
-def _written(checkpoint: Place) -> float:
-    manifest = checkpoint / MANIFEST
-    return manifest.modified() if isinstance(manifest, RemotePath) else manifest.stat().st_mtime

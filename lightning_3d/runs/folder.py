@@ -8,19 +8,22 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lightning_3d.config.stored_paths import absolute_paths
 from lightning_3d.errors import ConfigError, listed
-from lightning_3d.runs.restarts import MOST_WITHOUT_PROGRESS, note_restart
-from lightning_3d.runs.status import RUNNING, RunStatus, read_status
-from lightning_3d.storage.checkpoint_names import checkpoints_in, recover_all, steps_of
+from lightning_3d.runs.checkpoints import newest_checkpoint
+from lightning_3d.runs.restarts import MOST_WITHOUT_PROGRESS, RESTARTS_FILE, note_restart
+from lightning_3d.runs.status import RUNNING, STATUS_FILE, RunStatus, read_status
+from lightning_3d.storage.checkpoint_names import steps_of
 from lightning_3d.storage.holder import Holder, moment
+from lightning_3d.storage.json_file import replace_text
 from lightning_3d.storage.lock import is_held, keep
-from lightning_3d.storage.remote_path import Place, RemotePath, place
+from lightning_3d.storage.remote_path import place
 
 CONFIG_FILE = "config.yaml"
 LOGS = "logs"
@@ -31,7 +34,7 @@ SAME = ("model", "data", "optimizer", "seed")
 them.
 """
 
-_CHECKPOINTS, _LOCK, _PROBE = "checkpoints", ".lock", ".room"
+_LOCK, _PROBE, _HYDRA = ".lock", ".room", ".hydra"
 EARLIER_SECONDS = 10.0
 """Time for an earlier attempt of a run to end, when the run is started again."""
 
@@ -49,12 +52,16 @@ class RunFolder:
         created: folders that were created for it, outermost first; `path` is one of them unless it existed.
         before: names that were in it before this run.
         resume: checkpoint of an earlier attempt of this run, to resume; None if there is none.
+        earlier: files of an earlier attempt that this one writes again, by name.
+        results: number of recorded steps, and newest checkpoint, of earlier attempts.
     """
 
     path: Path
     created: tuple[Path, ...]
     before: frozenset[str]
     resume: str | None = None
+    earlier: Mapping[str, bytes] = field(default_factory=dict)
+    results: tuple[int, str | None] = (0, None)
 
     @classmethod
     def claim(cls, path: Path, *, numbered: bool, option: str = "hydra.run.dir") -> RunFolder:
@@ -131,6 +138,7 @@ class RunFolder:
             earlier = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"Cannot read the configuration in the run folder {path}: {' '.join(str(error).split())}.") from error
+        earlier, config = absolute_paths(earlier), absolute_paths(config)
         differ = [group for group in SAME if group in earlier and group in config and not _says_the_same(earlier[group], config[group])]
         if differ:
             raise ConfigError(
@@ -142,8 +150,11 @@ class RunFolder:
             require_room(path)
         except OSError as error:
             raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
+        files = [path / CONFIG_FILE, path / STATUS_FILE, path / RESTARTS_FILE, *(path / _HYDRA).glob("*")]
+        kept = {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
+        before = frozenset(entry.name for entry in path.iterdir())
         newest = restart_from(path, config.get("trainer", {}))
-        return cls(path, (), frozenset(entry.name for entry in path.iterdir()), newest)
+        return cls(path, (), before, newest, kept, (_recorded_steps(path), newest))
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
@@ -172,20 +183,25 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Write the resolved configuration."""
-        (self.path / CONFIG_FILE).write_text(text, encoding="utf-8")
+        replace_text(self.path / CONFIG_FILE, text)
 
     def holds_results(self) -> bool:
-        """Check whether training left anything worth keeping: a step or a checkpoint."""
-        metrics = self.path / "metrics.csv"
-        steps = len(metrics.read_text("utf-8").splitlines()) - 1 if metrics.is_file() else 0
-        return steps > 0 or any((self.path / _CHECKPOINTS).glob("*"))
+        """Check whether training of this attempt left anything worth keeping: a step or a checkpoint."""
+        return (_recorded_steps(self.path), newest_checkpoint(self.path)) != self.results
 
     def discard(self) -> None:
-        """Remove everything that this run put there."""
+        """Remove everything that this attempt put there, and restore what it replaced."""
         for entry in self.path.iterdir():
             if entry.name not in self.before:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+        for name, content in self.earlier.items():
+            replace_text(self.path / name, content.decode("utf-8", "surrogateescape"))
         _remove_empty(self.created)
+
+
+def _recorded_steps(path: Path) -> int:
+    metrics = path / "metrics.csv"
+    return max(0, len(metrics.read_text("utf-8").splitlines()) - 1) if metrics.is_file() else 0
 
 
 def require_room(path: Path) -> None:
@@ -236,32 +252,6 @@ def restart_from(path: Path, trainer: Mapping[str, Any]) -> str | None:
     most = trainer.get("restarts_without_progress", MOST_WITHOUT_PROGRESS)
     note_restart(path, steps_of(place(newest)) if newest is not None else 0, most)
     return newest
-
-
-def newest_checkpoint(path: Path) -> str | None:
-    """Find the complete checkpoint with the most steps of a run, in its folder or at URLs where its callbacks write; None if none.
-
-    Raises:
-        ConfigError: the store behind a URL does not answer.
-    """
-    recover_all(path / _CHECKPOINTS)
-    try:
-        folders: list[Place] = [path / _CHECKPOINTS, *_at_urls(path)]
-        found = [checkpoints_in(folder)[:1] for folder in folders]
-    except OSError as error:
-        raise ConfigError(f"Cannot list the checkpoints of the run in {path}: {error}") from error
-    newest = [checkpoint for checkpoints in found for checkpoint in checkpoints]
-    return str(max(newest, key=steps_of)) if newest else None
-
-
-def _at_urls(path: Path) -> list[RemotePath]:
-    """List the URLs to which the callbacks of a run folder's configuration write."""
-    try:
-        config = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
-        named = [str((entry or {}).get("dirpath") or "") for entry in (config.get("callbacks") or {}).values()]
-    except (OSError, yaml.YAMLError, AttributeError):
-        return []
-    return [folder for folder in map(place, filter(None, named)) if isinstance(folder, RemotePath)]
 
 
 def read_wandb_file(path: Path) -> dict[str, str | None]:

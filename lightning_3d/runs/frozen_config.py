@@ -49,8 +49,12 @@ def read_frozen(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items() if key != "hydra"}
 
 
-def move_to(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Move a run to another folder: paths in the old folder that it writes are changed, paths that it reads are not."""
+def move_to(config: dict[str, Any], folder: Path, *, whole: bool = False) -> dict[str, Any]:
+    """Move a run to another folder: paths in the old folder that it writes are changed.
+
+    Args:
+        whole: whether the files in the old folder are in the new one, so that paths that it reads are changed too.
+    """
     old = str(config["run_folder"]).rstrip("/")
 
     def moved(value: Any, key: str = "") -> Any:
@@ -58,10 +62,11 @@ def move_to(config: dict[str, Any], folder: Path) -> dict[str, Any]:
             return {name: moved(entry, name) for name, entry in value.items()}
         if isinstance(value, list):
             return [moved(entry) for entry in value]
-        inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/")) and key not in _READ_FROM_ANYWHERE
+        inside = isinstance(value, str) and (value == old or value.startswith(f"{old}/")) and (whole or key not in _READ_FROM_ANYWHERE)
         return f"{folder}{value[len(old) :]}" if inside else value
 
-    return config | {group: moved(config.get(group)) for group in _WRITE_TO_FOLDER if group in config} | {"run_folder": str(folder)}
+    groups = config if whole else [group for group in _WRITE_TO_FOLDER if group in config]
+    return config | {group: moved(config[group]) for group in groups} | {"run_folder": str(folder)}
 
 
 def frozen_text(frozen: dict[str, Any]) -> str:

@@ -1,10 +1,15 @@
-"""Read `metrics.csv` of a run. Imports no torch."""
+"""Read and write the CSV files of a run, one row per step. Imports no torch."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from lightning_3d.storage.json_file import replace_text
 
 
 def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
@@ -18,6 +23,24 @@ def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
     return [row for row in rows if last_step is None or int(row["step"]) <= last_step]
+
+
+def csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Write rows as text. Missing values are empty cells; other columns are left out."""
+    text = io.StringIO()
+    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def keep_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Leave these columns and rows alone in a file that has more rows at its end, or create it. A kill or a full disk loses no row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = csv_lines(columns, [dict(zip(columns, columns, strict=True)), *rows])
+    content = text.encode()
+    if path.is_file() and path.read_bytes().startswith(content):
+        os.truncate(path, len(content))  # needs no room, and writes no row again
+    else:
+        replace_text(path, text)
 
 
 def column(rows: Iterable[Mapping[str, str]], name: str) -> list[float]:

@@ -9,6 +9,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from lightning_3d.storage.json_file import replace_text
+
 STATUS_FILE = "status.json"
 
 RUNNING = "running"
@@ -63,15 +65,13 @@ class RunStatus:
         Args:
             first: raise FileExistsError if the file exists; of several processes that try at once, one succeeds.
         """
-        path, draft = folder / STATUS_FILE, folder / f".{STATUS_FILE}.{socket.gethostname()}.{os.getpid()}"
+        path = folder / STATUS_FILE
         if first:
             path.touch(exist_ok=False)
         text = json.dumps(asdict(self), indent=2) + "\n"
         try:
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, path)
+            replace_text(path, text)
         except OSError:
-            draft.unlink(missing_ok=True)
             if first or not path.exists():
                 raise
             with path.open("r+", encoding="utf-8") as file:  # the disk is full: overwrite in place, which needs no new room

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from lightning_3d.errors import ConfigError, install
+from lightning_3d.storage.user_cache import home
 
 SWEEP_VARIABLE = "LIGHTNING_3D_SWEEP"
 """Environment variable with the name of the sweep, for its jobs."""
@@ -94,10 +95,10 @@ def _url() -> str:
 
 def _settings() -> dict[str, str]:
     """Read the settings that `wandb offline` and `wandb login --host` leave, of the user and of the working directory, which wins."""
-    home = os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
+    folder = os.environ.get("WANDB_CONFIG_DIR") or home() / ".config" / "wandb"
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read([Path(home) / "settings", Path("wandb") / "settings"])
+        parser.read([Path(folder) / "settings", Path("wandb") / "settings"])
     except configparser.Error:  # wandb reports what is wrong with them
         return {}
     return dict(parser["default"]) if parser.has_section("default") else {}
@@ -105,7 +106,7 @@ def _settings() -> dict[str, str]:
 
 def _in_netrc(host: str) -> bool:
     named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    for path in [Path(named)] if named else [home() / ".netrc", home() / "_netrc"]:
         try:
             if path.is_file() and netrc.netrc(path).authenticators(host) is not None:
                 return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_3d.storage.remote_path import Place, RemotePath
@@ -18,6 +19,8 @@ from lightning_3d.storage.remote_path import Place, RemotePath
 MANIFEST = "manifest.json"
 AVERAGE_DECAY = "average_decay"
 """Key of a manifest: decay of the average of weights in the checkpoint. Missing if there is none."""
+RUN = "run"
+"""Key of a manifest: id of the run of the command line that wrote the checkpoint. Missing if another program did."""
 SAVING, REPLACED, REMOVED = "saving", "replaced", "removed"
 
 
@@ -73,9 +76,31 @@ def recover_all(folder: Path) -> None:
             continue
 
 
+@dataclass(frozen=True, order=True)
+class Found:
+    """A complete checkpoint that was found in a folder.
+
+    Attributes:
+        steps: its optimizer step.
+        written: time of its end, in seconds since the epoch.
+        path: where it is.
+        run: id of the run that wrote it; empty if that was not a run of the command line.
+    """
+
+    steps: int
+    written: float
+    path: Place
+    run: str
+
+
+def found_in(folder: Place) -> list[Found]:
+    """Find the complete checkpoints in a folder, most steps first; with equal steps, the latest first."""
+    return sorted(_found(folder), reverse=True)
+
+
 def checkpoints_in(folder: Place) -> list[Place]:
-    """List the complete checkpoints in a folder, most steps first; with equal steps, the latest first."""
-    return [path for _, path in sorted(_found(folder), key=lambda found: (found[0], str(found[1])), reverse=True)]
+    """List the complete checkpoints in a folder, in the order of `found_in`."""
+    return [found.path for found in found_in(folder)]
 
 
 def steps_of(checkpoint: Place) -> int:
@@ -92,10 +117,11 @@ def manifests_in(folder: Place) -> Iterator[Place]:
         yield from folder.glob(f"[!.]*/{MANIFEST}")
 
 
-def _found(folder: Place) -> Iterator[tuple[tuple[int, float], Place]]:
+def _found(folder: Place) -> Iterator[Found]:
     for manifest in manifests_in(folder):
         try:
             written = manifest.modified() if isinstance(manifest, RemotePath) else manifest.stat().st_mtime
-            yield (steps_of(manifest.parent), written), manifest.parent
+            known = json.loads(manifest.read_text("utf-8"))
+            yield Found(int(known["global_step"]), written, manifest.parent, str(known.get(RUN, "")))
         except (OSError, ValueError, KeyError, TypeError):  # it is being removed, or not ours
             continue

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning_3d.layout.layout import Layout
+from lightning_3d.storage.json_file import replace_text
 from lightning_3d.tracing.overlap import hidden_by_kind
 from lightning_3d.tracing.trace import Event, Memory, RankTrace, StepTrace, Transfer, Work
 
@@ -18,10 +18,8 @@ MESSAGE, WAIT = "message", "wait"
 
 def write_timeline(path: Path, trace: StepTrace) -> None:
     """Write a step, atomically: a reader never sees part of a file."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft.write_text(json.dumps(as_chrome(trace), separators=(",", ":")) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    replace_text(path, json.dumps(as_chrome(trace), separators=(",", ":")) + "\n")
 
 
 def as_chrome(trace: StepTrace) -> dict[str, Any]:

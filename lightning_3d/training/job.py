@@ -26,6 +26,7 @@ from lightning_3d.ranks.progress import shown, task
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.ranks.spare import release_spare, wait_for_end
 from lightning_3d.ranks.supervisor import Outcome, can_fork, cores, launch
+from lightning_3d.runs.checkpoints import refuse_others
 from lightning_3d.runs.ending import CommandLine, last_lines
 from lightning_3d.runs.folder import LOGS, RunFolder, restart_from
 from lightning_3d.runs.frozen_config import frozen_text
@@ -51,36 +52,43 @@ class Place:
     reporter: FailureReporter | None = None
 
 
-def find_place(
-    outside: OutsideRank | None, loggers: Mapping[str, Any] | None, take: Callable[[Path | None], RunFolder], join_seconds: float
-) -> Place:
+def find_place(outside: OutsideRank | None, plan: RunPlan, take: Callable[[Path | None], RunFolder]) -> Place:
     """Take the run folder on rank 0 and broadcast it; the clocks of other ranks would give it another name.
 
-    Rank 0 also checks that the loggers can be used, because it alone logs.
+    Rank 0 also checks that the loggers can be used, because it alone logs, and that checkpoints of other runs stay as they are.
 
     Args:
         outside: this process as a rank that torchrun or SLURM started; None if the ranks are started here.
-        loggers: the group `logger`.
+        plan: checked configuration of the run.
         take: takes a folder, given the folder of the previous attempt if torchrun has restarted the ranks.
-        join_seconds: time for all ranks to join.
 
     Raises:
         ConfigError: on every rank. RendezvousError: ranks have not joined in time.
     """
+    run = plan.run
+
+    def take_checked(earlier: Path | None) -> RunFolder:
+        require_loggers(run.logger)
+        folder = take(earlier)
+        try:
+            refuse_others(folder.path, run.callbacks, folder.resume or run.trainer.resume)
+        except ConfigError:
+            folder.discard()
+            raise
+        return folder
+
     if outside is None:
-        require_loggers(loggers)
-        folder = take(None)
+        folder = take_checked(None)
         return Place(folder.path, folder.resume, folder)
     set_master_address(outside)
-    board = connect_board(outside.rank, outside.world_size, join_seconds)
+    board = connect_board(outside.rank, outside.world_size, run.trainer.rendezvous_timeout)
     reporter = FailureReporter(board, outside.rank, outside.world_size)
     taken = None
     found: dict[str, str | None] = {}
     if outside.rank == 0:
         before = json.loads(board.earlier_broadcast("run_folder") or "{}") if isinstance(board, StoreBoard) else {}
         try:
-            require_loggers(loggers)
-            taken = take(Path(before["folder"]) if "folder" in before else None)
+            taken = take_checked(Path(before["folder"]) if "folder" in before else None)
             found = {"folder": str(taken.path), "resume": taken.resume}
         except ConfigError as error:
             found = {"refused": str(error)}
@@ -125,17 +133,16 @@ def run_job(
         if outside is None:
             code, reason = _start_until_done(plan, frozen, folder, status)
         else:
-            FailureReporter.record = lambda code, reason: status.after(code, reason).write(folder.path)
+            FailureReporter.record = lambda code, reason: _settled(folder, status.after(code, reason))
             code, reason = be_rank(outside, lambda: run_rank(frozen), place.reporter, plan.layout.world_size)
     except KeyboardInterrupt:
         code = 130
         raise
     finally:
         FailureReporter.record = None
-        if code == Lightning3DError.exit_code and not folder.holds_results():
-            folder.discard()
-        else:
-            _end(folder.path, frozen, status.after(code, reason), command, outside)
+        status = status.after(code, reason)
+        if _settled(folder, status):
+            _end(folder.path, frozen, status, command, outside)
             if MEMORY_RAN_OUT in reason:
                 advice = need_less(plan.run, plan.precision, plan.layout, plan.schedule, plan.micro_batch_size)
                 if advice is not None:
@@ -143,12 +150,20 @@ def run_job(
     return code
 
 
-def _end(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, outside: OutsideRank | None) -> None:
-    """Write status and report of a run that has ended, and print how to resume one that ended early."""
+def _settled(folder: RunFolder, status: RunStatus) -> bool:
+    """Write the status of a run that has ended. A refused one leaves its folder as it was instead; then False is returned."""
+    if status.exit_code == Lightning3DError.exit_code and not folder.holds_results():
+        folder.discard()
+        return False
     try:
-        status.write(folder)
+        status.write(folder.path)
     except OSError as error:
         print(f"lightning_3d: cannot write the status of this run: {error}", file=sys.stderr, flush=True)
+    return True
+
+
+def _end(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, outside: OutsideRank | None) -> None:
+    """Write the report of a run that has ended, and print how to resume one that ended early."""
     if (folder / "metrics.csv").is_file():
         _report(folder)
     if status.exit_code not in (0, Lightning3DError.exit_code):

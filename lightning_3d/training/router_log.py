@@ -9,7 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.runs.metrics_file import read_rows
+from lightning_3d.runs.metrics_file import keep_rows, read_rows
+from lightning_3d.storage.surviving import Surviving
 
 COLUMNS = ("step", "layer", "max_load", "dropped", "tokens")
 """Columns of `routers.csv`: `max_load` is the tokens of the fullest expert divided by the mean, `tokens` those of each expert."""
@@ -28,6 +29,7 @@ class RouterLog(Callback):
     def __init__(self, path: str | Path, every: int = 10) -> None:
         self._path = Path(path)
         self._every = max(1, every)
+        self._surviving = Surviving(self._path)
         self._started = False
 
     @override
@@ -42,19 +44,19 @@ class RouterLog(Callback):
         routers = getattr(last, "routers", None)
         if routers is None:
             return
+        with self._surviving:
+            self._write(trainer.global_step, routers)
+
+    def _write(self, step: int, routers: Any) -> None:
         if not self._started:
-            self._begin(trainer.global_step - 1)
+            self._begin(step - 1)
         with self._path.open("a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
             rows = zip(routers.layers, routers.max_over_mean, routers.dropped, routers.tokens, strict=True)
             for layer, load, dropped, tokens in rows:
-                csv.writer(file).writerow([trainer.global_step, layer, f"{load:.4f}", f"{dropped:.4f}", " ".join(map(str, tokens))])
+                writer.writerow([step, layer, f"{load:.4f}", f"{dropped:.4f}", " ".join(map(str, tokens))])
 
     def _begin(self, last_step: int) -> None:
         """Start the file with the rows of an earlier one up to `last_step`."""
-        kept = read_rows(self._path, last_step=last_step)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(kept)
+        keep_rows(self._path, COLUMNS, read_rows(self._path, last_step=last_step))
         self._started = True

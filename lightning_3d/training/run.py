@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -19,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_3d.compat.deepspeed import import_deepspeed
+from lightning_3d.compat.lightning_loggers import append_to_csv_files
 from lightning_3d.config.options.nonfinite import STOP
 from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.options.reliability import Reliability
@@ -117,13 +117,14 @@ def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Tr
     """Build Lightning's Trainer for ranks that are already running. `more` are callbacks in addition to those of the configuration."""
     options = config["trainer"]
     _check_extra(options["extra"])
-    # Of Lightning's ModelCheckpoint. The folder of a run has checkpoints where the run resumes in it.
-    warnings.filterwarnings("ignore", message=f"Checkpoint directory {re.escape(str(config['run_folder']))}.* is not empty")
+    # Of Lightning's ModelCheckpoint. A run that would replace checkpoints of another one was refused before.
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")
     callbacks: list[Callback] = [*make_objects("callbacks", with_full_speed(config)), *more]
     if (decay := options.get("average_decay")) is not None:  # a configuration of an earlier version has none
         callbacks.append(ExponentialAverage(decay))
     if (every := options.get("evaluate_every")) is not None:
         callbacks.append(EvaluateEvery(every))
+    append_to_csv_files()
     loggers: list[Logger] = make_objects("logger", same_run(config))
     place = outside_rank()  # ranks that this package started have torchrun's variables too
     local_size = place.local_world_size if place is not None else 1

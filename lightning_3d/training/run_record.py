@@ -12,25 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
+from lightning_3d.compat.lightning_loggers import resume_csv_file
 from lightning_3d.errors import CheckpointError
+from lightning_3d.runs.checkpoints import note_places, run_id
 from lightning_3d.runs.folder import WANDB_FILE, read_wandb_file
 from lightning_3d.runs.logger_packages import TRACKERS
 from lightning_3d.runs.wandb_access import SWEEP_VARIABLE, wandb_entries
+from lightning_3d.storage.checkpoint_names import RUN
+from lightning_3d.storage.json_file import replace_text
 from lightning_3d.storage.remote_path import place
 
 CONFIG, RUN_ID = "config", "wandb_run_id"
 
 
 class RunRecord(pl.Callback):
-    """Callback that records a run: configuration and run id in checkpoints, configuration in trackers of experiments, run id of Weights &
-    Biases in the run folder.
+    """Callback that records a run: its configuration and ids in checkpoints, its configuration in trackers of experiments, and in the run
+    folder its id at Weights & Biases and the places of its checkpoints.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
+        self._run: str | None = None  # rank 0, which writes manifests, has it
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for tracker in _trackers(trainer):
@@ -41,10 +46,26 @@ class RunRecord(pl.Callback):
                 run = logger.experiment
                 facts = {"id": run.id, "name": run.name, "group": run.group, "project": run.project}
                 facts["url"] = None if run.offline else run.url
-                (Path(self._config["run_folder"]) / WANDB_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+                replace_text(Path(self._config["run_folder"]) / WANDB_FILE, json.dumps(facts) + "\n")
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            folder = Path(self._config["run_folder"])
+            self._run = run_id(folder)
+            note_places(folder, [str(named) for callback in trainer.checkpoint_callbacks if (named := getattr(callback, "dirpath", None))])
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            for logger in _csv_files(trainer):
+                if Path(logger.log_dir).is_relative_to(self._config["run_folder"]):
+                    resume_csv_file(logger, trainer.global_step)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        for csv_file in _csv_files(trainer):
+            csv_file.save()  # otherwise a kill loses rows of steps that are not repeated
         checkpoint[CONFIG] = dict(self._config)
+        if self._run is not None:
+            checkpoint[RUN] = self._run
         for logger in _runs_at_wandb(trainer):
             if logger.version is not None:
                 checkpoint[RUN_ID] = logger.version
@@ -53,6 +74,10 @@ class RunRecord(pl.Callback):
 def _trackers(trainer: pl.Trainer) -> list[Logger]:
     """Return the loggers of MLflow, Comet and Aim. Aim's class is in its own package, so names are compared."""
     return [logger for logger in trainer.loggers if any(kind.__name__ in TRACKERS for kind in type(logger).__mro__)]
+
+
+def _csv_files(trainer: pl.Trainer) -> list[CSVLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
 
 
 def _runs_at_wandb(trainer: pl.Trainer) -> list[WandbLogger]:

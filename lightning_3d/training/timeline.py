@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_3d.runs.report.run import About, write_report
 from lightning_3d.runs.status import FAILED, FINISHED, INTERRUPTED
+from lightning_3d.storage.surviving import Surviving
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy.step.loss_weights import TokenMeanLoss
 from lightning_3d.tracing.chrome import write_timeline
@@ -31,6 +32,7 @@ class Timeline(Callback):
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._surviving = Surviving(self._path)
         self._traced_step: int | None = None
 
     @override
@@ -51,7 +53,8 @@ class Timeline(Callback):
         trace = getattr(getattr(trainer.strategy, "last_step", None), "trace", None)
         if trace is None or not trainer.is_global_zero:
             return
-        write_timeline(self._path, trace)
+        with self._surviving:
+            write_timeline(self._path, trace)
 
 
 class RunReport(Callback):

@@ -75,7 +75,7 @@ def test_run_leaves_its_files(results: dict[str, Result], folder: Path) -> None:
     assert results["run"].left == [], "everything is in the run folder"
     names = {path.name for path in (folder / "run").iterdir()}
     files = {"config.yaml", "metrics.csv", "timeline.json", "evaluation.json", "report.html", "checkpoints", "logs", "status.json"}
-    assert names == {*files, "train.log", ".hydra", ".lock"}
+    assert names == {*files, "train.log", ".hydra", ".lock", ".run.json"}
     assert list((folder / "run" / "checkpoints").iterdir())
     with (folder / "run" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -81,7 +81,7 @@ def test_run_is_repeated_in_a_new_folder(results: dict[str, Result], folder: Pat
     assert losses(folder / "repeated") == losses(folder / "train")
     names = {path.name for path in (folder / "repeated").iterdir()}
     files = {"config.yaml", "metrics.csv", "timeline.json", "evaluation.json", "report.html", "checkpoints", "logs", "status.json"}
-    assert names == {*files, ".lock"}
+    assert names == {*files, ".lock", ".run.json"}
     assert str(folder / "train") not in (folder / "repeated" / "config.yaml").read_text()
 
 

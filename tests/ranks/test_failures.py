@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed import TCPStore
 
 from lightning_3d.cli.exit_codes import guarded
 from lightning_3d.errors import LayoutError
-from lightning_3d.ranks.boards import LocalBoard, StoreBoard
+from lightning_3d.ranks.boards import FolderBoard, LocalBoard, StoreBoard
 from lightning_3d.ranks.failure import Failure, exit_code_of, is_lost_peer
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.ranks.supervisor import _reserved_port
@@ -286,3 +287,19 @@ def posted_and_seen(number: int) -> str | None:
 def test_a_restart_does_not_see_the_failure_of_an_earlier_attempt() -> None:
     run_ranks(posted_and_seen, 2, 0)
     assert run_ranks(posted_and_seen, 2, 1) == [None, None]
+
+
+def test_a_failure_is_known_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its room is reserved before; without that, the rank prints it."""
+    board = FolderBoard(tmp_path)
+    board.reserve(1)
+    files = {path: path.stat().st_ino for path in tmp_path.iterdir()}
+    failure = Failure.of(ValueError("why"), 0)
+    assert board.post(failure) is False and board.first() == failure
+    assert [path.stat().st_ino for path in tmp_path.iterdir()] == list(files.values()), "the same file, without new room"
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", fails)
+    assert board.post(Failure.of(ValueError("why"), 1)) is True

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,9 @@ from command_line import run_commands
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from quick_runs import FAULTY, QUICK
 
-from lightning_3d.runs.ending import CommandLine, Newest, hydra_value, last_lines, newest_of
+from lightning_3d.config.override_words import hydra_value, quoted
+from lightning_3d.runs.checkpoints import note_places, run_id
+from lightning_3d.runs.ending import CommandLine, last_lines
 from lightning_3d.runs.status import RunStatus
 
 
@@ -22,38 +23,55 @@ def test_hydra_reads_a_value_as_it_was(text: str) -> None:
     assert OverridesParser.create().parse_override(f"hydra.run.dir={hydra_value(text)}").value() == text
 
 
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("trainer.resume=/a/epoch=0-step=10.ckpt", "/a/epoch=0-step=10.ckpt"),
+        ("+a.b=it=1", "it=1"),
+        ("a=1e-3", 1e-3),
+        ("a='b=c'", "b=c"),
+        ("a={b:c}", {"b": "c"}),
+        ("a=/b=c,/b=d", ["'/b=c'", "'/b=d'"]),
+        ("a=range(start=1,stop=3)", ["1", "2"]),
+    ],
+)
+def test_a_value_with_an_equals_sign_needs_no_quotes(word: str, value: object) -> None:
+    read = OverridesParser.create().parse_override(quoted(word))
+    assert ([str(one) for one in read.sweep_string_iterator()] if read.is_sweep_override() else read.value()) == value
+
+
 def test_the_command_keeps_what_was_given_but_where_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, inside = Path("/runs/a b"), Newest(Path("/runs/a b/checkpoints/step_5.ckpt"), 5, in_folder=True)
-    elsewhere = Newest(Path("/fast/step_5.ckpt"), 5, in_folder=False)
+    folder = Path("/runs/a b")
     given = ["parallelism=dp2", "data.path='my file'", "hydra.run.dir=x", "trainer.resume=y", "++trainer.auto_resume=false"]
     monkeypatch.setattr(sys, "argv", ["train.py"])
     train, run = CommandLine.of_train(given), CommandLine.of_run()
     kept = ["python", "train.py", "parallelism=dp2", "data.path='my file'"]
-    assert shlex.split(train.resume(folder, inside)) == [*kept, "hydra.run.dir='/runs/a b'", "trainer.auto_resume=true"]
-    assert shlex.split(train.resume(folder, elsewhere)) == [*kept, "trainer.resume=/fast/step_5.ckpt"]
+    assert shlex.split(train.resume(folder)) == [*kept, "hydra.run.dir='/runs/a b'", "trainer.auto_resume=true"]
     monkeypatch.setattr(sys, "argv", ["/bin/lightning-3d"])
     run = CommandLine.of_run()
-    assert run.resume(folder, inside) == "lightning-3d run '/runs/a b/config.yaml' --resume"
-    assert run.resume(folder, elsewhere) == "lightning-3d run '/runs/a b/config.yaml' --resume /fast/step_5.ckpt"
+    assert run.resume(folder) == "lightning-3d run '/runs/a b/config.yaml' --resume"
 
 
-def checkpoint(path: Path, step: int) -> Path:
+def checkpoint(path: Path, step: int, run: str = "") -> Path:
     path.mkdir(parents=True)
-    (path / "manifest.json").write_text(json.dumps({"global_step": step}))
+    (path / "manifest.json").write_text(json.dumps({"global_step": step, "run": run}))
     return path
 
 
 def test_the_newest_checkpoint_is_looked_for_where_callbacks_write(tmp_path: Path) -> None:
-    config = {"trainer": {"max_steps": 9}, "callbacks": {"best": {"dirpath": str(tmp_path / "fast")}, "none": None}}
+    config, run = {"trainer": {"max_steps": 9}}, tmp_path / "run"
     began = RunStatus.begun()
-    assert last_lines(tmp_path / "run", config, began.after(1), None, None) == [
+    run.mkdir()
+    assert last_lines(run, config, began.after(1), None, None) == [
         "lightning_3d: the run failed before the first step ended",
         "  checkpoint: none",
     ]
-    own = checkpoint(tmp_path / "run" / "checkpoints" / "step_4.ckpt", 4)
-    other = checkpoint(tmp_path / "fast" / "step_6.ckpt", 6)
-    assert newest_of(tmp_path / "run", config, since=time.time() + 60) == Newest(own, 4, in_folder=True), "the other is of another run"
-    assert newest_of(tmp_path / "run", config, since=began.started - 1) == Newest(other, 6, in_folder=False)
+    own = checkpoint(run / "checkpoints" / "step_4.ckpt", 4)
+    checkpoint(tmp_path / "fast" / "step_8.ckpt", 8, "another run")
+    note_places(run, [str(tmp_path / "fast")])
+    assert last_lines(run, config, began.after(1), None, None)[1] == f"  checkpoint: {own} (step 4)"
+    other = checkpoint(tmp_path / "fast" / "step_6.ckpt", 6, run_id(run))
+    assert last_lines(run, config, began.after(1), None, None)[1] == f"  checkpoint: {other} (step 6)"
     lines = last_lines(tmp_path / "run", config, began.after(143), CommandLine(("train.py",), ()), "torchrun")
     assert lines[0].startswith("lightning_3d: the run was stopped by SIGTERM") and "with torchrun as before" in lines[2]
 

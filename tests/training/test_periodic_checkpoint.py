@@ -1,5 +1,6 @@
 """`PeriodicCheckpoint` in a Trainer on one process: when it saves, and what it keeps."""
 
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,22 @@ def test_each_nth_is_kept_over_a_resume(tmp_path: Path) -> None:
     assert fit(tmp_path, saver(), max_steps=10) == ["step_10.ckpt", "step_6.ckpt", "step_9.ckpt"]
     resume = tmp_path / "checkpoints" / "step_10.ckpt"
     assert fit(tmp_path, saver(), max_steps=16, resume=resume) == ["step_12.ckpt", "step_16.ckpt", "step_6.ckpt", "step_9.ckpt"]
+
+
+def test_copied_checkpoints_count_and_so_do_those_of_an_attempt_that_kept_more(tmp_path: Path) -> None:
+    def saver(name: str, keep: int) -> PeriodicCheckpoint:
+        return PeriodicCheckpoint(tmp_path / name / "checkpoints", every_n_train_steps=2, save_top_k=keep, keep_every_n_steps=2)
+
+    fit(tmp_path / "a", PeriodicCheckpoint(tmp_path / "a" / "checkpoints", every_n_train_steps=2, save_top_k=3), max_steps=6)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name in ("a", "b"):
+        again = PeriodicCheckpoint(tmp_path / name / "checkpoints", every_n_train_steps=2, save_top_k=2)
+        resume = tmp_path / name / "checkpoints" / "step_6.ckpt"
+        assert fit(tmp_path / name, again, max_steps=8, resume=resume) == ["step_6.ckpt", "step_8.ckpt"]
+    assert fit(tmp_path / "c", saver("c", 1), max_steps=2) == ["step_2.ckpt"]
+    shutil.copytree(tmp_path / "c", tmp_path / "d")
+    resume = tmp_path / "d" / "checkpoints" / "step_2.ckpt"
+    assert fit(tmp_path / "d", saver("d", 1), max_steps=6, resume=resume) == ["step_2.ckpt", "step_4.ckpt", "step_6.ckpt"], "all are kept"
 
 
 def test_the_interval_follows_from_measured_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

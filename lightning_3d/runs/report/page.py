@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_3d.storage.json_file import replace_text
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -37,9 +38,7 @@ def write_page(path: Path, template: str, scripts: Sequence[str], data: Mapping[
         version=__version__,
         **values,
     )
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    replace_text(path, text)
     return path
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_3d.runs.report.sweep import SWEEP_FILE
 from lightning_3d.runs.sweep.results import METRICS, Outcome
+from lightning_3d.storage.json_file import replace_text
 from lightning_3d.storage.numbers import show_memory
 
 _FEWEST_CHARACTERS = 6
@@ -40,9 +40,8 @@ def write_csv(folder: Path, outcomes: Sequence[Outcome], keys: Sequence[str]) ->
         code = "" if outcome.exit_code is None else outcome.exit_code
         swept = [values.get(key, "") for key in keys]
         rows.writerow([outcome.number, *swept, outcome.layout, outcome.status, code, outcome.reason, *numbers, outcome.folder or ""])
-    path, draft = folder / SWEEP_FILE, folder / f".{SWEEP_FILE}"
-    draft.write_text(text.getvalue(), encoding="utf-8")
-    os.replace(draft, path)
+    path = folder / SWEEP_FILE
+    replace_text(path, text.getvalue())
     return path
 
 

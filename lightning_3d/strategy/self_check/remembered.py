@@ -23,6 +23,7 @@ from lightning_3d.models.code_description import CodeDescription, Indescribable
 from lightning_3d.models.library_patches import replaced_functions
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, read_plan
 from lightning_3d.models.reachable import hook_tables, is_of_others
+from lightning_3d.storage.user_cache import default_cache
 from lightning_3d.strategy.self_check.model_copy import described, kinds_of
 
 VERIFIED = Path(__file__).with_name("verified.json")
@@ -118,8 +119,8 @@ def _hash(value: Any) -> str:
 
 
 def cache_folder() -> Path:
-    """Folder of remembered results: below XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_3d" / "self_check"
+    """Folder of remembered results."""
+    return default_cache() / "self_check"
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.runs.metrics_file import column, read_rows
+from lightning_3d.runs.metrics_file import column, csv_lines, keep_rows, read_rows
+from lightning_3d.storage.surviving import Surviving
 from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
 from lightning_3d.training.step_clock import StepClock, last_val_loss
 
@@ -57,7 +55,8 @@ class MetricsCSV(Callback):
 
     If the disk is full, training continues without further rows, after one warning.
 
-    A resumed run continues the same file; rows of steps that it repeats are removed first. Checkpoints hold the number of tokens seen.
+    A resumed run continues the same file. When its first step has ended, rows of steps that it repeats are removed. Checkpoints hold the
+    number of tokens seen.
 
     Args:
         path: the file, usually `metrics.csv` in the run folder; its folder is created.
@@ -70,28 +69,24 @@ class MetricsCSV(Callback):
         self._tokens_seen: float | None = None
         self._clock = StepClock()
         self._file: TextIO | None = None
+        self._kept: list[dict[str, str]] | None = None  # rows of earlier attempts, until the first step has ended
         self._columns: tuple[str, ...] = COLUMNS
         self._parts: tuple[str, ...] = ()
         self._row: dict[str, Any] = {}
         self._row_start: int | None = None
-        self._warned = False
+        self._surviving = Surviving(self._path, "some rows")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         self._clock = StepClock()
-        kept = read_rows(self._path, last_step=trainer.global_step)
+        self._kept = kept = read_rows(self._path, last_step=trainer.global_step)
         if self._tokens_seen is None or trainer.global_step == 0:
             self._tokens_seen = sum(column(kept, "tokens"))
         of_sets = dict.fromkeys(name for row in kept for name in row if name.startswith(VAL_LOSS))
         self._parts = tuple(getattr(pl_module, "loss_parts", ()))
         self._columns = (*COLUMNS, *self._parts, *(of_sets | dict.fromkeys(_named_losses(trainer))))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("w", newline="")
-        with self._surviving():
-            self._file.write(_csv_lines(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *kept]))
-            self._file.flush()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -101,11 +96,13 @@ class MetricsCSV(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._file is None:
+        if not trainer.is_global_zero:
             return
         numbers = self._clock.stop(trainer, outputs, batch)
         if numbers is None:
             return
+        if self._kept is not None:
+            self._begin(self._kept)
         self._tokens_seen = (self._tokens_seen or 0.0) + numbers.tokens
         self._row = {
             "step": numbers.step,
@@ -132,9 +129,10 @@ class MetricsCSV(Callback):
             self._row["bubble"] = f"{numbers.trace.bubble:.6f}"
             self._row["memory"] = numbers.trace.peak_memory
         self._row_start = None  # stays None if the row cannot be written
-        with self._surviving():
-            self._row_start = self._file.tell()
-            self._write_row()
+        if self._file is not None:
+            with self._surviving:
+                self._row_start = self._file.seek(0, os.SEEK_END)
+                self._write_row(self._file)
         if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
             known = {name: value for name, value in self._row.items() if name != "step" and value != ""}
             row = {f"step/{name}": float(value) for name, value in known.items() if name not in TEXTS}
@@ -144,31 +142,27 @@ class MetricsCSV(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         value = last_val_loss(trainer)
-        if self._file is None or trainer.sanity_checking or value is None or not self._row:
+        if trainer.sanity_checking or value is None or not self._row:
             return
         self._row["val_loss"] = f"{value:.9g}"
         self._row |= {name: f"{loss:.9g}" for name, loss in _named_losses(trainer).items()}
-        if self._row_start is not None:
-            with self._surviving():
+        if self._file is not None and self._row_start is not None:
+            with self._surviving:
                 self._file.seek(self._row_start)
+                self._write_row(self._file)
                 self._file.truncate()
-                self._write_row()
         _log(trainer, self._row["step"], {"step/val_loss": float(self._row["val_loss"]), TOKENS_SEEN: float(self._row["tokens_seen"])})
 
-    @contextmanager
-    def _surviving(self) -> Iterator[None]:
-        """Turn the first error of the storage into a warning and ignore the others: metrics are not worth a run."""
-        try:
-            yield
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"Cannot write to {self._path}; training continues and some rows will be missing: {error}", stacklevel=2)
+    def _begin(self, kept: list[dict[str, str]]) -> None:
+        """Open the file with the rows of earlier attempts that count."""
+        self._kept = None
+        with self._surviving:
+            keep_rows(self._path, self._columns, kept)
+            self._file = self._path.open("r+", encoding="utf-8", newline="")
 
-    def _write_row(self) -> None:
-        assert self._file is not None
-        self._file.write(_csv_lines(self._columns, [self._row]))
-        self._file.flush()
+    def _write_row(self, file: TextIO) -> None:
+        file.write(csv_lines(self._columns, [self._row]))
+        file.flush()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -181,10 +175,11 @@ class MetricsCSV(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._file is not None:
-            with self._surviving():
+            with self._surviving:
                 self._file.close()
             self._file = None
             self._row = {}
+        self._kept = None
 
 
 def _log(trainer: Trainer, step: int, numbers: dict[str, float], texts: Mapping[str, str] | None = None) -> None:
@@ -210,9 +205,3 @@ def _named_losses(trainer: Trainer) -> dict[str, float]:
     """Return the latest loss of each named validation set, nan before the first validation."""
     names = [f"{VAL_LOSS}{name}" for name in getattr(getattr(trainer, "datamodule", None), "val_names", ())]
     return {name: float(trainer.callback_metrics.get(name, math.nan)) for name in names}
-
-
-def _csv_lines(columns: tuple[str, ...], rows: Iterable[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
-    return text.getvalue()

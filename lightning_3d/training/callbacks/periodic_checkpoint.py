@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.config.options.save_interval import AUTO, HOURS_BETWEEN_FAILURES, check_save_interval
 from lightning_3d.layout.sizes import check_sizes
+from lightning_3d.storage.remote_path import place
 from lightning_3d.training.callbacks.save_times import SaveTimes
 
 LEAST_STEPS, MOST_STEPS, SHARE = 50, 1000, 10
@@ -63,7 +64,7 @@ class PeriodicCheckpoint(ModelCheckpoint):
         self._saved_step = 0
         self._kept: set[str] = set()  # checkpoints that are not removed when newer ones come
         self._chooses_interval = every_n_train_steps is every_n_epochs is train_time_interval is None
-        if monitor is None and save_top_k > 1:  # Lightning keeps several checkpoints only if it can compare them by a number
+        if monitor is None and save_top_k > 0:  # Lightning counts checkpoints only if it can compare them by a number
             monitor, options["mode"] = "step", "max"
         super().__init__(
             dirpath,
@@ -102,11 +103,29 @@ class PeriodicCheckpoint(ModelCheckpoint):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with warnings.catch_warnings():
-            if self._keeps_newest:  # the scores that another folder does not take over are those of a metric
-                warnings.filterwarnings("ignore", message="The dirpath has changed")
-            super().load_state_dict(state_dict)
-        self._saved_step, self._kept = state_dict.get("saved_step", 0), set(state_dict.get("kept", ()))
+        super().load_state_dict(self._moved(state_dict) if self._keeps_newest else state_dict)
+        self._saved_step = state_dict.get("saved_step", 0)
+        self._kept = {self._here(path) for path in state_dict.get("kept", ())}
+
+    def _here(self, path: str) -> str:
+        """Return a path of a checkpoint in the folder of this fit, which may have been moved or copied since it was saved."""
+        return str(place(self.dirpath) / place(path).name) if self.dirpath else path
+
+    def _moved(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with those checkpoints that are in the folder of this fit."""
+        known = {self._here(path): step for path, step in state["best_k_models"].items()}
+        there = {path: step for path, step in known.items() if place(path).exists()}
+        newest = max(there, key=lambda path: there[path], default=state["best_model_path"])
+        oldest = min(there, key=lambda path: there[path], default="")
+        is_here = state["dirpath"] == self.dirpath
+        return {
+            **state,
+            "dirpath": self.dirpath,
+            "best_k_models": there,
+            "best_model_path": newest,
+            "kth_best_model_path": oldest,
+            "last_model_path": state["last_model_path"] if is_here else "",
+        }
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
@@ -153,6 +172,19 @@ class PeriodicCheckpoint(ModelCheckpoint):
         if self._keeps_newest and "://" not in previous and self.dirpath is not None:
             return previous != current and Path(self.dirpath).absolute() in Path(previous).absolute().parents
         return super()._should_remove_checkpoint(trainer, previous, current)
+
+    @override
+    def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if not self._keeps_newest or self.save_top_k < 1:
+            return
+        kept = self.best_k_models
+        by_age = sorted(kept, key=lambda path: kept[path])
+        for path in by_age[: -self.save_top_k]:  # an earlier attempt of the run kept more
+            del kept[path]
+            if self._should_remove_checkpoint(trainer, path, self.best_model_path):
+                self._remove_checkpoint(trainer, path)
+        self.kth_best_model_path = min(kept, key=lambda path: kept[path], default="")
 
     def _save_newest(self, trainer: pl.Trainer) -> None:
         """Save this step, unless it is saved already or only the best checkpoints are kept."""
