@@ -22,6 +22,8 @@ from lightning_3d.checkpoint.parameter_groups import (
     Names,
     describe_optimizer,
     name_groups,
+    replace_groups,
+    require_fitting_groups,
     restore_hyper_parameters,
     share_groups,
     take_groups,
@@ -51,6 +53,7 @@ __all__ = [
     "local_states",
     "name_groups",
     "read_manifest",
+    "replace_groups",
     "saved_generators",
     "share_groups",
     "take_groups",
@@ -89,6 +92,7 @@ def load_optimizer(
             f"{found} has weights but no optimizer state, so training cannot resume from it. Resume another checkpoint, or use"
             " load_full_state_dict to read the weights."
         )
+    require_fitting_groups(checkpoint)
     restore_hyper_parameters(optimizer, described[0])
     local.load_optimizer(TensorFolder(found), owner)
 

@@ -20,7 +20,7 @@ from lightning_3d.parallel.mesh import Mesh
 Names = list[list[str]]
 """Names of the parameters of each parameter group."""
 
-_KEY = "lightning_3d_pipeline_ranks"
+_KEY, _UNFIT = "lightning_3d_pipeline_ranks", "lightning_3d_unfit_groups"
 _NAMES = "names"
 _OPTIMIZERS, _SCHEDULERS = "optimizer_states", "lr_schedulers"
 _SWITCHES = ("fused", "foreach", "capturable")
@@ -95,9 +95,31 @@ def share_groups(checkpoint: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 def take_groups(checkpoint: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Return the checkpoint with the optimizer description and schedulers that fit the parameter groups of this rank.
 
-    Raises:
-        CheckpointError: parameters that are now in one group had different hyperparameters when the checkpoint was saved.
+    If parameters that are now in one group had different hyperparameters when it was saved, `require_fitting_groups` says so later: until
+    then, a hook may replace what does not fit (`replace_groups`).
     """
+    try:
+        return _taken(checkpoint, names)
+    except CheckpointError as error:
+        return {**checkpoint, _UNFIT: error}
+
+
+def require_fitting_groups(checkpoint: Mapping[str, Any]) -> None:
+    """Raise the error of `take_groups`, if it found one."""
+    if _UNFIT in checkpoint:
+        raise checkpoint[_UNFIT]
+
+
+def replace_groups(checkpoint: dict[str, Any], optimizer: Mapping[str, Any], schedulers: list[Any]) -> None:
+    """Put the hyperparameters of this rank's own optimizer, and the states of its schedulers, in place of those that were saved."""
+    checkpoint.pop(_KEY, None)
+    checkpoint.pop(_UNFIT, None)
+    saved = checkpoint[_OPTIMIZERS][0]
+    checkpoint[_OPTIMIZERS] = [{**optimizer, "class": saved["class"]}]
+    checkpoint[_SCHEDULERS] = schedulers
+
+
+def _taken(checkpoint: Mapping[str, Any], names: Names) -> dict[str, Any]:
     own = dict(checkpoint)
     states = own.pop(_KEY, None) or [checkpoint]  # not `own`, which changes below
     if not own.get(_OPTIMIZERS) or not names:

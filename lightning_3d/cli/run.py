@@ -23,6 +23,7 @@ from lightning_3d.ranks.meeting_store import JOIN_SECONDS
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.runs.frozen_config import move_to, read_frozen
+from lightning_3d.runs.resumed_keys import require_resumable
 from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.dry import show_plan
 from lightning_3d.training.job import find_place, run_job
@@ -62,6 +63,7 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
             f" {path.parent / 'run'}."
         )
     plan = plan_run(OmegaConf.create(config), outside, Advice())
+    require_resumable(config["trainer"].get("resume"), config)
     if config["trainer"].get("dry"):
         show_plan(plan, outside)
         return 0
@@ -89,9 +91,10 @@ def _reopen(folder: Path, config: dict[str, Any], checkpoint: str) -> RunFolder:
     """
     reopened = RunFolder.reopen(folder, config)
     if checkpoint:
-        return replace(reopened, resume=checkpoint)
+        reopened = replace(reopened, resume=checkpoint)
     if reopened.resume is None:
         raise ConfigError(f"{folder} has no complete checkpoint to resume. To repeat the run in a new folder, use --folder NEW.")
+    require_resumable(reopened.resume, config)  # the file may have been edited since
     return reopened
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, open_dict, read_write
 
 from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
 from hydra_plugins.lightning_3d_launcher.slurm import Lightning3DSlurmLauncher
@@ -31,6 +31,7 @@ from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once
 from lightning_3d.runs.check import check_for
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import RunFolder
+from lightning_3d.runs.resumed_keys import groups_of, require_resumable
 from lightning_3d.runs.sweep.compose_job import JobFailed
 from lightning_3d.runs.sweep.local_engine import Interrupted, interruptible
 from lightning_3d.runs.sweep.sweep import Sweep
@@ -172,12 +173,11 @@ class BeforeRun(Callback):
         path = Path(config.hydra.run.dir)
 
         def take(earlier: Path | None) -> RunFolder:
-            plain: dict[str, Any] = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("data", "optimizer")}
-            plain |= {"model": dict(run_plan.model), "seed": config.seed}
-            known = ("auto_resume", "restarts_without_progress")
-            plain["trainer"] = {key: config.trainer[key] for key in known}  # other keys may refer to the folder, which is not chosen yet
-            plain["trainer"]["auto_resume"] |= bool(run_plan.run.parallelism.elastic)  # it resumes whenever ranks came or went
-            return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
+            groups = groups_of(run_plan)
+            groups["trainer"]["auto_resume"] |= bool(run_plan.run.parallelism.elastic)  # it resumes whenever ranks came or went
+            folder = RunFolder.take(path, groups, lambda: RunFolder.claim(path, numbered=not given), earlier)
+            require_resumable(folder.resume, groups)
+            return folder
 
         self.place = find_place(self.outside, config.logger, take, config.trainer.rendezvous_timeout)
         with read_write(config), open_dict(config):

@@ -1,6 +1,6 @@
 """The run that wrote a checkpoint: its configuration, also in the loggers that keep it, and its id at Weights & Biases.
 
-With the id, a job that is started again continues the same run there.
+With the id, a job that is started again continues the same run there. With the configuration, keys that have changed since take effect.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
 from lightning_3d.errors import CheckpointError
@@ -20,6 +21,7 @@ from lightning_3d.runs.folder import WANDB_FILE, read_wandb_file
 from lightning_3d.runs.logger_packages import TRACKERS
 from lightning_3d.runs.wandb_access import SWEEP_VARIABLE, wandb_entries
 from lightning_3d.storage.remote_path import place
+from lightning_3d.training.resumed import follow_configuration
 
 CONFIG, RUN_ID = "config", "wandb_run_id"
 
@@ -29,8 +31,9 @@ class RunRecord(pl.Callback):
     Biases in the run folder.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], named: Mapping[str, pl.Callback] | None = None) -> None:
         self._config = config
+        self._named = named or {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for tracker in _trackers(trainer):
@@ -48,6 +51,11 @@ class RunRecord(pl.Callback):
         for logger in _runs_at_wandb(trainer):
             if logger.version is not None:
                 checkpoint[RUN_ID] = logger.version
+
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            follow_configuration(trainer, checkpoint, checkpoint.get(CONFIG), self._config, self._named)
 
 
 def _trackers(trainer: pl.Trainer) -> list[Logger]:

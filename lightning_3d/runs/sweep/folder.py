@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.folder import CONFIG_FILE, SAME, candidates, holder_of, in_progress, missing_folders
+from lightning_3d.runs.folder import CONFIG_FILE, candidates, holder_of, in_progress, missing_folders
 from lightning_3d.runs.frozen_config import frozen_text, move_to
+from lightning_3d.runs.resumed_keys import refused_changes
 from lightning_3d.runs.status import FINISHED, RUNNING, read_status
 from lightning_3d.runs.sweep.jobs import LOG_FILE, Job
 from lightning_3d.storage.holder import Holder
@@ -147,8 +148,7 @@ def _resumes(job: Job) -> bool:
     trainer, old = job.config.get("trainer"), _config_in(job.folder)
     if not (isinstance(trainer, dict) and trainer.get("auto_resume") and isinstance(old, dict)):
         return False
-    new = _as_read(job.config)
-    return all(old.get(group) == new.get(group) for group in SAME)
+    return not refused_changes(old, _as_read(job.config))
 
 
 def _put_aside(sweep: Path, folder: Path) -> Path | None:
