@@ -123,7 +123,7 @@ def require_resumable(checkpoint: str | None, config: Mapping[str, Any]) -> None
     step, last = steps_of(place(checkpoint)), config["trainer"]["max_steps"]
     if step > last:
         raise ConfigError(
-            f"trainer.max_steps={last} is before step {step} of {checkpoint}, so there is nothing to train. Use more than {step} steps, or"
+            f"trainer.max_steps={last} is before step {step} of {checkpoint}, so there is nothing to train. Use at least {step} steps, or"
             " resume an earlier checkpoint."
         )
 
