@@ -90,7 +90,7 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
             return 1
         if isinstance(error, ValueError) and job.sweep is not None and job.sweep.outcomes and not job.sweep.has_results:
             # Optuna's sweeper asks for the best trial.
-            print("lightning_3d: no job of this sweep has finished, so there is no best one.", file=sys.stderr)
+            print("lightning_3d: no job of this sweep has finished with a result, so there is no best one.", file=sys.stderr)
             return 0
         traceback.print_exc()
         return 1
