@@ -1,6 +1,7 @@
 """The run that wrote a checkpoint: its configuration, also in the loggers that keep it, and its id at Weights & Biases.
 
-With the id, a job that is started again continues the same run there, also in steps of offline files. With the configuration, keys that have changed since take effect.
+With the id, a job that is started again continues the same run there, also in steps of offline files. With the configuration, keys that
+have changed since take effect.
 """
 
 from __future__ import annotations
