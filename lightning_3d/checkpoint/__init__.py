@@ -23,7 +23,6 @@ from lightning_3d.checkpoint.parameter_groups import (
     describe_optimizer,
     name_groups,
     replace_groups,
-    require_fitting_groups,
     restore_hyper_parameters,
     share_groups,
     take_groups,
@@ -92,7 +91,6 @@ def load_optimizer(
             f"{found} has weights but no optimizer state, so training cannot resume from it. Resume another checkpoint, or use"
             " load_full_state_dict to read the weights."
         )
-    require_fitting_groups(checkpoint)
     restore_hyper_parameters(optimizer, described[0])
     local.load_optimizer(TensorFolder(found), owner)
 
