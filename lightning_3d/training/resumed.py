@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_3d.checkpoint import replace_groups
@@ -43,6 +44,7 @@ def follow_configuration(
         if timer not in callbacks.values():
             states.pop(timer.state_key, None)  # trainer.max_time is the time of this start, not of all starts together
     if before is None:
+        rank_zero_warn("The checkpoint has no configuration, so its hyperparameters are used, not those of the group optimizer.")
         return
     if _trains_differently(before, now) and checkpoint.get("optimizer_states"):
         _use_own_optimizer(trainer, checkpoint)
