@@ -48,9 +48,10 @@ _FREE = (
 )
 """Exceptions from `_FIXED`."""
 
-_WITHOUT_STATES = ("lr", "adamw_lr", "weight_decay", "betas", "eps", "no_decay", "groups", "nesterov", "maximize", "name", "_target_")
+_WITHOUT_STATES = frozenset(
+    "lr adamw_lr weight_decay betas eps no_decay groups scheduler nesterov maximize fused foreach capturable name _target_".split()
+)
 """Arguments of optimizers that decide about no state: they may be given, left out, or 0."""
-_HOW_KERNELS_RUN = ("fused", "foreach", "capturable", "differentiable")
 _CLASSES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 
 _TOLD = ("model", "data", "optimizer", "objective", "precision", "trainer")
@@ -141,10 +142,8 @@ def _is_refused(key: str, before: Any, now: Any) -> bool:
         return not (before and now)
     if any(fnmatchcase(key, pattern) for pattern in _FIXED):
         return not any(fnmatchcase(key, pattern) for pattern in _FREE)
-    group, _, argument = key.partition(".")
-    if group != "optimizer" or "." in argument or argument in (*_WITHOUT_STATES, *_HOW_KERNELS_RUN):
-        return False
-    return bool(before) != bool(now)  # such as momentum=0 and amsgrad: the optimizer has other states
+    group, argument, *_ = [*key.split("."), ""]
+    return group == "optimizer" and argument not in _WITHOUT_STATES and bool(before) != bool(now)  # such as momentum=0 and amsgrad: the optimizer has other states
 
 
 def _kind(optimizer: Mapping[str, Any]) -> Any:

@@ -89,9 +89,15 @@ def saved_config(checkpoint: Place) -> dict[str, Any] | None:
     try:
         inside = data_folder((checkpoint / MANIFEST).read_text("utf-8"))
         state = json.loads(((checkpoint / inside if inside else checkpoint) / TRAINER).read_text("utf-8"), object_hook=_plain)
-        return dict(state["config"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
+    config = state.get("config") if isinstance(state, dict) else None
+    return config if is_of_a_run(config) else None
+
+
+def is_of_a_run(config: Any) -> bool:
+    """Check whether an entry "config" of a checkpoint is the configuration of a run: a module of a user may have one of its own."""
+    return isinstance(config, dict) and isinstance(config.get("optimizer"), dict) and isinstance(config.get("trainer"), dict)
 
 
 def _plain(packed: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from lightning_3d.checkpoint import replace_groups
 from lightning_3d.config.options.scheduler import KEY
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.resumed_keys import differences
+from lightning_3d.storage.checkpoint_names import is_of_a_run
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def follow_configuration(
     trainer: pl.Trainer,
     checkpoint: dict[str, Any],
-    before: Mapping[str, Any] | None,
+    before: Any,
     now: Mapping[str, Any],
     callbacks: Mapping[str, Callback],
 ) -> None:
@@ -43,7 +44,7 @@ def follow_configuration(
     for timer in (callback for callback in trainer.callbacks if isinstance(callback, Timer)):  # type: ignore[attr-defined]
         if timer not in callbacks.values():
             states.pop(timer.state_key, None)  # trainer.max_time is the time of this start, not of all starts together
-    if before is None:
+    if not is_of_a_run(before):
         rank_zero_warn("The checkpoint has no configuration, so its hyperparameters are used, not those of the group optimizer.")
         return
     if _trains_differently(before, now) and checkpoint.get("optimizer_states"):

@@ -147,7 +147,7 @@ def test_job_that_left_another_status_than_finished_is_run_again(status: str, co
 def test_finished_job_of_another_sweep_is_refused_and_kept(tmp_path: Path) -> None:
     run(tmp_path / "s", [job(tmp_path / "s", 0, lr=0.1)])
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="holds a finished run with another configuration: lr was 0.1 and is 0.2"):
+    with pytest.raises(ConfigError, match="holds a finished run with another configuration: now lr=0.2"):
         run(tmp_path / "s", [job(tmp_path / "s", 0, lr=0.2)])
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
