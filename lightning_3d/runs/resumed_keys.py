@@ -49,7 +49,7 @@ _FREE = (
 """Exceptions from `_FIXED`."""
 
 _WITHOUT_STATES = frozenset(
-    "lr adamw_lr weight_decay betas eps no_decay groups scheduler nesterov maximize fused foreach capturable name _target_".split()
+    ["lr", "adamw_lr", "weight_decay", "betas", "eps", "no_decay", "groups", "scheduler", "nesterov", "maximize", "fused", "foreach", "capturable", "name", "_target_"]
 )
 """Arguments of optimizers that decide about no state: they may be given, left out, or 0."""
 _CLASSES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
