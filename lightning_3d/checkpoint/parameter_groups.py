@@ -45,7 +45,7 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
     """Restore the values of the parameter groups of `optimizer`, except how its kernels run (`fused`, for example).
 
     Raises:
-        CheckpointError: the optimizer has another class or number of groups than the saved one, or `take_groups` found that they do not fit.
+        CheckpointError: the optimizer has another class or number of groups than the saved one, or groups do not fit (`take_groups`).
     """
     if _UNFIT in described:
         raise described[_UNFIT]

@@ -48,10 +48,10 @@ _FREE = (
 )
 """Exceptions from `_FIXED`."""
 
-_WITHOUT_STATES = frozenset(
-    ["lr", "adamw_lr", "weight_decay", "betas", "eps", "no_decay", "groups", "scheduler", "nesterov", "maximize", "fused", "foreach", "capturable", "name", "_target_"]
-)
+_KERNELS = ("fused", "foreach", "capturable")
+_WITHOUT_STATES = ("lr", "adamw_lr", "weight_decay", "betas", "eps", "no_decay", "groups", "nesterov", "maximize", "scheduler", *_KERNELS)
 """Arguments of optimizers that decide about no state: they may be given, left out, or 0."""
+_OF_THE_KIND = ("optimizer.name", "optimizer._target_")
 _CLASSES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 
 _TOLD = ("model", "data", "optimizer", "objective", "precision", "trainer")
@@ -143,7 +143,9 @@ def _is_refused(key: str, before: Any, now: Any) -> bool:
     if any(fnmatchcase(key, pattern) for pattern in _FIXED):
         return not any(fnmatchcase(key, pattern) for pattern in _FREE)
     group, argument, *_ = [*key.split("."), ""]
-    return group == "optimizer" and argument not in _WITHOUT_STATES and bool(before) != bool(now)  # such as momentum=0 and amsgrad: the optimizer has other states
+    if group != "optimizer" or argument in _WITHOUT_STATES or key in _OF_THE_KIND:
+        return False
+    return bool(before) != bool(now)  # such as momentum=0 and amsgrad: the optimizer has other states
 
 
 def _kind(optimizer: Mapping[str, Any]) -> Any:
