@@ -40,6 +40,7 @@ from lightning_3d.storage.checkpoint_names import (
     REMOVED,
     REPLACED,
     SAVING,
+    TRAINER,
     aside,
     checkpoints_in,
     how_to_convert,
@@ -50,7 +51,7 @@ from lightning_3d.storage.checkpoint_names import (
 from lightning_3d.storage.json_file import parse_json, read_text
 from lightning_3d.storage.remote_path import Place, RemotePath
 
-TRAINER, TRAINER_TENSORS = "trainer.json", "trainer.safetensors"
+TRAINER_TENSORS = "trainer.safetensors"
 FORMAT, VERSION = "lightning_3d", 1
 _OWN_HASH = "sha256"
 

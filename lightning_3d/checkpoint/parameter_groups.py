@@ -21,7 +21,7 @@ Names = list[list[str]]
 """Names of the parameters of each parameter group."""
 
 _KEY = "lightning_3d_pipeline_ranks"
-_NAMES = "names"
+_NAMES, _UNFIT = "names", "unfit"
 _OPTIMIZERS, _SCHEDULERS = "optimizer_states", "lr_schedulers"
 _SWITCHES = ("fused", "foreach", "capturable")
 """Keys of a group that choose how its kernels run on a device, not what they compute. A checkpoint may come from another device."""
@@ -45,8 +45,10 @@ def restore_hyper_parameters(optimizer: Optimizer, described: Mapping[str, Any])
     """Restore the values of the parameter groups of `optimizer`, except how its kernels run (`fused`, for example).
 
     Raises:
-        CheckpointError: the optimizer has another class or number of groups than the saved one.
+        CheckpointError: the optimizer has another class or number of groups than the saved one, or groups do not fit (`take_groups`).
     """
+    if _UNFIT in described:
+        raise described[_UNFIT]
     own = type(optimizer).__name__
     groups = described["param_groups"]
     if described["class"] is None:  # torch does not say which class a state is of
@@ -95,9 +97,24 @@ def share_groups(checkpoint: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 def take_groups(checkpoint: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Return the checkpoint with the optimizer description and schedulers that fit the parameter groups of this rank.
 
-    Raises:
-        CheckpointError: parameters that are now in one group had different hyperparameters when the checkpoint was saved.
+    If parameters that are now in one group had different hyperparameters when it was saved, `restore_hyper_parameters` says so later: until
+    then, a hook may replace what does not fit (`replace_groups`).
     """
+    try:
+        return _taken(checkpoint, names)
+    except CheckpointError as error:
+        return {**checkpoint, _OPTIMIZERS: [{**checkpoint[_OPTIMIZERS][0], _UNFIT: error}]}
+
+
+def replace_groups(checkpoint: dict[str, Any], optimizer: Mapping[str, Any], schedulers: list[Any]) -> None:
+    """Put the hyperparameters of this rank's own optimizer, and the states of its schedulers, in place of those that were saved."""
+    checkpoint.pop(_KEY, None)
+    saved = checkpoint[_OPTIMIZERS][0]
+    checkpoint[_OPTIMIZERS] = [{**optimizer, "class": saved["class"]}]
+    checkpoint[_SCHEDULERS] = schedulers
+
+
+def _taken(checkpoint: Mapping[str, Any], names: Names) -> dict[str, Any]:
     own = dict(checkpoint)
     states = own.pop(_KEY, None) or [checkpoint]  # not `own`, which changes below
     if not own.get(_OPTIMIZERS) or not names:

@@ -22,6 +22,7 @@ from lightning_3d.ranks.environment import OutsideRank
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.runs.frozen_config import move_to, read_frozen
+from lightning_3d.runs.resumed_keys import require_resumable
 from lightning_3d.runs.status import read_status
 from lightning_3d.training.data.file_check import check_files
 from lightning_3d.training.dry import show_plan
@@ -59,6 +60,7 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
     elif Path(config["run_folder"]).resolve() != path.parent.resolve():
         config = _moved(config, path.absolute(), resumes=options.resume is not None)
     plan = plan_run(OmegaConf.create(config), outside, Advice())
+    require_resumable(config["trainer"].get("resume"), config)
     if config["trainer"].get("dry"):
         show_plan(plan, outside)
         return 0
@@ -101,9 +103,10 @@ def _reopen(folder: Path, config: dict[str, Any], checkpoint: str) -> RunFolder:
     """
     reopened = RunFolder.reopen(folder, config)
     if checkpoint:
-        return replace(reopened, resume=checkpoint)
+        reopened = replace(reopened, resume=checkpoint)
     if reopened.resume is None:
         raise ConfigError(f"{folder} has no complete checkpoint to resume. To repeat the run in a new folder, use --folder NEW.")
+    require_resumable(reopened.resume, config)  # the file may have been edited since
     return reopened
 
 

@@ -32,6 +32,7 @@ from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once
 from lightning_3d.runs.check import check_for
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import RunFolder
+from lightning_3d.runs.resumed_keys import groups_of, require_resumable
 from lightning_3d.runs.sweep.compose_job import JobFailed
 from lightning_3d.runs.sweep.local_engine import Interrupted, interruptible
 from lightning_3d.runs.sweep.sweep import Sweep
@@ -91,7 +92,7 @@ def _run_guarded(job: TrainJob, arguments: list[str]) -> int:
             return 1
         if isinstance(error, ValueError) and job.sweep is not None and job.sweep.outcomes and not job.sweep.has_results:
             # Optuna's sweeper asks for the best trial.
-            print("lightning_3d: no job of this sweep has finished, so there is no best one.", file=sys.stderr)
+            print("lightning_3d: no job of this sweep has finished with a result, so there is no best one.", file=sys.stderr)
             return 0
         traceback.print_exc()
         return 1
@@ -178,12 +179,11 @@ class BeforeRun(Callback):
         path = Path(config.hydra.run.dir)
 
         def take(earlier: Path | None) -> RunFolder:
-            plain: dict[str, Any] = {group: OmegaConf.to_container(config[group], resolve=True) for group in ("data", "optimizer")}
-            plain |= {"model": dict(run_plan.model), "seed": config.seed}
-            known = ("auto_resume", "restarts_without_progress")
-            plain["trainer"] = {key: config.trainer[key] for key in known}  # other keys may refer to the folder, which is not chosen yet
-            plain["trainer"]["auto_resume"] |= bool(run_plan.run.parallelism.elastic)  # it resumes whenever ranks came or went
-            return RunFolder.take(path, plain, lambda: RunFolder.claim(path, numbered=not given), earlier)
+            groups = groups_of(run_plan)
+            groups["trainer"]["auto_resume"] |= bool(run_plan.run.parallelism.elastic)  # it resumes whenever ranks came or went
+            folder = RunFolder.take(path, groups, lambda: RunFolder.claim(path, numbered=not given), earlier)
+            require_resumable(folder.resume, groups)
+            return folder
 
         self.place = find_place(self.outside, run_plan, take)
         with read_write(config), open_dict(config):

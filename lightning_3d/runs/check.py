@@ -17,6 +17,7 @@ from lightning_3d.errors import ConfigError, LayoutError, listed, plural
 from lightning_3d.models.pretrained_config import REQUIRED, TAKEN
 from lightning_3d.planner.advice import Advice
 from lightning_3d.ranks.environment import OutsideRank
+from lightning_3d.runs.resumed_keys import groups_of, require_resumable
 
 
 class Machine(Enum):
@@ -47,6 +48,7 @@ def check_for(config: DictConfig, machine: Machine = Machine.THIS, outside: Outs
     if machine in _NODES:
         _require_complete(config)
     plan = _plan(_as_seen_from(config, machine), outside)
+    require_resumable(plan.run.trainer.resume, groups_of(plan))
     if machine in _NODES:
         _check_nodes(plan, machine)
     return plan

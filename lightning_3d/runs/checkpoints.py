@@ -72,19 +72,6 @@ def newest_checkpoint(folder: Path) -> str | None:
     return str(found[0].path) if found else None
 
 
-def places_in_use(folder: Path) -> list[str]:
-    """List the folders outside of a run folder, as its configuration names them, that have checkpoints of the run.
-
-    They show that somebody has let this run write there. At a URL they show nothing: a stranger may have put them there.
-    """
-    own, used = _read(folder)["id"], []
-    for entry in (_configuration(folder).get("callbacks") or {}).values():
-        where = _dirpath(entry)
-        if own and isinstance(where, Path) and any(found.run == own for found in found_in(where)):
-            used.append(str(entry["dirpath"]))
-    return used
-
-
 def refuse_others(folder: Path, callbacks: Mapping[str, Any], resumed: str | None) -> None:
     """Refuse a run that would replace or remove checkpoints of another run.
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from lightning_3d.config.stored_paths import absolute_paths
-from lightning_3d.errors import ConfigError, listed
+from lightning_3d.errors import ConfigError
 from lightning_3d.runs.checkpoints import newest_checkpoint
 from lightning_3d.runs.restarts import MOST_WITHOUT_PROGRESS, RESTARTS_FILE, note_restart
+from lightning_3d.runs.resumed_keys import describe, refused_changes
 from lightning_3d.runs.status import RUNNING, STATUS_FILE, RunStatus, read_status
 from lightning_3d.storage.checkpoint_names import steps_of
 from lightning_3d.storage.holder import Holder, moment
@@ -29,11 +29,6 @@ CONFIG_FILE = "config.yaml"
 LOGS = "logs"
 WANDB_FILE = "wandb_run.json"
 """File with the id, name, group, project and url of the run at Weights & Biases."""
-SAME = ("model", "data", "optimizer", "seed")
-"""Groups that must be the same in all attempts of a run. Layout, machines and length may change, because checkpoints do not depend on
-them.
-"""
-
 _LOCK, _PROBE, _HYDRA = ".lock", ".room", ".hydra"
 EARLIER_SECONDS = 10.0
 """Time for an earlier attempt of a run to end, when the run is started again."""
@@ -128,7 +123,7 @@ class RunFolder:
         """Take the folder of an earlier attempt of this run, which trained until something ended it.
 
         Args:
-            config: groups `SAME` of the configuration, resolved; and `trainer`, for the number of restarts.
+            config: the groups that `refused_changes` compares, resolved; and `trainer`, for the number of restarts.
 
         Raises:
             ConfigError: it belongs to another run, the earlier attempt has not ended, or the run has failed too often in a row.
@@ -138,12 +133,11 @@ class RunFolder:
             earlier = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"Cannot read the configuration in the run folder {path}: {' '.join(str(error).split())}.") from error
-        earlier, config = absolute_paths(earlier), absolute_paths(config)
-        differ = [group for group in SAME if group in earlier and group in config and not _says_the_same(earlier[group], config[group])]
+        differ = refused_changes(earlier, config)
         if differ:
             raise ConfigError(
-                f"{path} holds a run whose {listed(differ)} {'differs' if len(differ) == 1 else 'differ'} from this run's, so this run"
-                " cannot resume there. Set hydra.run.dir to a new folder."
+                f"{path} holds a run that cannot be resumed with {describe(differ)}. Leave these keys as they were, or set hydra.run.dir to"
+                " a new folder."
             )
         _hold(path, EARLIER_SECONDS)
         try:
@@ -313,19 +307,6 @@ def _in_progress(path: Path, holder: Holder | None, other: str) -> str:
     if holder is None:
         return f"{path} belongs to a run that is in progress. Wait until it ends, or {other}."
     return f"{path} belongs to a run that is in progress ({holder.describe()}). {holder.what_to_do(other)}"
-
-
-def _says_the_same(one: Any, other: Any) -> bool:
-    """Compare values of a configuration. A key that only a newer version has, and that is null or false, changes nothing."""
-    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
-        return bool(one == other)
-    for key in {*one, *other}:
-        if key in one and key in other:
-            if not _says_the_same(one[key], other[key]):
-                return False
-        elif not ((value := one.get(key, other.get(key))) is None or value is False):
-            return False
-    return True
 
 
 def _taken(path: Path, option: str) -> str:

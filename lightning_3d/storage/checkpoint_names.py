@@ -13,10 +13,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_3d.storage.remote_path import Place, RemotePath
 
-MANIFEST = "manifest.json"
+MANIFEST, TRAINER = "manifest.json", "trainer.json"
 AVERAGE_DECAY = "average_decay"
 """Key of a manifest: decay of the average of weights in the checkpoint. Missing if there is none."""
 RUN = "run"
@@ -106,6 +107,29 @@ def checkpoints_in(folder: Place) -> list[Place]:
 def steps_of(checkpoint: Place) -> int:
     """Read the optimizer step of a checkpoint. Raises ValueError or OSError if it is not a checkpoint."""
     return int(json.loads((checkpoint / MANIFEST).read_text("utf-8"))["global_step"])
+
+
+def saved_config(checkpoint: Place) -> dict[str, Any] | None:
+    """Read the configuration of the run that saved a checkpoint; None if it has none, or cannot be read."""
+    try:
+        inside = data_folder((checkpoint / MANIFEST).read_text("utf-8"))
+        state = json.loads(((checkpoint / inside if inside else checkpoint) / TRAINER).read_text("utf-8"), object_hook=_plain)
+    except (OSError, ValueError):
+        return None
+    config = state.get("config") if isinstance(state, dict) else None
+    return config if is_of_a_run(config) else None
+
+
+def is_of_a_run(config: Any) -> bool:
+    """Check whether an entry "config" of a checkpoint is the configuration of a run: a module of a user may have one of its own."""
+    return isinstance(config, dict) and isinstance(config.get("optimizer"), dict) and isinstance(config.get("trainer"), dict)
+
+
+def _plain(packed: dict[str, Any]) -> Any:
+    """Return the value that the JSON of a checkpoint stores as an object with one key."""
+    if packed.keys() == {"$float"}:
+        return float(packed["$float"])
+    return packed["$tuple"] if packed.keys() == {"$tuple"} else packed
 
 
 def manifests_in(folder: Place) -> Iterator[Place]:

@@ -32,6 +32,7 @@ from lightning_3d.runs.folder import LOGS, RunFolder, restart_from
 from lightning_3d.runs.frozen_config import frozen_text
 from lightning_3d.runs.logger_packages import require_loggers
 from lightning_3d.runs.restarts import read_restarts
+from lightning_3d.runs.resumed_keys import changes_since
 from lightning_3d.runs.status import RunStatus
 
 
@@ -126,6 +127,8 @@ def run_job(
         restarts = read_restarts(folder.path)
         why = f", because the attempt before failed: {restarts[-1].reason}" if restarts and restarts[-1].reason else ""
         print_once(f"resuming from {place.resume}{why}", outside)
+    if frozen["trainer"]["resume"] is not None and (changed := changes_since(frozen["trainer"]["resume"], frozen)):
+        print_once(f"changed since the checkpoint was saved: {changed}", outside)
     status = RunStatus.begun(next(iter(gpu_names()), "") if plan.accelerator == "gpu" else "")
     status.write(folder.path)
     code, reason = 1, ""

@@ -119,7 +119,9 @@ def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Tr
     _check_extra(options["extra"])
     # Of Lightning's ModelCheckpoint. A run that would replace checkpoints of another one was refused before.
     warnings.filterwarnings("ignore", message="Checkpoint directory .* is not empty")
-    callbacks: list[Callback] = [*make_objects("callbacks", with_full_speed(config)), *more]
+    entries = {name: entry for name, entry in with_full_speed(config).items() if entry is not None}
+    named: dict[str, Callback] = dict(zip(entries, make_objects("callbacks", entries), strict=True))
+    callbacks: list[Callback] = [*named.values(), *more]
     if (decay := options.get("average_decay")) is not None:  # a configuration of an earlier version has none
         callbacks.append(ExponentialAverage(decay))
     if (every := options.get("evaluate_every")) is not None:
@@ -144,7 +146,7 @@ def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Tr
         "gradient_clip_val": options["gradient_clip_val"],
         "log_every_n_steps": options["log_every_n_steps"],
         "logger": loggers or False,
-        "callbacks": [*callbacks, RunRecord(config)],
+        "callbacks": [*callbacks, RunRecord(config, named)],
         "default_root_dir": config["run_folder"],
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),

@@ -1,6 +1,7 @@
 """The run that wrote a checkpoint: its configuration, also in the loggers that keep it, and its id at Weights & Biases.
 
-With the id, a job that is started again continues the same run there.
+With the id, a job that is started again continues the same run there, also in steps of offline files. With the configuration, keys that
+have changed since take effect.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
 from lightning_3d.compat.lightning_loggers import resume_csv_file
@@ -24,8 +26,10 @@ from lightning_3d.runs.wandb_access import SWEEP_VARIABLE, wandb_entries
 from lightning_3d.storage.checkpoint_names import RUN
 from lightning_3d.storage.json_file import replace_text
 from lightning_3d.storage.remote_path import place
+from lightning_3d.training.resumed import follow_configuration
+from lightning_3d.training.wandb_logger import WandbLogger as OwnLogger
 
-CONFIG, RUN_ID = "config", "wandb_run_id"
+CONFIG, RUN_ID, NEXT_STEP = "config", "wandb_run_id", "wandb_next_step"
 
 
 class RunRecord(pl.Callback):
@@ -33,9 +37,10 @@ class RunRecord(pl.Callback):
     folder its id at Weights & Biases and the places of its checkpoints.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], named: Mapping[str, pl.Callback] | None = None) -> None:
         self._config = config
         self._run: str | None = None  # rank 0, which writes manifests, has it
+        self._named = named or {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for tracker in _trackers(trainer):
@@ -69,6 +74,13 @@ class RunRecord(pl.Callback):
         for logger in _runs_at_wandb(trainer):
             if logger.version is not None:
                 checkpoint[RUN_ID] = logger.version
+            if isinstance(logger, OwnLogger):
+                checkpoint[NEXT_STEP] = logger.next_step
+
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            follow_configuration(trainer, checkpoint, checkpoint.get(CONFIG), self._config, self._named)
 
 
 def _trackers(trainer: pl.Trainer) -> list[Logger]:
@@ -96,19 +108,24 @@ def same_run(config: Mapping[str, Any]) -> dict[str, Any]:
     if not entries:
         return loggers
     folder, swept = Path(config["run_folder"]), SWEEP_VARIABLE in os.environ
-    run_id = read_wandb_file(folder).get("id") or (None if swept else _id_in(config["trainer"]["resume"]))
+    saved = _state_in(config["trainer"]["resume"])
+    run_id = read_wandb_file(folder).get("id") or (None if swept else saved.get(RUN_ID))
     tags = [config["model"].get("name"), config["model"]["config"]["model_type"], config["precision"]["name"]]
     for name, entry in entries.items():
-        left_open = {"name": f"{folder.parent.name}/{folder.name}", "id": None if entry.get("version") else run_id}
+        left_open: dict[str, Any] = {"name": f"{folder.parent.name}/{folder.name}"}
+        left_open["id"] = None if entry.get("version") else run_id
+        used = entry.get("id") or entry.get("version") or run_id
+        if used is not None and used == saved.get(RUN_ID) and entry["_target_"] == f"{OwnLogger.__module__}.{OwnLogger.__name__}":
+            left_open["first_step"] = saved.get(NEXT_STEP)  # Lightning's logger does not have it
         known = {key: value for key, value in left_open.items() if value is not None and not entry.get(key)}
         loggers[name] = {**entry, **known, "tags": list(dict.fromkeys([*(entry.get("tags") or ()), *filter(None, tags)]))}
     return loggers
 
 
-def _id_in(checkpoint: str | None) -> str | None:
+def _state_in(checkpoint: str | None) -> dict[str, Any]:
     if checkpoint is None:
-        return None
+        return {}
     try:
-        return read_trainer_state(place(checkpoint), read_manifest(place(checkpoint))).get(RUN_ID)
+        return read_trainer_state(place(checkpoint), read_manifest(place(checkpoint)))
     except CheckpointError:
-        return None
+        return {}

@@ -29,6 +29,9 @@ ANSWER_SECONDS = 60.0
 _WITHOUT_END = 1e6
 """Seconds that stand for a timeout of 0, which means none."""
 
+_ROOM = 100
+"""Steps for rows that are written after a checkpoint, or past this logger. Steps may have gaps."""
+
 OFFLINE_SECONDS = 30.0
 """Seconds that the end of an offline run may take."""
 
@@ -62,6 +65,9 @@ class WandbLogger(loggers.WandbLogger):
     Only rank 0 has a run. The layout is added to its tags. Numbers of `MetricsCSV` are plotted over the tokens seen. If Weights & Biases
     fails during training, logging to it stops with one warning and training continues.
 
+    Args:
+        first_step: where the steps of an offline file begin if it continues a run. Online, the server knows it.
+
     Raises:
         ConfigError: wandb is not installed, an online run has no API key, or Weights & Biases does not answer when the run starts.
     """
@@ -69,7 +75,9 @@ class WandbLogger(loggers.WandbLogger):
     takes_text = True
     """`MetricsCSV` logs texts too, such as the host of a slow rank."""
 
-    def __init__(self, *, offline: bool = False, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, offline: bool = False, settings: Mapping[str, Any] | None = None, first_step: int = 0, **kwargs: Any
+    ) -> None:
         if getattr(rank_zero_only, "rank", 0) == 0:
             check_access(offline, "WandbLogger(offline=True)")
         super().__init__(offline=offline, **kwargs)
@@ -81,6 +89,16 @@ class WandbLogger(loggers.WandbLogger):
         if is_offline(offline) and "finish_timeout" not in self._settings:
             self._seconds["finish_timeout"] = OFFLINE_SECONDS
         self._drawn_over_tokens: set[str] = set()
+        self._first_step = first_step
+        self._rows = 0
+
+    @property
+    def next_step(self) -> int:
+        """A step at Weights & Biases after all rows that this logger has written, with room for those that are written elsewhere."""
+        begun = self._first_step
+        if self._experiment is not None:
+            begun = max(begun, self._experiment.starting_step)
+        return begun + self._rows + _ROOM if self._rows else begun
 
     def patience(self, method: str) -> float:
         """Seconds after which a call counts as hung: more than its own timeout."""
@@ -99,7 +117,7 @@ class WandbLogger(loggers.WandbLogger):
         try:
             if not is_offline(self._offline):
                 require_host()
-            return super().experiment
+            return self._continue_steps(super().experiment)
         except Exception as error:
             if self._id is None:
                 raise ConfigError(
@@ -114,7 +132,13 @@ class WandbLogger(loggers.WandbLogger):
 
         wandb.teardown(exit_code=1)  # its service still has the run that did not start
         self._wandb_init["mode"] = "offline"
-        return super().experiment
+        return self._continue_steps(super().experiment)
+
+    def _continue_steps(self, run: Any) -> Any:
+        """Begin the steps of an offline file after those of the files before it: `wandb sync` leaves them as they are."""
+        if run.offline and self._first_step > 0:
+            run.log({}, step=self._first_step, commit=False)
+        return run
 
     @override
     @rank_zero_only
@@ -136,6 +160,7 @@ class WandbLogger(loggers.WandbLogger):
         if TOKENS_SEEN in metrics:
             self._draw_over_tokens(metrics)
         super().log_metrics(metrics, step)
+        self._rows += 1
 
     def _draw_over_tokens(self, names: Mapping[str, float]) -> None:
         prefix = f"{self._prefix}{self.LOGGER_JOIN_CHAR}" if self._prefix else ""
@@ -160,9 +185,12 @@ class WandbLogger(loggers.WandbLogger):
     @_or_without
     def close(self, exit_code: int = 0) -> None:
         """End the run at Weights & Biases: finished with exit code 0, else failed. Logging again continues it."""
+        next_step = self.next_step
         run, self._experiment = self._experiment, None
         if run is not None:
             self._id = self._wandb_init["id"] = run.id
+            self._first_step = next_step
+            self._rows = 0
             self._drawn_over_tokens.clear()
             run.finish(exit_code=exit_code)
 

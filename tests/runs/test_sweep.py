@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,11 +13,14 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import environment
+from omegaconf import OmegaConf
 from processes import is_running, wait_until
 
+from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.frozen_config import frozen_text
 from lightning_3d.runs.status import RunStatus, read_status
@@ -143,7 +147,7 @@ def test_job_that_left_another_status_than_finished_is_run_again(status: str, co
 def test_finished_job_of_another_sweep_is_refused_and_kept(tmp_path: Path) -> None:
     run(tmp_path / "s", [job(tmp_path / "s", 0, lr=0.1)])
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="holds a finished run with another configuration: lr was 0.1 and is 0.2"):
+    with pytest.raises(ConfigError, match="holds a finished run with another configuration: now lr=0.2"):
         run(tmp_path / "s", [job(tmp_path / "s", 0, lr=0.2)])
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
@@ -250,17 +254,30 @@ def test_closed_engine_ends_its_jobs(tmp_path: Path) -> None:
     assert wait_until(lambda: not is_running(pid))
 
 
-@pytest.mark.parametrize(("number", "saved"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
-def test_f51_a_job_has_time_to_save_after_sigterm(number: int, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "repeated"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)])
+def test_f51_a_job_has_time_to_save_after_one_signal(
+    number: int, repeated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine, "_END_SECONDS", 0.2)
     entry = job(tmp_path, 0, "trap 'sleep 1; touch saved; exit' TERM INT; touch up; while true; do sleep 0.1; done")
     entry.folder.mkdir()
     events = LocalEngine().run([entry])
     while not (entry.folder / "up").exists():
         next(events)
+    error = Interrupted(number)
+    error.repeated = repeated
     with pytest.raises(Interrupted):
-        events.throw(Interrupted(number))
-    assert (entry.folder / "saved").exists() == saved
+        events.throw(error)
+    assert (entry.folder / "saved").exists() != repeated
+
+
+def test_a_second_signal_is_noted() -> None:
+    with pytest.raises(Interrupted) as end, interruptible():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+    assert end.value.repeated
 
 
 class Terminal(io.StringIO):
@@ -325,6 +342,16 @@ def test_job_dies_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
 
 
 # Numbers and the table
+
+
+def test_the_reason_of_a_failed_job_is_the_one_in_its_status(tmp_path: Path) -> None:
+    folder = tmp_path / "s" / "0"
+    reason = "lightning_3d: rank 1 of 2 failed:\nTraceback (most recent call last):\nRuntimeError: no"
+    status = json.dumps(asdict(RunStatus.begun().after(1, reason)))
+    script = f"printf %s '{status}' > status.json; echo 'lightning_3d: the run failed after step 3 of 9'; exit 1"
+    done, printed = run(tmp_path / "s", [job(tmp_path / "s", 0, script)])
+    assert folder.is_dir() and done.outcomes[0].reason == "rank 1 of 2 failed: RuntimeError: no"
+    assert "RuntimeError: no" in printed and table(tmp_path / "s")[0]["reason"] == done.outcomes[0].reason
 
 
 def test_numbers_of_a_run(tmp_path: Path) -> None:
@@ -400,3 +427,17 @@ def test_a_closed_terminal_does_not_end_a_sweep_under_nohup() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+# What a sweeper gets
+
+
+@pytest.mark.parametrize(("value", "usable"), [(1.5, True), (math.nan, False), (math.inf, False), (None, False)])
+def test_a_result_that_cannot_be_compared_is_a_failure_for_a_sweeper(value: float | None, usable: bool) -> None:
+    outcome = Outcome(0, ("x=1",), "finished", 0, numbers={} if value is None else {"val_loss": value})
+    for sweeper, status in (("optuna.OptunaSweeper", "COMPLETED" if usable else "FAILED"), ("hydra.BasicSweeper", "COMPLETED")):
+        launcher = Lightning3DLauncher()
+        launcher._config = OmegaConf.create({"hydra": {"job": {"name": "x"}, "sweeper": {"_target_": sweeper}}})
+        launcher._sweep, launcher._ours = SimpleNamespace(has_results=False), True  # type: ignore[assignment]
+        assert launcher._returned(outcome, None).status.name == status
+        assert launcher._sweep.has_results == (status == "COMPLETED")

@@ -184,6 +184,19 @@ def test_optuna_with_no_valid_trial_ends_in_a_message(results: dict[str, Result]
     assert done.left == []
 
 
+@has_optuna
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_search_goes_on_after_a_trial_whose_loss_is_nan(tmp_path: Path) -> None:
+    options = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1"]
+    options += ["optimizer.lr=choice(1e-3,1e25)", "trainer.nonfinite=ignore", "optimizer.scheduler.warmup_steps=0"]
+    line = ["train", "-m", *QUICK[1:], *options, "parallelism=dp1", "cluster=local_cpu", "trainer.max_steps=3"]
+    (done,) = run_commands([[*line, f"hydra.sweep.dir={tmp_path / 's'}"]], timeout=500, warm=True)
+    assert done.code in (0, 1) and "Traceback" not in done.output, done.output
+    with (tmp_path / "s" / "sweep.csv").open() as file:
+        assert "nan" in [row["val_loss"] for row in csv.DictReader(file)], "seed 1 draws 1e25 first"
+
+
 # Whole sweeps
 
 LAYOUTS = ["tp2_pp2_dp2", "pp4_dp2", "dp8", "tp4_dp2", "tp8", "pp2_dp4"]

@@ -99,7 +99,10 @@ def test_one_run_of_four_ranks_has_everything(results: dict[str, Result], folder
 def test_a_run_that_goes_on_is_the_same_run(results: dict[str, Result], folder: Path) -> None:
     assert results["resumed"].code == 0, results["resumed"].output
     first, second = only_run(folder / "four"), only_run(folder / "resumed")
-    assert second.id == first.id
+    assert second.id == first.id and second.resumes
+    last = next(row["_step"] for row in first.history if row.get("trainer/global_step") == 2 and "step/tokens_seen" in row)
+    steps = [row["_step"] for row in second.history]
+    assert steps == sorted(set(steps)) and steps[0] > last, "as one run: wandb sync leaves the steps as they are"
     assert json.loads((folder / "resumed" / "wandb_run.json").read_text())["id"] == first.id
     seen = {row["step"]: row["tokens_seen"] for row in rows_of(folder / "four")}
     assert {row["step"]: row["tokens_seen"] for row in rows_of(folder / "resumed")} == {step: seen[step] for step in ("3", "4")}

@@ -20,6 +20,7 @@ class WandbRun:
         history: rows in the order in which they were logged.
         drawn_over: by metric what its x axis is.
         exit_code: None where the run has not ended in order.
+        resumes: whether an upload appends to the run, if there is one of this id.
     """
 
     id: str = ""
@@ -31,6 +32,7 @@ class WandbRun:
     history: list[dict[str, Any]] = field(default_factory=list)
     drawn_over: dict[str, str] = field(default_factory=dict)
     exit_code: int | None = None
+    resumes: bool = False
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -48,6 +50,7 @@ def read(path: Path) -> WandbRun:
         if kind == "run":
             run.id, run.name = record.run.run_id, record.run.display_name
             run.group, run.project = record.run.run_group, record.run.project
+            run.resumes = bool(getattr(record.run, "resume", True))  # wandb 0.31 has it
             run.tags = tuple(record.run.tags) or run.tags
             _update(run.config, record.run.config.update)
         elif kind == "config":

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.folder import CONFIG_FILE, SAME, candidates, holder_of, in_progress, missing_folders
+from lightning_3d.runs.folder import CONFIG_FILE, candidates, holder_of, in_progress, missing_folders
 from lightning_3d.runs.frozen_config import frozen_text, move_to
+from lightning_3d.runs.resumed_keys import describe, differences, refused_changes
 from lightning_3d.runs.status import FINISHED, RUNNING, read_status
 from lightning_3d.runs.sweep.jobs import LOG_FILE, Job
 from lightning_3d.storage.holder import Holder
@@ -108,11 +109,11 @@ def is_finished(job: Job) -> bool:
         raise ConfigError(f"{job.folder} belongs to a run that is in progress{who}")
     if status.status != FINISHED:
         return False
-    difference = first_difference(_moved(_config_in(job.folder), job.folder), _as_read(job.config))
-    if difference is None:
+    changes = list(differences(_moved(_config_in(job.folder), job.folder), _as_read(job.config)))
+    if not changes:
         return True
     raise ConfigError(
-        f"{job.folder} holds a finished run with another configuration: {difference}. Set hydra.sweep.dir to a new folder, or"
+        f"{job.folder} holds a finished run with another configuration: now {describe(changes)}. Set hydra.sweep.dir to a new folder, or"
         " repeat the command line of the earlier sweep."
     )
 
@@ -147,8 +148,7 @@ def _resumes(job: Job) -> bool:
     trainer, old = job.config.get("trainer"), _config_in(job.folder)
     if not (isinstance(trainer, dict) and trainer.get("auto_resume") and isinstance(old, dict)):
         return False
-    new = _as_read(job.config)
-    return all(old.get(group) == new.get(group) for group in SAME)
+    return not refused_changes(old, _as_read(job.config))
 
 
 def _put_aside(sweep: Path, folder: Path) -> Path | None:
@@ -179,17 +179,3 @@ def _as_read(config: dict[str, Any]) -> Any:
 def _moved(config: Any, folder: Path) -> Any:
     """Return the configuration as it would be in a folder: the folder of the sweep may have been moved since."""
     return move_to(config, folder) if isinstance(config, dict) and config.get("run_folder") else config
-
-
-def first_difference(old: Any, new: Any, key: str = "") -> str | None:
-    """Find the first key in which two configurations differ, with both values; None if they are equal."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted({*old, *new}, key=str):
-            inner = f"{key}.{name}" if key else str(name)
-            if name not in old or name not in new:
-                return f"{inner} is only in the {'new' if name in new else 'old'} configuration"
-            found = first_difference(old[name], new[name], inner)
-            if found is not None:
-                return found
-        return None
-    return None if old == new else f"{key} was {old!r} and is {new!r}"

@@ -5,6 +5,7 @@ Hydra loads its plugins with every command, so what only a sweep needs is import
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lightning_3d.errors import listed
 from lightning_3d.runs.check import Machine, check_for
 
 if TYPE_CHECKING:
@@ -103,15 +105,19 @@ class SweepLauncher(Launcher):
         if config is not None:
             returned.cfg, returned.hydra_cfg = task_config(config), OmegaConf.masked_copy(config, ["hydra"])
         values = [outcome.objective(metric) for metric in self._metrics]
-        if outcome.status in (FINISHED, CHECKED):
+        compares = not str(self._config.hydra.sweeper._target_).endswith(".BasicSweeper")
+        useless = compares and outcome.status == FINISHED and not all(value is not None and math.isfinite(value) for value in values)
+        if outcome.status in (FINISHED, CHECKED) and not useless:
             returned.status = JobStatus.COMPLETED
             returned.return_value = values[0] if self._single else values
-        elif self._ours and str(self._config.hydra.sweeper._target_).endswith(".BasicSweeper"):
+            self._sweep.has_results = True
+        elif self._ours and not compares:
             returned.status = JobStatus.COMPLETED  # reading a failure would end the sweep; the exit code shows it
             returned.return_value = None
         else:
-            returned.status = JobStatus.FAILED
-            returned.return_value = JobFailed(f"job {outcome.number} {outcome.status}: {outcome.reason}")
+            why = f"its result is {listed([str(value) for value in values])}" if useless else outcome.reason
+            returned.status = JobStatus.FAILED  # sweepers raise an error for a result that they cannot compare
+            returned.return_value = JobFailed(f"job {outcome.number} {outcome.status}: {why}")
         if config is not None:
             self._context.callbacks.on_job_end(config=config, job_return=returned)
         return returned

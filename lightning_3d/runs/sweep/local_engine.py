@@ -21,6 +21,7 @@ from lightning_3d.ranks.supervisor import GRACE_SECONDS, SAVE_SECONDS
 from lightning_3d.runs.sweep.jobs import Job
 
 _POLL_SECONDS = 0.5
+_END_POLL_SECONDS = 0.1
 _END_SECONDS = 2 * GRACE_SECONDS + 4.0  # a run that is interrupted gives its ranks GRACE_SECONDS twice
 _CANNOT_START = 126
 
@@ -64,11 +65,17 @@ class Engine(Protocol):
 
 
 class Interrupted(BaseException):
-    """Exception for a signal that ends the sweep."""
+    """Exception for a signal that ends the sweep.
+
+    Attributes:
+        number: number of the signal.
+        repeated: whether another signal came after it: then jobs end without a save.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+        self.repeated = False
 
     @property
     def exit_code(self) -> int:
@@ -77,16 +84,18 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise `Interrupted` at the first SIGINT, SIGTERM or SIGHUP, wherever this process is; ignore later ones.
+    """Raise `Interrupted` at the first SIGINT, SIGTERM or SIGHUP, wherever this process is. Later ones are noted in it.
 
     If something swallows it, or turns it into another error, it is raised at the end.
     """
-    received: list[int] = []
+    raised: list[Interrupted] = []
 
     def obey(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) == 1:
-            raise Interrupted(number)
+        if raised:
+            raised[0].repeated = True
+            return
+        raised.append(Interrupted(number))
+        raise raised[0]
 
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
@@ -97,8 +106,8 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if received and not isinstance(sys.exc_info()[1], Interrupted):
-            raise Interrupted(received[0])
+        if raised and not isinstance(sys.exc_info()[1], Interrupted):
+            raise raised[0]
 
 
 class LocalEngine:
@@ -135,7 +144,7 @@ class LocalEngine:
                         del running[job]
                         yield Ended(job, code if code >= 0 else 128 - code, silent_end(code) if code < 0 else None)
         except BaseException as error:
-            _end(list(running.values()), error.number if isinstance(error, Interrupted) else signal.SIGTERM)
+            _end(list(running.values()), error if isinstance(error, Interrupted) else Interrupted(signal.SIGTERM))
             raise
 
 
@@ -160,14 +169,25 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
     return None
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Forward a signal, and kill what does not end in time: after SIGTERM, runs save first. The ranks of a run die with the process that
-    started them."""
+def _end(processes: Sequence[subprocess.Popen[bytes]], error: Interrupted) -> None:
+    """Forward a signal, and kill what does not end in time: runs save first, as runs outside of a sweep do, unless another signal comes.
+    The ranks of a run die with the process that started them."""
+    number = error.number
+    if processes and number == signal.SIGINT:
+        print("lightning_3d: SIGINT: the running jobs finish their step and save. Press Ctrl-C again to stop at once.", file=sys.stderr)
     for process in processes:
         _send(process, number)
-    deadline = time.monotonic() + _END_SECONDS + (SAVE_SECONDS if number == signal.SIGTERM else 0.0)
+    deadline = time.monotonic() + _END_SECONDS + SAVE_SECONDS
+    hurries = False
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if error.repeated and not hurries:
+            hurries = True
+            deadline = time.monotonic() + _END_SECONDS
+            for process in processes:
+                _send(process, number)
+        time.sleep(_END_POLL_SECONDS)
     for process in processes:
-        if _wait(process, max(0.0, deadline - time.monotonic())) is None:
+        if process.poll() is None:
             _send(process, signal.SIGKILL)
             process.wait()
 

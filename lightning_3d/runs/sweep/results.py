@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,8 @@ METRICS = (*FINAL, *TYPICAL, *LARGEST, "seconds")
 
 _LOG_TAIL_BYTES = 64_000
 _OURS = "lightning_3d: "
-_WARNINGS = (f"{_OURS}the output of the ranks", f"{_OURS}what the ranks printed", f"{_OURS}This machine has", f"{_OURS}A step has")
+_NOT_WHY = ("the run failed", "the output of the ranks", "what the ranks printed", "This machine has", "A step has")
+_WARNINGS = tuple(_OURS + words for words in _NOT_WHY)
 _AFTER_THE_REASON = ("Set the environment variable HYDRA_FULL_ERROR", "    full_key: ", "    object_type=", "    reference_type=")
 """Lines that Hydra and OmegaConf print after the error of a user's own application."""
 
@@ -72,7 +73,7 @@ class Outcome:
         assert self.folder is not None
         status = FINISHED if exit_code == 0 else INTERRUPTED if exit_code in (130, 143, 129) else FAILED
         if status == FAILED and not reason:
-            reason = reason_in_log(self.folder / "job.log")
+            reason = _reason_in_status(self.folder, exit_code) or reason_in_log(self.folder / "job.log")
         return replace(self, status=status, exit_code=exit_code, reason=reason, numbers=read_numbers(self.folder))
 
     def objective(self, metric: str | None) -> float | None:
@@ -116,11 +117,23 @@ def read_numbers(folder: Path) -> dict[str, float]:
     return numbers
 
 
+def _reason_in_status(folder: Path, exit_code: int) -> str:
+    """Return the reason that a run recorded when it ended, in one line; empty if it recorded none."""
+    status = read_status(folder)
+    if status is None or status.exit_code != exit_code:
+        return ""
+    return _reason_in(status.reason.splitlines())
+
+
 def reason_in_log(log: Path) -> str:
-    """Find in a job's output why it ended, in one line: our last message, with the error that follows it."""
+    """Find in a job's output why it ended, in one line."""
     if not log.is_file():
         return ""
-    lines = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").splitlines()
+    return _reason_in(log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").splitlines())
+
+
+def _reason_in(lines: Sequence[str]) -> str:
+    """Find our last message, with the error that follows it."""
     ends = [number for number, line in enumerate(lines) if line.startswith(_OURS)]
     starts = [number for number in ends if not lines[number].startswith(_WARNINGS)]
     if not starts:

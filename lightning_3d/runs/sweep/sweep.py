@@ -28,11 +28,15 @@ class Sweep:
         engine: engine that starts the jobs.
         keys: keys that the command line sweeps; keys in which jobs differ are added.
         out: stream for progress and the table; None: the current standard output.
+
+    Attributes:
+        has_results: whether a job has given a sweeper a result.
     """
 
     def __init__(self, folder: SweepFolder, engine: Engine, *, keys: Sequence[str] = (), out: TextIO | None = None) -> None:
         self.folder = folder
         self.outcomes: dict[int, Outcome] = {}
+        self.has_results = False
         self._engine = engine
         self._known = tuple(keys)
         self._out = out
@@ -72,11 +76,6 @@ class Sweep:
             return
         self.show_table()
         self.folder.close(used=self._used)
-
-    @property
-    def has_results(self) -> bool:
-        """True once a job has finished."""
-        return any(outcome.status == FINISHED for outcome in self.outcomes.values())
 
     @property
     def _used(self) -> bool:
