@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from lightning_3d.ranks.failure import Failure, silent_end
+from lightning_3d.ranks.output import flush_output
 
 PATIENCE_SECONDS = 3.0
 """Time for the other ranks to notice by themselves that one of them failed."""
@@ -40,8 +41,7 @@ def _end_with(code: int, said: str) -> None:
 @atexit.register  # with this module, which a script imports before it registers its own: the last one is called first
 def _exit() -> None:
     if _exit_codes:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(_exit_codes[0])
 
 
