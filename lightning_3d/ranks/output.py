@@ -21,15 +21,19 @@ class _SurvivingFile(io.FileIO):
     _said = False
 
     def write(self, data: Any) -> int:
-        while True:
+        """Write all of the data: with `python -u` no buffer would write what is left."""
+        left = memoryview(data).cast("B")
+        while left:
             try:
-                written = super().write(data)
+                written = super().write(left)
             except OSError as error:
                 self._survive(error)
-                return memoryview(data).nbytes
-            if written is not None:
-                return written
-            select.select([], [self.fileno()], [])  # another program has made it non-blocking
+                break
+            if written is None:  # another program has made the descriptor non-blocking
+                select.select([], [self.fileno()], [])
+            else:
+                left = left[written:]
+        return memoryview(data).nbytes
 
     def _survive(self, error: OSError) -> None:
         number = self.fileno()
