@@ -101,6 +101,8 @@ def tie_workers(loader: Any) -> None:
 
 def _end_workers() -> None:
     """End the daemons of this process at its end. `multiprocessing` sends SIGTERM and waits, for ever where they ignore it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
     daemons = [process for process in multiprocessing.active_children() if process.daemon]
     for process in daemons:
         process.terminate()
