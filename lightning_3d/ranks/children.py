@@ -96,7 +96,8 @@ class Children:
         thread = threading.Thread(target=work, name="lightning_3d-children", daemon=True)
         thread.start()
         begun.result()
-        atexit.register(thread.join, PATIENCE_SECONDS)  # called after `close`: a thread that is inside a store at the end aborts the process
+        # Called after `close`: a thread that is inside a store when the interpreter ends aborts the process.
+        atexit.register(thread.join, PATIENCE_SECONDS)
         atexit.register(self.close)
 
     def close(self) -> None:

@@ -104,8 +104,8 @@ def is_lost_peer(error: BaseException) -> bool:
     seen: BaseException | None = error
     while seen is not None:
         names = {kind.__name__ for kind in type(seen).__mro__}
-        text = str(seen).lower()
-        if names.intersection(_NETWORK_ERRORS + _ENDINGS) or (not isinstance(seen, OSError) and any(phrase in text for phrase in _LOST_PEER)):
+        text = "" if isinstance(seen, OSError) else str(seen).lower()
+        if names.intersection(_NETWORK_ERRORS + _ENDINGS) or any(phrase in text for phrase in _LOST_PEER):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

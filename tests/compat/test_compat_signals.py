@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_3d.compat.lightning_signals import obey_signals_together
 
-
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
 
 

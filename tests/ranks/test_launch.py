@@ -25,8 +25,8 @@ from lightning_3d.ranks.supervisor import Outcome, launch
 FOREVER = 600
 
 
-def run(job: Callable[..., None], *arguments: Any, ranks: int = 3, logs: Path, fork: bool = True) -> Outcome:
-    return launch(job, arguments, ranks, logs=logs, fork=fork, grace=1.0)
+def run(job: Callable[..., None], *arguments: Any, ranks: int = 3, logs: Path, fork: bool = True, grace: float = 1.0) -> Outcome:
+    return launch(job, arguments, ranks, logs=logs, fork=fork, grace=grace)
 
 
 def my_rank() -> int:
@@ -186,7 +186,8 @@ def test_handlers_of_sigterm_that_raise_print_nothing(tmp_path: Path, capfd: pyt
     assert capfd.readouterr().err == ""
 
 
-def test_closed_connections_are_not_the_cause(tmp_path: Path) -> None:
+def test_closed_connections_are_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 60.0)
     outcome = run(peers_notice_first, 2, logs=tmp_path)
     assert outcome.message is not None
     assert outcome.message.startswith("lightning_3d: rank 2 of 3 failed")
@@ -325,7 +326,7 @@ def test_nohup_protects_the_run_and_its_ranks(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_over_when_the_signal_came_has_finished(tmp_path: Path) -> None:
-    assert run(finish_all_the_same, logs=tmp_path) == Outcome(0)
+    assert run(finish_all_the_same, logs=tmp_path, grace=60.0) == Outcome(0)
 
 
 def test_killed_supervisor_takes_its_ranks_along(supervised: tuple[subprocess.Popen[bytes], list[int]]) -> None:

@@ -131,7 +131,8 @@ def test_rank_that_does_not_come_to_the_end_of_the_script_is_ended() -> None:
 
 
 def test_script_that_fails_does_not_wait_for_ranks_that_wait_for_it() -> None:
-    code, output = end_script("children.LAST_SECONDS, children.PATIENCE_SECONDS = 600.0, 0.1\nraise ArithmeticError('no')", "exec sleep 600")
+    body = "children.LAST_SECONDS, children.PATIENCE_SECONDS = 600.0, 0.1\nraise ArithmeticError('no')"
+    code, output = end_script(body, "exec sleep 600")
     assert code == 1 and output.endswith("ArithmeticError: no\n") and "did not end within" not in output
 
 

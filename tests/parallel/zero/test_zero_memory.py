@@ -37,14 +37,14 @@ class Stack(nn.Module):
 @dataclass(frozen=True)
 class Measured:
     """Bytes of live tensors of one rank: between steps, and at the most while two micro-batches are worked on, in the best of some steps.
-    What else is still alive, of a message or in a cycle, depends on other threads: they are waited for."""
+    What else is still alive, of a message or in a cycle, depends on other threads."""
 
     kept: int
     working: int
 
 
 def measure(options: ZeroOptions, most: float) -> Measured:
-    """Measure, and wait between steps until no more than `most` bytes are alive."""
+    """Measure; wait after the steps until no more than `most` bytes are alive."""
     mesh = Mesh(Layout(dp=RANKS))
     with LiveBytes() as memory:
         module = Stack()
@@ -53,10 +53,8 @@ def measure(options: ZeroOptions, most: float) -> Measured:
         backend.shard(module, [list(module.blocks)], torch.device("cpu"), lambda block: True)
         backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
         peaks = []
-        for step in range(4):
+        for _ in range(4):
             gc.collect()
-            if step > 0:
-                wait_until(lambda: memory.now <= most)
             with backend.gradient_scope():
                 with backend.parameters_in_use():
                     memory.reset()
