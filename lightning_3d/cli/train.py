@@ -29,6 +29,7 @@ from lightning_3d.config.secrets import check_secrets, check_words
 from lightning_3d.config.typed import typed_words
 from lightning_3d.errors import ConfigError, Lightning3DError, is_full
 from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once, refuse
+from lightning_3d.ranks.output import survive_output
 from lightning_3d.runs.check import check_for
 from lightning_3d.runs.ending import CommandLine
 from lightning_3d.runs.folder import RunFolder
@@ -220,6 +221,7 @@ class TrainJob:
     def begin_sweep(self, sweep: Sweep) -> None:
         """Remember the sweep of our launcher, whose jobs are separate processes. From now on a signal ends the sweep at any point."""
         self.sweep = sweep
+        survive_output()
         self.signals.enter_context(interruptible())
 
     def __call__(self, config: DictConfig) -> int:

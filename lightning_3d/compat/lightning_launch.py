@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_3d.compat.torch import settle_gloo_at_exit
 from lightning_3d.errors import ConfigError, plural
+from lightning_3d.ranks.children import Children
 
 if TYPE_CHECKING:
     from lightning_3d.ranks.loopback import GlooInterface
@@ -33,7 +34,6 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-    from lightning_3d.ranks.children import Children
     from lightning_3d.ranks.process_ties import die_with
     from lightning_3d.ranks.rendezvous import hold_meeting_point
     from lightning_3d.ranks.reporter import PARENT_VARIABLE

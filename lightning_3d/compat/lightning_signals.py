@@ -10,7 +10,7 @@ from typing import Any
 def obey_signals_together(trainer: Any) -> None:
     """Make a signal to any rank act on all ranks before the next batch of a fit.
 
-    SIGTERM ends the fit, and so does the first SIGINT (`obey_first_interrupt`). Where SLURM requeues jobs, its signal (SIGUSR1) saves a
+    SIGTERM ends the fit, and so do SIGHUP and the first SIGINT (`obey_terminal`). Where SLURM requeues jobs, its signal (SIGUSR1) saves a
     checkpoint and requeues the job.
 
     Lightning's handlers (2.6, `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`) broadcast and save in the middle of a
@@ -56,7 +56,7 @@ def obey_signals_together(trainer: Any) -> None:
             rank_zero_info(f"{signal.Signals(end).name}: the fit stops before the next batch.")
             raise ended_by(SIGTERMException(), end)
 
-    obey_first_interrupt(trainer, ends.append)  # not passed on: a terminal sends it to all ranks, and a second signal would end them
+    obey_terminal(trainer, ends.append)  # not passed on: a terminal sends it to all ranks, and a second signal would end them
     register = connector.register_signal_handlers
 
     def begin() -> None:
@@ -76,35 +76,39 @@ def obey_interrupt_alone(trainer: Any) -> None:
     def note(signum: int) -> None:
         trainer._signal_connector.received_sigterm = True
 
-    obey_first_interrupt(trainer, note)
+    obey_terminal(trainer, note)
 
 
-def obey_first_interrupt(trainer: Any, note: Callable[[int], None]) -> None:
-    """Make the first SIGINT of a fit that writes checkpoints call `note`; the second one ends this process at once.
+def obey_terminal(trainer: Any, note: Callable[[int], None]) -> None:
+    """Make SIGHUP and the first SIGINT of a fit that writes checkpoints call `note`; the second SIGINT ends this process at once.
 
     Lightning 2.6 installs its handlers right before the fit starts (`_SignalConnector.register_signal_handlers`); its `teardown` restores
-    all earlier handlers, also the one replaced here. A user's own handler stays, and so does an ignored SIGINT (nohup, `&`).
+    all earlier handlers, also those replaced here. A user's own handler stays, and so does an ignored signal (nohup, `&`).
     """
     import signal
 
     connector = trainer._signal_connector
 
     def interrupted(signum: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        connector.interrupted = True
+        if signum == signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)
+        connector.ended_by = signum
         note(signum)
 
     def register() -> None:
         type(connector).register_signal_handlers(connector)
-        connector.interrupted = False
-        if trainer.state.fn == "fit" and trainer.checkpoint_callbacks and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            connector._register_signal(signal.SIGINT, interrupted)
+        connector.ended_by = signal.SIGTERM
+        if trainer.state.fn != "fit" or not trainer.checkpoint_callbacks:
+            return
+        for signum, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(signum) is default:
+                connector._register_signal(signum, interrupted)
 
     connector.register_signal_handlers = register
 
 
 def ended_by(exception: Any, signum: int) -> Any:
-    """Add the signal to the exception that ends a fit, and after Ctrl-C the exit code that a shell expects.
+    """Add the signal to the exception that ends a fit, and after Ctrl-C and SIGHUP the exit code that a shell expects.
 
     Lightning 2.6 raises `SIGTERMException`, a `SystemExit` without a code, so a script exits with 0. Ranks that Lightning's launcher
     started keep 0, because the rank that started them takes any other code for a failure.
@@ -114,7 +118,7 @@ def ended_by(exception: Any, signum: int) -> Any:
     from lightning_3d.ranks.reporter import PARENT_VARIABLE
 
     exception.signal_number = signum
-    if signum == signal.SIGINT and PARENT_VARIABLE not in os.environ:
+    if signum != signal.SIGTERM and PARENT_VARIABLE not in os.environ:
         exception.code = 128 + signum
     return exception
 
@@ -124,4 +128,4 @@ def name_end(trainer: Any, exception: BaseException) -> None:
     import signal
 
     if not hasattr(exception, "signal_number"):
-        ended_by(exception, signal.SIGINT if getattr(trainer._signal_connector, "interrupted", False) else signal.SIGTERM)
+        ended_by(exception, getattr(trainer._signal_connector, "ended_by", signal.SIGTERM))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,12 +19,30 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from lightning_3d.ranks.failure import Failure, silent_end
+from lightning_3d.ranks.output import flush_output
 
 PATIENCE_SECONDS = 3.0
 """Time for the other ranks to notice by themselves that one of them failed."""
 
 LAST_SECONDS = 60.0
 """Time for the other ranks to reach the end of the script after rank 0 has."""
+
+
+_exit_codes: list[int] = []
+
+
+def _end_with(code: int, said: str) -> None:
+    """End this process with an exit code after the script's own functions of `atexit`."""
+    _exit_codes.append(code)
+    if said:
+        print(f"lightning_3d: {said}", file=sys.stderr, flush=True)
+
+
+@atexit.register  # with this module, which a script imports before it registers its own: the last one is called first
+def _exit() -> None:
+    if _exit_codes:
+        flush_output()
+        os._exit(_exit_codes[0])
 
 
 class Reporter(Protocol):
@@ -52,7 +71,8 @@ class Children:
         self._processes: list[subprocess.Popen] = []
         self._first_rank = first_rank
         self._world_size = world_size
-        self._closing = False
+        self._closing = threading.Event()
+        self._spoken = False
         self.reporter: Reporter | None = None
 
     def start(self, begin: Callable[[], Sequence[subprocess.Popen]]) -> None:
@@ -73,32 +93,43 @@ class Children:
             for process in self._processes:
                 process.wait()
 
-        threading.Thread(target=work, name="lightning_3d-children", daemon=True).start()
+        thread = threading.Thread(target=work, name="lightning_3d-children", daemon=True)
+        thread.start()
         begun.result()
+        # Called after `close`: a thread that is inside a store when the interpreter ends aborts the process.
+        atexit.register(thread.join, PATIENCE_SECONDS)
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Wait for the children at the end of the script, and kill those that stay. After a failure of this rank they get less time."""
+        """Wait for the children at the end of the script, and kill those that stay. After a failure of this rank they get less time.
+
+        A script whose ranks do not all end with 0 does not end with 0 either, whatever they do after their last collective.
+        """
         failed = self._has_failed()
+        self._closing.set()
         deadline = time.monotonic() + (PATIENCE_SECONDS if failed else LAST_SECONDS)
         while self._running() and time.monotonic() < deadline:
             time.sleep(0.05)
         left = self._running()
-        if not left:
-            return
-        self._closing = True
         for index in left:
             self._processes[index].kill()
-        if not failed:
+        failures = [(index, process.returncode) for index, process in enumerate(self._processes) if process.returncode]
+        if failed:
+            own = [code for _, code in failures if code > 0]
+            if own and getattr(sys, "last_value", None) is None:  # this rank's script caught its exception; another's did not
+                _end_with(own[0], "")
+        elif left:
             ranks = ", ".join(str(self._first_rank + index + 1) for index in left)
-            print(
-                f"lightning_3d: rank{'s' * (len(left) > 1)} {ranks} of {self._world_size} did not end within {LAST_SECONDS:g} s after rank"
+            _end_with(
+                1,
+                f"rank{'s' * (len(left) > 1)} {ranks} of {self._world_size} did not end within {LAST_SECONDS:g} s after rank"
                 f" {self._first_rank} reached the end of the script, and {'were' if len(left) > 1 else 'was'} killed.",
-                file=sys.stderr,
             )
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+        elif failures:
+            index, code = failures[0]
+            how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+            said = f"rank {self._first_rank + index + 1} of {self._world_size} {how} after the last step that the ranks took together."
+            _end_with(max(code, 1), "" if self._spoken else said)
 
     def _has_failed(self) -> bool:
         """Check whether the script ends by an uncaught exception, or before the ranks were connected."""
@@ -118,11 +149,11 @@ class Children:
             time.sleep(0.2)
         code = codes[failed]
         assert code is not None
-        if self._closing:
-            return
         rank = self._first_rank + failed + 1
-        if code > 0:
-            time.sleep(PATIENCE_SECONDS)  # it printed or posted the reason itself; after a signal there is none
+        # It printed or posted the reason itself; after a signal there is none.
+        if self._closing.wait(PATIENCE_SECONDS if code > 0 else 0.0):
+            return
+        self._spoken = True
         failure = Failure(rank, 1, silent_end(code), False, time.time())
         if self.reporter is not None:
             self.reporter.speak_for(failure)

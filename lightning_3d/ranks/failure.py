@@ -97,11 +97,14 @@ def ending_signal(error: BaseException) -> int | None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Check whether an exception, or one that it was raised from, means that another rank is gone or that this one was asked to end."""
+    """Check whether an exception, or one that it was raised from, means that another rank is gone or that this one was asked to end.
+
+    torch reports lost ranks by a RuntimeError. An OSError is about a file, a pipe or a connection of the user's own.
+    """
     seen: BaseException | None = error
     while seen is not None:
         names = {kind.__name__ for kind in type(seen).__mro__}
-        text = str(seen).lower()
+        text = "" if isinstance(seen, OSError) else str(seen).lower()
         if names.intersection(_NETWORK_ERRORS + _ENDINGS) or any(phrase in text for phrase in _LOST_PEER):
             return True
         seen = seen.__cause__ or seen.__context__

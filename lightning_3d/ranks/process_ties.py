@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,11 +20,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import util
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _POLL_SECONDS = 1.0
 _CANNOT_EXECUTE = 126
+_ends_workers = 0
 # Looked up before any fork: in a forked child, a lock of the loader may be held forever by a thread that no longer exists.
 _prctl: Callable[..., int] | None = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
@@ -54,7 +57,7 @@ def tied_interpreters() -> Iterator[None]:
     they would not notice the end of this process during the seconds that their imports take. `multiprocessing.util.spawnv_passfds` (Python
     3.11 to 3.14), which cannot call a function before exec, is replaced meanwhile.
     """
-    from multiprocessing import resource_tracker, util
+    from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()  # a process that all of them share: start it before the tied ones
     module: Any = util
@@ -82,19 +85,45 @@ def tied_interpreters() -> Iterator[None]:
 
 
 def tie_workers(loader: Any) -> None:
-    """Let the worker processes of a DataLoader end within seconds after this process, also while they read a sample.
+    """Let the worker processes of a DataLoader end within seconds after this process, also while they read a sample, and not before it.
 
-    torch's workers check for their parent only between two batches.
+    torch's workers check for their parent only between two batches. A signal that a launcher, a terminal or SLURM sends to all processes
+    of a run must not end them: the ranks need them until they have finished their step and saved.
     """
+    global _ends_workers
+    if _ends_workers != os.getpid():
+        _ends_workers = os.getpid()
+        util.Finalize(None, _end_workers, exitpriority=0)
     given = getattr(loader, "worker_init_fn", None)
     if getattr(loader, "num_workers", 0) > 0 and getattr(given, "func", None) is not _begin_worker:
         loader.worker_init_fn = partial(_begin_worker, os.getpid(), given)
 
 
+def _end_workers() -> None:
+    """End the daemons of this process at its end. `multiprocessing` sends SIGTERM and waits, for ever where they ignore it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
+    daemons = [process for process in multiprocessing.active_children() if process.daemon]
+    for process in daemons:
+        process.terminate()
+    deadline = time.monotonic() + _POLL_SECONDS
+    for process in daemons:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+
+
 def _begin_worker(parent: int, given: Callable[[int], None] | None, number: int) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, _leave_to_parent)  # a handler: programs that a worker starts would inherit an ignored signal
+            signal.siginterrupt(signum, False)
     threading.Thread(target=_follow, args=(parent,), name="lightning_3d-parent", daemon=True).start()
     if given is not None:
         given(number)
+
+
+def _leave_to_parent(signum: int, frame: Any) -> None:
+    """Do nothing: the rank that this worker reads for decides when it ends."""
 
 
 def _follow(parent: int) -> None:

@@ -29,11 +29,15 @@ from typing import Any
 from lightning_3d.ranks.boards import FOLDER_VARIABLE, FolderBoard
 from lightning_3d.ranks.failure import Failure, silent_end
 from lightning_3d.ranks.memory_kills import kills
+from lightning_3d.ranks.output import flush_output, survive_output, surviving_stream
 from lightning_3d.ranks.process_ties import belong_to, tied_interpreters
 from lightning_3d.ranks.reporter import FailureReporter
 
 SAVE_SECONDS = 300.0
-"""Time for ranks to end after SIGTERM or SIGINT to the run: they finish a step and save. A second signal stops them at once."""
+"""Time for ranks to end after a signal to the run: they finish a step and save. A second SIGTERM or SIGINT stops them at once."""
+
+_ONE_REQUEST_SECONDS = 0.5
+"""Signals so soon after the first one are the same request: timeout(1) sends two, and a terminal that closes sends several."""
 
 GRACE_SECONDS = 8.0
 """Time for ranks to end by themselves after SIGTERM, before SIGKILL."""
@@ -169,7 +173,7 @@ def launch(
     """Run `job(*arguments)` in `count` ranks on this machine until all have ended.
 
     The first rank that fails ends the run: the others get SIGTERM, and SIGKILL after `grace` seconds. SIGINT and SIGTERM
-    are passed on. If this process is killed, the kernel kills the ranks (Linux).
+    are passed on, SIGHUP as SIGTERM. If this process is killed, the kernel kills the ranks (Linux).
 
     Args:
         job: see `Ranks`.
@@ -220,18 +224,17 @@ def cores() -> int:
 def _interrupted(ranks: Ranks, received: list[int], grace: float) -> Outcome:
     """Pass a signal on, let the ranks end in order, and return the exit code that a shell expects."""
     number = received[0]
-    if number in (signal.SIGINT, signal.SIGTERM):
-        ranks.send_to_ranks(number)
-        if number == signal.SIGINT:
-            words = "lightning_3d: SIGINT: the ranks finish their step and save a checkpoint. Press Ctrl-C again to stop at once."
-            print(words, file=sys.stderr, flush=True)
-        deadline = time.monotonic() + SAVE_SECONDS
-        while ranks.running and time.monotonic() < deadline and len(received) == 1:
-            ranks.wait(0.2)
-            if ranks.ended:  # they end together
-                deadline = min(deadline, max(when for when, _ in ranks.ended.values()) - time.time() + time.monotonic() + grace)
-        if len(ranks.ended) == ranks.count and not any(code for _, code in ranks.ended.values()):
-            return Outcome(0)  # the run had ended before the signal reached its ranks
+    ranks.send_to_ranks(signal.SIGTERM if number == signal.SIGHUP else number)
+    if number == signal.SIGINT:
+        words = "lightning_3d: SIGINT: the ranks finish their step and save a checkpoint. Press Ctrl-C again to stop at once."
+        print(words, file=sys.stderr, flush=True)
+    deadline = time.monotonic() + SAVE_SECONDS
+    while ranks.running and time.monotonic() < deadline and len(received) == 1:
+        ranks.wait(0.2)
+        if ranks.ended:  # they end together
+            deadline = min(deadline, max(when for when, _ in ranks.ended.values()) - time.time() + time.monotonic() + grace)
+    if len(ranks.ended) == ranks.count and not any(code for _, code in ranks.ended.values()):
+        return Outcome(0)  # the run had ended before the signal reached its ranks
     ranks.stop(grace if len(received) == 1 else 0.0)
     return Outcome(128 + number)
 
@@ -269,15 +272,29 @@ def _silent_end(ranks: Ranks, rank: int, code: int) -> str:
     return silent_end(code, memory_kill=kills() > ranks.kills_before) + (f" The end of {log}:\n{tail}" if tail else "")
 
 
+def end_signals() -> list[int]:
+    """Return the signals that ask a run to end. SIGHUP is not one of them where this process was started to ignore it, by nohup."""
+    numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return numbers
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP instead of acting on them."""
+    """Collect the requests to end this run instead of acting on them. SIGHUP repeats none: nobody sends it twice on purpose."""
     received: list[int] = []
+    again = 0.0
 
     def collect(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        nonlocal again
+        now = time.monotonic()
+        if not received:
+            again = now + _ONE_REQUEST_SECONDS
+        if not received or (number != signal.SIGHUP and now > again):
+            received.append(number)
 
-    before = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, collect) for number in end_signals()}
     try:
         yield received
     finally:
@@ -310,9 +327,10 @@ def _run_rank(
 ) -> None:
     """Run the job in a rank, and exit with the code of its failure, which the supervisor prints."""
     belong_to(supervisor)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in end_signals():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.update(environment)
+    survive_output()
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     reporter = FailureReporter(FolderBoard(Path(environment[FOLDER_VARIABLE])), rank, world_size)
     if rank > 0:
@@ -320,8 +338,7 @@ def _run_rank(
     if threads is not None:
         _limit_threads(threads)
     code = reporter.run(lambda: job(*arguments))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     sys.exit(code)
 
 
@@ -329,13 +346,12 @@ def _redirect_output(path: Path) -> None:
     """Redirect standard output and error, also of C++ libraries, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", 1, encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stdout = surviving_stream(1)
+    sys.stderr = surviving_stream(2)
 
 
 def _limit_threads(threads: int) -> None:

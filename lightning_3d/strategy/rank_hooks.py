@@ -26,6 +26,7 @@ from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.ranks.environment import ranks_with_work
 from lightning_3d.ranks.heartbeat import Heartbeat
+from lightning_3d.ranks.output import survive_output
 from lightning_3d.ranks.process_ties import tie_workers
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.strategy.endings import Ending
@@ -129,6 +130,7 @@ class RankHooks(ParallelStrategy):
 
     def _watch_ranks(self) -> None:
         """Report this rank's failure to the others, and end when they report theirs, until `teardown`."""
+        survive_output()
         if self._failures is None:
             self._failures = FailureReporter.connect(self.global_rank, self.world_size, self.reliability.rendezvous_timeout)
             children = getattr(self._launcher, "children", None)

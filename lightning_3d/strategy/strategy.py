@@ -90,6 +90,7 @@ from lightning_3d.strategy.role_arguments import suit_role
 from lightning_3d.strategy.step import StepResult
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
+from lightning_3d.strategy.surviving_loggers import survive_loggers
 from lightning_3d.weights.initialize import initialize
 
 
@@ -334,6 +335,7 @@ class Lightning3DStrategy(CheckpointHooks):
         self._first_step.begin(fitting=fitting)
         if trainer is not None:
             (obey_signals_together if self.world_size > 1 else obey_interrupt_alone)(trainer)
+            survive_loggers(trainer.loggers)
         self._watch_ranks()
         self._connect_mesh(self._timeout)
         if trainer is not None:

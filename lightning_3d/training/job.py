@@ -22,6 +22,7 @@ from lightning_3d.planner.advice import need_less
 from lightning_3d.ranks.boards import LocalBoard, StoreBoard, connect_board
 from lightning_3d.ranks.environment import OutsideRank, leave_out_spare, print_once, set_master_address
 from lightning_3d.ranks.memory_kills import MEMORY_RAN_OUT
+from lightning_3d.ranks.output import survive_output
 from lightning_3d.ranks.progress import shown, task
 from lightning_3d.ranks.reporter import FailureReporter
 from lightning_3d.ranks.spare import release_spare, wait_for_end
@@ -112,6 +113,7 @@ def run_job(
         place: place of the run, from `find_place`.
         command: how the run was started, for the message on how to resume it.
     """
+    survive_output()
     frozen, folder = plan.freeze(config), place.folder
     for warning in plan.warnings:
         print_once(f"lightning_3d: {warning}", outside, file=sys.stderr)

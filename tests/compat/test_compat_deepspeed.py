@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -323,10 +322,8 @@ def settled() -> None:
         names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
         assert "pt_gloo_runloop" in names  # torch's name for the threads whose state is looked at
     settle_gloo_at_exit()
-    begin = time.monotonic()
     _settle_gloo()
-    assert time.monotonic() - begin < 2.0, "idle threads count as busy"
-    assert _gloo_threads_sleep()
+    assert _gloo_threads_sleep(), "idle threads count as busy"
 
 
 def test_settle_gloo() -> None:

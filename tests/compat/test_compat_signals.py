@@ -14,11 +14,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_3d.compat.lightning_signals import obey_signals_together
 
+DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+
 
 @pytest.fixture
 def trainer() -> Iterator[Any]:
     """Yield what the handlers read of a Trainer, with Lightning's own connector and its handlers installed."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+    # What a shell starts in the background ignores Ctrl-C, and what nohup starts ignores SIGHUP.
+    before = {number: signal.signal(number, handler) for number, handler in DEFAULTS.items()}
     fit: Any = SimpleNamespace(
         state=SimpleNamespace(fn="fit"),
         strategy=SimpleNamespace(launcher=None, mesh=SimpleNamespace(world_control=None)),
@@ -31,10 +34,11 @@ def trainer() -> Iterator[Any]:
     fit._signal_connector.register_signal_handlers()
     yield fit
     fit._signal_connector.teardown()
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_comes_while_ranks_exchange_notes_ends_the_fit_a_batch_later(
     trainer: Any, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,3 +71,13 @@ def test_a_signal_to_a_rank_that_another_rank_has_ended_does_not_end_the_next_fi
     trainer._signal_connector.register_signal_handlers()
     monkeypatch.setattr(dist, "all_reduce", lambda notes, op, group: None)
     act_on_notes()
+
+
+@pytest.mark.parametrize("number", DEFAULTS)
+@pytest.mark.parametrize("own", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handler"])
+def test_what_a_script_has_set_for_a_signal_stays(trainer: Any, number: int, own: Any) -> None:
+    trainer._signal_connector.teardown()
+    assert {number: signal.getsignal(number) for number in DEFAULTS} == DEFAULTS, "of the fit, nothing is left"
+    signal.signal(number, own)
+    trainer._signal_connector.register_signal_handlers()
+    assert signal.getsignal(number) is own

@@ -25,8 +25,8 @@ from lightning_3d.ranks.supervisor import Outcome, launch
 FOREVER = 600
 
 
-def run(job: Callable[..., None], *arguments: Any, ranks: int = 3, logs: Path, fork: bool = True) -> Outcome:
-    return launch(job, arguments, ranks, logs=logs, fork=fork, grace=1.0)
+def run(job: Callable[..., None], *arguments: Any, ranks: int = 3, logs: Path, fork: bool = True, grace: float = 1.0) -> Outcome:
+    return launch(job, arguments, ranks, logs=logs, fork=fork, grace=grace)
 
 
 def my_rank() -> int:
@@ -122,10 +122,27 @@ def raise_in_handler() -> None:
 
 
 def write_pid_and_wait(folder: Path) -> None:
+    write_pid(folder)
+    time.sleep(FOREVER)
+
+
+def write_pid(folder: Path) -> None:
     draft = folder / f"draft_{my_rank()}"
     draft.write_text(str(os.getpid()))
     draft.rename(folder / f"{my_rank()}")
-    time.sleep(FOREVER)
+
+
+def save_with_a_worker(folder: Path) -> None:
+    """A rank that ends in order when it is told to, which takes it a while, and for which it needs a process that it has started."""
+    worker = subprocess.Popen(["sleep", str(FOREVER)])
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    write_pid(folder)
+    while not told:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    (folder / f"saved_{my_rank()}").write_text("whole" if worker.poll() is None else "without its worker")
+    sys.exit(128 + told[0])
 
 
 # Tests
@@ -169,7 +186,8 @@ def test_handlers_of_sigterm_that_raise_print_nothing(tmp_path: Path, capfd: pyt
     assert capfd.readouterr().err == ""
 
 
-def test_closed_connections_are_not_the_cause(tmp_path: Path) -> None:
+def test_closed_connections_are_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 60.0)
     outcome = run(peers_notice_first, 2, logs=tmp_path)
     assert outcome.message is not None
     assert outcome.message.startswith("lightning_3d: rank 2 of 3 failed")
@@ -252,23 +270,31 @@ def test_rank_that_hangs_after_its_failure_does_not_hold_up_the_run(tmp_path: Pa
 
 
 SUPERVISOR = """
-import sys
+import signal, sys
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from test_launch import launch, write_pid_and_wait
+sys.path[:0] = sys.argv[4:]
+import test_launch
+from lightning_3d.ranks import supervisor
+supervisor._ONE_REQUEST_SECONDS = 600.0
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    outcome = launch(write_pid_and_wait, (folder,), 3, logs=folder / "logs", fork=True, grace=2.0)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[3] == "nohup" else signal.SIG_DFL)
+    folder, job = Path(sys.argv[1]), getattr(test_launch, sys.argv[2])
+    outcome = supervisor.launch(job, (folder,), 3, logs=folder / "logs", fork=True, grace=2.0)
     sys.exit(outcome.exit_code)
 """
 
 
+def supervise(folder: Path, job: Callable[..., None], how: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A supervisor in a process of its own, and the process ids of its three ranks."""
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(folder), job.__name__, how, *sys.path], env=environment())
+    assert wait_until(lambda: all((folder / str(rank)).is_file() for rank in range(3)))
+    return process, [int((folder / str(rank)).read_text()) for rank in range(3)]
+
+
 @pytest.fixture
 def supervised(tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """A supervisor in a process of its own, and the process ids of its three ranks, which wait."""
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path), *sys.path], env=environment())
-    assert wait_until(lambda: all((tmp_path / str(rank)).is_file() for rank in range(3)))
-    return process, [int((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    """A supervisor and its ranks, which wait."""
+    return supervise(tmp_path, write_pid_and_wait)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -279,8 +305,28 @@ def test_signal_ends_all_ranks(supervised: tuple[subprocess.Popen[bytes], list[i
     assert not any(is_running(rank) for rank in ranks)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ranks_end_in_order_however_often_one_request_is_sent(number: int, tmp_path: Path) -> None:
+    """As by a terminal that closes, or by `timeout`."""
+    process, _ = supervise(tmp_path, save_with_a_worker)
+    for again in (number, number, signal.SIGHUP):
+        process.send_signal(again)
+        time.sleep(0.1)
+    assert process.wait(60) == 128 + number
+    assert [(tmp_path / f"saved_{rank}").read_text() for rank in range(3)] == ["whole"] * 3
+
+
+def test_nohup_protects_the_run_and_its_ranks(tmp_path: Path) -> None:
+    process, ranks = supervise(tmp_path, save_with_a_worker, "nohup")
+    for pid in (process.pid, *ranks):
+        os.kill(pid, signal.SIGHUP)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert [(tmp_path / f"saved_{rank}").read_text() for rank in range(3)] == ["whole"] * 3
+
+
 def test_a_run_that_was_over_when_the_signal_came_has_finished(tmp_path: Path) -> None:
-    assert run(finish_all_the_same, logs=tmp_path) == Outcome(0)
+    assert run(finish_all_the_same, logs=tmp_path, grace=60.0) == Outcome(0)
 
 
 def test_killed_supervisor_takes_its_ranks_along(supervised: tuple[subprocess.Popen[bytes], list[int]]) -> None:

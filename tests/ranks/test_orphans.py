@@ -105,7 +105,7 @@ CHILDREN = """\
     from lightning_3d.ranks.process_ties import die_with
     children.LAST_SECONDS = 1.0
     def begin():
-        return [subprocess.Popen(["sleep", seconds], preexec_fn=partial(die_with, os.getpid())) for seconds in sys.argv[1:]]
+        return [subprocess.Popen(["sh", "-c", line], preexec_fn=partial(die_with, os.getpid())) for line in sys.argv[1:]]
     ranks = children.Children(0, len(sys.argv))
     ranks.reporter = SimpleNamespace(has_failed=False, speak_for=lambda failure: print("spoke for", failure.rank, failure.text))
     thread = threading.Thread(target=ranks.start, args=(begin,))
@@ -114,25 +114,46 @@ CHILDREN = """\
 """
 
 
-def end_script(body: str, *seconds: str) -> tuple[int, str]:
-    """(exit code, output) of a rank 0 whose children sleep for so many seconds."""
-    command = [sys.executable, "-c", textwrap.dedent(CHILDREN) + body, *seconds]
+def end_script(body: str, *lines: str) -> tuple[int, str]:
+    """(exit code, output) of a rank 0 whose children run lines of a shell."""
+    command = [sys.executable, "-c", textwrap.dedent(CHILDREN) + body, *lines]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_script_waits_for_its_ranks_though_the_thread_that_started_them_has_ended() -> None:
-    assert end_script("print([process.wait() for process in ranks._processes])", "0.5", "0.5") == (0, "[0, 0]\n")
+    assert end_script("print([process.wait() for process in ranks._processes])", "sleep 0.5", "sleep 0.5") == (0, "[0, 0]\n")
 
 
 def test_rank_that_does_not_come_to_the_end_of_the_script_is_ended() -> None:
     words = "lightning_3d: rank 2 of 3 did not end within 1 s after rank 0 reached the end of the script, and was killed.\n"
-    assert end_script("", "0.2", "600") == (1, words)
+    assert end_script("", "sleep 0.2", "exec sleep 600") == (1, words)
 
 
 def test_script_that_fails_does_not_wait_for_ranks_that_wait_for_it() -> None:
-    code, output = end_script("children.LAST_SECONDS, children.PATIENCE_SECONDS = 600.0, 0.1\nraise ArithmeticError('no')", "600")
+    body = "children.LAST_SECONDS, children.PATIENCE_SECONDS = 600.0, 0.1\nraise ArithmeticError('no')"
+    code, output = end_script(body, "exec sleep 600")
     assert code == 1 and output.endswith("ArithmeticError: no\n") and "did not end within" not in output
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "how"),
+    [
+        pytest.param("exit 3", 3, "exited with code 3", id="early"),
+        pytest.param("sleep 0.7; exit 3", 3, "exited with code 3", id="late"),
+        pytest.param("sleep 0.7; kill -9 $$", 1, "was killed by SIGKILL", id="killed"),
+    ],
+)
+def test_script_does_not_end_with_0_when_a_rank_fails_after_its_last_collective(line: str, code: int, how: str) -> None:
+    body = "import atexit\nprint('rank 0 is done', flush=True)\natexit.register(print, 'the own handler of the script', flush=True)"
+    ended, output = end_script(body, "exit 0", line)
+    assert ended == code and output.startswith("rank 0 is done\nthe own handler of the script\n"), output
+    assert output.count("lightning_3d: ") == 1 and f"rank 2 of 3 {how}" in output, output
+
+
+def test_script_that_survives_its_failure_does_not_hide_that_of_another_rank() -> None:
+    assert end_script("ranks.reporter.has_failed = True", "exit 3") == (3, "")
+    assert end_script("ranks.reporter.has_failed = True\nsys.exit(2)", "exit 0") == (2, "")
 
 
 # Where the ranks meet

@@ -25,6 +25,8 @@ from lightning_3d import Lightning3DStrategy, PeriodicCheckpoint
 from lightning_3d.errors import ConfigError
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+ENDS = {"int": signal.SIGINT, "hup": signal.SIGHUP}
 how, failing = sys.argv[1], int(sys.argv[2])
 if how == "early" and os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -33,8 +35,8 @@ class Fails(Callback):
     def on_train_batch_start(self, trainer, module, batch, index):
         if index != 1 or how in ("well", "early"):
             return
-        if how == "int":  # as a terminal does, to every process of the script
-            os.kill(os.getpid(), signal.SIGINT)
+        if how in ENDS:  # as a terminal does, to every process of the script
+            os.kill(os.getpid(), ENDS[how])
             return
         if how == "term":
             if trainer.global_rank == failing:
@@ -68,10 +70,10 @@ class Module(LightningModule):
 rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 callbacks = [Fails()]
-if how == "int":
+if how in ENDS:
     callbacks, quiet["enable_checkpointing"] = [Fails(), PeriodicCheckpoint("checkpoints")], True
 strategy = Lightning3DStrategy("pp2", micro_batch_size=2, zero_stage=1, self_check="never")  # it would print a line
-steps = 100_000 if how in ("term", "int") else 2
+steps = 100_000 if how in ("term", *ENDS) else 2
 trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, callbacks=callbacks, **quiet)
 module, loader = Module(), DataLoader(rows, batch_size=4)
 trainer.fit(module, loader)
@@ -103,6 +105,7 @@ CASES = {  # how, failing rank, exit code, what is said once
     "rank 0 is told to end": ("term", 0, 0, "SIGTERM: the fit stops before the next batch."),
     "child is told to end": ("term", 1, 0, "SIGTERM: the fit stops before the next batch."),
     "Ctrl-C": ("int", 0, 130, "SIGINT: the fit stopped after step 2."),
+    "the terminal is closed": ("hup", 0, 129, "SIGHUP: the fit stopped after step 2."),
     "child dies before the ranks meet": ("early", 1, 1, "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)"),
 }
 
@@ -150,8 +153,8 @@ def test_script_ends_with_the_cause(case: str, results: dict[str, tuple[int, str
     assert code == expected, output
     if said is not None:
         assert output.count(said) == 1, output
-        assert output.replace("lightning_3d: global batch", "").count("lightning_3d: ") == (0 if expected in (0, 130) else 1), output
-    if case == "Ctrl-C":
+        assert output.replace("lightning_3d: global batch", "").count("lightning_3d: ") == (0 if expected in (0, 129, 130) else 1), output
+    if case in ("Ctrl-C", "the terminal is closed"):
         saved = Path(re.findall(r'Resume with trainer.fit\(..., ckpt_path="(.*)"\)', output)[0])
         assert saved.name == "step_2.ckpt" and (saved / "manifest.json").is_file(), output
     if "refuses" in case:

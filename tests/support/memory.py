@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,14 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._freed: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
         self._total = 0  # of the sizes when they were last seen: never too small, too large where one was shrunk since
         self.peak = 0
 
     @property
     def now(self) -> int:
         """Bytes that are alive. A storage may have been resized."""
+        self._settle()
         for key, (reference, size) in list(self._storages.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != size:
@@ -48,12 +51,19 @@ class LiveBytes(TorchDispatchMode):
             self._keep(key, known[0], size)
 
     def _forget(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        known = self._storages.get(key)
-        if known is not None and known[0] is reference:
-            self._total -= self._storages.pop(key)[1]
+        """Only note it: other threads free storages too, and the garbage collector does so in the middle of a sum."""
+        self._freed.append((key, reference))
+
+    def _settle(self) -> None:
+        while self._freed:
+            key, reference = self._freed.popleft()
+            known = self._storages.get(key)
+            if known is not None and known[0] is reference:
+                self._total -= self._storages.pop(key)[1]
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self._settle()
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 self._see(leaf.untyped_storage())

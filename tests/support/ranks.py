@@ -64,6 +64,7 @@ SERVER_ENVIRONMENT = {
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
 OTHERS_SECONDS = 1.0
+CAUSE_SECONDS = 60.0  # after a failure by a lost peer, how long the rank that was lost may take to be seen; a busy machine takes its time
 STACKS_SECONDS = 3.0  # after a time-out, how long they may take to write where they are
 LOG_TAIL_BYTES = 4000
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -100,11 +101,12 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a rank says: the pickled result, or the pickled exception with its traceback."""
+    """What a rank says: the pickled result, or the pickled exception with its traceback. `lost_peer`: another rank may be the cause."""
 
     ok: bool
     payload: bytes
     traceback: str = ""
+    lost_peer: bool = False
 
 
 class RankPool:
@@ -164,10 +166,10 @@ class RankPool:
             self._ranks.append((process, here))
 
     def _collect(self, world_size: int, timeout: float) -> list[Answer]:
-        """Wait for every rank's answer; raise the first failure with all tracebacks as notes."""
+        """Wait for every rank's answer; raise the first failure that is no consequence of another, with all tracebacks as notes."""
         answers: dict[int, Answer] = {}
         failed: list[int] = []
-        deadline = time.monotonic() + timeout
+        end = deadline = time.monotonic() + timeout
         while len(answers) < world_size:
             pipes = enumerate(pipe for _, pipe in self._ranks[:world_size])
             waiting: dict[Any, int] = {pipe: rank for rank, pipe in pipes if rank not in answers}
@@ -179,9 +181,11 @@ class RankPool:
                 answers[rank] = self._receive(rank)
                 if not answers[rank].ok:
                     failed.append(rank)
-            if len(failed) == 1:
-                deadline = min(deadline, time.monotonic() + self._others_seconds)
+            if failed:
+                lost = all(answers[rank].lost_peer for rank in failed)
+                deadline = min(end, time.monotonic() + (CAUSE_SECONDS if lost else self._others_seconds))
         if failed:
+            failed.sort(key=lambda rank: answers[rank].lost_peer)
             raise self._failure(failed, answers, world_size)
         if len(answers) < world_size:
             raise self._timeout(timeout, answers, world_size)
@@ -192,7 +196,7 @@ class RankPool:
         try:
             return pipe.recv()
         except (EOFError, ConnectionResetError):
-            process.join(5)
+            process.join(CAUSE_SECONDS)
             error = RankDied(f"rank {rank} ended with exit code {process.exitcode} and no answer")
             return Answer(False, pickle.dumps(error), str(error))
 
@@ -341,8 +345,10 @@ class _Outcome:
 
     def __exit__(self, kind: object, error: BaseException | None, stack: object) -> bool:
         if error is not None:
+            from lightning_3d.ranks.failure import is_lost_peer
+
             text = "".join(traceback.format_exception(error))
-            self.answer = Answer(False, _dump_exception(error), text)
+            self.answer = Answer(False, _dump_exception(error), text, is_lost_peer(error))
         return True
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.ranks.failure import silent_end
 from lightning_3d.ranks.process_ties import belong_to
-from lightning_3d.ranks.supervisor import GRACE_SECONDS, SAVE_SECONDS
+from lightning_3d.ranks.supervisor import GRACE_SECONDS, SAVE_SECONDS, end_signals
 from lightning_3d.runs.sweep.jobs import Job
 
 _POLL_SECONDS = 0.5
@@ -97,10 +97,7 @@ def interruptible() -> Iterator[None]:
         raised.append(Interrupted(number))
         raise raised[0]
 
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
-        numbers.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, obey) for number in numbers}
+    before = {number: signal.signal(number, obey) for number in end_signals()}
     try:
         yield
     finally:

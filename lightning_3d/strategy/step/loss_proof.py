@@ -209,7 +209,9 @@ class _Watch:
             if names:
                 raise ConfigError(refuse(names, self._mesh.layout, self._real, self._batches.rows))
         reasons = [one for one in gathered(self._reason(), self._mesh) if one]
-        if not reasons and self._mesh.size("dp") > 1 and (not self._proof.keeps_parameters or self._mesh.layout.ep > 1):
+        # A resumed fit may begin with the last batch of an epoch, of which some ranks have fewer rows: they would compare in another way.
+        unequal = len(set(gathered((self._batches.rows, self._real), self._mesh))) > 1
+        if not reasons and self._mesh.size("dp") > 1 and (unequal or not self._proof.keeps_parameters or self._mesh.layout.ep > 1):
             reasons = self._take_rows_of_first()
         if reasons:
             self._say_why_not(min(reasons, key=lambda one: one == _QUIET))
@@ -226,8 +228,9 @@ class _Watch:
 
     def _set_from_rows(self) -> list[str]:
         """Names of this rank's parameters to which the first call gives other values where it has other rows. Collective."""
-        writes, communicates = zip(*gathered((self._writes.writes, self._runner.communicates), self._mesh), strict=True)
-        if not any(writes) or any(communicates):
+        mine = self._writes.writes, self._runner.communicates, self._real
+        writes, communicates, real = zip(*gathered(mine, self._mesh), strict=True)
+        if not any(writes) or any(communicates) or len(set(real)) > 1:
             return []
         if self._real == 1:
             return self._unlike_peers(self._writes.once)
