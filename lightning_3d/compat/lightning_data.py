@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lightning_3d.errors import DataError
+from lightning_3d.compat.lightning_fetchers import JoinedFetcher, Position, knows_position
+from lightning_3d.errors import DataError, plural
 
 
 def keep_sample_order(trainer: Any, make_sampler: Callable[..., Any]) -> None:
@@ -151,47 +152,101 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
         counts["processed"] = counts["completed"] = counts["ready"] - 1
 
 
-def skip_to_next_batch(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None]) -> None:
+def forget_early_loaders(trainer: Any) -> None:
+    """Let a fit that resumes make its training loaders again, if they were made before the checkpoint was read.
+
+    `Trainer.estimated_stepping_batches`, which `configure_optimizers` may ask for, makes them (`FitLoop.setup_data`, Lightning 2.6). They
+    would begin a new epoch.
+    """
+    loop = trainer.fit_loop
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+    loop._combined_loader = loop._data_fetcher = None
+
+
+def training_position(trainer: Any) -> Position | None:
+    """Read the states of the training loaders at the batch that is trained on next.
+
+    Returns:
+        None before they are made, and where their data module saves the position (`TrainLoader.data_module`).
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if not isinstance(fetcher, JoinedFetcher) or fetcher._combined_loader is None:
+        return None
+    if all(hasattr(loader, "data_module") for loader in fetcher.combined_loader.flattened):
+        return None
+    return fetcher.position
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """Return the training loaders, from any nesting. `FitLoop._combined_loader` is not public (Lightning 2.6)."""
+    return list(trainer.fit_loop._combined_loader.flattened)
+
+
+def remove_loader_states(checkpoint: dict[str, Any]) -> None:
+    """Remove the states of this rank's training loaders, which Lightning 2.6 adds to the state of `FitLoop`, from a checkpoint."""
+    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+
+def skip_to_next_batch(
+    trainer: Any, batches_then: float | None, restore_generators: Callable[[], None], position: Position | None
+) -> None:
     """Restore the position of a resumed fit in its data, and the random number generators.
 
     The generators get the saved states where an uninterrupted fit would have had them: before a new epoch's iterator is made, or
     after the last batch trained on.
 
     Lightning 2.6 has made the iterator by then (`FitLoop.setup_data`), before it sets the epoch of samplers, and counts the position of
-    the fit (`epoch_loop.batch_progress`; `restarted_on_train_batch_end` adds one). It restores the position of loaders that have
-    `load_state_dict`. For others it would repeat the first batches of the epoch, with a warning; here those batches are read and dropped.
+    the fit (`epoch_loop.batch_progress`; `restarted_on_train_batch_end` adds one). It would repeat the first batches of the epoch of a
+    loader without `load_state_dict`, with a warning; here those batches are read and dropped.
 
     Args:
         batches_then: batches of an epoch when the checkpoint was saved.
+        position: states of the loaders. None where their data module restores them.
 
     Raises:
-        DataError: an epoch now has a different number of batches, so the position is meaningless.
+        DataError: an epoch now has a different number of batches, or there are other loaders, so the position is meaningless.
     """
     from lightning.fabric.utilities.data import _set_sampler_epoch
 
     loop = trainer.fit_loop
     fetcher, loaders = loop._data_fetcher, loop._combined_loader.flattened
     restore_generators()
-    if any(hasattr(loader, "load_state_dict") for loader in loaders):
+    if position is None and any(knows_position(loader) for loader in loaders):
         return
+    if position is None:
+        position = {"states": [None] * len(loaders), "consumed": []}
+    _require_same_loaders(position["states"], loaders)
     begin_after_ended_epoch(trainer)
     done = loop.epoch_loop.batch_progress.current.completed + int(loop.epoch_loop.restarted_on_train_batch_end)
     now = trainer.num_training_batches
     inside = loop.epoch_loop.restarting and 0 < done < (batches_then if batches_then is not None else now)
-    if inside and batches_then is not None and batches_then != now:
+    if inside and None in position["states"] and batches_then is not None and batches_then != now:
         raise DataError(
             f"The checkpoint was saved after {done} of {batches_then} batches of an epoch, but an epoch now has {now}, so the next samples"
             " are unknown. Use the same data and global batch size, or a checkpoint from the end of an epoch."
         )
-    if not inside and trainer.current_epoch == 0:
+    knows = any(state is not None for state in position["states"])
+    if not inside and not knows and trainer.current_epoch == 0:
         return
     for loader in loaders:
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
-    iter(fetcher)
-    if not inside:
-        return
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-    for _ in range(done):
-        next(fetcher)
-    fetcher.fetched -= done
-    restore_generators()
+    fetcher.restart(position, done if inside else 0)
+    if inside:
+        restore_generators()
+
+
+def _require_same_loaders(states: list[Any], loaders: list[Any]) -> None:
+    """Refuse loaders that cannot take the states of a checkpoint. Raises DataError."""
+    if len(states) != len(loaders):
+        raise DataError(
+            f"The checkpoint was saved with {plural(len(states), 'training data loader')}, but there {'are' if len(loaders) > 1 else 'is'}"
+            f" now {len(loaders)}. Use the same loaders, or start a new run from the checkpoint's weights."
+        )
+    for index, (state, loader) in enumerate(zip(states, loaders, strict=True)):
+        if state is not None and not knows_position(loader):
+            raise DataError(
+                f"The checkpoint has a state of training data loader {index}, but this loader, a {type(loader).__name__}, has no"
+                " load_state_dict. Use the same loader, or start a new run from the checkpoint's weights."
+            )
