@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from lightning_3d.compat.lightning_fetchers import JoinedFetcher, Position, knows_position
@@ -129,27 +130,45 @@ def begin_after_ended_epoch(trainer: Any) -> None:
     Lightning 2.6 with `max_steps` takes the epoch that begins for the ended one. Unless that still has a validation to skip, it trains on
     one more batch in it, then ends it. This tells `FitLoop.epoch_loop` that it does not restart (`restarting`, `restarted_mid_epoch`,
     `restarted_on_train_batch_end` and `_should_check_val_fx` are not public).
+
+    Where the checkpoint was saved in `on_train_batch_end`, `epoch_loop.reset` begins an epoch, but only if its number of batches is known.
     """
     loop = trainer.fit_loop
-    if not loop.restarting or not has_ended_epoch(trainer) or loop.epoch_loop.restarted_on_train_batch_end:
+    if not loop.restarting or not has_ended_epoch(trainer):
+        return
+    if loop.epoch_loop.restarted_on_train_batch_end:
+        if trainer.num_training_batches == inf:
+            _reset_progress(loop.epoch_loop)
         return
     if not (loop.restarted_mid_epoch and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)):
         loop.epoch_loop.restarting = False
 
 
-def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Let a checkpoint say that its epoch goes on, if its last batch did not end it.
+def _reset_progress(loop: Any) -> None:
+    """Do what `_TrainingEpochLoop.reset` does at the end of an epoch with a known number of batches (Lightning 2.6)."""
+    loop.batch_progress.reset_on_run()
+    loop.batch_progress.current.completed = -1  # it counts the batch that ended the epoch
+    loop.scheduler_progress.reset_on_run()
+    loop.automatic_optimization.optim_progress.reset_on_run()
+    loop.val_loop.batch_progress.total.reset()
 
-    Where `max_steps` or `should_stop` ends a fit inside an epoch, Lightning 2.6 counts that epoch as done. A checkpoint that is saved after
-    it would continue at the same batch of the next epoch. This sets `epoch_progress` in the state of `FitLoop` (not public) to what it is
-    while the epoch runs.
+
+def correct_epoch(checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint say whether its epoch goes on: it does unless its last batch ended it.
+
+    Where `max_steps` or `should_stop` ends a fit inside an epoch, Lightning 2.6 counts that epoch as done, and a checkpoint that is saved
+    after it would continue at the same batch of the next epoch. A checkpoint of `on_train_epoch_end` has the epoch as processed, but not as
+    completed: with `max_steps` the numbers of all epochs that follow would be one less. This sets `epoch_progress` in the state of
+    `FitLoop` (not public) to what it is while the epoch runs, and after it.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     batches, epochs = loop.get("epoch_loop.batch_progress"), loop.get("epoch_progress")
-    if not batches or not epochs or batches["is_last_batch"] or not batches["current"]["ready"]:
+    if not batches or not epochs or not batches["current"]["ready"]:
         return
     for counts in (epochs["current"], epochs["total"]):
-        counts["processed"] = counts["completed"] = counts["ready"] - 1
+        if not batches["is_last_batch"]:
+            counts["processed"] = counts["ready"] - 1
+        counts["completed"] = counts["processed"]
 
 
 def forget_early_loaders(trainer: Any) -> None:
@@ -188,9 +207,7 @@ def remove_loader_states(checkpoint: dict[str, Any]) -> None:
     checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
 
-def skip_to_next_batch(
-    trainer: Any, batches_then: float | None, restore_generators: Callable[[], None], position: Position | None
-) -> None:
+def skip_to_next_batch(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None], position: Position | None) -> None:
     """Restore the position of a resumed fit in its data, and the random number generators.
 
     The generators get the saved states where an uninterrupted fit would have had them: before a new epoch's iterator is made, or
@@ -215,7 +232,7 @@ def skip_to_next_batch(
     if position is None and any(knows_position(loader) for loader in loaders):
         return
     if position is None:
-        position = {"states": [None] * len(loaders), "consumed": []}
+        position = {"states": [None] * len(loaders), "ended": []}
     _require_same_loaders(position["states"], loaders)
     begin_after_ended_epoch(trainer)
     done = loop.epoch_loop.batch_progress.current.completed + int(loop.epoch_loop.restarted_on_train_batch_end)
@@ -226,8 +243,11 @@ def skip_to_next_batch(
             f"The checkpoint was saved after {done} of {batches_then} batches of an epoch, but an epoch now has {now}, so the next samples"
             " are unknown. Use the same data and global batch size, or a checkpoint from the end of an epoch."
         )
+    if loop.epoch_loop.restarting and has_ended_epoch(trainer) and not loop.epoch_loop.restarted_on_train_batch_end:
+        fetcher.load(position)  # the loop ends the epoch first, and makes an iterator after it
+        return
     knows = any(state is not None for state in position["states"])
-    if not inside and not knows and trainer.current_epoch == 0:
+    if not inside and not knows and loop.epoch_progress.current.processed == 0:
         return
     for loader in loaders:
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.utilities.combined_loader import _MaxSize
 from torch.utils.data import DataLoader
 
 
@@ -59,7 +60,7 @@ class JoinedFetcher(_PrefetchDataFetcher):
         self._agree = agree
         self._resumes = resumes
         self._before_ahead: Position | None = None
-        self._skip: Callable[[], None] | None = None
+        self._begun = False
 
     @property
     def position(self) -> Position:
@@ -70,29 +71,29 @@ class JoinedFetcher(_PrefetchDataFetcher):
 
     def restart(self, position: Position, batches: int) -> None:
         """Begin at a position. Loaders that do not know their own read and drop `batches` batches."""
+        self.load(position)
+        iter(self)
+        if batches:
+            _skip(self.combined_loader, position, batches)
+
+    def load(self, position: Position) -> None:
+        """Give the loaders their states, with which the next iterator begins."""
         for loader, state in zip(self.combined_loader.flattened, position["states"], strict=True):
             if isinstance(state, StatesOfAll):
                 loader.load_state_dicts(state)
             elif state is not None:
                 loader.load_state_dict(state)
-        if batches:
-            self._skip = lambda: _skip(self.combined_loader, position, batches)
-        iter(self)
 
     def __iter__(self) -> JoinedFetcher:
-        self.iterator = iter(self.combined_loader)
-        skip = self._skip
-        self._skip = None
-        if skip is not None:
-            skip()
-        self.reset()
-        if self.length is None:
-            self._note_position()
-            with suppress(StopIteration):
-                self.batches.append(_DataFetcher.__next__(self))
+        """Make an iterator. The first batch is fetched when it is asked for: Lightning may set the epoch of samplers in between."""
+        _DataFetcher.__iter__(self)
+        note_ends(self.combined_loader)
+        self._begun = False
         return self
 
     def __next__(self) -> Any:
+        if self.length is None and not self._begun:
+            self._fetch_ahead()
         found = None
         self._note_position()
         with suppress(StopIteration):
@@ -107,6 +108,11 @@ class JoinedFetcher(_PrefetchDataFetcher):
         if found is None:
             raise StopIteration
         return found
+
+    def _fetch_ahead(self) -> None:
+        self._begun = True
+        with suppress(StopIteration):
+            self.batches.append(_DataFetcher.__next__(self))
 
     def _note_position(self) -> None:
         if self._resumes and self.length is None:
@@ -130,7 +136,7 @@ def join_fetchers(trainer: Any, agree: Callable[[Any, Reached], bool | None] | N
 
     trainer.join_fetcher = join
     for module in (fit_loop, evaluation_loop, prediction_loop):
-        select = module._select_data_fetcher  # type: ignore[attr-defined]
+        select = module._select_data_fetcher
         if not hasattr(select, "joined"):
             module._select_data_fetcher = _joining(select)  # type: ignore[attr-defined]
 
@@ -145,19 +151,56 @@ def _joining(select: Callable[..., Any]) -> Callable[..., Any]:
     return joined
 
 
+class _Noted:
+    """An iterator that knows whether it has ended."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self.has_ended = False
+
+    def __iter__(self) -> _Noted:
+        return self
+
+    def __next__(self) -> Any:
+        if self.has_ended:
+            raise StopIteration
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self.has_ended = True
+            raise
+
+
+def note_ends(combined: Any) -> None:
+    """Note which loaders have ended, where shorter ones give None (`_MaxSize`, Lightning 2.6, asks them again for every batch)."""
+    if isinstance(combined._iterator, _MaxSize):
+        combined._iterator.iterators = [_Noted(iterator) for iterator in combined._iterator.iterators]
+
+
 def position_of(combined: Any) -> Position:
     """Read where each loader of a `CombinedLoader` is.
 
     Returns:
-        "states": of each loader; None for one that does not know its position. "consumed": whether each has ended before, where shorter
-        loaders are repeated (`_MaxSizeCycle._consumed`, Lightning 2.6).
+        "states": of each loader; None for one that does not know its position. "ended": whether each has ended before, where shorter
+        loaders are repeated (`_MaxSizeCycle._consumed`, Lightning 2.6) or give None.
     """
     states = [loader.state_dict() if knows_position(loader) else None for loader in combined.flattened]
-    return {"states": states, "consumed": list(getattr(combined._iterator, "_consumed", []))}
+    iterator = combined._iterator
+    if isinstance(iterator, _MaxSize):
+        noted: list[Any] = iterator.iterators
+        return {"states": states, "ended": [one.has_ended for one in noted]}
+    return {"states": states, "ended": list(getattr(iterator, "_consumed", []))}
 
 
 def knows_position(loader: Any) -> bool:
-    """Return whether a loader saves and restores its position."""
+    """Return whether a loader saves and restores its position.
+
+    torchdata's StatefulDataLoader (0.11) over a data set with indices does not count: after the last batch of an epoch, when Lightning asks
+    for no other, its state is that of a pass without batches, and to restore a state it may draw the order twice.
+    """
+    of_torchdata = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
+    if of_torchdata and not has_iterable_dataset(loader):
+        return False
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
@@ -171,7 +214,7 @@ def _all_sized(combined: Any) -> bool:
 
 def _skip(combined: Any, position: Position, batches: int) -> None:
     """Read and drop batches of the loaders that do not know their position."""
-    iterators: list[Iterator[Any]] = combined._iterator.iterators
+    iterators: list[Any] = combined._iterator.iterators
     known = {index: iterators[index] for index, state in enumerate(position["states"]) if state is not None}
     if len(known) < len(iterators):
         for index in known:
@@ -180,5 +223,7 @@ def _skip(combined: Any, position: Position, batches: int) -> None:
             next(combined, None)
     for index, iterator in known.items():
         iterators[index] = iterator
-        if position["consumed"]:
-            combined._iterator._consumed[index] = position["consumed"][index]
+        if position["ended"] and isinstance(iterator, _Noted):
+            iterator.has_ended = position["ended"][index]
+        elif position["ended"]:
+            combined._iterator._consumed[index] = position["ended"][index]

@@ -37,9 +37,9 @@ from lightning_3d.checkpoint.outcome import SaveOutcome
 from lightning_3d.checkpoint.space import require_space
 from lightning_3d.compat.lightning import finished_requeue
 from lightning_3d.compat.lightning_data import (
+    correct_epoch,
     forget_early_loaders,
     remove_loader_states,
-    reopen_epoch,
     skip_to_next_batch,
     training_loaders,
     training_position,
@@ -221,7 +221,7 @@ class CheckpointHooks(RankHooks):
         if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         if orders or loaders is not None:  # else a data module knows the position
-            reopen_epoch(checkpoint)
+            correct_epoch(checkpoint)
         forget_early_loaders(self.lightning_module.trainer)
         restore_average(self.lightning_module.trainer, checkpoint)
         self._resumed_from = saved_generators(checkpoint, self._local_state()), batches, loaders
@@ -269,6 +269,8 @@ class CheckpointHooks(RankHooks):
 
         position = own_position(loaders, training_loaders(trainer), self.mesh) if loaders is not None else None
         skip_to_next_batch(trainer, batches, restore_generators, position)
+        for order in orders_in(trainer.train_dataloader):
+            order.continue_epoch()
         self._resumed_orders = iter(())  # loaders that are made again later begin a new epoch
 
     @override

@@ -49,35 +49,29 @@ def _end(stage: RunningStage, reached: Reached, mesh: Mesh) -> bool:
         DataError: on all ranks, where an end would hide something: results of an evaluation would be those of a part of the data.
     """
     places: list[tuple[int, Reached]] = gathered((mesh.index("dp"), reached), mesh)
-    kind = {"val": "validation", "train": "training"}.get(stage.dataloader_prefix or "", stage.dataloader_prefix)
-    before = reached.before
-    had_batches = all(place.has_batch for _, place in places)
-    batches = before + int(had_batches)
-    short = sorted({index for index, place in places if place.ends or not place.has_batch})
-    longer = {index for index, place in places if place.has_batch and not place.ends}
-    if longer & set(short):
+    prefix = stage.dataloader_prefix
+    kind = {"val": "validation", "train": "training", "predict": "prediction"}.get(prefix or "", prefix)
+    all_have_one = all(place.has_batch for _, place in places)
+    batches = reached.before + int(all_have_one)
+    ended = {index for index, place in places if place.ends or not place.has_batch}
+    going_on = {index for index, place in places if place.has_batch and not place.ends}
+    count = f"{batches} {kind} batch{'es' * (batches != 1)}"
+    works = f"Let the loader have as many batches on every rank, or set limit_{prefix}_batches={max(batches, 1)}"
+    if not ended:
         raise DataError(
-            f"Ranks of one model replica (data-parallel index {spans(sorted(longer & set(short)))}; other tp, cp or pp index) have different"
-            f" numbers of {kind} batches: some end after {batches}. Select the samples of a rank by"
-            " trainer.strategy.distributed_sampler_kwargs, not by the global rank."
+            f"After {count}, data-parallel ranks read different loaders, because one ended earlier on some of them. Let each loader have as"
+            f" many batches on every rank, or set limit_{prefix}_batches."
         )
-    ended = f"The {kind} data of data-parallel {'ranks' if len(short) > 1 else 'rank'} {spans(short)} "
-    if not short:
+    if both := ended & going_on:
         raise DataError(
-            f"Data-parallel ranks read different {kind} data loaders after {before} batch{'es' * (before != 1)}, because a loader ended"
-            f" earlier on some of them. Let each loader have as many batches on every rank, or set limit_{stage.dataloader_prefix}_batches."
+            f"Of the ranks of one model replica (data-parallel index {spans(both)}), some have {count} and others more. Select the samples"
+            " of a rank by trainer.strategy.distributed_sampler_kwargs, not by its global rank."
         )
-    ended += f"{'end' if len(short) > 1 else 'ends'} after {batches} batch{'es' * (batches != 1)}, and that of other ranks goes on."
-    works = f"limit_{stage.dataloader_prefix}_batches={max(batches, 1)}"
+    said = f"Data-parallel {'ranks' if len(ended) > 1 else 'rank'} {spans(ended)} had {count}, and other ranks have more."
     if stage != RunningStage.TRAINING or batches == 0:
-        raise DataError(
-            f"{ended} All data-parallel ranks must run equally many. Let the loader have as many batches on every rank, or set {works}."
-        )
-    rank_zero_warn(
-        f"{ended} This epoch ends for all ranks, and what the others have left of it is not trained on. Let the loader have as many batches"
-        f" on every rank, or set {works}, to choose where an epoch ends."
-    )
-    return had_batches
+        raise DataError(f"{said} All must run equally many. {works}.")
+    rank_zero_warn(f"{said} This epoch ends for all, and what the others have left of it is not trained on. {works}.")
+    return all_have_one
 
 
 def share_positions(position: Position, mesh: Mesh) -> dict[str, Any]:
