@@ -72,7 +72,7 @@ class CheckpointHooks(RankHooks):
     _store: CheckpointStore
     _built: BuiltModel | None = None
     _resumed_from: tuple[Tensor | None, float | None, dict[str, Any] | None] | None = None
-    _position: Position | None = None
+    _data_at_end: tuple[Position | None, list[dict[str, Any]]] | None = None
     _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
     _at_once: bool = False
     _replicas: ReplicaCheck | None = None
@@ -158,8 +158,7 @@ class CheckpointHooks(RankHooks):
         checkpoint = without_average(trainer, checkpoint)
         checkpoint = share_groups(checkpoint, self.mesh)
         checkpoint[BATCHES] = trainer.num_training_batches
-        checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
-        position = training_position(trainer) or self._position
+        position, checkpoint[ORDERS] = self._data_at_end or self._place_in_data(trainer)
         if position is not None:
             remove_loader_states(checkpoint)
             checkpoint[LOADERS] = share_positions(position, self.mesh)
@@ -171,6 +170,10 @@ class CheckpointHooks(RankHooks):
         else:
             mode = SaveMode.BLOCKING if self._at_once or links else SaveMode.BACKGROUND
         self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), backend, about, mode)
+
+    def _place_in_data(self, trainer: pl.Trainer) -> tuple[Position | None, list[dict[str, Any]]]:
+        """Return the states of the training loaders, and those of the samplers that determine their order."""
+        return training_position(trainer), [order.state() for order in orders_in(trainer.train_dataloader)]
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
         """Return whether the weights of a fit may be saved. Weights of a failed fit that are not finite are skipped with a warning.
@@ -248,7 +251,7 @@ class CheckpointHooks(RankHooks):
     def on_train_start(self) -> None:
         """Restore the position in the data and the random number generators, when a fit resumes a checkpoint."""
         resumed, self._resumed_from = self._resumed_from, None
-        self._position = None
+        self._data_at_end = None
         if self.lightning_module is None:
             return
         trainer = self.lightning_module.trainer
@@ -280,7 +283,7 @@ class CheckpointHooks(RankHooks):
         Raises:
             NotSaved: that save failed, and no other complete checkpoint is as new.
         """
-        self._position = training_position(self.user_module.trainer)  # before the end of the fit, when loaders forget it
+        self._data_at_end = self._place_in_data(self.user_module.trainer)  # after the fit, loaders forget it
         self._store.wait()
         self._store.outcome.require_saved()
 

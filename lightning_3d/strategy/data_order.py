@@ -224,9 +224,12 @@ def sampler_maker(
 
 
 def orders_in(loaders: Any) -> list[OneProcessOrder]:
-    """Find the samplers of this kind in loaders in any nesting."""
-    samplers = (getattr(loader, "sampler", None) for loader in tree_leaves(loaders))
-    return [sampler for sampler in samplers if isinstance(sampler, OneProcessOrder)]
+    """Find the samplers of this kind in loaders in any nesting. That of a batch sampler of the user's own is inside it."""
+    found = []
+    for loader in tree_leaves(loaders):
+        samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+        found += [sampler for sampler in samplers if isinstance(sampler, OneProcessOrder)][:1]
+    return found
 
 
 def require_equal_orders(loaders: Any, device: torch.device) -> None:
