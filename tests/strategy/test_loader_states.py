@@ -299,14 +299,13 @@ class Uneven(Script):
 def run_uneven(what: str, layout: str, by_global_rank: bool = False, **options: Any) -> tuple[int, int, list[str]]:
     """Return how many batches this rank ran, the steps, and the warnings."""
     strategy = Lightning3DStrategy(layout, plan=PLAN, **options)
-    trainer = quiet_trainer(strategy=strategy, devices=Layout.parse(layout).world_size, max_epochs=2, limit_val_batches=int(what == "validate"))
+    validates = 1.0 if what == "validate" else 0
+    trainer = quiet_trainer(strategy=strategy, devices=Layout.parse(layout).world_size, max_epochs=2, limit_val_batches=validates)
 
     def make(rank: int) -> DataLoader:
         return DataLoader(Rows(rank, 4 + 4 * (trainer.global_rank if by_global_rank else rank)), 2)
 
     module = Uneven(make, asks=False)
-    if what == "validate":
-        trainer.limit_val_batches = 1.0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = getattr(trainer, what)(module)
