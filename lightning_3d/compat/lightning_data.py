@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
-from lightning_3d.errors import DataError
+from lightning_3d.compat.lightning_fetchers import JoinedFetcher, Position, knows_position
+from lightning_3d.errors import DataError, plural
 
 
 def keep_sample_order(trainer: Any, make_sampler: Callable[..., Any]) -> None:
@@ -128,70 +130,143 @@ def begin_after_ended_epoch(trainer: Any) -> None:
     Lightning 2.6 with `max_steps` takes the epoch that begins for the ended one. Unless that still has a validation to skip, it trains on
     one more batch in it, then ends it. This tells `FitLoop.epoch_loop` that it does not restart (`restarting`, `restarted_mid_epoch`,
     `restarted_on_train_batch_end` and `_should_check_val_fx` are not public).
+
+    Where the checkpoint was saved in `on_train_batch_end`, `epoch_loop.reset` begins an epoch, but only if its number of batches is known.
     """
     loop = trainer.fit_loop
-    if not loop.restarting or not has_ended_epoch(trainer) or loop.epoch_loop.restarted_on_train_batch_end:
+    if not loop.restarting or not has_ended_epoch(trainer):
+        return
+    if loop.epoch_loop.restarted_on_train_batch_end:
+        if trainer.num_training_batches == inf:
+            _reset_progress(loop.epoch_loop)
         return
     if not (loop.restarted_mid_epoch and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)):
         loop.epoch_loop.restarting = False
 
 
-def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Let a checkpoint say that its epoch goes on, if its last batch did not end it.
+def _reset_progress(loop: Any) -> None:
+    """Do what `_TrainingEpochLoop.reset` does at the end of an epoch with a known number of batches (Lightning 2.6)."""
+    loop.batch_progress.reset_on_run()
+    loop.batch_progress.current.completed = -1  # it counts the batch that ended the epoch
+    loop.scheduler_progress.reset_on_run()
+    loop.automatic_optimization.optim_progress.reset_on_run()
+    loop.val_loop.batch_progress.total.reset()
 
-    Where `max_steps` or `should_stop` ends a fit inside an epoch, Lightning 2.6 counts that epoch as done. A checkpoint that is saved after
-    it would continue at the same batch of the next epoch. This sets `epoch_progress` in the state of `FitLoop` (not public) to what it is
-    while the epoch runs.
+
+def correct_epoch(checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint say whether its epoch goes on: it does unless its last batch ended it.
+
+    Where `max_steps` or `should_stop` ends a fit inside an epoch, Lightning 2.6 counts that epoch as done, and a checkpoint that is saved
+    after it would continue at the same batch of the next epoch. A checkpoint of `on_train_epoch_end` has the epoch as processed, but not as
+    completed: with `max_steps` the numbers of all epochs that follow would be one less. This sets `epoch_progress` in the state of
+    `FitLoop` (not public) to what it is while the epoch runs, and after it.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     batches, epochs = loop.get("epoch_loop.batch_progress"), loop.get("epoch_progress")
-    if not batches or not epochs or batches["is_last_batch"] or not batches["current"]["ready"]:
+    if not batches or not epochs or not batches["current"]["ready"]:
         return
     for counts in (epochs["current"], epochs["total"]):
-        counts["processed"] = counts["completed"] = counts["ready"] - 1
+        if not batches["is_last_batch"]:
+            counts["processed"] = counts["ready"] - 1
+        counts["completed"] = counts["processed"]
 
 
-def skip_to_next_batch(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None]) -> None:
+def forget_early_loaders(trainer: Any) -> None:
+    """Let a fit that resumes make its training loaders again, if they were made before the checkpoint was read.
+
+    `Trainer.estimated_stepping_batches`, which `configure_optimizers` may ask for, makes them (`FitLoop.setup_data`, Lightning 2.6). They
+    would begin a new epoch.
+    """
+    loop = trainer.fit_loop
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+    loop._combined_loader = loop._data_fetcher = None
+
+
+def training_position(trainer: Any) -> Position | None:
+    """Read the states of the training loaders at the batch that is trained on next.
+
+    Returns:
+        None before they are made, and where their data module saves the position (`TrainLoader.data_module`).
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if not isinstance(fetcher, JoinedFetcher) or fetcher._combined_loader is None:
+        return None
+    if all(hasattr(loader, "data_module") for loader in fetcher.combined_loader.flattened):
+        return None
+    return fetcher.position
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """Return the training loaders, from any nesting. `FitLoop._combined_loader` is not public (Lightning 2.6)."""
+    return list(trainer.fit_loop._combined_loader.flattened)
+
+
+def remove_loader_states(checkpoint: dict[str, Any]) -> None:
+    """Remove the states of this rank's training loaders, which Lightning 2.6 adds to the state of `FitLoop`, from a checkpoint."""
+    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+
+def skip_to_next_batch(trainer: Any, batches_then: float | None, restore_generators: Callable[[], None], position: Position | None) -> None:
     """Restore the position of a resumed fit in its data, and the random number generators.
 
     The generators get the saved states where an uninterrupted fit would have had them: before a new epoch's iterator is made, or
     after the last batch trained on.
 
     Lightning 2.6 has made the iterator by then (`FitLoop.setup_data`), before it sets the epoch of samplers, and counts the position of
-    the fit (`epoch_loop.batch_progress`; `restarted_on_train_batch_end` adds one). It restores the position of loaders that have
-    `load_state_dict`. For others it would repeat the first batches of the epoch, with a warning; here those batches are read and dropped.
+    the fit (`epoch_loop.batch_progress`; `restarted_on_train_batch_end` adds one). It would repeat the first batches of the epoch of a
+    loader without `load_state_dict`, with a warning; here those batches are read and dropped.
 
     Args:
         batches_then: batches of an epoch when the checkpoint was saved.
+        position: states of the loaders. None where their data module restores them.
 
     Raises:
-        DataError: an epoch now has a different number of batches, so the position is meaningless.
+        DataError: an epoch now has a different number of batches, or there are other loaders, so the position is meaningless.
     """
     from lightning.fabric.utilities.data import _set_sampler_epoch
 
     loop = trainer.fit_loop
     fetcher, loaders = loop._data_fetcher, loop._combined_loader.flattened
     restore_generators()
-    if any(hasattr(loader, "load_state_dict") for loader in loaders):
+    if position is None and any(knows_position(loader) for loader in loaders):
         return
+    if position is None:
+        position = {"states": [None] * len(loaders), "ended": []}
+    _require_same_loaders(position["states"], loaders)
     begin_after_ended_epoch(trainer)
     done = loop.epoch_loop.batch_progress.current.completed + int(loop.epoch_loop.restarted_on_train_batch_end)
     now = trainer.num_training_batches
     inside = loop.epoch_loop.restarting and 0 < done < (batches_then if batches_then is not None else now)
-    if inside and batches_then is not None and batches_then != now:
+    if inside and None in position["states"] and batches_then is not None and batches_then != now:
         raise DataError(
             f"The checkpoint was saved after {done} of {batches_then} batches of an epoch, but an epoch now has {now}, so the next samples"
             " are unknown. Use the same data and global batch size, or a checkpoint from the end of an epoch."
         )
-    if not inside and trainer.current_epoch == 0:
+    if loop.epoch_loop.restarting and has_ended_epoch(trainer) and not loop.epoch_loop.restarted_on_train_batch_end:
+        fetcher.load(position)  # the loop ends the epoch first, and makes an iterator after it
+        return
+    knows = any(state is not None for state in position["states"])
+    if not inside and not knows and loop.epoch_progress.current.processed == 0:
         return
     for loader in loaders:
         _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
-    iter(fetcher)
-    if not inside:
-        return
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-    for _ in range(done):
-        next(fetcher)
-    fetcher.fetched -= done
-    restore_generators()
+    fetcher.restart(position, done if inside else 0)
+    if inside:
+        restore_generators()
+
+
+def _require_same_loaders(states: list[Any], loaders: list[Any]) -> None:
+    """Refuse loaders that cannot take the states of a checkpoint. Raises DataError."""
+    if len(states) != len(loaders):
+        raise DataError(
+            f"The checkpoint was saved with {plural(len(states), 'training data loader')}, but there {'are' if len(loaders) > 1 else 'is'}"
+            f" now {len(loaders)}. Use the same loaders, or start a new run from the checkpoint's weights."
+        )
+    for index, (state, loader) in enumerate(zip(states, loaders, strict=True)):
+        if state is not None and not knows_position(loader):
+            raise DataError(
+                f"The checkpoint has a state of training data loader {index}, but this loader, a {type(loader).__name__}, has no"
+                " load_state_dict. Use the same loader, or start a new run from the checkpoint's weights."
+            )

@@ -36,7 +36,15 @@ from lightning_3d.checkpoint import (
 from lightning_3d.checkpoint.outcome import SaveOutcome
 from lightning_3d.checkpoint.space import require_space
 from lightning_3d.compat.lightning import finished_requeue
-from lightning_3d.compat.lightning_data import reopen_epoch, skip_to_next_batch
+from lightning_3d.compat.lightning_data import (
+    correct_epoch,
+    forget_early_loaders,
+    remove_loader_states,
+    skip_to_next_batch,
+    training_loaders,
+    training_position,
+)
+from lightning_3d.compat.lightning_fetchers import Position
 from lightning_3d.compat.lightning_signals import name_end
 from lightning_3d.compat.transformers import describe_models
 from lightning_3d.config.options.nonfinite import IGNORE
@@ -52,6 +60,7 @@ from lightning_3d.strategy.nonfinite import StepGuard, require_finite_weights, t
 from lightning_3d.strategy.not_ready import BUILT, require
 from lightning_3d.strategy.rank_hooks import RankHooks
 from lightning_3d.strategy.replica_check import ReplicaCheck, agrees
+from lightning_3d.strategy.streams import LOADERS, own_position, share_positions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -62,7 +71,8 @@ class CheckpointHooks(RankHooks):
 
     _store: CheckpointStore
     _built: BuiltModel | None = None
-    _resumed_from: tuple[Tensor | None, float | None] | None = None
+    _resumed_from: tuple[Tensor | None, float | None, dict[str, Any] | None] | None = None
+    _data_at_end: tuple[Position | None, list[dict[str, Any]]] | None = None
     _resumed_orders: Iterator[dict[str, Any] | None] = iter(())
     _at_once: bool = False
     _replicas: ReplicaCheck | None = None
@@ -148,7 +158,10 @@ class CheckpointHooks(RankHooks):
         checkpoint = without_average(trainer, checkpoint)
         checkpoint = share_groups(checkpoint, self.mesh)
         checkpoint[BATCHES] = trainer.num_training_batches
-        checkpoint[ORDERS] = [order.state() for order in orders_in(trainer.train_dataloader)]
+        position, checkpoint[ORDERS] = self._data_at_end or self._place_in_data(trainer)
+        if position is not None:
+            remove_loader_states(checkpoint)
+            checkpoint[LOADERS] = share_positions(position, self.mesh)
         told_to_end = isinstance(sys.exception(), SIGTERMException)  # the exit code of SIGTERM stays, even where the save fails
         training = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
         links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
@@ -157,6 +170,10 @@ class CheckpointHooks(RankHooks):
         else:
             mode = SaveMode.BLOCKING if self._at_once or links else SaveMode.BACKGROUND
         self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), backend, about, mode)
+
+    def _place_in_data(self, trainer: pl.Trainer) -> tuple[Position | None, list[dict[str, Any]]]:
+        """Return the states of the training loaders, and those of the samplers that determine their order."""
+        return training_position(trainer), [order.state() for order in orders_in(trainer.train_dataloader)]
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
         """Return whether the weights of a fit may be saved. Weights of a failed fit that are not finite are skipped with a warning.
@@ -201,13 +218,16 @@ class CheckpointHooks(RankHooks):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's state; tensors are read later, by slices. `weights_only` has no effect: there are no pickles."""
         checkpoint = self._store.load(self.broadcast(finished_requeue(str(checkpoint_path))))
-        batches, orders = checkpoint.pop(BATCHES, None), checkpoint.pop(ORDERS, None)
+        batches = checkpoint.pop(BATCHES, None)
+        orders = checkpoint.pop(ORDERS, None)
+        loaders = checkpoint.pop(LOADERS, None)
         if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
-        if orders:  # other loaders know their position themselves
-            reopen_epoch(checkpoint)
+        if orders or loaders is not None:  # else a data module knows the position
+            correct_epoch(checkpoint)
+        forget_early_loaders(self.lightning_module.trainer)
         restore_average(self.lightning_module.trainer, checkpoint)
-        self._resumed_from = saved_generators(checkpoint, self._local_state()), batches
+        self._resumed_from = saved_generators(checkpoint, self._local_state()), batches, loaders
         self._resumed_orders = resumed_orders(orders, int(checkpoint.get("epoch", 0)))
         return take_groups(checkpoint, self.built.group_names)
 
@@ -231,6 +251,7 @@ class CheckpointHooks(RankHooks):
     def on_train_start(self) -> None:
         """Restore the position in the data and the random number generators, when a fit resumes a checkpoint."""
         resumed, self._resumed_from = self._resumed_from, None
+        self._data_at_end = None
         if self.lightning_module is None:
             return
         trainer = self.lightning_module.trainer
@@ -239,7 +260,9 @@ class CheckpointHooks(RankHooks):
         if self._check_space:  # here, because callbacks know by now what an earlier fit has left there
             require_space(trainer, self.lightning_module, self.built.parts.specs, self.mesh, self.built.backend)
 
-    def _resume_data(self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None) -> None:
+    def _resume_data(
+        self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None, loaders: dict[str, Any] | None
+    ) -> None:
         """Continue the epoch of a checkpoint at its position."""
 
         def restore_generators() -> None:
@@ -247,7 +270,10 @@ class CheckpointHooks(RankHooks):
             for order in orders_in(trainer.train_dataloader):
                 order.restore_own()
 
-        skip_to_next_batch(trainer, batches, restore_generators)
+        position = own_position(loaders, training_loaders(trainer), self.mesh) if loaders is not None else None
+        skip_to_next_batch(trainer, batches, restore_generators, position)
+        for order in orders_in(trainer.train_dataloader):
+            order.continue_epoch()
         self._resumed_orders = iter(())  # loaders that are made again later begin a new epoch
 
     @override
@@ -257,6 +283,7 @@ class CheckpointHooks(RankHooks):
         Raises:
             NotSaved: that save failed, and no other complete checkpoint is as new.
         """
+        self._data_at_end = self._place_in_data(self.user_module.trainer)  # after the fit, loaders forget it
         self._store.wait()
         self._store.outcome.require_saved()
 

@@ -91,6 +91,7 @@ class OneProcessOrder(DistributedSampler[Any]):
         self._own_then: str | None = None
         self._common: dict[str, Any] = {}
         self._after: str | None = None
+        self._continues = False
         self._meet()
 
     @override
@@ -114,7 +115,10 @@ class OneProcessOrder(DistributedSampler[Any]):
         super().set_epoch(epoch)
         if callable(getattr(self.sampler, "set_epoch", None)):
             self.sampler.set_epoch(epoch)
+        after = self._after if self._continues else None
+        self._continues = False
         self._meet()
+        self._after = after
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, so that a resumed epoch has the same order."""
@@ -130,9 +134,12 @@ class OneProcessOrder(DistributedSampler[Any]):
         if self._own_then is not None:
             _set_own_state(self.sampler, self._own_then)
 
+    def continue_epoch(self) -> None:
+        """Expect `set_epoch` of a resumed epoch, in which the order has been drawn already."""
+        self._continues = True
+
     def _meet(self) -> None:
         """Remember the states of rank 0's generators that other ranks do not share."""
-        self._after = None
         self._common = {} if isinstance(self.sampler, SequentialSampler) else _unequal_states(_read(self.sampler), self._device)
 
     def _order(self) -> Iterator[Any]:
@@ -217,9 +224,12 @@ def sampler_maker(
 
 
 def orders_in(loaders: Any) -> list[OneProcessOrder]:
-    """Find the samplers of this kind in loaders in any nesting."""
-    samplers = (getattr(loader, "sampler", None) for loader in tree_leaves(loaders))
-    return [sampler for sampler in samplers if isinstance(sampler, OneProcessOrder)]
+    """Find the samplers of this kind in loaders in any nesting. That of a batch sampler of the user's own is inside it."""
+    found = []
+    for loader in tree_leaves(loaders):
+        samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+        found += [sampler for sampler in samplers if isinstance(sampler, OneProcessOrder)][:1]
+    return found
 
 
 def require_equal_orders(loaders: Any, device: torch.device) -> None:

@@ -35,6 +35,7 @@ from lightning_3d.compat.lightning import (
     run_after_closure,
 )
 from lightning_3d.compat.lightning_data import keep_sample_order
+from lightning_3d.compat.lightning_fetchers import join_fetchers
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
 from lightning_3d.compat.lightning_signals import obey_interrupt_alone, obey_signals_together
 from lightning_3d.compat.waits import count_waits
@@ -90,6 +91,7 @@ from lightning_3d.strategy.role_arguments import suit_role
 from lightning_3d.strategy.step import StepResult
 from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
+from lightning_3d.strategy.streams import end_together
 from lightning_3d.strategy.surviving_loggers import survive_loggers
 from lightning_3d.weights.initialize import initialize
 
@@ -361,6 +363,8 @@ class Lightning3DStrategy(CheckpointHooks):
         if fitting:
             refuse_unsupported(trainer)
         keep_sample_order(trainer, sampler_maker(self.root_device, lambda: next(self._resumed_orders, None), self.micro_batch_rows))
+        predicts = self.zero.stage == 3 or self.mesh.layout.ep > 1
+        join_fetchers(trainer, end_together(self.mesh, predicts=predicts) if self.world_size > 1 else None)
         self._build()
         self.built.begin_fit()
         self._pace = self._make_pace()

@@ -121,8 +121,8 @@ class Loader(DataLoader[dict[str, Tensor]]):
 
 
 class TrainLoader(Loader):
-    """A loader of which Lightning knows that it has a position. `PackedDataModule` saves and restores it; checkpoints of earlier versions
-    have it in the loader only.
+    """A loader of which Lightning knows that it has a position. `PackedDataModule` saves and restores it, so the strategy does not;
+    checkpoints of earlier versions have it in the loader only.
 
     Attributes:
         data_module: knows the position; None in the copy with a sampler of its own that Lightning makes for `overfit_batches`.
