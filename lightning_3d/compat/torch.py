@@ -391,11 +391,7 @@ def innermost_function_mode() -> Any:
 
 
 def is_pickling(frame: Any) -> bool:
-    """Whether a frame is inside of `torch.save` or pickle, which read a tensor's memory (`Tensor._reduce_ex_internal`, torch 2.11 to 2.13).
-
-    Args:
-        frame: of the code of torch that calls a function of the tensor.
-    """
+    """Whether a frame of torch is inside of `torch.save` or pickle (`Tensor._reduce_ex_internal`, torch 2.11 to 2.13)."""
     from torch import Tensor
 
     while frame is not None and frame.f_globals.get("__name__") == "torch._tensor":
