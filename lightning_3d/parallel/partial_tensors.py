@@ -105,6 +105,12 @@ def changes_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return is_method or name in _IN_PLACE_OPERATORS or kwargs.get("out") is not None
 
 
+def with_target_first(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a function with the tensor that it changes as the first: those of `torch.nn.init` come with its name."""
+    kwargs = dict(kwargs or {})
+    return (args, kwargs) if args or "tensor" not in kwargs else ((kwargs.pop("tensor"),), kwargs)
+
+
 _IN_PLACE_OPERATORS = {"__setitem__", "__set__"} | {
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")

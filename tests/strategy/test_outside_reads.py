@@ -154,6 +154,10 @@ class Between(Own):
                 p.clamp_(-0.2, 0.2).mul_(0.9)
             elif self.kind == "noise":
                 p.add_(torch.randn_like(p))
+            elif self.kind == "constant":
+                nn.init.constant_(p, 0.1)
+        if self.kind == "reset":
+            self.network.blocks[3].up.reset_parameters()  # type: ignore[union-attr, operator]
         if self.kind == "scale":
             self.scale.data.clamp_(0, 1.2)  # type: ignore[union-attr]
         if self.kind == "total":
@@ -198,12 +202,12 @@ class Clamped(torch.autograd.Function):
         return gradients[0].clamp(-0.1, 0.1)
 
 
-BETWEEN = ("columns", "kept", "views", "elements", "scale", "clamped", "function")
+BETWEEN = ("columns", "constant", "kept", "views", "elements", "scale", "clamped", "function")
 TARGETS = ("loaded", "loaded in part", "named")
 KINDS = {
     **dict.fromkeys(("mask", "own norm", "clip", "grad_norm"), Hooked),
     **dict.fromkeys((*TARGETS, "collected", "copied", "saved"), Between),
-    **dict.fromkeys((*BETWEEN, "early", "noise", "total", "average", "normalized", "penalty", "moments", "logged"), Between),
+    **dict.fromkeys((*BETWEEN, "early", "noise", "total", "average", "normalized", "penalty", "moments", "logged", "reset"), Between),
 }
 
 
@@ -256,6 +260,7 @@ REFUSED = [
     ("dp2", {"zero_stage": 3}, "saved", "zero_stage=2"),
     ("pp2", {}, "sparse", "sparse tensor"),
     ("tp2", {}, "noise", "random"),
+    ("tp2", {}, "reset", "random"),
     ("dp2", {}, "early", "on_train_batch_end"),
     ("pp2", {}, "total", "network.blocks"),
     ("dp2", {}, "normalized", "norm"),

@@ -19,8 +19,8 @@ _NAMES = frozenset(
 
 RANDOM = frozenset(
     {
-        "bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial", "normal", "poisson", "rand",
-        "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform"
+        "bernoulli", "cauchy", "dropout", "exponential", "geometric", "kaiming_uniform", "log_normal", "multinomial", "normal", "poisson",
+        "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform"
     }
 )
 """Functions that draw random numbers."""

@@ -25,7 +25,7 @@ from lightning_3d.compat.lightning import has_hook_of_library, hooks_of_user, is
 from lightning_3d.compat.torch import innermost_function_mode, is_pickling, storage_key
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.partial_tensors import OF_THE_WHOLE, changes_in_place
+from lightning_3d.parallel.partial_tensors import OF_THE_WHOLE, changes_in_place, with_target_first
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.tensor import gather_shards
 from lightning_3d.strategy.step.elementwise import RANDOM, base_name, is_elementwise
@@ -140,7 +140,7 @@ class HookReads(OutsideReads):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if not self._hook:
             return super().__torch_function__(func, types, args, kwargs)
-        kwargs = kwargs or {}
+        args, kwargs = with_target_first(args, kwargs)
         self._drew = self._drew or base_name(func) in RANDOM
         target = args[0] if args and isinstance(args[0], Tensor) else None
         place = self._places.get(id(target))
@@ -411,7 +411,7 @@ class _NoWrites(TorchFunctionMode):
             self._names = {p.untyped_storage().data_ptr(): name for name, p in root.named_parameters() if p.requires_grad}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = with_target_first(args, kwargs)
         if changes_in_place(func, kwargs) and args and (func.__name__ != "__set__" or func == _SET_DATA):
             for target in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
                 name = self._names.get(target.untyped_storage().data_ptr()) if type(target) in (Tensor, nn.Parameter) else None

@@ -21,7 +21,7 @@ from lightning_3d.compat.torch import autograd_is_running, innermost_function_mo
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, changes_in_place
+from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, changes_in_place, with_target_first
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.tensor import whole
 from lightning_3d.strategy.local_model import LocalModel
@@ -192,7 +192,7 @@ class OutsideReads(TorchFunctionMode):
     # What
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = with_target_first(args, kwargs)
         if func is torch.autograd.grad and not self._depth and not self._is_inside(sys._getframe(1)):
             self._refuse_double_backward(kwargs)
         # A backward in the step runs recomputed blocks. The functions that they call belong to the model.
