@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -115,13 +116,19 @@ class BuiltModel:
         self.proof.begin_fit()
         self.hooks.begin_fit()
         self.runner.carried.begin()
+        self.runner.left.begin_fit()
         self._earlier: list[Computed] = []
         self.known.begin(self.module)
         self.reads.begin()
-        around_hooks(self.reads.in_hook)
+        around_hooks(self._around_hook)
         self.runner.scale.begin_fit()
         self.runner.activations.begin_fit()
         self.repeatable.wanted = self.guard is not None and self.guard.may_look_again
+
+    def _around_hook(self, trainer: pl.Trainer, name: str) -> AbstractContextManager[None]:
+        if trainer.lightning_module is self.module:
+            self.runner.left.share_before(name)
+        return self.reads.in_hook(trainer, name)
 
     def shard(self) -> None:
         """Shard parameters over the data-parallel ranks, with ZeRO-3."""

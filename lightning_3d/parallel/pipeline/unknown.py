@@ -85,7 +85,7 @@ class Unknown:
             f"The step needs the value of {self.unknown_origin} in Python (a condition, a loop, a number or a key) before its last call of"
             " the model, or a hook needs what the step has kept of it. With pp > 1 only the last stage has this value. In the step, do that"
             " after the last call of the model, or compute with tensors (torch.where). For hooks, log numbers in the step, or return them"
-            " from it: all ranks get them as `outputs` of on_train_batch_end. Or use a layout with pp = 1."
+            " from it: all ranks get them as `outputs` of on_train_batch_end and on_validation_batch_end. Or use a layout with pp = 1."
         )
 
     __bool__ = __float__ = __int__ = __index__ = __len__ = __contains__ = __complex__ = __array__ = _refuse

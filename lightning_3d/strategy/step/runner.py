@@ -36,6 +36,7 @@ from lightning_3d.strategy.step.metrics import share_metrics, unchanged_metrics
 from lightning_3d.strategy.step.micro_batches import MicroBatches, merge_outputs
 from lightning_3d.strategy.step.outside_reads import OutsideReads
 from lightning_3d.strategy.step.rank_zero_uses import RankZeroUses
+from lightning_3d.strategy.step.stage_attributes import StageAttributes
 from lightning_3d.strategy.step.stage_outputs import StageOutputs
 from lightning_3d.strategy.step.totals import BatchTotals
 from lightning_3d.strategy.step.tracer import StepTracer
@@ -215,6 +216,7 @@ class StepRunner:
         self._log = StepLog(module, mesh, engine.last_rank, device)
         self._shared = StageOutputs(mesh, engine, device)
         self._uses = RankZeroUses(module, mesh, engine)
+        self.left = StageAttributes(module, mesh, engine, device)
         self.around: Callable[[str, MicroBatches, int], AbstractContextManager[Any]] = _no_context
         self.look: Callable[[int, int], AbstractContextManager[Any]] = _no_context
         self.inside = self.communicates = False
@@ -252,6 +254,7 @@ class StepRunner:
             of: number of batches that accumulate for a step; None runs a step again.
         """
         backend.find_hooks()
+        self.left.begin_batch("training")
         if place == 0 and of is not None:
             self.scale.begin_step(micro_batches, of, first=step == 0)
         self.scale.begin_batch(micro_batches, begins=place == 0)
@@ -319,6 +322,7 @@ class StepRunner:
             outputs the ranks before the last stage get the scalars.
         """
         self._begin(step=0)
+        self.left.begin_batch(hook)
         with self._random.isolated():
             self._engine.evaluate(len(micro_batches), (hook, rest[1:], micro_batches.signature), _UserStep(self, hook, micro_batches, rest))
         forget_masks()
@@ -431,6 +435,8 @@ class StepRunner:
         # Before the last stage, code after a call of the model would update metrics with values that are not known there.
         if filler or self._engine.passes_calls:
             yield unchanged_metrics(self._module)
+        if self._engine.passes_calls and self._engine.owns_last:
+            yield self.left.unchanged()
         yield computing_what_is_kept()
         if hook == "training":
             yield self.activations.watching(micro_batches)
