@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import listed
 from lightning_3d.models.reachable import home_of
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.pipeline import PipelineEngine
+from lightning_3d.parallel.pipeline import PipelineEngine, Unknown
 
 _ENDS = {
     "on_train_epoch_end": "training",
@@ -116,6 +116,8 @@ def _is_data(value: Any) -> bool:
 
 def _print_of(value: Any, depth: int = 0) -> Hashable:
     """What changes when somebody writes to a value, without a copy of it."""
+    if isinstance(value, Unknown):
+        return id(value)
     if isinstance(value, Tensor):
         return id(value), value._version
     if value is None or isinstance(value, (bool, int, float, complex, str)):
