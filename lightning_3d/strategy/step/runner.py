@@ -254,7 +254,6 @@ class StepRunner:
             of: number of batches that accumulate for a step; None runs a step again.
         """
         backend.find_hooks()
-        self.left.begin_batch("training")
         if place == 0 and of is not None:
             self.scale.begin_step(micro_batches, of, first=step == 0)
         self.scale.begin_batch(micro_batches, begins=place == 0)
@@ -435,7 +434,7 @@ class StepRunner:
         # Before the last stage, code after a call of the model would update metrics with values that are not known there.
         if filler or self._engine.passes_calls:
             yield unchanged_metrics(self._module)
-        if self._engine.passes_calls and self._engine.owns_last:
+        if hook != "training" and self._engine.passes_calls and self._engine.owns_last:
             yield self.left.unchanged()
         yield computing_what_is_kept()
         if hook == "training":

@@ -1,5 +1,7 @@
-"""Attributes of the user's module that steps change after the model's call, where only the last pipeline stage comes: lists of outputs,
-counters. The other ranks of the pipeline get them before a hook at the end of the epoch reads them.
+"""Attributes of the user's module that steps of an evaluation change after the model's call, where only the last pipeline stage comes:
+lists of outputs, counters. The other ranks of the pipeline get them before a hook at the end of the epoch reads them.
+
+Not in training: there the hooks on gradients of each rank write attributes, too.
 """
 
 from __future__ import annotations
@@ -24,12 +26,11 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, Unknown
 
 _ENDS = {
-    "on_train_epoch_end": "training",
     "on_validation_epoch_end": "validation",
     "on_test_epoch_end": "test",
     "on_predict_epoch_end": "predict",
 }
-"""Hooks at the end of an epoch, and the steps that they follow."""
+"""Hooks at the end of an evaluation, and the steps that they follow."""
 
 _LIGHTNINGS = frozenset(vars(LightningModule()))
 _LIBRARIES = ("torch", "lightning", "lightning_3d", "torchmetrics", "transformers")
@@ -38,7 +39,7 @@ _DEEPEST, _MOST = 4, 10_000
 
 
 class StageAttributes:
-    """Gives the ranks of a pipeline what the steps of an epoch have left in attributes on the last stage. Does nothing without one.
+    """Gives the ranks of a pipeline what the steps of an evaluation have left in attributes on the last stage. Does nothing without one.
 
     Args:
         module: the user's module.
@@ -57,7 +58,7 @@ class StageAttributes:
         """Note the attributes before the first batch of an epoch.
 
         Args:
-            step: "training", "validation", "test" or "predict".
+            step: "validation", "test" or "predict".
         """
         if self._mesh.size("pp") > 1 and step not in self._before:
             self._before[step] = {name: _print_of(value) for name, value in self._own().items()}
