@@ -36,21 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _environment_restored() -> Iterator[None]:
-    """A fit in this process sets variables, such as MASTER_ADDR, and makes process groups that would change what another test sees."""
+    """A fit in this process sets variables, such as MASTER_ADDR, that would change what another test sees."""
     before = dict(os.environ)
-    had_group = _has_group()
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
-    if _has_group() and not had_group:
-        sys.modules["torch.distributed"].destroy_process_group()
-
-
-def _has_group() -> bool:
-    """Whether this process is a rank: forked children of another test would wait for threads that they do not have."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized()
 
 
 @pytest.fixture(scope="session")
