@@ -18,8 +18,9 @@ from planted_scripts import PLANTED, Planted
 from lightning_3d.cli.verify import split_script
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.ranks.role import RANKS, Role, script_words
+from lightning_3d.ranks.role import ALONE, RANKS, Role, script_words
 from lightning_3d.strategy.recorded.arguments import trainer_arguments
+from lightning_3d.strategy.role_arguments import changed_arguments
 from lightning_3d.verification.advice import COUNTED, PARTS, READING, ROWS, VALUES, WRITTEN
 
 pytestmark = pytest.mark.timeout(600)
@@ -224,3 +225,11 @@ def test_devices_that_do_not_fit_the_layout_stay_as_they_are(tmp_path: Path) -> 
     role, layout = Role("ranks", tmp_path, 3), Layout(pp=3)
     found = [trainer_arguments({"devices": given}, role, layout)["devices"] for given in (2, "2", [0, 1], "auto", -1, 3)]
     assert found == [2, 2, 2, 3, 3, 3]
+
+
+def test_a_run_of_one_rank_keeps_what_the_script_declares_of_its_loss(tmp_path: Path) -> None:
+    ranks = Role(RANKS, tmp_path, 3)
+    ranks.own.mkdir()
+    (ranks.own / "facts.json").write_text('{"micro_batch_rows": 8}')
+    changed = changed_arguments({"layout": "pp2", "loss_reduction": "accumulate"}, Role(ALONE, tmp_path, 3))
+    assert changed == {"loss_reduction": "accumulate", "layout": Layout(), "micro_batch_size": 8}
