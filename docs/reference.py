@@ -27,12 +27,12 @@ from lightning_3d.cli.launch import KINDS  # noqa: E402
 from lightning_3d.config.cluster import ClusterConfig  # noqa: E402
 from lightning_3d.config.compose import compose  # noqa: E402
 from lightning_3d.config.files import conf_folder, recipes_folder  # noqa: E402
-from lightning_3d.config.options.lora import LoraOptions  # noqa: E402
-from lightning_3d.config.options.objective import ObjectiveOptions  # noqa: E402
-from lightning_3d.config.options.plan import PlanOptions  # noqa: E402
-from lightning_3d.config.options.sample import SampleOptions  # noqa: E402
+from lightning_3d.config.lora import LoraOptions  # noqa: E402
+from lightning_3d.config.objective import ObjectiveOptions  # noqa: E402
+from lightning_3d.config.plan import PlanOptions  # noqa: E402
 from lightning_3d.config.plan_run import check_keys  # noqa: E402
 from lightning_3d.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig, complete_run  # noqa: E402
+from lightning_3d.config.sample import SampleOptions  # noqa: E402
 from lightning_3d.launchers.options import meanings  # noqa: E402
 from lightning_3d.layout.layout import AXES  # noqa: E402
 from lightning_3d.layout.resolve import resolve_layout  # noqa: E402

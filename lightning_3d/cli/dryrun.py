@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_3d.cli.options import Command
 from lightning_3d.cli.output_file import output_file
-from lightning_3d.config.options.precision import PRECISIONS
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
+from lightning_3d.options.precision import PRECISIONS
 from lightning_3d.ranks.progress import task
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.storage.numbers import show_bytes, show_memory

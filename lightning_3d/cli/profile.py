@@ -100,9 +100,9 @@ def _place(overrides: Sequence[str], ranks: int | None, outside: OutsideRank | N
 
 def _shapes(run: CompleteRun, accelerator: str, repeats: int) -> Shapes:
     from lightning_3d.config.machine import choose_precision
-    from lightning_3d.config.options.precision import check_float32_matmul
     from lightning_3d.layout.layout import Layout
     from lightning_3d.layout.sizes import check_sizes
+    from lightning_3d.options.precision import check_float32_matmul
     from lightning_3d.planner.architecture import Architecture
 
     model = Architecture.from_spec(run.spec)

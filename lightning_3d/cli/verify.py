@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.cli.options import OVERRIDES, Command
+from lightning_3d.config.lora import LoraOptions
 from lightning_3d.config.machine import hide_gpus
-from lightning_3d.config.options.lora import LoraOptions
-from lightning_3d.config.options.objective import DPO, ObjectiveOptions
-from lightning_3d.config.options.parameter_groups import matching
-from lightning_3d.config.options.plain_values import PLAIN_VALUES
-from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.config.objective import DPO, ObjectiveOptions
+from lightning_3d.config.parameter_groups import matching
 from lightning_3d.config.plan_run import RunPlan
 from lightning_3d.errors import listed, plural
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.families import read_spec
+from lightning_3d.options.plain_values import PLAIN_VALUES
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.ranks.progress import task
 from lightning_3d.runs.check import check_shapes
 from lightning_3d.verification.shrink import SEQUENCE, fold, micro_batches, shrink_model

@@ -12,9 +12,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from lightning_3d.config.files import conf_folder
 from lightning_3d.config.keys import explain_value
-from lightning_3d.config.options.precision import unknown_precision
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean, install, listed
 from lightning_3d.layout.layout import Layout
+from lightning_3d.options.precision import unknown_precision
 
 _HYDRA = Path(hydra.__file__).parent
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_3d.config.cluster import ClusterConfig
-from lightning_3d.config.options.precision import (
+from lightning_3d.config.run_config import RunConfig
+from lightning_3d.errors import ConfigError, LayoutError, listed, plural
+from lightning_3d.layout.layout import Layout, nearest_layouts
+from lightning_3d.options.precision import (
     PRECISIONS,
     check_fp8_device,
     check_fp8_library,
@@ -17,9 +20,6 @@ from lightning_3d.config.options.precision import (
     listed_capability,
     unknown_precision,
 )
-from lightning_3d.config.run_config import RunConfig
-from lightning_3d.errors import ConfigError, LayoutError, listed, plural
-from lightning_3d.layout.layout import Layout, nearest_layouts
 from lightning_3d.ranks.environment import OutsideRank
 
 

@@ -15,25 +15,14 @@ from typing import Any, Protocol
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_3d.config.blend_sources import check_sources
+from lightning_3d.config.data_counts import check_data_counts
+from lightning_3d.config.data_urls import check_data_urls
 from lightning_3d.config.elastic import adapt
 from lightning_3d.config.keys import check_containers, check_group_keys, check_type, data_options, explain_value
 from lightning_3d.config.machine import check_attention, choose_accelerator, choose_precision, visible_gpus
-from lightning_3d.config.options.average import check_decay
-from lightning_3d.config.options.blocks import BlockOptions
-from lightning_3d.config.options.data_counts import check_data_counts
-from lightning_3d.config.options.data_urls import check_data_urls
-from lightning_3d.config.options.experts import ExpertOptions
-from lightning_3d.config.options.loss import LossOptions
-from lightning_3d.config.options.nonfinite import check_nonfinite
-from lightning_3d.config.options.optimizer import MUON, adamw_patterns, check_optimizer, check_sharding, offload_refusal
-from lightning_3d.config.options.parallel_plan import check_plan
-from lightning_3d.config.options.parameter_groups import read_groups, require_matches, require_pattern_matches
-from lightning_3d.config.options.precision import check_float32_matmul
-from lightning_3d.config.options.save_interval import check_save_interval
-from lightning_3d.config.options.scheduler import check_length, endless_warmup
-from lightning_3d.config.options.self_check import check_mode
-from lightning_3d.config.options.sources import check_sources
-from lightning_3d.config.options.zero import NONE, ZeroOptions
+from lightning_3d.config.optimizer import MUON, adamw_patterns, check_optimizer, check_sharding
+from lightning_3d.config.parameter_groups import read_groups, require_matches, require_pattern_matches
 from lightning_3d.config.run_config import (
     GROUPS,
     MODEL_KEYS,
@@ -44,6 +33,8 @@ from lightning_3d.config.run_config import (
     TrainerConfig,
     complete_run,
 )
+from lightning_3d.config.save_interval import check_save_interval
+from lightning_3d.config.scheduler import check_length, endless_warmup
 from lightning_3d.config.secrets import check_secrets
 from lightning_3d.config.stored_paths import absolute_paths
 from lightning_3d.config.targets import check_targets
@@ -60,6 +51,16 @@ from lightning_3d.layout.sizes import check_number, check_sizes
 from lightning_3d.models.context_limits import check_fields
 from lightning_3d.models.document_limits import check_documents
 from lightning_3d.models.families import FAMILIES
+from lightning_3d.options.average import check_decay
+from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.options.experts import ExpertOptions
+from lightning_3d.options.loss import LossOptions
+from lightning_3d.options.nonfinite import check_nonfinite
+from lightning_3d.options.optimizer import offload_refusal
+from lightning_3d.options.parallel_plan import check_plan
+from lightning_3d.options.precision import check_float32_matmul
+from lightning_3d.options.self_check import check_mode
+from lightning_3d.options.zero import NONE, ZeroOptions
 from lightning_3d.ranks.environment import OutsideRank
 from lightning_3d.storage.checkpoint_names import MANIFEST, how_to_convert, recover
 from lightning_3d.storage.remote_path import RemotePath, place

@@ -8,16 +8,16 @@ from typing import Any
 from omegaconf import MISSING
 
 from lightning_3d.config.cluster import ClusterConfig
-from lightning_3d.config.options.lora import LoraOptions
-from lightning_3d.config.options.multi_token import MultiTokenOptions
-from lightning_3d.config.options.objective import ObjectiveOptions
-from lightning_3d.config.options.plan import PlanOptions
-from lightning_3d.config.options.reliability import Reliability
-from lightning_3d.config.options.sample import SampleOptions
-from lightning_3d.config.options.save_interval import HOURS_BETWEEN_FAILURES
+from lightning_3d.config.lora import LoraOptions
+from lightning_3d.config.multi_token import MultiTokenOptions
+from lightning_3d.config.objective import ObjectiveOptions
+from lightning_3d.config.plan import PlanOptions
+from lightning_3d.config.sample import SampleOptions
+from lightning_3d.config.save_interval import HOURS_BETWEEN_FAILURES
 from lightning_3d.layout.layout import AXES
 from lightning_3d.models.pretrained_config import complete_model
 from lightning_3d.models.spec import ModelSpec
+from lightning_3d.options.reliability import Reliability
 
 START_METHODS = ("auto", "fork", "spawn")
 GROUPS = ("model", "data", "parallelism", "cluster", "optimizer", "precision", "trainer")

@@ -22,12 +22,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from typing_extensions import override
 
-from lightning_3d.config.options.zero import NONE
 from lightning_3d.dryrun.gpu_attention import gpu_attention
 from lightning_3d.dryrun.rank_report import Measured, RankReport
 from lightning_3d.dryrun.shapes import Found, ShapeMeter, alone
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, rank_of_stage
+from lightning_3d.options.zero import NONE
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order, training_order

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
-from lightning_3d.config.options.sample import AUTO
+from lightning_3d.config.sample import AUTO
 from lightning_3d.errors import ConfigError, plural
 from lightning_3d.evaluation.engine import Engine
 from lightning_3d.evaluation.generation import Sampling, generate

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.config.options.tokenizer import tokenizer_of
+from lightning_3d.config.tokenizer import tokenizer_of
 from lightning_3d.errors import CheckpointError
 from lightning_3d.runs.checkpoints import run_configuration
 from lightning_3d.runs.folder import CONFIG_FILE

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_3d.config.options.tokenizer import BYTES
+from lightning_3d.config.tokenizer import BYTES
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.evaluation.subject import HUGGING_FACE_CONFIG, Subject
 from lightning_3d.training.data.byte_tokens import SEPARATOR

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_3d.config.options.reliability import AUTO
+from lightning_3d.options.reliability import AUTO
 from lightning_3d.ranks.heartbeat import SAVING, STARTING, STEP, Heartbeat
 
 LEAST_SECONDS = 60.0

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig
-from lightning_3d.config.options.blocks import RECOMPUTE
-from lightning_3d.config.options.objective import DISTILLATION, REQUIRED
-from lightning_3d.config.options.optimizer import MUON, few_bits_moment
-from lightning_3d.config.options.precision import FLOAT32_MATMUL, check_float32_matmul, multiplies_in_tf32
-from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.config.objective import DISTILLATION, REQUIRED
+from lightning_3d.config.optimizer import MUON
 from lightning_3d.config.run_config import CompleteRun, ParallelismConfig, RunConfig
 from lightning_3d.errors import ConfigError, LayoutError, plural
 from lightning_3d.layout.given_stages import AUTO, listed_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.shard_size import require_possible
 from lightning_3d.models.families import FAMILIES
+from lightning_3d.options.blocks import RECOMPUTE
+from lightning_3d.options.optimizer import few_bits_moment
+from lightning_3d.options.precision import FLOAT32_MATMUL, check_float32_matmul, multiplies_in_tf32
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.choices import Fixed, has_options
 from lightning_3d.planner.constants import OURS, compiled, efficiency_of

@@ -8,8 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lightning_3d.config.cluster import ClusterConfig
-from lightning_3d.config.options.plan import MEMORY_RISK, PlanOptions
-from lightning_3d.config.options.precision import PRECISIONS, unknown_precision
+from lightning_3d.config.plan import MEMORY_RISK, PlanOptions
 from lightning_3d.config.run_config import ParallelismConfig, RunConfig, complete_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.batch_rules import check_batch, largest_micro_batch
@@ -17,6 +16,7 @@ from lightning_3d.layout.given_stages import AUTO
 from lightning_3d.layout.layout import AXES
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.sizes import check_sizes
+from lightning_3d.options.precision import PRECISIONS, unknown_precision
 from lightning_3d.planner.advice import Advice
 
 _OPEN = ("order", "schedule", "micro_batch_size", "zero_stage", "recompute", "sequence_parallel")

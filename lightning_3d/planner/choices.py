@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from lightning_3d.config.options.blocks import RECOMPUTE
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
 from lightning_3d.layout.shard_size import suits
+from lightning_3d.options.blocks import RECOMPUTE
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.planner.fitting_stages import fitting_job
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.machine import Machine, on_one_node

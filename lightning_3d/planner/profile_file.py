@@ -27,9 +27,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.config.options.precision import FLOAT32_MATMUL
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
+from lightning_3d.options.precision import FLOAT32_MATMUL
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of
 from lightning_3d.planner.block_memory import block_activations

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from lightning_3d.config.options.blocks import RECOMPUTE
 from lightning_3d.layout.layout import Layout
+from lightning_3d.options.blocks import RECOMPUTE
 from lightning_3d.planner.block_costs import Work, message_seconds, work_of
 from lightning_3d.planner.choices import Fixed, degrees, fitting
 from lightning_3d.planner.job import Job

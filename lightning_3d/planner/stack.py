@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_3d.config.options.experts import GROUPED_ROW_BYTES
 from lightning_3d.layout.balance import Cost, split_layers
 from lightning_3d.layout.layout import Layout
+from lightning_3d.options.experts import GROUPED_ROW_BYTES
 from lightning_3d.planner.machine import Group, Machine, all_to_all
 
 Split = Callable[[Sequence[Cost], int, Cost, Cost], tuple[list[int], int]]

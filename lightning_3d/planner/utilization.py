@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_3d.config.options.precision import multiplies_in_tf32
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.families import read_spec
+from lightning_3d.options.precision import multiplies_in_tf32
 
 _RATES = {"bf16": "bf16", "bf16_mixed": "bf16", "fp8": "fp8", "fp32": "fp32"}
 """Key of `cluster.peak_flops` for each precision."""

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_3d.config.compose import plain
-from lightning_3d.config.options.objective import REQUIRED as TEACHER_REQUIRED
+from lightning_3d.config.objective import REQUIRED as TEACHER_REQUIRED
 from lightning_3d.config.plan_run import RunPlan, plan_run
 from lightning_3d.errors import ConfigError, LayoutError, listed, plural
 from lightning_3d.models.pretrained_config import REQUIRED, TAKEN

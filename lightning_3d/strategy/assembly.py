@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_tuners
-from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import NoPlanError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.model_rules import check_model
@@ -34,6 +33,7 @@ from lightning_3d.models.parallel_plan import (
     is_transformers_model,
     read_plan,
 )
+from lightning_3d.options.model import ModelOptions
 from lightning_3d.parallel.blocks import attention_of, find_blocks, process_blocks
 from lightning_3d.parallel.context import SplitBlocks, share_sequences
 from lightning_3d.parallel.deferred_logits import defer_heads

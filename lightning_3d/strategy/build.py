@@ -12,12 +12,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
 
-from lightning_3d.config.options.loss import ACCUMULATE
-from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.config.options.precision import precision_of
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import NoPlanError
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
+from lightning_3d.options.loss import ACCUMULATE
+from lightning_3d.options.model import ModelOptions
+from lightning_3d.options.precision import precision_of
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine

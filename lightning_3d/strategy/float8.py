@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.config.options.precision import check_fp8_device, check_fp8_library, fp8_refused
+from lightning_3d.options.precision import check_fp8_device, check_fp8_library, fp8_refused
 from lightning_3d.parallel.specialize import combined
 from lightning_3d.parallel.tensor.layers import (
     ColumnParallelLinear,

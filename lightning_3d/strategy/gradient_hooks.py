@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.compat.lightning import hooks_of_user, replacing_grad_norm
 from lightning_3d.compat.torch import replacing_total_norm
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.partial_tensors import OF_THE_PART, OF_THE_WHOLE, changes_in_place
 from lightning_3d.parallel.sharding import ShardSpec

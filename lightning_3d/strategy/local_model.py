@@ -9,10 +9,10 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.options.model import ModelOptions
 from lightning_3d.parallel.blocks import find_blocks
 from lightning_3d.parallel.context import ContextParallel, use_context
 from lightning_3d.parallel.deferred_logits import defer_heads

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from lightning_3d.config.options.nonfinite import IGNORE, STOP, check_nonfinite
-from lightning_3d.config.options.reliability import REPORT, RERUN
 from lightning_3d.errors import NonFiniteError, listed
 from lightning_3d.health.loss_spikes import LossSpikes, Spike
+from lightning_3d.options.nonfinite import IGNORE, STOP, check_nonfinite
+from lightning_3d.options.reliability import REPORT, RERUN
 
 if TYPE_CHECKING:
     import torch

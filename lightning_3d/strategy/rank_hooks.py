@@ -15,14 +15,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.compat.lightning_data import seed_workers
-from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.config.options.reliability import Reliability
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.health.processes import Process
 from lightning_3d.health.time_limits import seconds_allowed
 from lightning_3d.health.watchdog import Watchdog
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
+from lightning_3d.options.model import ModelOptions
+from lightning_3d.options.reliability import Reliability
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.ranks.environment import ranks_with_work
 from lightning_3d.ranks.heartbeat import Heartbeat

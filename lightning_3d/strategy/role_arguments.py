@@ -7,9 +7,9 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ParamSpec
 
-from lightning_3d.config.options.plain_values import PLAIN_VALUES
 from lightning_3d.errors import listed
 from lightning_3d.layout.layout import Layout
+from lightning_3d.options.plain_values import PLAIN_VALUES
 from lightning_3d.ranks.role import ALONE, ALONE_WHOLE, Role, hand_over
 
 P = ParamSpec("P")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_3d.config.options.reliability import RERUN, SKIP
+from lightning_3d.options.reliability import RERUN, SKIP
 from lightning_3d.strategy.first_nonfinite import can_repeat
 from lightning_3d.strategy.step.again import RankOfModel
 

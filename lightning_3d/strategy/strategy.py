@@ -39,16 +39,6 @@ from lightning_3d.compat.lightning_fetchers import join_fetchers
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
 from lightning_3d.compat.lightning_signals import obey_interrupt_alone, obey_signals_together
 from lightning_3d.compat.waits import count_waits
-from lightning_3d.config.options.blocks import BlockOptions
-from lightning_3d.config.options.experts import ExpertOptions
-from lightning_3d.config.options.loss import LossOptions
-from lightning_3d.config.options.model import ModelOptions
-from lightning_3d.config.options.nonfinite import STOP
-from lightning_3d.config.options.parallel_plan import check_plan
-from lightning_3d.config.options.precision import precision_of
-from lightning_3d.config.options.reliability import IGNORE, Reliability
-from lightning_3d.config.options.self_check import check_mode
-from lightning_3d.config.options.zero import NONE, ZeroOptions
 from lightning_3d.errors import LayoutError
 from lightning_3d.health.held_memory import wait_for_memory
 from lightning_3d.health.loss_spikes import LossSpikes
@@ -56,6 +46,16 @@ from lightning_3d.layout.elastic import whole_dp
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import resolve_available
 from lightning_3d.layout.sizes import check_number
+from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.options.experts import ExpertOptions
+from lightning_3d.options.loss import LossOptions
+from lightning_3d.options.model import ModelOptions
+from lightning_3d.options.nonfinite import STOP
+from lightning_3d.options.parallel_plan import check_plan
+from lightning_3d.options.precision import precision_of
+from lightning_3d.options.reliability import IGNORE, Reliability
+from lightning_3d.options.self_check import check_mode
+from lightning_3d.options.zero import NONE, ZeroOptions
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.pipeline import PipelineEngine
 from lightning_3d.parallel.random_streams import global_seed

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.config.options.objective import require_same_vocabulary
+from lightning_3d.config.objective import require_same_vocabulary
 from lightning_3d.models.pretrained_config import architecture
 from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.training.data.documents import IGNORE_INDEX

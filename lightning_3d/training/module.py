@@ -19,9 +19,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from typing_extensions import override
 
 from lightning_3d.compat.transformers_masks import give_positions_to_masks
-from lightning_3d.config.options.lora import LoraOptions
-from lightning_3d.config.options.multi_token import MultiTokenOptions
-from lightning_3d.config.options.optimizer import check_optimizer
+from lightning_3d.config.lora import LoraOptions
+from lightning_3d.config.multi_token import MultiTokenOptions
+from lightning_3d.config.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.models.multi_token import predict_ahead
 from lightning_3d.models.pretrained_config import TAKEN, architecture, refuse_other_architecture

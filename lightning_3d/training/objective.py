@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_3d.config.options.objective import DISTILLATION, DPO, ObjectiveOptions
+from lightning_3d.config.objective import DISTILLATION, DPO, ObjectiveOptions
 from lightning_3d.training.distillation import DistilledLM
 from lightning_3d.training.module import CausalLM
 from lightning_3d.training.preference import PreferenceLM

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.profilers import Profiler
 
-from lightning_3d.config.options.scheduler import HYDRA_KEYS
+from lightning_3d.config.scheduler import HYDRA_KEYS
 from lightning_3d.config.targets import ARGUMENTS, check_targets, is_allowed, targets_of
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
 from lightning_3d.strategy.strategy import Lightning3DStrategy

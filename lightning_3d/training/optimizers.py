@@ -8,10 +8,10 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from lightning_3d.compat.deepspeed import import_deepspeed
-from lightning_3d.config.options.optimizer import COMMON, MUON, OPTIMIZERS, check_optimizer
-from lightning_3d.config.options.parameter_groups import KEY as GROUPS
-from lightning_3d.config.options.parameter_groups import read_groups
-from lightning_3d.config.options.scheduler import HYDRA_KEYS
+from lightning_3d.config.optimizer import COMMON, MUON, OPTIMIZERS, check_optimizer
+from lightning_3d.config.parameter_groups import KEY as GROUPS
+from lightning_3d.config.parameter_groups import read_groups
+from lightning_3d.config.scheduler import HYDRA_KEYS
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
 from lightning_3d.parallel.zero.muon import MuonWithAdamW
 from lightning_3d.training.objects import find_class

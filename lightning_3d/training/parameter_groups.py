@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.config.options.optimizer import MUON, adamw_patterns, undecayed_kinds
-from lightning_3d.config.options.parameter_groups import (
+from lightning_3d.config.optimizer import MUON, adamw_patterns, undecayed_kinds
+from lightning_3d.config.parameter_groups import (
     ParameterGroup,
     assign,
     matches,

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_3d.checkpoint import replace_groups
-from lightning_3d.config.options.scheduler import KEY
+from lightning_3d.config.scheduler import KEY
 from lightning_3d.errors import ConfigError
 from lightning_3d.runs.resumed_keys import differences
 from lightning_3d.storage.checkpoint_names import is_of_a_run

@@ -19,10 +19,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_3d.compat.deepspeed import import_deepspeed
 from lightning_3d.compat.lightning_loggers import append_to_csv_files
-from lightning_3d.config.options.nonfinite import STOP
-from lightning_3d.config.options.precision import PRECISIONS
-from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
+from lightning_3d.options.nonfinite import STOP
+from lightning_3d.options.precision import PRECISIONS
+from lightning_3d.options.reliability import Reliability
 from lightning_3d.planner.utilization import full_speed
 from lightning_3d.ranks.environment import outside_rank
 from lightning_3d.strategy.exponential_average import ExponentialAverage

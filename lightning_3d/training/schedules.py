@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.config.options.scheduler import HYDRA_KEYS, KEY, check_length
+from lightning_3d.config.scheduler import HYDRA_KEYS, KEY, check_length
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.objects import find_class
 

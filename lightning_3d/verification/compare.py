@@ -17,8 +17,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_3d.config.options.blocks import SUPPORTED
 from lightning_3d.errors import ConfigError, listed, plural
+from lightning_3d.options.blocks import SUPPORTED
 from lightning_3d.parallel.nested import count_rows, rows_of, tensors_of
 from lightning_3d.ranks.progress import task
 from lightning_3d.ranks.role import NUDGED, ONE, RANKS, Role

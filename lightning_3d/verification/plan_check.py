@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_3d.config.options.blocks import BlockOptions
-from lightning_3d.config.options.experts import ExpertOptions
-from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import PlanError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import read_plan
+from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.options.experts import ExpertOptions
+from lightning_3d.options.model import ModelOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.tensor import fit_styles
 from lightning_3d.ranks.supervisor import can_fork, launch

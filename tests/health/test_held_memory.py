@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_3d.config.options.reliability import Reliability
 from lightning_3d.health import held_memory
+from lightning_3d.options.reliability import Reliability
 
 GPU = torch.device("cuda", 1)
 GIB = 2**30

@@ -7,10 +7,10 @@ from omegaconf import OmegaConf
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lightning_3d.config.options.parallel_plan import check_plan
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, find_pipeline_module, read_plan
 from lightning_3d.models.plan_pairs import require_pairs
+from lightning_3d.options.parallel_plan import check_plan
 from lightning_3d.parallel.expert import expert_specs
 from lightning_3d.parallel.tensor import shard_specs
 

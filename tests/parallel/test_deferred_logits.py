@@ -18,10 +18,10 @@ from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import loss_chunks
 from lightning_3d.layout.loss_chunks import count_chunks, count_products, rows_of_parts
+from lightning_3d.options.loss import LossOptions
 from lightning_3d.parallel.deferred_logits import DeferredLogits, computing_what_is_kept, defer_heads, deferred, summed_loss
 from lightning_3d.parallel.tensor import loss
 from lightning_3d.parallel.tensor.group import TensorParallel

@@ -9,7 +9,7 @@ from composed_configs import dry
 from ranks import run_ranks
 
 from lightning_3d.cli.dryrun import job_of as dry_job_of
-from lightning_3d.config.options.precision import PRECISIONS
+from lightning_3d.options.precision import PRECISIONS
 from lightning_3d.planner.advice import job_of
 from lightning_3d.planner.memory import memory_of
 

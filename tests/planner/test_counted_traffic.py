@@ -7,8 +7,8 @@ from moved_bytes import MovedBytes
 from ranks import run_ranks
 from torch import nn
 
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.layout import Layout
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy

@@ -16,9 +16,9 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_3d.config.options.blocks import BlockOptions
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.layout import Layout
+from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.blocks.wrap import process_blocks
 from lightning_3d.parallel.collectives import all_gather_flat, reduce_scatter_flat

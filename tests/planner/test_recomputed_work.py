@@ -11,8 +11,8 @@ from moved_bytes import MovedBytes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.layout import Layout
+from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks.wrap import process_blocks
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of

@@ -13,9 +13,9 @@ from command_line import REPOSITORY
 from planner_ways import fits
 
 from benchmarks.planner_accuracy import software
-from lightning_3d.config.options.blocks import RECOMPUTE
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
+from lightning_3d.options.blocks import RECOMPUTE
 from lightning_3d.planner import block_costs, rank_memory, search, shared_costs, step_time
 from lightning_3d.planner.architecture import Architecture
 from lightning_3d.planner.block_costs import work_of

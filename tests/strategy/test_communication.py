@@ -13,8 +13,8 @@ from reference import Recipe, data
 from sweeps import by_default
 from torch.utils.data import DataLoader
 
-from lightning_3d.config.options.blocks import SUPPORTED
 from lightning_3d.layout import Layout
+from lightning_3d.options.blocks import SUPPORTED
 
 ROWS = 16  # per data-parallel rank and step
 HIDDEN = models.COMMON["hidden_size"]

@@ -13,8 +13,8 @@ from sweeps import by_default
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_3d.config.options.loss import LossOptions
 from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.options.loss import LossOptions
 from lightning_3d.parallel.deferred_logits import deferred
 from lightning_3d.parallel.tensor.loss import summed_losses
 from lightning_3d.strategy import Lightning3DStrategy

@@ -17,10 +17,10 @@ from saving import check_checkpoints
 from sweeps import by_default
 from torch import Tensor
 
-from lightning_3d.config.options.nonfinite import check_nonfinite
 from lightning_3d.config.run_config import TrainerConfig
 from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.layout import Layout
+from lightning_3d.options.nonfinite import check_nonfinite
 from lightning_3d.ranks.failure import Failure
 from lightning_3d.strategy.nonfinite import Found, StepGuard
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.layout import Layout
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec, cut_along, even_range, replicated
 from lightning_3d.parallel.zero import make_backend

@@ -18,7 +18,7 @@ from data_modules import trainer_of
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_3d.config.options.sources import LONGEST_CYCLE, read_sources, whole_shares
+from lightning_3d.config.blend_sources import LONGEST_CYCLE, read_sources, whole_shares
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.runs.check import check_shapes

@@ -15,10 +15,11 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 
 from lightning_3d.config.files import conf_folder
-from lightning_3d.config.options.optimizer import ELEMENTWISE, check_optimizer, check_sharding
-from lightning_3d.config.options.parameter_groups import matches, matching, nearest, read_groups
+from lightning_3d.config.optimizer import check_optimizer, check_sharding
+from lightning_3d.config.parameter_groups import matches, matching, nearest, read_groups
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
+from lightning_3d.options.optimizer import ELEMENTWISE
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.training.module import CausalLM
 from lightning_3d.training.optimizers import decay_of, make_optimizer

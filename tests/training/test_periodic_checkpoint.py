@@ -12,7 +12,7 @@ from alphabet_fits import MODEL, OPTIMIZER, alphabet, trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_3d import PeriodicCheckpoint
-from lightning_3d.config.options.save_interval import best_interval
+from lightning_3d.config.save_interval import best_interval
 from lightning_3d.training.callbacks.periodic_checkpoint import interval
 from lightning_3d.training.callbacks.save_times import SaveTimes
 from lightning_3d.training.module import CausalLM

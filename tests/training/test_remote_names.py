@@ -20,8 +20,8 @@ from fsspec.spec import AbstractFileSystem
 from quick_runs import QUICK
 from token_shards import write_shards
 
-from lightning_3d.config.options.data_urls import check_data_urls
-from lightning_3d.config.options.sources import read_sources
+from lightning_3d.config.blend_sources import read_sources
+from lightning_3d.config.data_urls import check_data_urls
 from lightning_3d.errors import ConfigError, DataError, UnreachableData
 from lightning_3d.storage.steady_path import SteadyPath
 from lightning_3d.training.data import make_data_module

@@ -20,7 +20,7 @@ from piece_reader import read_all
 from quick_runs import QUICK, losses
 from token_shards import write_shards
 
-from lightning_3d.config.options.data_urls import check_data_urls, data_cache
+from lightning_3d.config.data_urls import check_data_urls, data_cache
 from lightning_3d.errors import ConfigError, DataError, UnreachableData
 from lightning_3d.storage import steady_path
 from lightning_3d.storage.piece_cache import CachedFile, PieceCache

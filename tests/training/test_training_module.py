@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_3d.config.files import conf_folder
-from lightning_3d.config.options.optimizer import check_optimizer
+from lightning_3d.config.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.runs.metrics_file import read_rows
 from lightning_3d.training.callbacks import MetricsCSV, ProgressBar, Summary

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 import lightning_3d
 from lightning_3d.cli.verify import draw_batch
-from lightning_3d.config.options.objective import ObjectiveOptions
+from lightning_3d.config.objective import ObjectiveOptions
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks.offload import SavedOnHost
 from lightning_3d.parallel.blocks.recompute import Moment, Recompute, expensive, operators, parts_of
 from lightning_3d.parallel.specialize import specialize

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_3d.compat.peft_layers import refuse_adapted_experts
 from lightning_3d.compat.torch import put_values
-from lightning_3d.config.options.experts import GROUPED_ROW_BYTES
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.options.experts import GROUPED_ROW_BYTES
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts, ExpertParallel
 from lightning_3d.parallel.expert.expert_operators import register
 from lightning_3d.parallel.random_streams import draws_numbers

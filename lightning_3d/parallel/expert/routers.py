@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_3d.compat.torch import autograd_is_running
-from lightning_3d.config.options.experts import ExpertOptions
 from lightning_3d.errors import ConfigError, PlanError, listed
+from lightning_3d.options.experts import ExpertOptions
 from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts
 from lightning_3d.parallel.expert.losses import attach, balancing_loss, fits, scores_of, tokens_per_expert, z_loss

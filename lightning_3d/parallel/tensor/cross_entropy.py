@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.compat.torch import assert_on_device
-from lightning_3d.config.options.loss import CROSS_ENTROPY, LossOptions
 from lightning_3d.errors import DataError
+from lightning_3d.options.loss import CROSS_ENTROPY, LossOptions
 from lightning_3d.parallel.collectives import all_reduce_flat
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.config.options.loss import CROSS_ENTROPY, LossOptions
+from lightning_3d.options.loss import CROSS_ENTROPY, LossOptions
 from lightning_3d.parallel.deferred_logits import DeferredLogits, computed, summed_loss
 from lightning_3d.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy, wide
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits

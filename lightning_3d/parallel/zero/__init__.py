@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_3d.compat import deepspeed as deepspeed_compat
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.zero.backend import DataParallelBackend
 from lightning_3d.parallel.zero.compose import Composition
 from lightning_3d.parallel.zero.overlapped_gather import GatheredParameters

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.compat.torch import real_values
-from lightning_3d.config.options.zero import NONE
 from lightning_3d.errors import ConfigError
+from lightning_3d.options.zero import NONE
 from lightning_3d.parallel.host_copy import HostCopy
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.compat import deepspeed as deepspeed_compat
-from lightning_3d.config.options.zero import MICRO_BATCH, STEP, ZeroOptions
+from lightning_3d.options.zero import MICRO_BATCH, STEP, ZeroOptions
 from lightning_3d.parallel.zero.deepspeed_stepper import DeepSpeedStepper
 from lightning_3d.parallel.zero.early_replica_sums import EarlyReplicaSums
 from lightning_3d.parallel.zero.flat_partition import slots_of

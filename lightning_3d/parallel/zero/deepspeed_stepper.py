@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.compat import deepspeed as deepspeed_compat
 from lightning_3d.compat.deepspeed import EXPERTS
-from lightning_3d.config.options.zero import NONE, PARAMETERS, ZeroOptions
+from lightning_3d.options.zero import NONE, PARAMETERS, ZeroOptions
 from lightning_3d.parallel.collectives import all_gather_flat
 from lightning_3d.parallel.sharding import OptimizerShard
 from lightning_3d.parallel.zero.deepspeed_inputs import Groups, Holder, deepspeed_config

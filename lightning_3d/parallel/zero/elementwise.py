@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.compat.torch import real_values
-from lightning_3d.config.options.optimizer import CLOSURE, ELEMENTWISE
+from lightning_3d.options.optimizer import CLOSURE, ELEMENTWISE
 from lightning_3d.parallel.zero.offload import CPU_ADAM
 
 SHAPE = (96, 128)

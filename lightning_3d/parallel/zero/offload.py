@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from lightning_3d.config.options.optimizer import offload_refusal
 from lightning_3d.errors import ConfigError
+from lightning_3d.options.optimizer import offload_refusal
 from lightning_3d.parallel.zero.muon import MuonWithAdamW
 
 CPU_ADAM = "DeepSpeedCPUAdam"

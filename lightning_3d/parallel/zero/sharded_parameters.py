@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.config.options.zero import PARAMETERS, STEP, ZeroOptions
+from lightning_3d.options.zero import PARAMETERS, STEP, ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 from lightning_3d.parallel.zero.gradient_buffers import Slot

@@ -12,7 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.config.options.optimizer import (
+from lightning_3d.errors import ConfigError, listed
+from lightning_3d.layout.layout import Layout
+from lightning_3d.options.optimizer import (
     SPARSE,
     WHOLE_TENSOR,
     closure_refusal,
@@ -22,8 +24,6 @@ from lightning_3d.config.options.optimizer import (
     sparse_refusal,
     stages_refusal,
 )
-from lightning_3d.errors import ConfigError, listed
-from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure, steps_each_tensor_alone

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_3d.config.options.optimizer import has_few_bits
 from lightning_3d.errors import CheckpointError, listed
+from lightning_3d.options.optimizer import has_few_bits
 from lightning_3d.parallel.zero.elementwise import another_optimizer, options_of
 
 SEPARATOR = ":"

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from lightning_3d.compat.torch import without_modes
 from lightning_3d.compat.transformers import is_transformers_model
-from lightning_3d.config.options.blocks import BlockOptions
-from lightning_3d.config.options.experts import ExpertOptions
-from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.errors import Lightning3DError, PlanError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.multi_token import MultiTokenLM
 from lightning_3d.models.parallel_plan import ParallelPlan
 from lightning_3d.models.reachable import hook_tables, is_of_others
+from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.options.experts import ExpertOptions
+from lightning_3d.options.model import ModelOptions
 from lightning_3d.parallel.mesh import Mesh, TensorMesh
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.pipeline import assign_stages

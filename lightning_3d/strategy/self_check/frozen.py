@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_3d.config.options.blocks import BlockOptions
-from lightning_3d.config.options.experts import ExpertOptions
-from lightning_3d.config.options.model import ModelOptions
+from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.options.experts import ExpertOptions
+from lightning_3d.options.model import ModelOptions
 from lightning_3d.parallel.mesh import Mesh, TensorMesh
 from lightning_3d.strategy.frozen_models import FrozenModel
 from lightning_3d.strategy.self_check.check import SelfCheck

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.config.options.model import ModelOptions
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.options.model import ModelOptions
 from lightning_3d.parallel.mesh import Mesh, StageMesh, TensorMesh
 from lightning_3d.parallel.module_copy import deep_copy
 from lightning_3d.parallel.pipeline import PipelineState, StageAssignment, StageBoundary

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.config.options.loss import ACCUMULATE, CROSS_ENTROPY, SUM, LossOptions
 from lightning_3d.errors import ConfigError, PlanError, listed
+from lightning_3d.options.loss import ACCUMULATE, CROSS_ENTROPY, SUM, LossOptions
 from lightning_3d.parallel.context import ContextParallel, WholeSequence, WholeSequenceLoss, is_split, sum_over_ranks
 from lightning_3d.parallel.tensor.loss import summed_losses
 from lightning_3d.strategy.step.own_losses import count_own_losses

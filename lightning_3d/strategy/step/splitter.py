@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_3d.compat.lightning_data import batches_to_come
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.strategy.data_order import require_equal_orders
 from lightning_3d.strategy.step.checks import SameBatch, check_equal_batches, most_micro_batches

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.config.options.save_interval import AUTO, HOURS_BETWEEN_FAILURES, check_save_interval
+from lightning_3d.config.save_interval import AUTO, HOURS_BETWEEN_FAILURES, check_save_interval
 from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.storage.remote_path import place
 from lightning_3d.training.callbacks.save_times import SaveTimes

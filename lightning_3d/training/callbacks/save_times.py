@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_3d.config.options.save_interval import best_interval
+from lightning_3d.config.save_interval import best_interval
 
 _CHANGE = 1.2
 """A new interval is used, and reported, only if it differs by this factor from the present one."""

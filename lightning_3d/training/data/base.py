@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_3d.compat.lightning_data import begin_after_ended_epoch, count_epoch_again, has_ended_epoch, trained_batches
-from lightning_3d.config.options.data_counts import check_data_counts
+from lightning_3d.config.data_counts import check_data_counts
 from lightning_3d.errors import ConfigError, DataError, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_3d.config.options.data_urls import check_data_urls, has_url
-from lightning_3d.config.options.sources import Source, read_sources
+from lightning_3d.config.blend_sources import Source, read_sources
+from lightning_3d.config.data_urls import check_data_urls, has_url
 from lightning_3d.errors import DataError, plural
 from lightning_3d.storage.piece_cache import Piece, PieceCache
 from lightning_3d.training.data.base import PackedDataModule

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from lightning_3d.config.options.sources import Source, read_sources
+from lightning_3d.config.blend_sources import Source, read_sources
 from lightning_3d.errors import DataError, listed, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.training.data.concatenation import first_held_out

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.config.options.data_urls import data_place, path_list
+from lightning_3d.config.data_urls import data_place, path_list
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.storage.remote_path import WEB, AnyPlace, Place
 from lightning_3d.storage.steady_path import SteadyPath

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from lightning_3d.config.options.sources import whole_shares
+from lightning_3d.config.blend_sources import whole_shares
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_3d.config.options.tokenizer import BYTES
+from lightning_3d.config.tokenizer import BYTES
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.byte_tokens import SEPARATOR

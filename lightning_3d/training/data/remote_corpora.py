@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.config.options.data_urls import data_cache
+from lightning_3d.config.data_urls import data_cache
 from lightning_3d.errors import DataError, Lightning3DError
 from lightning_3d.ranks.supervisor import can_fork
 from lightning_3d.storage.json_file import parse_json, read_text

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from typing_extensions import override
 
-from lightning_3d.config.options.data_urls import check_data_urls, has_url
+from lightning_3d.config.data_urls import check_data_urls, has_url
 from lightning_3d.errors import ConfigError
 from lightning_3d.training.data.base import PackedDataModule
 from lightning_3d.training.data.concatenation import Concatenation

@@ -22,8 +22,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.pipeline.unknown import first_unknown
 from lightning_3d.parallel.sequence_shards import SequenceShards
 

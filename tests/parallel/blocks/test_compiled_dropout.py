@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.compat import torch as torch_compat
 from lightning_3d.compat.torch_random import EagerRandomness
-from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel import random_streams
 from lightning_3d.parallel.blocks import process_blocks
 from lightning_3d.parallel.random_streams import RandomState, Stream

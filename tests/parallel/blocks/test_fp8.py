@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from lightning_3d.config import machine
 from lightning_3d.config.files import conf_folder
-from lightning_3d.config.options import precision
 from lightning_3d.config.run_config import PrecisionConfig, RunConfig
 from lightning_3d.errors import ConfigError
+from lightning_3d.options import precision
 from lightning_3d.parallel.tensor.lora import UnbiasedLinear
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy import float8 as fp8

@@ -12,7 +12,7 @@ from reference import Recipe, data, default_dtype, reference
 from torch import Tensor, nn
 
 from lightning_3d.compat.torch import compiled_graphs
-from lightning_3d.config.options.blocks import BlockOptions
+from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks import process_blocks
 
 RECIPE = Recipe()

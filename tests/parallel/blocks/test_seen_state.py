@@ -12,8 +12,8 @@ from reference import Recipe
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError
+from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks import process_blocks
 
 RECIPE = Recipe(steps=3)

@@ -14,8 +14,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.models.parallel_plan import read_plan
+from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.blocks.recompute import Recompute, expensive, operators
 

@@ -11,9 +11,9 @@ from ranks import run_ranks
 from sweeps import by_default
 from torch import Tensor, nn
 
-from lightning_3d.config.options.blocks import BlockOptions
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.models.parallel_plan import ParallelPlan
+from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks import find_blocks, process_blocks
 from lightning_3d.parallel.context import ContextParallel, WholeSequence, share_sequences
 from lightning_3d.parallel.context.inputs import refuse_arguments

@@ -21,8 +21,8 @@ from reference import Recipe
 from sweeps import by_default
 from torch import Tensor, nn
 
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import LayoutError
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.zero import overlapped_gather
 from lightning_3d.parallel.zero.overlapped_gather import AwaitedParameter, OverlappedGather
 

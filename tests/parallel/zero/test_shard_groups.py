@@ -15,9 +15,9 @@ from reference import Recipe
 from sweeps import by_default
 from traced import fit
 
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Layout
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.tracing.trace import BACKWARD, FORWARD, Event

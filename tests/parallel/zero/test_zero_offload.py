@@ -19,9 +19,9 @@ from sweeps import by_default
 from torch import nn
 
 from lightning_3d.compat.deepspeed import DeepSpeedGroup
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec, cut_along, replicated
 from lightning_3d.parallel.zero import make_backend

@@ -10,10 +10,11 @@ from ranks import run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_3d.config.options.optimizer import ELEMENTWISE, check_sharding
-from lightning_3d.config.options.zero import ZeroOptions
+from lightning_3d.config.optimizer import check_sharding
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
+from lightning_3d.options.optimizer import ELEMENTWISE
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.zero import make_backend

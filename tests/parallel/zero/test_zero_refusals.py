@@ -11,9 +11,9 @@ from command_line import environment
 from ranks import run_ranks
 from torch import nn
 
-from lightning_3d.config.options.zero import ZeroOptions
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout.layout import Layout
+from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import cut_along, replicated
 from lightning_3d.parallel.zero import make_backend
@@ -78,7 +78,7 @@ SCRIPT = """
     from lightning_3d.parallel.mesh import Mesh
     from lightning_3d.parallel.sharding import replicated
     from lightning_3d.parallel.zero import make_backend
-    from lightning_3d.config.options.zero import ZeroOptions
+    from lightning_3d.options.zero import ZeroOptions
 
     assert "deepspeed" not in sys.modules, "DeepSpeed takes a second to import; stage 0 does not need it"
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_3d.config.options.tokenizer import BYTES
+from lightning_3d.config.tokenizer import BYTES
 from lightning_3d.errors import DataError
 from lightning_3d.training.data.byte_tokens import SEPARATOR, VOCAB_SIZE
 from lightning_3d.training.data.indexed_file import dtype_for

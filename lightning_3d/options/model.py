@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_3d.config.options.blocks import BlockOptions
-from lightning_3d.config.options.experts import ExpertOptions
-from lightning_3d.config.options.loss import CROSS_ENTROPY, LossOptions
 from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.loss_chunks import check_loss_chunks
 from lightning_3d.layout.model_rules import check_cp_kind
+from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.options.experts import ExpertOptions
+from lightning_3d.options.loss import CROSS_ENTROPY, LossOptions
 
 
 @dataclass(frozen=True)

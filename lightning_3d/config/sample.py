@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_3d.config.options.tokenizer import tokenizer_of
+from lightning_3d.config.tokenizer import tokenizer_of
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.sizes import check_number, check_sizes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
-from lightning_3d.config.options.data_urls import path_list
+from lightning_3d.config.data_urls import path_list
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
 from lightning_3d.layout.batch_ramp import BatchRamp
 

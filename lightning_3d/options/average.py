@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_3d.config.options.numbers import require_number
+from lightning_3d.options.numbers import require_number
 
 
 def check_decay(key: str, decay: object) -> None:

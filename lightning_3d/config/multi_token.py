@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_3d.config.options.objective import LANGUAGE_MODEL
+from lightning_3d.config.objective import LANGUAGE_MODEL
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.sizes import check_number
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_3d.config.options.numbers import check_keys, require_number
 from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.options.numbers import check_keys, require_number
 
 KEY = "optimizer.scheduler"
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")

@@ -9,8 +9,8 @@ from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning_3d.config.options.numbers import check_keys, require_number
 from lightning_3d.errors import ConfigError, listed
+from lightning_3d.options.numbers import check_keys, require_number
 
 REGULAR = "re:"
 """Prefix of a pattern that is a regular expression; other patterns are those of a shell (`fnmatch`)."""

@@ -1,1 +1,0 @@
-"""Options of the strategy and the configuration, one file for each group. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Options of the strategy, one file for each group. Imports no torch."""
