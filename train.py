@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_3d.cli import main
+from lightning_3d.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

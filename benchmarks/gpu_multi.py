@@ -24,7 +24,7 @@ import yaml
 from gpu_single import MODEL, PEAK_FLOPS, TINY
 from gpu_single_worker import CLIP, Settings, Watch, adamw
 
-from lightning_3d.config.machine import visible_gpus
+from lightning_3d.app.config.machine import visible_gpus
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.families import read_spec
 from lightning_3d.ranks.supervisor import launch

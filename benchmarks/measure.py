@@ -25,7 +25,7 @@ from typing import Any
 
 from load import Load, LoadMeter
 
-from lightning_3d.config.machine import gpu_names
+from lightning_3d.app.config.machine import gpu_names
 from lightning_3d.ranks.process_ties import die_with
 
 WORKER = Path(__file__).with_name("peers_worker.py")

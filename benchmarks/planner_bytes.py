@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.run_config import CompleteRun, complete_run
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys
+from lightning_3d.app.config.run_config import CompleteRun, complete_run
 from lightning_3d.layout.layout import AXES, Layout
 from lightning_3d.layout.resolve import resolve_layout
-from lightning_3d.planner.advice import job_of
-from lightning_3d.planner.architecture import Architecture, Kind
-from lightning_3d.planner.constants import compiled
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import memory_of
-from lightning_3d.planner.rank_memory import Memory
+from lightning_3d.app.planner.advice import job_of
+from lightning_3d.app.planner.architecture import Architecture, Kind
+from lightning_3d.app.planner.constants import compiled
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.memory import memory_of
+from lightning_3d.app.planner.rank_memory import Memory
 
 
 class Published(NamedTuple):

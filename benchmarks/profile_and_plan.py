@@ -15,15 +15,15 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from lightning_3d.cli.plan_validation import measure
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.run_config import complete_run
+from lightning_3d.app.cli.plan_validation import measure
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys
+from lightning_3d.app.config.run_config import complete_run
 from lightning_3d.layout.layout import AXES
 from lightning_3d.layout.resolve import resolve_layout
-from lightning_3d.planner.advice import job_of, machine_of_run
-from lightning_3d.planner.choices import Fixed
-from lightning_3d.planner.search import Candidate, search
+from lightning_3d.app.planner.advice import job_of, machine_of_run
+from lightning_3d.app.planner.choices import Fixed
+from lightning_3d.app.planner.search import Candidate, search
 
 PROMISE = 0.1
 LAYOUTS = (

@@ -3,7 +3,7 @@
     python docs/reference.py
 
 rewrites each part of a page between `<!-- generated: NAME -->` and `<!-- end -->`. Types come from the structured configurations
-(`lightning_3d.config.run_config` and the options of launchers) and from the data modules. Defaults come from the files
+(`lightning_3d.app.config.run_config` and the options of launchers) and from the data modules. Defaults come from the files
 in `conf/`. Meanings are the comments next to the keys there, or the `Attributes:` of a dataclass.
 """
 
@@ -23,23 +23,23 @@ DOCS = Path(__file__).parent
 REPOSITORY = DOCS.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from lightning_3d.cli.launch import KINDS  # noqa: E402
-from lightning_3d.config.cluster import ClusterConfig  # noqa: E402
-from lightning_3d.config.compose import compose  # noqa: E402
-from lightning_3d.config.files import conf_folder, recipes_folder  # noqa: E402
-from lightning_3d.config.lora import LoraOptions  # noqa: E402
-from lightning_3d.config.objective import ObjectiveOptions  # noqa: E402
-from lightning_3d.config.plan import PlanOptions  # noqa: E402
-from lightning_3d.config.plan_run import check_keys  # noqa: E402
-from lightning_3d.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig, complete_run  # noqa: E402
-from lightning_3d.config.sample import SampleOptions  # noqa: E402
-from lightning_3d.launchers.options import meanings  # noqa: E402
+from lightning_3d.app.cli.launch import KINDS  # noqa: E402
+from lightning_3d.app.config.cluster import ClusterConfig  # noqa: E402
+from lightning_3d.app.config.compose import compose  # noqa: E402
+from lightning_3d.app.config.files import conf_folder, recipes_folder  # noqa: E402
+from lightning_3d.app.config.lora import LoraOptions  # noqa: E402
+from lightning_3d.app.config.objective import ObjectiveOptions  # noqa: E402
+from lightning_3d.app.config.plan import PlanOptions  # noqa: E402
+from lightning_3d.app.config.plan_run import check_keys  # noqa: E402
+from lightning_3d.app.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig, complete_run  # noqa: E402
+from lightning_3d.app.config.sample import SampleOptions  # noqa: E402
+from lightning_3d.app.launchers.options import meanings  # noqa: E402
 from lightning_3d.layout.layout import AXES  # noqa: E402
 from lightning_3d.layout.resolve import resolve_layout  # noqa: E402
-from lightning_3d.planner.advice import job_of, machine_of  # noqa: E402
-from lightning_3d.planner.memory import memory_of  # noqa: E402
-from lightning_3d.planner.step_time import step_of  # noqa: E402
-from lightning_3d.runs.sweep.slurm_engine import SlurmResources  # noqa: E402
+from lightning_3d.app.planner.advice import job_of, machine_of  # noqa: E402
+from lightning_3d.app.planner.memory import memory_of  # noqa: E402
+from lightning_3d.app.planner.step_time import step_of  # noqa: E402
+from lightning_3d.app.runs.sweep.slurm_engine import SlurmResources  # noqa: E402
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 Row = tuple[str, str, str, str]
@@ -246,7 +246,7 @@ def types_of_data(name: str) -> dict[str, str]:
     """Types of the arguments of a data module."""
     from importlib import import_module
 
-    from lightning_3d.training.data import DATA_MODULES
+    from lightning_3d.app.training.data import DATA_MODULES
 
     module, kind = DATA_MODULES[name].split(":")
     return {key: type_name(hint) for key, hint in get_type_hints(getattr(import_module(module), kind).__init__).items()}

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightning_3d import Lightning3DStrategy, load_pretrained
-from lightning_3d.cli import main as lightning_3d
+from lightning_3d.app.cli import main as lightning_3d
 
 
 class FineTuned(LightningModule):

@@ -11,7 +11,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from lightning_3d.cli import main as lightning_3d
+from lightning_3d.app.cli import main as lightning_3d
 
 SWEPT = ["parallelism=pp2,dp2", "optimizer.lr=1e-3,1e-2"]
 SMALL = ["model.config.num_hidden_layers=2", "model.config.hidden_size=64", "model.config.head_dim=8", "model.config.intermediate_size=128",

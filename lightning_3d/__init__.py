@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from lightning_3d.layout.elastic import fitting_layout
     from lightning_3d.layout.layout import Layout
     from lightning_3d.models.parallel_plan import Cut
-    from lightning_3d.planner.api import planned
+    from lightning_3d.app.planner.api import planned
     from lightning_3d.strategy.exponential_average import ExponentialAverage
     from lightning_3d.strategy.strategy import Lightning3DStrategy
-    from lightning_3d.training.callbacks.periodic_checkpoint import PeriodicCheckpoint
-    from lightning_3d.verification.compare import verify
+    from lightning_3d.app.training.callbacks.periodic_checkpoint import PeriodicCheckpoint
+    from lightning_3d.app.verification.compare import verify
     from lightning_3d.weights.initialize import initialize
     from lightning_3d.weights.pretrained import load_pretrained
 
@@ -40,12 +40,12 @@ _HOMES = {
     "ExponentialAverage": "lightning_3d.strategy.exponential_average",
     "Layout": "lightning_3d.layout",
     "Lightning3DStrategy": "lightning_3d.strategy",
-    "PeriodicCheckpoint": "lightning_3d.training.callbacks.periodic_checkpoint",
+    "PeriodicCheckpoint": "lightning_3d.app.training.callbacks.periodic_checkpoint",
     "fitting_layout": "lightning_3d.layout.elastic",
     "initialize": "lightning_3d.weights.initialize",
     "load_pretrained": "lightning_3d.weights.pretrained",
-    "planned": "lightning_3d.planner.api",
-    "verify": "lightning_3d.verification.compare",
+    "planned": "lightning_3d.app.planner.api",
+    "verify": "lightning_3d.app.verification.compare",
 }
 
 

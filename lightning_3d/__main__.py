@@ -2,7 +2,7 @@
 
 import sys
 
-from lightning_3d.cli.main import main
+from lightning_3d.app.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -58,7 +58,7 @@ INTERPOLATIONS = (
 TARGETS = (
     *("lightning.pytorch.callbacks.Timer", "lightning.pytorch.callbacks.ModelCheckpoint", "lightning.pytorch.callbacks.EarlyStopping"),
     *("lightning.pytorch.loggers.TensorBoardLogger", "lightning.pytorch.loggers.CSVLogger", "lightning.pytorch.profilers.AdvancedProfiler"),
-    *("lightning_3d.PeriodicCheckpoint", "lightning_3d.Lightning3DStrategy", "lightning_3d.training.callbacks.MetricsCSV"),
+    *("lightning_3d.PeriodicCheckpoint", "lightning_3d.Lightning3DStrategy", "lightning_3d.app.training.callbacks.MetricsCSV"),
     *("lightning_3d.no.such.Name", "lightning", "lightning.pytorch.callbacks", "torchmetrics.Metric", "os.system", "hydra.utils.call"),
 )
 
@@ -118,9 +118,9 @@ class Fuzzer:
     def prepare(self) -> None:
         """Import what takes long, so that no case is charged for it, and silence what a rank silences."""
         import lightning_3d.checkpoint.inspection
-        import lightning_3d.cli.train
-        import lightning_3d.training.data.tokens  # noqa: F401
-        from lightning_3d.training.run import quiet
+        import lightning_3d.app.cli.train
+        import lightning_3d.app.training.data.tokens  # noqa: F401
+        from lightning_3d.app.training.run import quiet
 
         quiet()
 
@@ -185,7 +185,7 @@ class Fuzzer:
         """Configurations as files, with bytes that are damaged."""
         from omegaconf import OmegaConf
 
-        from lightning_3d.runs.frozen_config import frozen_text, read_frozen
+        from lightning_3d.app.runs.frozen_config import frozen_text, read_frozen
 
         text = self._seed_of("file", lambda: frozen_text(self._seed_of("configuration", self._configuration)))
         path = self.folder / "config.yaml"
@@ -238,7 +238,7 @@ class Fuzzer:
 
     def tokens(self, numbers: random.Random) -> None:
         """Files of tokens and their descriptions."""
-        from lightning_3d.training.data.tokens import TokenFiles
+        from lightning_3d.app.training.data.tokens import TokenFiles
 
         folder = self._copy("tokens", self._tokens)
         self._damage(numbers, folder / numbers.choice(["a.bin", "a.json", "a.json"]))
@@ -249,7 +249,7 @@ class Fuzzer:
     # Valid inputs
 
     def _configuration(self) -> dict[str, Any]:
-        from lightning_3d.runs.check import check_shapes
+        from lightning_3d.app.runs.check import check_shapes
 
         words = ["cluster=local_cpu", "model.config.hidden_size=32", "model.config.head_dim=4", "parallelism=dp1", "logger=csv"]
         config = check_shapes(words)[0] | {"run_folder": str(self.folder / "run")}
@@ -299,7 +299,7 @@ class Fuzzer:
     def _tokens(self, folder: Path) -> None:
         import numpy
 
-        from lightning_3d.training.data.token_file import write_tokens
+        from lightning_3d.app.training.data.token_file import write_tokens
 
         folder.mkdir()
         write_tokens(folder / "a.bin", numpy.arange(200, dtype=numpy.uint16) % 100, vocab_size=100, document_separator=7)
@@ -368,7 +368,7 @@ def _files_in(folder: Path) -> list[Path]:
 @contextmanager
 def _explained() -> Iterator[None]:
     """Translate what composing and Hydra raise, as `lightning-3d train` does."""
-    from lightning_3d.config.explain import explain, is_composition_error
+    from lightning_3d.app.config.explain import explain, is_composition_error
 
     try:
         yield
@@ -389,11 +389,11 @@ def _plan_and_make(config: Any) -> None:
     """Check a configuration, and make its data, as each rank of its run does. Its loggers and callbacks may write anywhere."""
     from omegaconf import DictConfig
 
-    from lightning_3d.config.compose import plain
-    from lightning_3d.config.plan_run import plan_run
+    from lightning_3d.app.config.compose import plain
+    from lightning_3d.app.config.plan_run import plan_run
     from lightning_3d.errors import ConfigError
-    from lightning_3d.planner.advice import Advice
-    from lightning_3d.training.run import make_data
+    from lightning_3d.app.planner.advice import Advice
+    from lightning_3d.app.training.run import make_data
 
     if not isinstance(config, DictConfig):
         raise ConfigError("Hydra composes dicts only.")

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from benchmarks.planner_accuracy.software import Allocator, Published
-from lightning_3d.planner.block_memory import BlockBytes, block_bytes
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import stages_in_flight
-from lightning_3d.planner.rank_memory import Memory, StagesOfRank, memory_of_rank
-from lightning_3d.planner.stages import parameters_of
-from lightning_3d.planner.step_time import Step
+from lightning_3d.app.planner.block_memory import BlockBytes, block_bytes
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.memory import stages_in_flight
+from lightning_3d.app.planner.rank_memory import Memory, StagesOfRank, memory_of_rank
+from lightning_3d.app.planner.stages import parameters_of
+from lightning_3d.app.planner.step_time import Step
 
 _WORD = 4
 """Bytes of a number in 32 bits."""

@@ -15,9 +15,9 @@ from zlib import crc32
 from benchmarks.planner_accuracy.allocator import allocated, queue_of
 from benchmarks.planner_accuracy.published_runs import Run
 from lightning_3d.errors import plural
-from lightning_3d.planner.memory_risk import fit_probability, largest_share
-from lightning_3d.planner.step_time import step_of
-from lightning_3d.planner.tables import Table, table
+from lightning_3d.app.planner.memory_risk import fit_probability, largest_share
+from lightning_3d.app.planner.step_time import step_of
+from lightning_3d.app.planner.tables import Table, table
 
 _SMALL = 0.5
 """Share of a GPU below which no run fails for its memory: what fails there fails for another reason."""

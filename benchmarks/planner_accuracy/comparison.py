@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.planner_accuracy.allocator import allocated, queue_of
 from benchmarks.planner_accuracy.published_runs import Run
-from lightning_3d.planner.step_time import step_of
+from lightning_3d.app.planner.step_time import step_of
 
 _GIGA = 2**30
 """Measured runs print memory in GiB."""

@@ -1,4 +1,4 @@
-"""Calibrate the constants marked [fit] in `lightning_3d.planner.constants` and `software`, and check them on runs that were left out.
+"""Calibrate the constants marked [fit] in `lightning_3d.app.planner.constants` and `software`, and check them on runs that were left out.
 
 The mean absolute logarithm of predicted / measured is minimized by iteratively reweighted least squares (Gauss and Newton's steps on the
 logarithms of the constants). Constants belong to a type of GPU or to a software, never to a model, a layout or a run.
@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.planner_accuracy.comparison import Comparison
 from benchmarks.planner_accuracy.published_runs import Run
 from benchmarks.planner_accuracy.software import Published, any_software, family, unseen_software
-from lightning_3d.planner.step_time import step_of
+from lightning_3d.app.planner.step_time import step_of
 
 Values = dict[tuple[str, str], float]
 """By (type of GPU or name of a software, field)."""

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from benchmarks.planner_accuracy.comparison import Comparison
 from lightning_3d.layout.layout import Layout
-from lightning_3d.planner.tables import Table, table
+from lightning_3d.app.planner.tables import Table, table
 
 LARGE = 512
 """Least number of GPUs of the largest run of a series."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightning_3d.models.families import read_spec
-from lightning_3d.planner.architecture import Architecture
+from lightning_3d.app.planner.architecture import Architecture
 
 _FIELDS = (
     *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),

@@ -15,9 +15,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_3d.layout.pipeline_orders import training_order
-from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.step_time import stage_seconds, step_of
-from lightning_3d.planner.timeline import play
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.step_time import stage_seconds, step_of
+from lightning_3d.app.planner.timeline import play
 
 if TYPE_CHECKING:
     from benchmarks.planner_accuracy.comparison import Comparison

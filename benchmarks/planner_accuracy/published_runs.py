@@ -14,10 +14,10 @@ from benchmarks.planner_accuracy.software import SOURCES, Published, published_m
 from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.schedules import find_schedule
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.step_time import step_of
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import Machine
+from lightning_3d.app.planner.step_time import step_of
 
 COLUMNS = (
     *("source", "table", "model", "params_b", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "gated_mlp", "experts"),

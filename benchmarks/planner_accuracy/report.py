@@ -11,8 +11,8 @@ from benchmarks.planner_accuracy.growth import growth
 from benchmarks.planner_accuracy.polling import polling
 from benchmarks.planner_accuracy.published_runs import read_runs
 from lightning_3d.errors import plural
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.tables import Table, table
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.tables import Table, table
 
 _CONTRADICTIONS = (
     "## Runs that contradict each other",
@@ -41,7 +41,7 @@ _TITLE = """\
 # How good the planner's predictions are
 
 `python -m benchmarks.planner_accuracy FILE.csv` writes this report. It compares predictions of the planner with measured runs.
-The first part uses the constants in `lightning_3d/planner/constants.py` and `benchmarks/planner_accuracy/software.py`. With
+The first part uses the constants in `lightning_3d/app/planner/constants.py` and `benchmarks/planner_accuracy/software.py`. With
 `--folds N`, the report has a second part. There, the runs of each model on each number of GPUs are predicted with constants that were
 calibrated without these runs (cross-validation with N folds).
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from lightning_3d.layout.balance import Cost
 from lightning_3d.layout.layout import AXES, Layout
-from lightning_3d.planner.constants import EAGER, LINK_LATENCY, NETWORK_LATENCY, efficiency_of
-from lightning_3d.planner.machine import Group, Machine, all_to_all, gather
-from lightning_3d.planner.stack import Footprint, Host, Overlap, Split, Stack, Traffic, balanced
+from lightning_3d.app.planner.constants import EAGER, LINK_LATENCY, NETWORK_LATENCY, efficiency_of
+from lightning_3d.app.planner.machine import Group, Machine, all_to_all, gather
+from lightning_3d.app.planner.stack import Footprint, Host, Overlap, Split, Stack, Traffic, balanced
 
 _RATES = {
     # bytes of memory that can be filled, bytes/s of it, 16-bit, 8-bit and 32-bit (tf32) operations/s, bytes/s of links and of the network,

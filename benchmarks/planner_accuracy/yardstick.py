@@ -17,9 +17,9 @@ from typing import TypeVar
 from benchmarks.planner_accuracy.comparison import Comparison, quantile
 from benchmarks.planner_accuracy.published_runs import Run
 from benchmarks.planner_accuracy.software import family
-from lightning_3d.config.plan import MEMORY_RISK
-from lightning_3d.planner.memory_risk import largest_share
-from lightning_3d.planner.tables import Table, table
+from lightning_3d.app.config.plan import MEMORY_RISK
+from lightning_3d.app.planner.memory_risk import largest_share
+from lightning_3d.app.planner.tables import Table, table
 
 Key = TypeVar("Key", bound=Hashable)
 

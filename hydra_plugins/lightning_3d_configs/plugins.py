@@ -1,6 +1,6 @@
-"""The classes that Hydra finds here; they live in `lightning_3d.config`."""
+"""The classes that Hydra finds here; they live in `lightning_3d.app.config`."""
 
-from lightning_3d.config.search_path import Lightning3DSearchPath
-from lightning_3d.config.sources import ClusterSource, LayoutSource, RecipeSource
+from lightning_3d.app.config.search_path import Lightning3DSearchPath
+from lightning_3d.app.config.sources import ClusterSource, LayoutSource, RecipeSource
 
 __all__ = ["ClusterSource", "LayoutSource", "Lightning3DSearchPath", "RecipeSource"]

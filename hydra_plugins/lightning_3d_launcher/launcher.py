@@ -1,6 +1,6 @@
 """`hydra/launcher=lightning_3d`: each job of `-m` is a fresh process on this machine.
 
-A launcher is a thin layer over `lightning_3d.runs.sweep`, which turns Hydra's overrides into jobs and outcomes into results for sweepers.
+A launcher is a thin layer over `lightning_3d.app.runs.sweep`, which turns Hydra's overrides into jobs and outcomes into results for sweepers.
 To start jobs in another way, write another engine: derive from `SweepLauncher`, and give the class a file in `conf/hydra/launcher`.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.runs.sweep.hydra_launcher import SweepLauncher
+from lightning_3d.app.runs.sweep.hydra_launcher import SweepLauncher
 
 if TYPE_CHECKING:
-    from lightning_3d.runs.sweep.local_engine import Engine
+    from lightning_3d.app.runs.sweep.local_engine import Engine
 
 
 class Lightning3DLauncher(SweepLauncher):
@@ -27,6 +27,6 @@ class Lightning3DLauncher(SweepLauncher):
         self._jobs_at_once = jobs_at_once
 
     def engine(self) -> Engine:
-        from lightning_3d.runs.sweep.local_engine import LocalEngine
+        from lightning_3d.app.runs.sweep.local_engine import LocalEngine
 
         return LocalEngine(self._jobs_at_once)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_3d.config.keys import explain_value
+from lightning_3d.app.config.keys import explain_value
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.check import Machine
-from lightning_3d.runs.sweep.hydra_launcher import SweepLauncher
+from lightning_3d.app.runs.check import Machine
+from lightning_3d.app.runs.sweep.hydra_launcher import SweepLauncher
 
 if TYPE_CHECKING:
-    from lightning_3d.runs.sweep.local_engine import Engine
+    from lightning_3d.app.runs.sweep.local_engine import Engine
 
 
 class Lightning3DSlurmLauncher(SweepLauncher):
@@ -35,7 +35,7 @@ class Lightning3DSlurmLauncher(SweepLauncher):
         self._resources = resources
 
     def engine(self) -> Engine:
-        from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
+        from lightning_3d.app.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
 
         try:
             resources = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SlurmResources), self._resources))

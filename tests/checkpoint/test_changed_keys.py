@@ -22,15 +22,15 @@ from quick_runs import QUICK
 from ranks import run_ranks
 
 from lightning_3d.checkpoint import describe_optimizer, restore_hyper_parameters
-from lightning_3d.config.compose import compose, hydra_config, plain
-from lightning_3d.config.files import conf_folder
+from lightning_3d.app.config.compose import compose, hydra_config, plain
+from lightning_3d.app.config.files import conf_folder
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.runs.check import check_for
-from lightning_3d.runs.metrics_file import read_rows
-from lightning_3d.runs.resumed_keys import differences, refused_changes, require_resumable
-from lightning_3d.training.resumed import follow_configuration
-from lightning_3d.training.run import train
-from lightning_3d.training.schedules import make_scheduler
+from lightning_3d.app.runs.check import check_for
+from lightning_3d.app.runs.metrics_file import read_rows
+from lightning_3d.app.runs.resumed_keys import differences, refused_changes, require_resumable
+from lightning_3d.app.training.resumed import follow_configuration
+from lightning_3d.app.training.run import train
+from lightning_3d.app.training.schedules import make_scheduler
 
 SAVED, STEPS = 3, 6
 RUN = [

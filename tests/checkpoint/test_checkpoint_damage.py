@@ -29,7 +29,7 @@ from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.errors import CheckpointError, StorageError
 from lightning_3d.storage.checkpoint_names import checkpoints_in
 from lightning_3d.storage.lock import FolderLock
-from lightning_3d.training.run_record import same_run
+from lightning_3d.app.training.run_record import same_run
 
 SHARD = "__0_0.distcp"
 

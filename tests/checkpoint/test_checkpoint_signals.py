@@ -21,7 +21,7 @@ from starts import in_fresh_process, start
 from lightning_3d import PeriodicCheckpoint
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.ranks.supervisor import launch
-from lightning_3d.runs.folder import newest_checkpoint
+from lightning_3d.app.runs.folder import newest_checkpoint
 
 STEPS, TOLD_AT = 9, 4
 CELLS = [Cell(pp=2, zero=1), *(pytest.param(cell, marks=pytest.mark.full) for cell in (Cell(tp=2, dp=2, zero=3), Cell(pp=2, dp=2, zero=2)))]

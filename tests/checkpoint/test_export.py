@@ -27,8 +27,8 @@ from transformers import conversion_mapping
 from lightning_3d import Lightning3DStrategy
 from lightning_3d.checkpoint import load_full_state_dict
 from lightning_3d.checkpoint.huggingface import export
-from lightning_3d.cli.export import run as command
-from lightning_3d.cli.inspect import run as inspect
+from lightning_3d.app.cli.export import run as command
+from lightning_3d.app.cli.inspect import run as inspect
 from lightning_3d.errors import CheckpointError, ConfigError
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox", *models.MIXTURES]

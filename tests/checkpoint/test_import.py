@@ -27,7 +27,7 @@ from lightning_3d.checkpoint.conversion import convert
 from lightning_3d.checkpoint.conversion.parameter_order import find_names
 from lightning_3d.checkpoint.folder import read_trainer_state
 from lightning_3d.checkpoint.reading import TensorFolder
-from lightning_3d.cli.import_ import run as command
+from lightning_3d.app.cli.import_ import run as command
 from lightning_3d.errors import CheckpointError
 from lightning_3d.layout import Layout
 

@@ -15,7 +15,7 @@ from command_line import REPOSITORY, Result, environment, run_commands
 from quick_runs import FAULTY, QUICK, losses
 from starts import in_fresh_process
 
-from lightning_3d.cli.main import COMMANDS
+from lightning_3d.app.cli.main import COMMANDS
 
 KEYS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "COMET_API_KEY", "MY_PASSWORD")
 CANARY = "canary-7d1f0c"
@@ -55,8 +55,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STARTS = """
 import sys
-from lightning_3d.cli.main import main
-from lightning_3d.training import job
+from lightning_3d.app.cli.main import main
+from lightning_3d.app.training import job
 job.launch = lambda *arguments, fork, **more: print("forked" if fork else "spawned") or sys.exit(1)
 main(sys.argv[1:])
 """
@@ -198,7 +198,7 @@ def forked_by_torchrun(folder: Path, lines: list[str], ranks: int) -> None:
 
 
 def train_here(overrides: list[str]) -> None:
-    from lightning_3d.cli import main
+    from lightning_3d.app.cli import main
 
     assert main(["train", *overrides]) == 0
 

@@ -10,7 +10,7 @@ from command_line import Result, assert_refused, run_commands
 from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy.plan_draft.inputs import Inputs
-from lightning_3d.verification.plan_check import check_plan
+from lightning_3d.app.verification.plan_check import check_plan
 
 pytestmark = pytest.mark.slow
 

@@ -11,14 +11,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from quick_runs import FAULTY, QUICK, losses
 
-from lightning_3d.cli import train
-from lightning_3d.config.files import conf_folder
-from lightning_3d.config.plan_run import plan_run
+from lightning_3d.app.cli import train
+from lightning_3d.app.config.files import conf_folder
+from lightning_3d.app.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.folder import RunFolder
-from lightning_3d.runs.frozen_config import frozen_text, move_to, read_frozen
-from lightning_3d.runs.status import RunStatus, read_status
-from lightning_3d.training import job
+from lightning_3d.app.runs.folder import RunFolder
+from lightning_3d.app.runs.frozen_config import frozen_text, move_to, read_frozen
+from lightning_3d.app.runs.status import RunStatus, read_status
+from lightning_3d.app.training import job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import is_running, wait_until
 
-from lightning_3d.cli.plan_validation import _finished
+from lightning_3d.app.cli.plan_validation import _finished
 
 RUN = """
 import os, signal, sys, time

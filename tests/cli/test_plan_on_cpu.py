@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from made_profile import made
 
-from lightning_3d.cli import plan
-from lightning_3d.cli.plan_words import training_words
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.run_config import complete_run
+from lightning_3d.app.cli import plan
+from lightning_3d.app.cli.plan_words import training_words
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys
+from lightning_3d.app.config.run_config import complete_run
 from lightning_3d.layout import Layout
-from lightning_3d.planner.advice import job_of
+from lightning_3d.app.planner.advice import job_of
 
 TINY = ["cluster=local_cpu", "data.global_batch_size=16", "data.sequence_length=64"]
 

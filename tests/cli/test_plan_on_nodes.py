@@ -16,10 +16,10 @@ from made_profile import made
 from processes import is_running
 from srun_here import install
 
-from lightning_3d.cli.plan_validation import require_here, starter
-from lightning_3d.config.cluster import ClusterConfig
+from lightning_3d.app.cli.plan_validation import require_here, starter
+from lightning_3d.app.config.cluster import ClusterConfig
 from lightning_3d.errors import ConfigError
-from lightning_3d.planner.profile_file import machine_of_profile, read_profile
+from lightning_3d.app.planner.profile_file import machine_of_profile, read_profile
 
 TINY = [
     *("cluster=local_cpu", "cluster.nodes=2", "+cluster.inter_node.bandwidth=1e9", "data.sequence_length=32", "data.global_batch_size=8"),

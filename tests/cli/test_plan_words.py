@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from lightning_3d.cli.plan_words import TrainingWords, config_choices, introduce, missing_keys, training_words
-from lightning_3d.config.compose import compose
-from lightning_3d.config.machine import choose_precision
-from lightning_3d.config.plan_run import RunPlan, check_keys, plan_run
-from lightning_3d.config.run_config import complete_run
+from lightning_3d.app.cli.plan_words import TrainingWords, config_choices, introduce, missing_keys, training_words
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.machine import choose_precision
+from lightning_3d.app.config.plan_run import RunPlan, check_keys, plan_run
+from lightning_3d.app.config.run_config import complete_run
 from lightning_3d.options.blocks import BlockOptions
-from lightning_3d.planner.advice import Advice, machine_of, plan
+from lightning_3d.app.planner.advice import Advice, machine_of, plan
 
 ONE_NODE = ["model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "data.sequence_length=4096"]
 RECIPE = ["recipe=llama3_70b_256xa100"]  # recomputes every second block; the planner recomputes nothing

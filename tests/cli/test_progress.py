@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_3d.cli.main import main
+from lightning_3d.app.cli.main import main
 from lightning_3d.ranks import progress
 from lightning_3d.ranks.progress import VARIABLE, shown, task
 

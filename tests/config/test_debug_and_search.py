@@ -13,10 +13,10 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from quick_runs import QUICK, losses
 
-from lightning_3d.config.explain import explain
-from lightning_3d.config.plan_run import plan_run
+from lightning_3d.app.config.explain import explain
+from lightning_3d.app.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError
-from lightning_3d.training.run import make_trainer
+from lightning_3d.app.training.run import make_trainer
 
 ON_CPU = ["cluster=local_cpu", "parallelism=tp1"]
 
@@ -71,7 +71,7 @@ def test_what_the_trainer_refuses_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Lightning's Trainer refuses .*: Invalid time format for `val_check_interval`: '8'"):
         make_trainer(frozen)
     del frozen["trainer"]["extra"]["val_check_interval"]
-    metrics = "lightning_3d.training.callbacks.MetricsCSV"
+    metrics = "lightning_3d.app.training.callbacks.MetricsCSV"
     frozen["callbacks"] = {name: {"_target_": metrics, "path": f"{tmp_path}/{name}.csv"} for name in "ab"}
     with pytest.raises(ConfigError, match="Lightning's Trainer refuses .*: Found more than one stateful callback of type `MetricsCSV`"):
         make_trainer(frozen)

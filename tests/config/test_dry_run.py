@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from composed_configs import composed
 
-from lightning_3d.config.plan_run import plan_run
-from lightning_3d.config.targets import ALLOW_VARIABLE
+from lightning_3d.app.config.plan_run import plan_run
+from lightning_3d.app.config.targets import ALLOW_VARIABLE
 from lightning_3d.errors import Lightning3DError
-from lightning_3d.training import dry
-from lightning_3d.training.dry import show_plan
+from lightning_3d.app.training import dry
+from lightning_3d.app.training.dry import show_plan
 
 SHORT = ("trainer.dry=true", "cluster=local_cpu", "parallelism=dp1", "data.sequence_length=64", "data.global_batch_size=4")
 TORCH = "optimizer=torch"

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from lightning_3d.cli.main import main
+from lightning_3d.app.cli.main import main
 from lightning_3d.errors import ConfigError
 
 

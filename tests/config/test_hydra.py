@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lightning_3d.config.files import conf_folder
-from lightning_3d.config.keys import data_options
-from lightning_3d.config.machine import visible_gpus
-from lightning_3d.config.plan_run import RunPlan, check_keys, plan_run
-from lightning_3d.config.sources import looks_like_layout
+from lightning_3d.app.config.files import conf_folder
+from lightning_3d.app.config.keys import data_options
+from lightning_3d.app.config.machine import visible_gpus
+from lightning_3d.app.config.plan_run import RunPlan, check_keys, plan_run
+from lightning_3d.app.config.sources import looks_like_layout
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.layout import DEGREES
 from lightning_3d.ranks.environment import OutsideRank
-from lightning_3d.runs.folder import RunFolder
+from lightning_3d.app.runs.folder import RunFolder
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.training.data import DATA_MODULES, _parameters
-from lightning_3d.training.run import make_strategy
+from lightning_3d.app.training.data import DATA_MODULES, _parameters
+from lightning_3d.app.training.run import make_strategy
 
 
 def planned(*overrides: str) -> RunPlan:
@@ -141,7 +141,7 @@ def test_an_optimizer_for_host_memory_needs_its_weights_there() -> None:
 @pytest.mark.parametrize("name", sorted(DATA_MODULES))
 def test_data_files_have_the_options_of_their_modules(name: str) -> None:
     """`data_options` reads the options from the file, because the modules import torch."""
-    from lightning_3d.training import data
+    from lightning_3d.app.training import data
 
     module_name, class_name = data.DATA_MODULES[name].split(":")
     module: Any = getattr(data.import_module(module_name), class_name)
@@ -228,7 +228,7 @@ def test_gpus_that_only_the_driver_knows_are_counted(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_gpus_are_used_when_there_is_one_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_3d.config.machine.visible_gpus", lambda: 4)
+    monkeypatch.setattr("lightning_3d.app.config.machine.visible_gpus", lambda: 4)
     assert (planned("parallelism=tp4").accelerator, planned("parallelism=tp4").precision) == ("gpu", "bf16")
     fewer = planned("parallelism=dp8")
     assert fewer.accelerator == "cpu" and fewer.warnings == ("This machine has 4 GPUs for 8 ranks, so the run uses the CPU.",)

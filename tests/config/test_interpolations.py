@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_3d.cli.main import main
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys, plan_run
+from lightning_3d.app.cli.main import main
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys, plan_run
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.check import check_shapes
-from lightning_3d.training.run import make_trainer
+from lightning_3d.app.runs.check import check_shapes
+from lightning_3d.app.training.run import make_trainer
 
 
 @pytest.fixture(scope="module")

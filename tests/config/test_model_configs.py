@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from lightning_3d.config.files import conf_folder
+from lightning_3d.app.config.files import conf_folder
 from lightning_3d.errors import ConfigError
 from lightning_3d.models.families import read_spec
-from lightning_3d.training.module import transformers_config
+from lightning_3d.app.training.module import transformers_config
 
 FILES = sorted(file for file in (conf_folder() / "model").glob("*.yaml") if file.stem != "pretrained")
 REQUIRED = {
@@ -282,7 +282,7 @@ def test_an_unknown_model_type_is_refused() -> None:
 
 def test_reading_sizes_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; import lightning_3d.models.spec; import lightning_3d.training.data.token_file;"
+        "import sys; import lightning_3d.models.spec; import lightning_3d.app.training.data.token_file;"
         "sys.exit(bool({'torch', 'transformers', 'lightning'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,17 +7,17 @@ import torch
 from composed_configs import composed
 from models import conf
 
-from lightning_3d.config.plan_run import plan_run
+from lightning_3d.app.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.pipeline.stages import assign_stages
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.stages import parameters_of, stages_of
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.stages import parameters_of, stages_of
+from lightning_3d.app.training.module import CausalLM
 
 DRY = ("cluster=local_cpu", "trainer.dry=true", "parallelism=pp2", "model=deepseek_v3_tiny", "model.mtp_layers=2")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from composed_configs import composed
 
-from lightning_3d.config.objective import ObjectiveOptions
-from lightning_3d.config.plan_run import plan_run
+from lightning_3d.app.config.objective import ObjectiveOptions
+from lightning_3d.app.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError
 
 DRY = ("cluster=local_cpu", "trainer.dry=true")

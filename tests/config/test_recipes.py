@@ -12,15 +12,15 @@ from composed_configs import ON_GPUS, RECIPES, composed, dry, options, recipe
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM
 
-from lightning_3d.config.files import conf_folder, recipes_folder
-from lightning_3d.config.plan_run import RunPlan, check_keys, plan_run
+from lightning_3d.app.config.files import conf_folder, recipes_folder
+from lightning_3d.app.config.plan_run import RunPlan, check_keys, plan_run
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble
 from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
-from lightning_3d.training.module import transformers_config
-from lightning_3d.training.parameter_groups import undecayed_names
+from lightning_3d.app.training.module import transformers_config
+from lightning_3d.app.training.parameter_groups import undecayed_names
 
 MODELS = [name for name in options("model") if name != "pretrained"]
 PUBLISHED = [name for name in MODELS if not name.endswith("tiny")]

@@ -19,7 +19,7 @@ import pytest
 from command_line import REPOSITORY, Result, assert_refused, environment, run_commands
 
 from lightning_3d.ranks.supervisor import _reserved_port
-from lightning_3d.training.data.token_file import write_tokens
+from lightning_3d.app.training.data.token_file import write_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]  # for the test that is first, and so waits for all command lines
 

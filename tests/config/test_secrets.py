@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_3d.cli.main import main
-from lightning_3d.config.secrets import check_secrets, check_words
+from lightning_3d.app.cli.main import main
+from lightning_3d.app.config.secrets import check_secrets, check_words
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.check import check_shapes
+from lightning_3d.app.runs.check import check_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_3d.config.compose import compose, plain
-from lightning_3d.config.plan_run import plan_run
-from lightning_3d.config.stored_paths import absolute, absolute_paths
-from lightning_3d.runs.folder import RunFolder
-from lightning_3d.runs.resumed_keys import refused_changes
+from lightning_3d.app.config.compose import compose, plain
+from lightning_3d.app.config.plan_run import plan_run
+from lightning_3d.app.config.stored_paths import absolute, absolute_paths
+from lightning_3d.app.runs.folder import RunFolder
+from lightning_3d.app.runs.resumed_keys import refused_changes
 from lightning_3d.storage.user_cache import default_cache, home
 
 

@@ -12,14 +12,14 @@ import yaml
 from lightning.pytorch.profilers import SimpleProfiler
 from omegaconf import OmegaConf, open_dict
 
-from lightning_3d.cli.main import main
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys, plan_run
-from lightning_3d.config.targets import ALLOW_VARIABLE, allowed, check_targets
+from lightning_3d.app.cli.main import main
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys, plan_run
+from lightning_3d.app.config.targets import ALLOW_VARIABLE, allowed, check_targets
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.check import check_shapes
-from lightning_3d.training.objects import make_object, strategy_class
-from lightning_3d.training.run import quiet
+from lightning_3d.app.runs.check import check_shapes
+from lightning_3d.app.training.objects import make_object, strategy_class
+from lightning_3d.app.training.run import quiet
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def _put(where: Any, name: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "entry", "match"),
     [
-        ("callbacks.mine", {"_target_": "lightning_3d.training.run.os.system", "command": "true"}, "Cannot create|must name a class"),
+        ("callbacks.mine", {"_target_": "lightning_3d.app.training.run.os.system", "command": "true"}, "Cannot create|must name a class"),
         ("callbacks.mine", {"_target_": "lightning_3d.ranks.supervisor.launch"}, "must name a class that is a Callback"),
         ("callbacks.mine", {"_target_": "lightning.pytorch.cli.LightningCLI"}, "must name a class that is a Callback"),
         ("logger.mine", {"_target_": "lightning.pytorch.callbacks.Timer"}, "must name a class that is a Logger"),

@@ -24,9 +24,9 @@ from simulated_parity import LATE, check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.strategy.built_model import BuiltModel
-from lightning_3d.training.module import CausalLM
-from lightning_3d.training.optimizers import make_optimizer
-from lightning_3d.training.parameter_groups import NamedGroup
+from lightning_3d.app.training.module import CausalLM
+from lightning_3d.app.training.optimizers import make_optimizer
+from lightning_3d.app.training.parameter_groups import NamedGroup
 
 COMMUNICATORS = {
     Cell(tp=2, pp=2, dp=2): 7,  # world, tp, dp, tp+pp, pp+dp, and one for the messages of each direction

@@ -8,10 +8,10 @@ import pytest
 from command_line import Result, assert_refused, run_commands
 from doctored import H100
 
-from lightning_3d.cli.doctor import COMMAND
+from lightning_3d.app.cli.doctor import COMMAND
 from lightning_3d.errors import ConfigError
-from lightning_3d.planner.advice import machine_of
-from lightning_3d.planner.profile_file import LINKS_FORMAT, read_profile
+from lightning_3d.app.planner.advice import machine_of
+from lightning_3d.app.planner.profile_file import LINKS_FORMAT, read_profile
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 from doctored import all_ranks, gathered, setup_of
 
-from lightning_3d.doctor.examination import Report
-from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, Place, Places, alike, slow_ones
-from lightning_3d.doctor.table import WIDTH, show
+from lightning_3d.app.doctor.examination import Report
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, Place, Places, alike, slow_ones
+from lightning_3d.app.doctor.table import WIDTH, show
 from lightning_3d.errors import spans
 
 

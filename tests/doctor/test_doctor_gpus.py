@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from doctored import SMI, all_ranks, gathered, named, setup_of
 
-from lightning_3d.doctor import compute, gpus, links, nvidia_smi, versions
-from lightning_3d.doctor.check import Gathered
-from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG
+from lightning_3d.app.doctor import compute, gpus, links, nvidia_smi, versions
+from lightning_3d.app.doctor.check import Gathered
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG
 
 
 @pytest.fixture

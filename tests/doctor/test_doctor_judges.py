@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from doctored import all_ranks, gathered, named, setup_of
 
-from lightning_3d.doctor import compute, environment, file_system, host, links, links_rate
-from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG
+from lightning_3d.app.doctor import compute, environment, file_system, host, links, links_rate
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG
 
 FAST = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
 REAL = {"GPUs": all_ranks(row={"name": "NVIDIA H100 80GB HBM3"})}

@@ -13,13 +13,13 @@ import pytest
 from doctored import setup_of, with_measure
 from ranks import run_ranks
 
-from lightning_3d.doctor import collectives, compute, environment, file_system, host, versions
-from lightning_3d.doctor.board import Board, Unreachable
-from lightning_3d.doctor.check import Check, Facts, Room, Setup
-from lightning_3d.doctor.examination import Report, dismiss, examine
-from lightning_3d.doctor.findings import OK, UNKNOWN, WARNING, WRONG
-from lightning_3d.doctor.record import as_data
-from lightning_3d.doctor.table import show
+from lightning_3d.app.doctor import collectives, compute, environment, file_system, host, versions
+from lightning_3d.app.doctor.board import Board, Unreachable
+from lightning_3d.app.doctor.check import Check, Facts, Room, Setup
+from lightning_3d.app.doctor.examination import Report, dismiss, examine
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG
+from lightning_3d.app.doctor.record import as_data
+from lightning_3d.app.doctor.table import show
 from lightning_3d.ranks.environment import outside_rank
 
 Found = dict[str, Any]
@@ -226,7 +226,7 @@ def without_rank_0(limit: float) -> str:
         Board(0, limit).post("here/0", {"host": "node7"})
         return ""
     with pytest.raises(Unreachable) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_3d.doctor.examination._LEAD_SECONDS", 0.5)
+        patch.setattr("lightning_3d.app.doctor.examination._LEAD_SECONDS", 0.5)
         examine(setup_of("dp2", "cpu", limit=limit), [], me, Board(me.rank, limit))
     return str(caught.value)
 

@@ -20,9 +20,9 @@ def by_class(name: str, **options: Any) -> dict[str, Any]:
 
 def dry_steps(cases: list[tuple[dict[str, Any], dict[str, Any], bool]]) -> list[tuple[Any, Any, int, int]]:
     """For each (group `optimizer`, options of the strategy, for GPUs): (`fused`, `foreach`, most bytes, parameters)."""
-    from lightning_3d.dryrun.run import DryStrategy, Job, dry_run
+    from lightning_3d.app.dryrun.run import DryStrategy, Job, dry_run
     from lightning_3d.layout import Layout
-    from lightning_3d.training.module import CausalLM
+    from lightning_3d.app.training.module import CausalLM
 
     found = []
     for optimizer, options, gpu in cases:

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from lightning_3d.cli.dryrun import read_options
-from lightning_3d.dryrun.meter import CATEGORIES
-from lightning_3d.dryrun.timeline import as_svg, as_text, idle, place
+from lightning_3d.app.cli.dryrun import read_options
+from lightning_3d.app.dryrun.meter import CATEGORIES
+from lightning_3d.app.dryrun.timeline import as_svg, as_text, idle, place
 from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.parallel import host_channel
 
@@ -63,7 +63,7 @@ class Objective(Deep):
 
     @property
     def module(self) -> pl.LightningModule:
-        from lightning_3d.training.objective import make_module
+        from lightning_3d.app.training.objective import make_module
 
         fields = {"model_type": "llama", **models.COMMON, "vocab_size": 67, "num_key_value_heads": 2, "num_hidden_layers": self.layers}
         teacher = {**fields, "hidden_size": 2 * fields["hidden_size"], "num_hidden_layers": 3}
@@ -221,8 +221,8 @@ def decay_of(cell: Cell) -> float | None:
 def real_rank(cell: Cell) -> Seen:
     """Train some steps as any user would, and watch one."""
     from lightning_3d import ExponentialAverage
-    from lightning_3d.dryrun.meter import Meter
-    from lightning_3d.dryrun.rank_report import Measured, RankReport
+    from lightning_3d.app.dryrun.meter import Meter
+    from lightning_3d.app.dryrun.rank_report import Measured, RankReport
     from lightning_3d.strategy import Lightning3DStrategy
 
     strategy = Lightning3DStrategy(**strategy_arguments(cell), seed=cell.recipe.seed)
@@ -258,7 +258,7 @@ def real_rank(cell: Cell) -> Seen:
 
 
 def dry_rank(cell: Cell, rank: int, **options: Any) -> Any:
-    from lightning_3d.dryrun.run import Job, dry_run
+    from lightning_3d.app.dryrun.run import Job, dry_run
     from lightning_3d.layout.resolve import resolve_layout
 
     layout, schedule = resolve_layout(cell.layout, cell.schedule, cell.vp)
@@ -449,9 +449,9 @@ def test_idle_time_is_that_of_the_published_formulas() -> None:
 
 def dry_operations(*words: str) -> tuple[int, int]:
     """Operations in a step of rank 0, and its parameters."""
-    from lightning_3d.cli.dryrun import job_of
-    from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.runs.check import check_shapes
+    from lightning_3d.app.cli.dryrun import job_of
+    from lightning_3d.app.dryrun.run import dry_run
+    from lightning_3d.app.runs.check import check_shapes
 
     config, plan = check_shapes(words)
     report = dry_run(job_of(config, plan), 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_3d.dryrun.shapes import ShapeMeter
+from lightning_3d.app.dryrun.shapes import ShapeMeter
 
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "product": lambda x: x @ x.T,
@@ -60,7 +60,7 @@ def test_is_what_fake_tensors_say(name: str) -> None:
 
 
 def test_a_step_that_repeats_itself_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_3d.dryrun import shapes
+    from lightning_3d.app.dryrun import shapes
 
     asked = []
     ask = shapes._ask

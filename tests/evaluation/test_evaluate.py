@@ -17,15 +17,15 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from lightning_3d.cli.evaluate import evaluate_rank
-from lightning_3d.config.compose import compose, plain
+from lightning_3d.app.cli.evaluate import evaluate_rank
+from lightning_3d.app.config.compose import compose, plain
 from lightning_3d.errors import ConfigError, DataError, LayoutError
-from lightning_3d.evaluation.engine import Engine
-from lightning_3d.evaluation.generation import Sampling, choose, generate, probabilities
-from lightning_3d.evaluation.job import check
-from lightning_3d.evaluation.session import Session
-from lightning_3d.evaluation.subject import Subject, find_subject
-from lightning_3d.training.data.token_file import write_tokens
+from lightning_3d.app.evaluation.engine import Engine
+from lightning_3d.app.evaluation.generation import Sampling, choose, generate, probabilities
+from lightning_3d.app.evaluation.job import check
+from lightning_3d.app.evaluation.session import Session
+from lightning_3d.app.evaluation.subject import Subject, find_subject
+from lightning_3d.app.training.data.token_file import write_tokens
 
 LENGTH = 8
 SETS = {"web": 11 * LENGTH + 3, "code": 5 * LENGTH}  # samples that neither dp nor the micro-batch divides

@@ -20,15 +20,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d.checkpoint import load_full_state_dict
-from lightning_3d.config.compose import plain
-from lightning_3d.config.plan_run import plan_run
-from lightning_3d.evaluation.engine import Engine
-from lightning_3d.evaluation.generation import Sampling, generate
-from lightning_3d.evaluation.job import check
-from lightning_3d.evaluation.session import Session
-from lightning_3d.evaluation.subject import find_subject
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.run import train
+from lightning_3d.app.config.compose import plain
+from lightning_3d.app.config.plan_run import plan_run
+from lightning_3d.app.evaluation.engine import Engine
+from lightning_3d.app.evaluation.generation import Sampling, generate
+from lightning_3d.app.evaluation.job import check
+from lightning_3d.app.evaluation.session import Session
+from lightning_3d.app.evaluation.subject import find_subject
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.run import train
 
 LENGTH, STEPS, NEW = 16, 2, 6
 SHAPE: dict[str, Any] = {

@@ -16,11 +16,11 @@ from ranks import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d.checkpoint import load_full_state_dict
-from lightning_3d.config.compose import plain
-from lightning_3d.config.plan_run import plan_run
+from lightning_3d.app.config.compose import plain
+from lightning_3d.app.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError
-from lightning_3d.training.data.python_tokens import PythonTokens
-from lightning_3d.training.run import train
+from lightning_3d.app.training.data.python_tokens import PythonTokens
+from lightning_3d.app.training.run import train
 
 LENGTH = 16
 SHAPE: dict[str, Any] = {

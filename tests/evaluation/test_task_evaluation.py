@@ -17,14 +17,14 @@ import pytest
 from local_tasks import NAMES, NEW_TOKENS, POSITIONS, STOP, a_model, tasks
 from ranks import run_ranks
 
-from lightning_3d.cli.evaluate_tasks import evaluate_tasks_rank
-from lightning_3d.config.compose import plain
+from lightning_3d.app.cli.evaluate_tasks import evaluate_tasks_rank
+from lightning_3d.app.config.compose import plain
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.evaluation import tasks as found_tasks
-from lightning_3d.evaluation.job import check
-from lightning_3d.evaluation.subject import find_subject
-from lightning_3d.evaluation.tasks import Tasks, find_tasks, find_tasks_apart, require_lm_eval
-from lightning_3d.evaluation.text import open_text, require_chat_template
+from lightning_3d.app.evaluation import tasks as found_tasks
+from lightning_3d.app.evaluation.job import check
+from lightning_3d.app.evaluation.subject import find_subject
+from lightning_3d.app.evaluation.tasks import Tasks, find_tasks, find_tasks_apart, require_lm_eval
+from lightning_3d.app.evaluation.text import open_text, require_chat_template
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -274,7 +274,7 @@ def test_a_template_without_a_system_turn_warns_and_leaves_it_out() -> None:
     """As lm-eval's `HFLM`. What a template refuses for another reason is an error."""
     from jinja2.exceptions import TemplateError
 
-    from lightning_3d.evaluation.task_model import TaskLM
+    from lightning_3d.app.evaluation.task_model import TaskLM
 
     def write(turns: list[dict[str, str]], **options: Any) -> str:
         if any(turn["role"] != "user" for turn in turns):

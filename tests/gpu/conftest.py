@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_3d.config.machine import visible_gpus
+from lightning_3d.app.config.machine import visible_gpus
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there is a GPU does not touch it
 

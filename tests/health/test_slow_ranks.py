@@ -22,8 +22,8 @@ from reference import Recipe, data
 from lightning_3d.health.slow_ranks import WINDOW, SlowRanks
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts
-from lightning_3d.runs.metrics_file import read_rows
-from lightning_3d.training.callbacks import MetricsCSV
+from lightning_3d.app.runs.metrics_file import read_rows
+from lightning_3d.app.training.callbacks import MetricsCSV
 
 
 def test_f47_rank_that_is_slow_for_long_enough_is_named_once() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_3d.cli import launch
+from lightning_3d.app.cli import launch
 from lightning_3d.errors import ConfigError
-from lightning_3d.launchers import dstack, skypilot
-from lightning_3d.launchers.options import DstackOptions, SkyPilotOptions, read_options
-from lightning_3d.launchers.target import Target
+from lightning_3d.app.launchers import dstack, skypilot
+from lightning_3d.app.launchers.options import DstackOptions, SkyPilotOptions, read_options
+from lightning_3d.app.launchers.target import Target
 
 AWKWARD = ("+a='it is'", '+b="x y"', "+c=$(touch pwned)", "+e=`id`", "+f=a\nb", "+g=${now:%Y}", "+h=$HOME", "+i=\\,;&|")
 TARGET = Target("tune", 2, 4, 4, AWKWARD, None, "NVIDIA H100 SXM")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_3d.cli import launch as launchers
+from lightning_3d.app.cli import launch as launchers
 from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.launchers import kubernetes, slurm, torchrun
-from lightning_3d.launchers.options import KubernetesOptions, SlurmOptions, TorchrunOptions, read_options, split
-from lightning_3d.launchers.submit import as_yaml
-from lightning_3d.launchers.target import Target, find_target
-from lightning_3d.runs.check import Machine
-from lightning_3d.runs.folder import CONFIG_FILE, RunFolder
+from lightning_3d.app.launchers import kubernetes, slurm, torchrun
+from lightning_3d.app.launchers.options import KubernetesOptions, SlurmOptions, TorchrunOptions, read_options, split
+from lightning_3d.app.launchers.submit import as_yaml
+from lightning_3d.app.launchers.target import Target, find_target
+from lightning_3d.app.runs.check import Machine
+from lightning_3d.app.runs.folder import CONFIG_FILE, RunFolder
 
 LARGE = ["recipe=llama3_70b_256xa100", "data.train_path=/data/corpus.bin"]
 ADAPTERS = ["recipe=mistral_7b_lora_8xa100", "data.path=/data/answers.jsonl", "data.tokenizer=/models/tokenizer"]
@@ -356,7 +356,7 @@ def test_try_after_one_that_was_refused_takes_a_new_folder(tmp_path: Path) -> No
 
 
 def test_run_that_has_not_ended_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_3d.runs.folder.EARLIER_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_3d.app.runs.folder.EARLIER_SECONDS", 0.1)
     run = new_run(tmp_path / "run").path
     if (child := os.fork()) == 0:  # a lock is a process's own
         try:

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.launchers import kubernetes, trainjob
-from lightning_3d.launchers.options import KubernetesOptions, TrainJobOptions
-from lightning_3d.launchers.target import Target
+from lightning_3d.app.launchers import kubernetes, trainjob
+from lightning_3d.app.launchers.options import KubernetesOptions, TrainJobOptions
+from lightning_3d.app.launchers.target import Target
 
 TARGET = Target("tune", 4, 8, 8, ("a=1",), None)
 RUNS = {"runs": "/mnt/runs"}

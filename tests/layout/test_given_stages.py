@@ -14,12 +14,12 @@ from ranks import run_ranks
 from reference import Recipe, data, reference
 from sweeps import by_default
 
-from lightning_3d.cli.verify import strategy_arguments
+from lightning_3d.app.cli.verify import strategy_arguments
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.given_stages import given_stages
-from lightning_3d.planner.advice import job_of
-from lightning_3d.planner.stages import parameters_of, stages_of
+from lightning_3d.app.planner.advice import job_of
+from lightning_3d.app.planner.stages import parameters_of, stages_of
 
 
 def test_stages_follow_each_other() -> None:

@@ -9,8 +9,8 @@ from torch_orders import torch_pipeline_order
 from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import SCHEDULES, ScheduleInfo, stages_of_rank
 from lightning_3d.parallel.pipeline import schedule as engine
-from lightning_3d.planner.moments import moments_of
-from lightning_3d.planner.timeline import StageSeconds, play
+from lightning_3d.app.planner.moments import moments_of
+from lightning_3d.app.planner.timeline import StageSeconds, play
 
 
 def chunks(info: ScheduleInfo) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from composed_configs import ON_GPUS, composed, options, recipe
 
-from lightning_3d.config.plan_run import check_keys, plan_run
-from lightning_3d.config.run_config import RunConfig
+from lightning_3d.app.config.plan_run import check_keys, plan_run
+from lightning_3d.app.config.run_config import RunConfig
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
@@ -38,7 +38,7 @@ def layouts() -> tuple[Layout, ...]:
 @pytest.fixture
 def keys_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and types of a model's configuration are the same for all layouts: they are checked once, which takes most of the time."""
-    monkeypatch.setattr("lightning_3d.config.plan_run.check_keys", lambda run: run)
+    monkeypatch.setattr("lightning_3d.app.config.plan_run.check_keys", lambda run: run)
 
 
 def suit(run: RunConfig, layout: Layout) -> RunConfig:

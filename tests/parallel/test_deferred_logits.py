@@ -27,9 +27,9 @@ from lightning_3d.parallel.tensor import loss
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 from lightning_3d.parallel.tensor.loss import summed_losses
-from lightning_3d.planner.advice import job_of, machine_of
-from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.memory import memory_of
+from lightning_3d.app.planner.advice import job_of, machine_of
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.memory import memory_of
 
 ROWS, TOKENS, HIDDEN, VOCABULARY = 2, 9, 6, 23
 

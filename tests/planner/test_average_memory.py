@@ -8,10 +8,10 @@ import pytest
 from composed_configs import dry
 from ranks import run_ranks
 
-from lightning_3d.cli.dryrun import job_of as dry_job_of
+from lightning_3d.app.cli.dryrun import job_of as dry_job_of
 from lightning_3d.options.precision import PRECISIONS
-from lightning_3d.planner.advice import job_of
-from lightning_3d.planner.memory import memory_of
+from lightning_3d.app.planner.advice import job_of
+from lightning_3d.app.planner.memory import memory_of
 
 WORDS = ("model=llama_tiny", "data=tokens", "data.sequence_length=32", "data.global_batch_size=4", "parallelism.micro_batch_size=1")
 AVERAGE = "trainer.average_decay=0.9"
@@ -23,7 +23,7 @@ def words_of(layout: str, zero: int, precision: str) -> tuple[str, ...]:
 
 def held_in_a_dry_run(words: tuple[str, ...]) -> int:
     """Bytes of optimizer state on rank 0 between two steps."""
-    from lightning_3d.dryrun.run import dry_run
+    from lightning_3d.app.dryrun.run import dry_run
 
     return dry_run(dry_job_of(*dry(*words)), 0).kept["optimizer"]
 
@@ -35,7 +35,7 @@ def held_in_a_fit(words: tuple[str, ...]) -> int:
     from torch.utils.data import DataLoader
 
     from lightning_3d import ExponentialAverage, Lightning3DStrategy
-    from lightning_3d.training.module import CausalLM
+    from lightning_3d.app.training.module import CausalLM
 
     config, plan = dry(*words)
     strategy = Lightning3DStrategy(plan.layout.name, micro_batch_size=1, zero_stage=config["parallelism"]["zero_stage"])

@@ -13,20 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from versions import since_transformers
 
 from lightning_3d.compat.torch_fake import fake_mode
-from lightning_3d.dryrun.gpu_attention import gpu_attention
+from lightning_3d.app.dryrun.gpu_attention import gpu_attention
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.pipeline.stages import assign_stages
-from lightning_3d.planner.architecture import Architecture, Kind
-from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.block_memory import block_activations, block_bytes
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.fitting_stages import fitting_job
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Efficiency, Machine
-from lightning_3d.planner.memory import least_memory, memory_of, stages_in_flight
-from lightning_3d.planner.rank_memory import memory_of_rank
-from lightning_3d.planner.stages import parameters_of, stages_of
+from lightning_3d.app.planner.architecture import Architecture, Kind
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.block_memory import block_activations, block_bytes
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.fitting_stages import fitting_job
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import Efficiency, Machine
+from lightning_3d.app.planner.memory import least_memory, memory_of, stages_in_flight
+from lightning_3d.app.planner.rank_memory import memory_of_rank
+from lightning_3d.app.planner.stages import parameters_of, stages_of
 
 CONF = Path(__file__).parents[2] / "conf/model"
 NAMES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "pretrained")

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_memory import block_activations
-from lightning_3d.planner.constants import OURS, compiled
-from lightning_3d.planner.job import Job
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.block_memory import block_activations
+from lightning_3d.app.planner.constants import OURS, compiled
+from lightning_3d.app.planner.job import Job
 
 CONF = Path(__file__).parents[2] / "conf/model"
 SEQ = 128

@@ -14,8 +14,8 @@ from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.parallel.zero.gradient_buffers import sum_dtype
-from lightning_3d.planner.block_costs import _LOSS_FORWARD, _SHARDED_LOSS_FORWARD
-from lightning_3d.planner.constants import EAGER, OURS
+from lightning_3d.app.planner.block_costs import _LOSS_FORWARD, _SHARDED_LOSS_FORWARD
+from lightning_3d.app.planner.constants import EAGER, OURS
 
 WIDTH = 256
 

@@ -14,10 +14,10 @@ import pytest
 from composed_configs import dry
 from ranks import run_ranks
 
-from lightning_3d.planner.advice import job_of
-from lightning_3d.planner.block_memory import block_bytes
-from lightning_3d.planner.memory import stages_in_flight
-from lightning_3d.planner.rank_memory import RankBytes, memory_of_rank
+from lightning_3d.app.planner.advice import job_of
+from lightning_3d.app.planner.block_memory import block_bytes
+from lightning_3d.app.planner.memory import stages_in_flight
+from lightning_3d.app.planner.rank_memory import RankBytes, memory_of_rank
 
 COMMON = ("cluster=h100_1x8", "precision=bf16", "force=true", "data.sequence_length=4096", "data.global_batch_size=16")
 COMMON += ("parallelism.micro_batch_size=1",)
@@ -130,9 +130,9 @@ OTHERS = {
 
 def dry_peaks(cells: dict[str, tuple[tuple[str, ...], int]]) -> dict[str, float]:
     """Bytes of a rank at its peak, by name of (words, index of the rank in its pipeline)."""
-    from lightning_3d.cli.dryrun import job_of
-    from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.runs.check import check_shapes
+    from lightning_3d.app.cli.dryrun import job_of
+    from lightning_3d.app.dryrun.run import dry_run
+    from lightning_3d.app.runs.check import check_shapes
 
     found = {}
     for name, (words, index) in cells.items():

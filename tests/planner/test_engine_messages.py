@@ -26,14 +26,14 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.tensor.collectives import gather_tokens, scatter_tokens
 from lightning_3d.parallel.zero import make_backend
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_costs import _hidden_states, work_of
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.data_traffic import data_traffic
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import ONE, Efficiency, Machine, gather
-from lightning_3d.planner.stack import Overlap
-from lightning_3d.planner.step_time import step_of
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.block_costs import _hidden_states, work_of
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.data_traffic import data_traffic
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import ONE, Efficiency, Machine, gather
+from lightning_3d.app.planner.stack import Overlap
+from lightning_3d.app.planner.step_time import step_of
 
 GATHERS, SUMS = ("all_gather_into_tensor", "broadcast"), ("all_reduce", "reduce", "reduce_scatter_tensor")
 WIDTH, BLOCKS = 64, 4

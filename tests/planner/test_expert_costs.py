@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks.planner_accuracy.software import MEGATRON
 from lightning_3d.layout import Layout
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_costs import Part, nodes_of_a_token, work_of
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Efficiency, Machine, gather
-from lightning_3d.planner.stack import Overlap, Stack
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.block_costs import Part, nodes_of_a_token, work_of
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import Efficiency, Machine, gather
+from lightning_3d.app.planner.stack import Overlap, Stack
 
 MODEL = Architecture.plain(
     layers=2, hidden=1024, heads=8, kv_heads=8, vocab=1000, ffn=512, gated=True, tied=False, experts=16, top_k=4

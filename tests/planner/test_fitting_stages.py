@@ -11,15 +11,15 @@ from lightning_3d import planned
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.given_stages import given_stages
-from lightning_3d.planner.advice import job_of, machine_of
-from lightning_3d.planner.choices import Fixed
-from lightning_3d.planner.fitting_stages import fitting_job, fitting_stages
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import memory_of
-from lightning_3d.planner.search import search
-from lightning_3d.planner.stages import block_work, end_work, stages_of
-from lightning_3d.planner.step_time import step_of
-from lightning_3d.planner.tables import describe
+from lightning_3d.app.planner.advice import job_of, machine_of
+from lightning_3d.app.planner.choices import Fixed
+from lightning_3d.app.planner.fitting_stages import fitting_job, fitting_stages
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.memory import memory_of
+from lightning_3d.app.planner.search import search
+from lightning_3d.app.planner.stages import block_work, end_work, stages_of
+from lightning_3d.app.planner.step_time import step_of
+from lightning_3d.app.planner.tables import describe
 
 GIB = 2**30
 DATA = ("data=tokens", "data.sequence_length=8192", "data.global_batch_size=64")

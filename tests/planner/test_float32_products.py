@@ -8,19 +8,19 @@ import pytest
 import torch
 from made_profile import made
 
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.run_config import CompleteRun, complete_run
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys
+from lightning_3d.app.config.run_config import CompleteRun, complete_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.planner.advice import job_of, machine_of_run
-from lightning_3d.planner.block_costs import _attention
-from lightning_3d.planner.memory import memory_of
-from lightning_3d.planner.search import Candidate
-from lightning_3d.planner.step_time import step_of
-from lightning_3d.planner.tables import share_of_peak, tokens_per_second
-from lightning_3d.planner.utilization import full_speed
-from lightning_3d.training.run import prepare
+from lightning_3d.app.planner.advice import job_of, machine_of_run
+from lightning_3d.app.planner.block_costs import _attention
+from lightning_3d.app.planner.memory import memory_of
+from lightning_3d.app.planner.search import Candidate
+from lightning_3d.app.planner.step_time import step_of
+from lightning_3d.app.planner.tables import share_of_peak, tokens_per_second
+from lightning_3d.app.planner.utilization import full_speed
+from lightning_3d.app.training.run import prepare
 
 RUN = ["model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=8", "data.sequence_length=4096", "trainer.dry=true"]
 SETTING = "trainer.float32_matmul_precision"

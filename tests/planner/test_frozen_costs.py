@@ -11,18 +11,18 @@ import pytest
 from composed_configs import composed, dry
 from ranks import run_ranks
 
-from lightning_3d.config.plan_run import plan_run
+from lightning_3d.app.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError, LayoutError
-from lightning_3d.planner.advice import Advice, job_of
-from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.block_memory import block_bytes
-from lightning_3d.planner.exposed_messages import exposed_in_frozen
-from lightning_3d.planner.frozen import frozen_weights
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import ONE, Efficiency, Machine
-from lightning_3d.planner.memory import memory_of, stages_in_flight
-from lightning_3d.planner.rank_memory import memory_of_rank
-from lightning_3d.planner.stages import Stage, parameters_of
+from lightning_3d.app.planner.advice import Advice, job_of
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.block_memory import block_bytes
+from lightning_3d.app.planner.exposed_messages import exposed_in_frozen
+from lightning_3d.app.planner.frozen import frozen_weights
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import ONE, Efficiency, Machine
+from lightning_3d.app.planner.memory import memory_of, stages_in_flight
+from lightning_3d.app.planner.rank_memory import memory_of_rank
+from lightning_3d.app.planner.stages import Stage, parameters_of
 
 WORDS = ("model=llama3_1_8b", "model.config.num_hidden_layers=2", "data.sequence_length=64", "data.global_batch_size=8")
 WORDS += ("parallelism.micro_batch_size=1", "cluster=h100_1x8", "precision=fp32", "force=true", "trainer.dry=true")
@@ -44,9 +44,9 @@ def job(*words: str) -> Job:
 
 
 def dry_last_rank(*words: str) -> Any:
-    from lightning_3d.cli.dryrun import job_of
-    from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.runs.check import check_shapes
+    from lightning_3d.app.cli.dryrun import job_of
+    from lightning_3d.app.dryrun.run import dry_run
+    from lightning_3d.app.runs.check import check_shapes
 
     config, plan = check_shapes(words)
     teacher = plan.run.objective.teacher_fields(plan.model["config"]["vocab_size"])

@@ -6,9 +6,9 @@ import pytest
 from composed_configs import dry, dry_peak
 from ranks import run_ranks
 
-from lightning_3d.planner.advice import job_of
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import memory_of
+from lightning_3d.app.planner.advice import job_of
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.memory import memory_of
 
 WORDS = ("parallelism=dp4", "model=llama3_1_8b", "cluster=h100_1x8", "data=tokens", "data.sequence_length=16")
 WORDS += ("data.global_batch_size=4", "parallelism.micro_batch_size=1", "cluster.gpus_per_node=4", "precision=bf16")

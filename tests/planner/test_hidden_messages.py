@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import ONE, Efficiency, Machine
-from lightning_3d.planner.stack import Overlap, Stack
-from lightning_3d.planner.step_time import step_of
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import ONE, Efficiency, Machine
+from lightning_3d.app.planner.stack import Overlap, Stack
+from lightning_3d.app.planner.step_time import step_of
 
 HIDDEN, TOKENS, RANKS, BLOCKS = 1024, 4096, 8, 3
 WEIGHTS = 12 * HIDDEN**2

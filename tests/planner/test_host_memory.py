@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_3d.planner.host_memory import available_memory
+from lightning_3d.app.planner.host_memory import available_memory
 
 MEMORY = {"proc/meminfo": "MemTotal:       24000000 kB\nMemAvailable:   20000000 kB\nHugePages_Total:   0\n"}
 

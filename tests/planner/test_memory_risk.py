@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_3d.planner.memory_risk import fit_probability, largest_share
+from lightning_3d.app.planner.memory_risk import fit_probability, largest_share
 
 
 def test_a_prediction_of_the_whole_memory_fits_every_second_time() -> None:

@@ -6,10 +6,10 @@ import pytest
 from composed_configs import dry
 from ranks import run_ranks
 
-from lightning_3d.planner.advice import job_of
-from lightning_3d.planner.block_memory import block_bytes
-from lightning_3d.planner.memory import stages_in_flight
-from lightning_3d.planner.rank_memory import memory_of_rank
+from lightning_3d.app.planner.advice import job_of
+from lightning_3d.app.planner.block_memory import block_bytes
+from lightning_3d.app.planner.memory import stages_in_flight
+from lightning_3d.app.planner.rank_memory import memory_of_rank
 
 WORDS = (
     *("model=deepseek_v3", "cluster=h100_1x8", "data=tokens", "data.sequence_length=4096", "data.global_batch_size=16", "precision=bf16"),
@@ -19,9 +19,9 @@ WORDS = (
 
 
 def dry_bytes(*words: str) -> int:
-    from lightning_3d.cli.dryrun import job_of as job_of_dry_run
-    from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.runs.check import check_shapes
+    from lightning_3d.app.cli.dryrun import job_of as job_of_dry_run
+    from lightning_3d.app.dryrun.run import dry_run
+    from lightning_3d.app.runs.check import check_shapes
 
     config, plan = check_shapes(words)
     first = (plan.layout.pp - 1) * plan.layout.tp * plan.layout.cp  # rank of the last stage

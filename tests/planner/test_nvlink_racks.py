@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys
-from lightning_3d.planner.advice import machine_of
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys
+from lightning_3d.app.planner.advice import machine_of
 
 
 @pytest.mark.parametrize(

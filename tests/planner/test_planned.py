@@ -14,7 +14,7 @@ from lightning_3d import planned
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.training.module import CausalLM
 
 CONFIG = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
 LARGE: dict[str, Any] = {"cluster": "h100_1x8", "sequence_length": 4096, "global_batch_size": 64}
@@ -83,14 +83,14 @@ def test_what_does_not_fit_is_refused_on_the_cpu_unless_forced(monkeypatch: pyte
     parameters = 8 * 8.03  # 10^9 of them, of all ranks
     # each has its weights, its gradients, all reduced ones in one buffer, and an eighth of the moments and of a copy of the weights
     needed = parameters * (4 + 4 + 4) + 8.03 * 12
-    monkeypatch.setattr("lightning_3d.planner.advice.available_memory", lambda: 0.98e9 * needed)
+    monkeypatch.setattr("lightning_3d.app.planner.advice.available_memory", lambda: 0.98e9 * needed)
     with pytest.raises(LayoutError, match=r"dp8 needs about \d+\.\d GiB for its 8 ranks on this machine, but only") as caught:
         planned(CONFIG, **here, zero_stage=1)
     assert float(re.findall(r"([0-9.]+) GiB", str(caught.value))[0]) == pytest.approx(needed * 1e9 / 2**30, rel=0.02)
     assert planned(CONFIG, **here, zero_stage=1, force=True)["layout"] == "dp8"
     advised = re.search(r"zero_stage=(\d)", str(caught.value))
     assert advised and planned(CONFIG, **here, zero_stage=int(advised[1]))["layout"] == "dp8", "what is advised is accepted"
-    monkeypatch.setattr("lightning_3d.planner.advice.available_memory", lambda: 1.02e9 * needed)
+    monkeypatch.setattr("lightning_3d.app.planner.advice.available_memory", lambda: 1.02e9 * needed)
     assert planned(CONFIG, **here, zero_stage=1)["layout"] == "dp8"
 
 

@@ -32,19 +32,19 @@ from lightning_3d.layout import Layout
 from lightning_3d.layout.shard_size import require_possible
 from lightning_3d.models.families import read_spec
 from lightning_3d.models.spec import ModelSpec
-from lightning_3d.planner import constants
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.block_memory import block_activations
-from lightning_3d.planner.choices import Fixed, node_shard_size, schedules, shapes
-from lightning_3d.planner.data_traffic import data_traffic
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import ONE, Group, Machine, gather, group, shard_groups
-from lightning_3d.planner.memory import least_memory, memory_of
-from lightning_3d.planner.search import Candidate, search
-from lightning_3d.planner.stack import Footprint, Overlap, Stack
-from lightning_3d.planner.stages import Stage, parameters_of, shard_ranks, stages_of
-from lightning_3d.planner.step_time import Step, least_seconds, stage_seconds, step_of
+from lightning_3d.app.planner import constants
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.block_memory import block_activations
+from lightning_3d.app.planner.choices import Fixed, node_shard_size, schedules, shapes
+from lightning_3d.app.planner.data_traffic import data_traffic
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import ONE, Group, Machine, gather, group, shard_groups
+from lightning_3d.app.planner.memory import least_memory, memory_of
+from lightning_3d.app.planner.search import Candidate, search
+from lightning_3d.app.planner.stack import Footprint, Overlap, Stack
+from lightning_3d.app.planner.stages import Stage, parameters_of, shard_ranks, stages_of
+from lightning_3d.app.planner.step_time import Step, least_seconds, stage_seconds, step_of
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "conf/model").glob("*.yaml") if path.stem != "pretrained")
 
@@ -706,7 +706,7 @@ def test_virtual_stages_that_make_stages_equal_are_searched() -> None:
 
 
 def test_importing_the_planner_imports_no_torch() -> None:
-    modules = "lightning_3d.cli.plan, lightning_3d.planner.advice, lightning_3d.planner.html_page, benchmarks.planner_accuracy.fit"
+    modules = "lightning_3d.app.cli.plan, lightning_3d.app.planner.advice, lightning_3d.app.planner.html_page, benchmarks.planner_accuracy.fit"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=REPOSITORY).returncode == 0
 

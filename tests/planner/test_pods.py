@@ -8,11 +8,11 @@ from math import prod
 
 import pytest
 
-from lightning_3d.config.cluster import ClusterConfig, Link, PeakFlops
+from lightning_3d.app.config.cluster import ClusterConfig, Link, PeakFlops
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.planner.advice import machine_of
-from lightning_3d.planner.machine import Efficiency, Machine, all_to_all, gather, ring_rate, send
+from lightning_3d.app.planner.advice import machine_of
+from lightning_3d.app.planner.machine import Efficiency, Machine, all_to_all, gather, ring_rate, send
 
 GPUS, POD = 4, 16
 PORT = 1e9

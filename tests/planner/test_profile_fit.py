@@ -11,15 +11,15 @@ from command_line import REPOSITORY
 from made_profile import made
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.constants import OURS, compiled
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.profile_file import Profile, machine_of_profile, read_profile, stack_of_profile
-from lightning_3d.planner.stack import Host, Stack, Traffic
-from lightning_3d.planner.stages import stages_of
-from lightning_3d.planner.step_time import stage_seconds, step_of
-from lightning_3d.profiling.operations import sharded_config
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.constants import OURS, compiled
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.profile_file import Profile, machine_of_profile, read_profile, stack_of_profile
+from lightning_3d.app.planner.stack import Host, Stack, Traffic
+from lightning_3d.app.planner.stages import stages_of
+from lightning_3d.app.planner.step_time import stage_seconds, step_of
+from lightning_3d.app.profiling.operations import sharded_config
 
 CONFIG = yaml.safe_load((REPOSITORY / "conf/model/llama3_1_8b.yaml").read_text())["config"]
 TRUE = Traffic(elementwise=3.0, logit=20.0, between=2.0, sharded=((2, 1.5),))

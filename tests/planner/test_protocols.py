@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.machine import ONE, Efficiency, Group, Machine, all_reduce, all_to_all, gather, reduce_scatter, send
+from lightning_3d.app.planner.machine import ONE, Efficiency, Group, Machine, all_reduce, all_to_all, gather, reduce_scatter, send
 
 MACHINE = Machine("", 128, 8, 80e9, 1e12, 1e14, 1e14, 1e14, 450e9, 50e9, 0.6e-6, 2.7e-6, Efficiency(1.0, 1.0, link=1.0, network=1.0))
 

@@ -3,15 +3,15 @@
 import pytest
 
 from benchmarks import planner_bytes
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.run_config import CompleteRun, complete_run
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys
+from lightning_3d.app.config.run_config import CompleteRun, complete_run
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout.layout import Layout
-from lightning_3d.planner.advice import Advice, faster_chunked, faster_compiled, faster_overlapped, plan
-from lightning_3d.planner.memory import memory_of
-from lightning_3d.planner.memory_risk import largest_share
-from lightning_3d.planner.tables import chunked_line, compiled_line, describe
+from lightning_3d.app.planner.advice import Advice, faster_chunked, faster_compiled, faster_overlapped, plan
+from lightning_3d.app.planner.memory import memory_of
+from lightning_3d.app.planner.memory_risk import largest_share
+from lightning_3d.app.planner.tables import chunked_line, compiled_line, describe
 
 
 @pytest.mark.slow

@@ -15,13 +15,13 @@ from benchmarks.planner_accuracy.software import (
     unseen_software,
 )
 from lightning_3d.layout import Layout
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_costs import message_seconds, work_of
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import ONE, Efficiency, Machine
-from lightning_3d.planner.stack import Stack
-from lightning_3d.planner.step_time import step_of
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.block_costs import message_seconds, work_of
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import ONE, Efficiency, Machine
+from lightning_3d.app.planner.stack import Stack
+from lightning_3d.app.planner.step_time import step_of
 
 MODEL = Architecture.plain(layers=4, hidden=1024, heads=8, kv_heads=8, vocab=1000, ffn=4096, gated=False, tied=False)
 MACHINE = Machine("A100", 4, 4, 80e9, 2e12, 312e12, 312e12, 19e12, 300e9, 25e9, 0.0, 0.0, Efficiency(0.8, 0.5, kernel=0.0), protocols=ONE)

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_3d.layout import Layout
 from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.parallel.blocks.wrap import process_blocks
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Efficiency, Machine
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import Efficiency, Machine
 
 SEQ = 128
 CONFIG = {

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from command_line import run_commands
 
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.run_config import CompleteRun, complete_run
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys
+from lightning_3d.app.config.run_config import CompleteRun, complete_run
 from lightning_3d.errors import ConfigError
-from lightning_3d.planner.scaling import Series, efficiencies, node_counts, scaling, scaling_data, scaling_tables
-from lightning_3d.planner.scaling_figure import scaling_card
-from lightning_3d.planner.tables import tokens_per_second
+from lightning_3d.app.planner.scaling import Series, efficiencies, node_counts, scaling, scaling_data, scaling_tables
+from lightning_3d.app.planner.scaling_figure import scaling_card
+from lightning_3d.app.planner.tables import tokens_per_second
 
 SMALL = ["model=llama3_1_8b", "cluster=h100_2x8", "data.global_batch_size=64", "data.sequence_length=4096"]
 

@@ -16,18 +16,18 @@ from benchmarks.planner_accuracy import software
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
 from lightning_3d.options.blocks import RECOMPUTE
-from lightning_3d.planner import block_costs, rank_memory, search, shared_costs, step_time
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.block_costs import work_of
-from lightning_3d.planner.block_memory import block_bytes
-from lightning_3d.planner.choices import Fixed, degrees, fitting, schedules, shapes, ways
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import Machine
-from lightning_3d.planner.memory import least_bytes, least_memory, memory_of, memory_within
-from lightning_3d.planner.shared_costs import SharedCosts
-from lightning_3d.planner.stages import Stage, parameters_of
-from lightning_3d.planner.step_time import least_seconds, least_span, step_of
+from lightning_3d.app.planner import block_costs, rank_memory, search, shared_costs, step_time
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.block_memory import block_bytes
+from lightning_3d.app.planner.choices import Fixed, degrees, fitting, schedules, shapes, ways
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import Machine
+from lightning_3d.app.planner.memory import least_bytes, least_memory, memory_of, memory_within
+from lightning_3d.app.planner.shared_costs import SharedCosts
+from lightning_3d.app.planner.stages import Stage, parameters_of
+from lightning_3d.app.planner.step_time import least_seconds, least_span, step_of
 
 CASES: dict[str, tuple[str, int, dict[str, Any], float, Fixed]] = {
     "dense": ("llama3_1_8b", 32, {}, 0.07, Fixed()),

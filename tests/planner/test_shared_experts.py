@@ -10,14 +10,14 @@ from ranks import run_ranks
 
 from benchmarks.planner_accuracy.software import Published
 from lightning_3d.layout import Layout
-from lightning_3d.planner.advice import job_of
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.machine import ONE, Efficiency, Machine
-from lightning_3d.planner.memory import memory_of
-from lightning_3d.planner.stages import Stage, parameters_of
-from lightning_3d.planner.step_time import step_of
+from lightning_3d.app.planner.advice import job_of
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.machine import ONE, Efficiency, Machine
+from lightning_3d.app.planner.memory import memory_of
+from lightning_3d.app.planner.stages import Stage, parameters_of
+from lightning_3d.app.planner.step_time import step_of
 
 LINK, NETWORK, OPERATIONS = 450e9, 50e9, 1e15
 MODEL = Architecture.plain(layers=4, hidden=1024, heads=8, kv_heads=8, vocab=8, ffn=2048, gated=False, tied=True, experts=8, top_k=2)

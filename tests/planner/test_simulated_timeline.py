@@ -13,7 +13,7 @@ from reference import Recipe, data
 from torch.utils.data import DataLoader
 
 from lightning_3d.layout.pipeline_orders import training_order
-from lightning_3d.planner.timeline import StageSeconds, play
+from lightning_3d.app.planner.timeline import StageSeconds, play
 
 UNITS = {"forward": 1, "backward": 2, "input gradient": 1, "weight gradient": 1}
 LETTERS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}

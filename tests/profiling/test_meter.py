@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_3d.profiling import operations
+from lightning_3d.app.profiling import operations
 
 
 @pytest.mark.parametrize(("times", "usual"), [([3.0], 3.0), ([1.0, 3.0], 1.0), ([1.0] * 5 + [2.0] * 4 + [100.0], 13 / 9)])

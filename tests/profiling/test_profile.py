@@ -10,19 +10,19 @@ import yaml
 from command_line import REPOSITORY, Result, run_commands
 from made_profile import made
 
-from lightning_3d.config.cluster import ClusterConfig
-from lightning_3d.config.compose import compose
-from lightning_3d.config.plan_run import check_keys
-from lightning_3d.config.run_config import complete_run
+from lightning_3d.app.config.cluster import ClusterConfig
+from lightning_3d.app.config.compose import compose
+from lightning_3d.app.config.plan_run import check_keys
+from lightning_3d.app.config.run_config import complete_run
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.models.families import read_spec
-from lightning_3d.planner.advice import machine_of, measured_otherwise
-from lightning_3d.planner.architecture import Architecture
-from lightning_3d.planner.constants import OURS
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.profile_file import machine_of_profile, read_profile, stack_of_profile
-from lightning_3d.planner.search import search
+from lightning_3d.app.planner.advice import machine_of, measured_otherwise
+from lightning_3d.app.planner.architecture import Architecture
+from lightning_3d.app.planner.constants import OURS
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.profile_file import machine_of_profile, read_profile, stack_of_profile
+from lightning_3d.app.planner.search import search
 
 TINY = [
     "cluster=local_cpu",

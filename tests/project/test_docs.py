@@ -42,11 +42,11 @@ from documented import (
 from hydra import compose, initialize_config_dir
 from ranks import run_ranks
 
-from lightning_3d.cli.launch import run as launch
-from lightning_3d.cli.main import main
-from lightning_3d.cli.verify import split_script
-from lightning_3d.config.files import conf_folder
-from lightning_3d.runs.check import check_for
+from lightning_3d.app.cli.launch import run as launch
+from lightning_3d.app.cli.main import main
+from lightning_3d.app.cli.verify import split_script
+from lightning_3d.app.config.files import conf_folder
+from lightning_3d.app.runs.check import check_for
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 COMMANDS = [command for block in ALL for command in commands(block)]
@@ -138,9 +138,9 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
     if name == "launch":
         assert launch([*here(arguments, folder), *(() if "--dry" in arguments else ("--dry",))]) == 0
     elif name == "verify" and (script := split_script(arguments))[1]:
-        import_module("lightning_3d.cli.verify").COMMAND.parse(script[0])
+        import_module("lightning_3d.app.cli.verify").COMMAND.parse(script[0])
     elif name in ("plan", "profile", "dryrun", "verify"):
-        _, overrides = import_module(f"lightning_3d.cli.{name}").COMMAND.parse(arguments)
+        _, overrides = import_module(f"lightning_3d.app.cli.{name}").COMMAND.parse(arguments)
         if name == "plan":  # which chooses the layout
             size = re.search(r"cluster=\w+_(\d+)x(\d+)", " ".join(overrides))
             ranks = int(size[1]) * int(size[2]) if size else 1

@@ -27,8 +27,8 @@ LIGHTNING_3D = [sys.executable, "-m", "lightning_3d"]
 PLAIN_LIGHTNING = """
 import yaml
 from lightning.pytorch import Trainer
-from lightning_3d.training.module import CausalLM
-from lightning_3d.training.run import make_data
+from lightning_3d.app.training.module import CausalLM
+from lightning_3d.app.training.run import make_data
 config = yaml.safe_load(open("runs/a/config.yaml"))
 trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False, limit_val_batches=0)
 trainer.fit(CausalLM(config["model"], config["optimizer"]), datamodule=make_data(config))

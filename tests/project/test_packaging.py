@@ -234,7 +234,7 @@ import sys
 from hydra.core.plugins import Plugins
 scan = Plugins._scan_all_plugins
 Plugins._scan_all_plugins = staticmethod(lambda modules: scan([m for m in modules if m.__name__ != "hydra_plugins"]))
-from lightning_3d.cli import main
+from lightning_3d.app.cli import main
 sys.exit(main(["train", "recipe=llama_tiny_8xcpu", "cluster=h100_2x4", "parallelism=tp2_pp4", "trainer.dry=true"]))
 """
 
@@ -255,7 +255,7 @@ def test_command_line_works_where_hydra_cannot_discover_plugins(tmp_path: Path) 
 
 
 def test_console_script(wheel: list[str]) -> None:
-    assert PROJECT["scripts"] == {"lightning-3d": "lightning_3d.cli:entry_point"}
+    assert PROJECT["scripts"] == {"lightning-3d": "lightning_3d.app.cli:entry_point"}
     assert any(name.endswith("entry_points.txt") for name in wheel)
 
 

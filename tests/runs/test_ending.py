@@ -12,10 +12,10 @@ from command_line import run_commands
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from quick_runs import FAULTY, QUICK
 
-from lightning_3d.config.override_words import hydra_value, quoted
-from lightning_3d.runs.checkpoints import note_places, run_id
-from lightning_3d.runs.ending import CommandLine, last_lines
-from lightning_3d.runs.status import RunStatus
+from lightning_3d.app.config.override_words import hydra_value, quoted
+from lightning_3d.app.runs.checkpoints import note_places, run_id
+from lightning_3d.app.runs.ending import CommandLine, last_lines
+from lightning_3d.app.runs.status import RunStatus
 
 
 @pytest.mark.parametrize("text", ["/runs/a", "/my runs/it's", r"/back\\slash's", "/a=b,c", "[x]{y}", '/"q"', "/1", "s3://bucket/run", "/ü"])

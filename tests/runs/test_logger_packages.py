@@ -16,8 +16,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import OmegaConf
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.logger_packages import require_loggers
-from lightning_3d.training.run_record import RunRecord
+from lightning_3d.app.runs.logger_packages import require_loggers
+from lightning_3d.app.training.run_record import RunRecord
 
 MODULES = {"aim": "aim", "comet": "comet_ml", "mlflow": "mlflow", "tensorboard": "tensorboard"}
 CLASSES: dict[str, Any] = {"comet": CometLogger, "csv": CSVLogger, "mlflow": MLFlowLogger, "tensorboard": TensorBoardLogger}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_3d.runs.metrics_file import keep_rows, read_rows
+from lightning_3d.app.runs.metrics_file import keep_rows, read_rows
 from lightning_3d.storage.json_file import replace_text
 from lightning_3d.storage.surviving import Surviving
 
@@ -15,7 +15,7 @@ TEXT = "step,loss\n1,5\n2,4\n3,3\n"
 def test_rows_at_the_end_are_cut_off_and_no_other_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "metrics.csv"
     file.write_text(TEXT)
-    monkeypatch.setattr("lightning_3d.runs.metrics_file.replace_text", None)
+    monkeypatch.setattr("lightning_3d.app.runs.metrics_file.replace_text", None)
     keep_rows(file, ("step", "loss"), read_rows(file, last_step=2))
     assert file.read_text() == "step,loss\n1,5\n2,4\n"
 

@@ -20,13 +20,13 @@ from ranks import run_ranks
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.runs.report.run import About, thinned, write_report
-from lightning_3d.runs.report.sweep import write_sweep_report
-from lightning_3d.runs.status import RunStatus
+from lightning_3d.app.runs.report.run import About, thinned, write_report
+from lightning_3d.app.runs.report.sweep import write_sweep_report
+from lightning_3d.app.runs.status import RunStatus
 from lightning_3d.strategy.step.loss_weights import LossWeights, TokenMeanLoss
 from lightning_3d.tracing.chrome import write_timeline
 from lightning_3d.tracing.trace import Event, Memory, RankTrace, StepTrace, work_of
-from lightning_3d.training.timeline import what_is_counted
+from lightning_3d.app.training.timeline import what_is_counted
 
 COLUMNS = "step,loss,grad_norm,lr,tokens,tokens_per_second,step_seconds,val_loss,aux_loss,max_load,dropped,bubble,memory\n"
 ACTIONS = ("forward", "backward", "input gradient", "weight gradient", "reduce")
@@ -183,8 +183,8 @@ def fail(folder: str) -> None:
     from reference import Recipe, data
     from torch.utils.data import DataLoader
 
-    from lightning_3d.training.callbacks import MetricsCSV
-    from lightning_3d.training.timeline import RunReport, Timeline
+    from lightning_3d.app.training.callbacks import MetricsCSV
+    from lightning_3d.app.training.timeline import RunReport, Timeline
 
     class Fails(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:

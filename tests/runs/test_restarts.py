@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.folder import RunFolder
-from lightning_3d.runs.restarts import RESTARTS_FILE, note_restart, read_restarts
-from lightning_3d.runs.status import RunStatus
+from lightning_3d.app.runs.folder import RunFolder
+from lightning_3d.app.runs.restarts import RESTARTS_FILE, note_restart, read_restarts
+from lightning_3d.app.runs.status import RunStatus
 
 
 def attempt(folder: Path, exit_code: int | None, reason: str = "") -> None:
@@ -62,7 +62,7 @@ def test_damaged_notes_are_left_out(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from lightning_3d.runs.folder import RunFolder
+from lightning_3d.app.runs.folder import RunFolder
 RunFolder.claim(Path(sys.argv[1]), numbered=False)
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
@@ -73,7 +73,7 @@ time.sleep(float(sys.argv[2]))
 def test_f54_lock_of_the_earlier_attempt_is_waited_for(
     seconds: float, waits: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_3d.runs.folder.EARLIER_SECONDS", 4.0 if waits else 0.5)
+    monkeypatch.setattr("lightning_3d.app.runs.folder.EARLIER_SECONDS", 4.0 if waits else 0.5)
     folder = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"

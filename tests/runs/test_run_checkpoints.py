@@ -8,7 +8,7 @@ from command_line import run_commands
 from quick_runs import FAULTY, QUICK, losses
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.checkpoints import newest_checkpoint, note_places, own_checkpoints, refuse_others, run_id
+from lightning_3d.app.runs.checkpoints import newest_checkpoint, note_places, own_checkpoints, refuse_others, run_id
 
 
 def save(folder: Path, step: int, run: str = "") -> Path:

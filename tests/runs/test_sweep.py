@@ -22,15 +22,15 @@ from processes import is_running, wait_until
 
 from hydra_plugins.lightning_3d_launcher.launcher import Lightning3DLauncher
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.frozen_config import frozen_text
-from lightning_3d.runs.status import RunStatus, read_status
-from lightning_3d.runs.sweep import local_engine as engine
-from lightning_3d.runs.sweep.folder import SweepFolder
-from lightning_3d.runs.sweep.jobs import Checked, Entry, Job, Skipped
-from lightning_3d.runs.sweep.local_engine import Began, Ended, Event, Going, Interrupted, LocalEngine, interruptible
-from lightning_3d.runs.sweep.results import Outcome, check_metric, read_numbers, reason_in_log
-from lightning_3d.runs.sweep.sweep import Sweep
-from lightning_3d.runs.sweep.table import format_table, swept_keys
+from lightning_3d.app.runs.frozen_config import frozen_text
+from lightning_3d.app.runs.status import RunStatus, read_status
+from lightning_3d.app.runs.sweep import local_engine as engine
+from lightning_3d.app.runs.sweep.folder import SweepFolder
+from lightning_3d.app.runs.sweep.jobs import Checked, Entry, Job, Skipped
+from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Event, Going, Interrupted, LocalEngine, interruptible
+from lightning_3d.app.runs.sweep.results import Outcome, check_metric, read_numbers, reason_in_log
+from lightning_3d.app.runs.sweep.sweep import Sweep
+from lightning_3d.app.runs.sweep.table import format_table, swept_keys
 
 METRICS = "step,loss,grad_norm,lr,tokens,tokens_per_second,step_seconds,val_loss\n"
 

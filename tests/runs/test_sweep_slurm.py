@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.check import Machine, check_for
-from lightning_3d.runs.sweep.jobs import Job
-from lightning_3d.runs.sweep.local_engine import Began, Ended, Interrupted, interruptible
-from lightning_3d.runs.sweep.slurm_engine import SlurmEngine, SlurmResources, run_task
+from lightning_3d.app.runs.check import Machine, check_for
+from lightning_3d.app.runs.sweep.jobs import Job
+from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Interrupted, interruptible
+from lightning_3d.app.runs.sweep.slurm_engine import SlurmEngine, SlurmResources, run_task
 
 pytest.importorskip("submitit")
 
@@ -86,11 +86,11 @@ def test_job_that_is_being_submitted_is_cancelled_too(tmp_path: Path, monkeypatc
 
 def test_task_that_a_signal_ends(tmp_path: Path) -> None:
     """In a process of its own: a task changes how signals are handled."""
-    imports = "from lightning_3d.runs.sweep.slurm_engine import run_task"
+    imports = "from lightning_3d.app.runs.sweep.slurm_engine import run_task"
     code = f"{imports}; print(run_task(['sh', '-c', 'kill -KILL $$'], '{tmp_path}/log', {{}}, None))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "137"
-    assert run_task.__module__ == "lightning_3d.runs.sweep.slurm_engine", "tasks find it by this name"
+    assert run_task.__module__ == "lightning_3d.app.runs.sweep.slurm_engine", "tasks find it by this name"
 
 
 def test_jobs_have_nodes_and_a_task_for_each_rank(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_jobs_are_checked_for_other_machines_than_this() -> None:
-    from lightning_3d.config.compose import compose
+    from lightning_3d.app.config.compose import compose
 
     config = compose(["cluster=h100_2x8", "parallelism=tp8_dp2", "model=llama3_1_8b", "data.global_batch_size=16"])
     assert check_for(config, Machine.COUNTED_NODES).accelerator == "gpu" and config.trainer.dry is False

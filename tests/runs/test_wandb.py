@@ -19,12 +19,12 @@ from quick_runs import QUICK
 from wandb_file import WandbRun, files_of, read
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.planner.utilization import full_speed
-from lightning_3d.runs.wandb_access import check_access, require_host
-from lightning_3d.training.callbacks.metrics_csv import COLUMNS
-from lightning_3d.training.run_record import same_run
-from lightning_3d.training.wandb_logger import WandbLogger
-from lightning_3d.training.wandb_service import answered_within
+from lightning_3d.app.planner.utilization import full_speed
+from lightning_3d.app.runs.wandb_access import check_access, require_host
+from lightning_3d.app.training.callbacks.metrics_csv import COLUMNS
+from lightning_3d.app.training.run_record import same_run
+from lightning_3d.app.training.wandb_logger import WandbLogger
+from lightning_3d.app.training.wandb_service import answered_within
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -218,8 +218,8 @@ def test_full_speed_is_that_of_all_ranks() -> None:
 LOST = """
 import signal, sys, warnings
 import psutil
-from lightning_3d.training import wandb_logger
-from lightning_3d.training.wandb_logger import WandbLogger
+from lightning_3d.app.training import wandb_logger
+from lightning_3d.app.training.wandb_logger import WandbLogger
 wandb_logger.ANSWER_SECONDS = 2.0
 logger = WandbLogger(offline=True, save_dir=sys.argv[1], settings={"finish_timeout": 1.0})
 logger.log_metrics({"a": 1.0}, step=1)
@@ -309,8 +309,8 @@ from lightning.pytorch.loggers import WandbLogger as Lightnings
 from torch.utils.data import DataLoader
 from own_trainer import CountingText, LanguageModel
 from lightning_3d import Lightning3DStrategy
-from lightning_3d.training.callbacks import MetricsCSV
-from lightning_3d.training.wandb_logger import WandbLogger
+from lightning_3d.app.training.callbacks import MetricsCSV
+from lightning_3d.app.training.wandb_logger import WandbLogger
 kind = WandbLogger if sys.argv[1] == "ours" else Lightnings
 class Fails(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, index):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import selftest_faults
 
-from lightning_3d.cli import selftest as command
-from lightning_3d.cli.main import main
-from lightning_3d.selftest import report, session, workers
-from lightning_3d.selftest.cells import Cell, all_cells, chosen
-from lightning_3d.selftest.judge import EXACT, FAILED, HANGS, NOT_REACHED, SKIPPED, WRONG, Verdict, judge
+from lightning_3d.app.cli import selftest as command
+from lightning_3d.app.cli.main import main
+from lightning_3d.app.selftest import report, session, workers
+from lightning_3d.app.selftest.cells import Cell, all_cells, chosen
+from lightning_3d.app.selftest.judge import EXACT, FAILED, HANGS, NOT_REACHED, SKIPPED, WRONG, Verdict, judge
 
 DP = Cell("dp", "data parallel", "dp2")
 TP = Cell("tp", "tensor parallel", "tp2")

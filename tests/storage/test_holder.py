@@ -14,18 +14,18 @@ import pytest
 from command_line import environment
 
 from lightning_3d.errors import CheckpointError, ConfigError
-from lightning_3d.runs.folder import RunFolder, in_progress
-from lightning_3d.runs.status import FAILED, FINISHED, RUNNING, RunStatus
-from lightning_3d.runs.sweep.folder import SweepFolder
+from lightning_3d.app.runs.folder import RunFolder, in_progress
+from lightning_3d.app.runs.status import FAILED, FINISHED, RUNNING, RunStatus
+from lightning_3d.app.runs.sweep.folder import SweepFolder
 from lightning_3d.storage.holder import Holder, moment
 from lightning_3d.storage.lock import FileLock, FolderLock, is_held
 
 WORKS = """
 import sys, time
 from pathlib import Path
-from lightning_3d.runs.folder import RunFolder
-from lightning_3d.runs.status import RunStatus
-from lightning_3d.runs.sweep.folder import SweepFolder
+from lightning_3d.app.runs.folder import RunFolder
+from lightning_3d.app.runs.status import RunStatus
+from lightning_3d.app.runs.sweep.folder import SweepFolder
 from lightning_3d.storage.lock import FolderLock
 path = Path(sys.argv[1])
 folder = RunFolder.claim(path / "run", numbered=False)
@@ -64,7 +64,7 @@ def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: py
         with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}hydra.run.dir to another folder"):
             RunFolder.claim(run, numbered=False)
         refusal(run)
-        monkeypatch.setattr("lightning_3d.runs.folder.EARLIER_SECONDS", 0.1)
+        monkeypatch.setattr("lightning_3d.app.runs.folder.EARLIER_SECONDS", 0.1)
         with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}another folder"):
             RunFolder.reopen(run, {})
         with pytest.raises(ConfigError, match=rf"already holds a run \(status: running; {since}\)"):

@@ -10,9 +10,9 @@ import pytest
 
 from lightning_3d.errors import CheckpointError, Lightning3DError
 from lightning_3d.models.safetensors_folder import read_config, read_header
-from lightning_3d.runs.frozen_config import read_frozen
+from lightning_3d.app.runs.frozen_config import read_frozen
 from lightning_3d.storage.json_file import parse_json, read_text
-from lightning_3d.training.data.token_file import read_index
+from lightning_3d.app.training.data.token_file import read_index
 
 READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (read_text, "file.json"),

@@ -16,7 +16,7 @@ import pytest
 from lightning_3d.errors import DataError, UnreachableData
 from lightning_3d.storage.piece_cache import CachedFile, PieceCache, fetch_together
 from lightning_3d.storage.steady_path import SteadyPath
-from lightning_3d.training.data.file_check import check_files
+from lightning_3d.app.training.data.file_check import check_files
 
 PIECE = 2**16
 CONTENTS = np.random.default_rng(0).bytes(8 * PIECE)

@@ -17,7 +17,7 @@ from saving import check_checkpoints
 from sweeps import by_default
 from torch import Tensor
 
-from lightning_3d.config.run_config import TrainerConfig
+from lightning_3d.app.config.run_config import TrainerConfig
 from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.layout import Layout
 from lightning_3d.options.nonfinite import check_nonfinite

@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_3d.training.callbacks import ProgressBar
-from lightning_3d.training.data.packing import Tokens
-from lightning_3d.training.data.python_stdlib import PythonStdlib
+from lightning_3d.app.training.callbacks import ProgressBar
+from lightning_3d.app.training.data.packing import Tokens
+from lightning_3d.app.training.data.python_stdlib import PythonStdlib
 
 MODEL = {
     "name": "smallest",

@@ -90,7 +90,7 @@ def run_here(lines: list[list[str]], more: Mapping[str, str] = MappingProxyType(
 
 
 def _run(arguments: list[str]) -> Result:
-    from lightning_3d.cli import main
+    from lightning_3d.app.cli import main
 
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as captured:
         kept = os.dup(1), os.dup(2)

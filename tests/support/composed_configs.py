@@ -7,9 +7,9 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_3d.config.files import conf_folder, recipes_folder
-from lightning_3d.config.plan_run import RunPlan, plan_run
-from lightning_3d.planner.advice import Advice
+from lightning_3d.app.config.files import conf_folder, recipes_folder
+from lightning_3d.app.config.plan_run import RunPlan, plan_run
+from lightning_3d.app.planner.advice import Advice
 
 
 def composed(*overrides: str, folder: Path | None = None, with_hydra: bool = False) -> DictConfig:
@@ -33,9 +33,9 @@ def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
 
 def dry_peak(*words: str) -> Counter[str]:
     """Bytes by category of rank 0 of a dry run at its peak."""
-    from lightning_3d.cli.dryrun import job_of
-    from lightning_3d.dryrun.run import dry_run
-    from lightning_3d.runs.check import check_shapes
+    from lightning_3d.app.cli.dryrun import job_of
+    from lightning_3d.app.dryrun.run import dry_run
+    from lightning_3d.app.runs.check import check_shapes
 
     config, plan = check_shapes(words)
     return dry_run(job_of(config, plan), 0).usage.peak

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.file_check import check_files
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.file_check import check_files
 
 
 def trainer_of(replicas: int, rank: int) -> Any:

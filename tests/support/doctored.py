@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.config.cluster import ClusterConfig, Link, PeakFlops
-from lightning_3d.doctor.check import Check, Gathered, Setup
-from lightning_3d.doctor.findings import Finding, Place, Places
+from lightning_3d.app.config.cluster import ClusterConfig, Link, PeakFlops
+from lightning_3d.app.doctor.check import Check, Gathered, Setup
+from lightning_3d.app.doctor.findings import Finding, Place, Places
 from lightning_3d.layout.layout import Layout
 
 H100 = ClusterConfig(

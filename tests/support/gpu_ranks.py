@@ -1,4 +1,4 @@
-"""Functions on ranks that use real GPUs. With more ranks than GPUs they share them, see `lightning_3d.selftest.workers`."""
+"""Functions on ranks that use real GPUs. With more ranks than GPUs they share them, see `lightning_3d.app.selftest.workers`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import reference
 from parity import ACCELERATOR, Cell, Part
 from reference import Noise, Recipe, Run
 
-from lightning_3d.config.machine import visible_gpus
-from lightning_3d.selftest.workers import Workers
+from lightning_3d.app.config.machine import visible_gpus
+from lightning_3d.app.selftest.workers import Workers
 
 _pools: dict[int, Workers] = {}
 _SIZES = (4, 8)

@@ -15,7 +15,7 @@ from parity import Cell
 from saving import check_checkpoints, check_values, fit, read_values, undisturbed
 from starts import Ended, start
 
-from lightning_3d.runs.folder import newest_checkpoint
+from lightning_3d.app.runs.folder import newest_checkpoint
 
 EVERY = 2
 """Steps from one save to the next."""

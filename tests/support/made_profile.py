@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from command_line import REPOSITORY
 
-from lightning_3d.planner.profile_file import FORMAT
+from lightning_3d.app.planner.profile_file import FORMAT
 
 
 def made(factor: Callable[[dict[str, Any]], float] = lambda one: 1.0, **more: Any) -> dict[str, Any]:

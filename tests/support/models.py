@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from lightning_3d.config.files import conf_folder
+from lightning_3d.app.config.files import conf_folder
 
 SEQUENCE = 16
 IGNORE = -100
@@ -191,7 +191,7 @@ def build_from_conf(name: str, layers: int) -> nn.Module:
     """A model of `conf/model`, as `build`."""
     from transformers import AutoModelForCausalLM
 
-    from lightning_3d.training.module import transformers_config
+    from lightning_3d.app.training.module import transformers_config
 
     entry = conf(name)
     config = transformers_config(entry["config"] | {"pad_token_id": None, "use_cache": False})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3ForCausalLM, DeepseekV3RMSNorm
 
-from lightning_3d.training.module import CausalLM, transformers_config
+from lightning_3d.app.training.module import CausalLM, transformers_config
 
 LAYERS, DEPTHS, WEIGHT, VOCABULARY, SEQUENCE = 4, 2, 0.4, 61, 12
 FIELDS: dict[str, Any] = {

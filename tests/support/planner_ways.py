@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_3d.planner.choices import Fixed, fitting, more_recomputed, ways
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.rank_memory import Memory
+from lightning_3d.app.planner.choices import Fixed, fitting, more_recomputed, ways
+from lightning_3d.app.planner.job import Job
+from lightning_3d.app.planner.rank_memory import Memory
 
 
 def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from faulty_scripts import UNPROVED, UNWATCHED_HOOKS, UNWATCHED_READS
 
-from lightning_3d.verification.advice import BEGINNING, GRADIENTS, PARTS, READING, ROWS, TOGETHER, VALUES, WRITTEN
+from lightning_3d.app.verification.advice import BEGINNING, GRADIENTS, PARTS, READING, ROWS, TOGETHER, VALUES, WRITTEN
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_3d.parallel import gloo_exchange
-from lightning_3d.selftest import rank
+from lightning_3d.app.selftest import rank
 
 
 def enlarge_sums() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_3d.training.data.shard_manifest import Manifest, TokenizerIdentity
-from lightning_3d.training.data.tokenization.encoding import Encoded
-from lightning_3d.training.data.tokenization.shard_writer import Place, ShardWriter
+from lightning_3d.app.training.data.shard_manifest import Manifest, TokenizerIdentity
+from lightning_3d.app.training.data.tokenization.encoding import Encoded
+from lightning_3d.app.training.data.tokenization.shard_writer import Place, ShardWriter
 
 DOCUMENT = 1000
 WORDS = TokenizerIdentity("words", 3000, 0, "a" * 64, "b" * 64)

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_3d.layout import Layout
 from lightning_3d.tracing.trace import StepTrace
-from lightning_3d.training.callbacks import MetricsCSV
-from lightning_3d.training.timeline import RunReport, Timeline
+from lightning_3d.app.training.callbacks import MetricsCSV
+from lightning_3d.app.training.timeline import RunReport, Timeline
 
 Part = tuple[list[StepTrace | None], int, dict[int, dict[str, float]]]
 """Of one rank: what each step came to, bytes of its parameters, and what its logger was told by step."""

@@ -14,8 +14,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.parallel import host_channel
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.tracing.trace import StepTrace
-from lightning_3d.training.callbacks import MetricsCSV
-from lightning_3d.training.timeline import RunReport, Timeline
+from lightning_3d.app.training.callbacks import MetricsCSV
+from lightning_3d.app.training.timeline import RunReport, Timeline
 
 STEPS = 3
 

@@ -22,7 +22,7 @@ from planted_scripts import PLANTED, Planted
 from lightning_3d.layout.layout import Layout
 from lightning_3d.ranks.role import RANKS, Role
 from lightning_3d.strategy.recorded.script import play_role
-from lightning_3d.verification import two_runs
+from lightning_3d.app.verification import two_runs
 
 
 class Forks:

@@ -7,8 +7,8 @@ import pytest
 from conversations import TEMPLATE, a_tokenizer, write
 
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.best_fit import best_fit, first_fit
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.best_fit import best_fit, first_fit
 
 LENGTH = 64
 

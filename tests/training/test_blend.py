@@ -18,19 +18,19 @@ from data_modules import trainer_of
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_3d.config.blend_sources import LONGEST_CYCLE, read_sources, whole_shares
+from lightning_3d.app.config.blend_sources import LONGEST_CYCLE, read_sources, whole_shares
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.layout.batch_ramp import BatchRamp
-from lightning_3d.runs.check import check_shapes
-from lightning_3d.runs.metrics_file import read_rows
-from lightning_3d.training.callbacks import MetricsCSV
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.blend_sources import ENDLESS, BlendPlan
-from lightning_3d.training.data.file_check import check_files
-from lightning_3d.training.data.indexed_file import pack_index
-from lightning_3d.training.data.interleaving import Interleaving
-from lightning_3d.training.data.token_file import write_tokens
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.runs.check import check_shapes
+from lightning_3d.app.runs.metrics_file import read_rows
+from lightning_3d.app.training.callbacks import MetricsCSV
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.blend_sources import ENDLESS, BlendPlan
+from lightning_3d.app.training.data.file_check import check_files
+from lightning_3d.app.training.data.indexed_file import pack_index
+from lightning_3d.app.training.data.interleaving import Interleaving
+from lightning_3d.app.training.data.token_file import write_tokens
+from lightning_3d.app.training.module import CausalLM
 
 LENGTH = 4
 SAMPLES = {"web": 50, "code": 21, "math": 13}

@@ -16,17 +16,17 @@ import pytest
 from data_modules import trainer_of
 
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.training.data import corpus as corpora
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.concatenation import Concatenation, TokenPart
-from lightning_3d.training.data.corpus import find_corpus
-from lightning_3d.training.data.file_check import check_files
-from lightning_3d.training.data.indexed_file import pack_index
-from lightning_3d.training.data.shard_manifest import Manifest, TokenizerIdentity
-from lightning_3d.training.data.token_file import write_tokens
-from lightning_3d.training.data.tokenization.encoding import Encoded
-from lightning_3d.training.data.tokenization.shard_writer import Place, ShardWriter
-from lightning_3d.training.data.tokens import TokenFiles
+from lightning_3d.app.training.data import corpus as corpora
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.concatenation import Concatenation, TokenPart
+from lightning_3d.app.training.data.corpus import find_corpus
+from lightning_3d.app.training.data.file_check import check_files
+from lightning_3d.app.training.data.indexed_file import pack_index
+from lightning_3d.app.training.data.shard_manifest import Manifest, TokenizerIdentity
+from lightning_3d.app.training.data.token_file import write_tokens
+from lightning_3d.app.training.data.tokenization.encoding import Encoded
+from lightning_3d.app.training.data.tokenization.shard_writer import Place, ShardWriter
+from lightning_3d.app.training.data.tokens import TokenFiles
 
 END = 0
 WORDS = TokenizerIdentity("words", 3000, END, "a" * 64, "b" * 64)
@@ -268,7 +268,7 @@ def test_files_of_different_tokenizers_are_refused(tmp_path: Path, monkeypatch: 
     class Loaded:
         identity = WORDS
 
-    monkeypatch.setattr("lightning_3d.training.data.tokenization.encoding.load_tokenizer", lambda name: Loaded)
+    monkeypatch.setattr("lightning_3d.app.training.data.tokenization.encoding.load_tokenizer", lambda name: Loaded)
     check_files({"name": "tokens", "train_path": str(first), "tokenizer": "words"})
     with pytest.raises(DataError, match="is of another tokenizer than data.tokenizer: bytes"):
         check_files({"name": "tokens", "train_path": str(other), "tokenizer": "words"})

@@ -11,18 +11,18 @@ import torch
 import yaml
 from data_modules import trainer_of
 
-from lightning_3d.config.files import conf_folder
+from lightning_3d.app.config.files import conf_folder
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.training.data import DATA_MODULES, _parameters, make_data_module
-from lightning_3d.training.data.base import KEYED, LISTED, PackedDataModule
-from lightning_3d.training.data.byte_tokens import SEPARATOR, VOCAB_SIZE
-from lightning_3d.training.data.documents import IGNORE_INDEX
-from lightning_3d.training.data.entropy import entropy
-from lightning_3d.training.data.huggingface import HuggingFaceText
-from lightning_3d.training.data.packing import PackedDataset, Tokens, join_documents, spread
-from lightning_3d.training.data.python_stdlib import PythonStdlib, is_held_out, source_files
-from lightning_3d.training.data.token_file import open_tokens, write_tokens
-from lightning_3d.training.data.tokens import TokenFiles
+from lightning_3d.app.training.data import DATA_MODULES, _parameters, make_data_module
+from lightning_3d.app.training.data.base import KEYED, LISTED, PackedDataModule
+from lightning_3d.app.training.data.byte_tokens import SEPARATOR, VOCAB_SIZE
+from lightning_3d.app.training.data.documents import IGNORE_INDEX
+from lightning_3d.app.training.data.entropy import entropy
+from lightning_3d.app.training.data.huggingface import HuggingFaceText
+from lightning_3d.app.training.data.packing import PackedDataset, Tokens, join_documents, spread
+from lightning_3d.app.training.data.python_stdlib import PythonStdlib, is_held_out, source_files
+from lightning_3d.app.training.data.token_file import open_tokens, write_tokens
+from lightning_3d.app.training.data.tokens import TokenFiles
 
 
 class Counting(PackedDataModule):
@@ -181,7 +181,7 @@ def test_bigram_entropy_is_the_conditional_one(largest: int) -> None:
 def test_entropy_does_not_depend_on_how_the_text_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(0).integers(0, 50, 5000).astype(np.uint16)
     whole = entropy(tokens)
-    monkeypatch.setattr("lightning_3d.training.data.entropy._CHUNK", 17)
+    monkeypatch.setattr("lightning_3d.app.training.data.entropy._CHUNK", 17)
     assert entropy(tokens) == whole
 
 
@@ -309,7 +309,7 @@ def test_f24_the_position_is_that_in_the_file(tmp_path: Path, monkeypatch: pytes
     values = np.arange(100, dtype=np.uint32) % 7
     values[95] = 80_000
     write_tokens(tmp_path / "corpus.bin", values, vocab_size=90_000)
-    monkeypatch.setattr("lightning_3d.training.data.packing._CHUNK", 10)
+    monkeypatch.setattr("lightning_3d.app.training.data.packing._CHUNK", 10)
     data = TokenFiles(
         train_path=tmp_path / "corpus.bin", sequence_length=8, global_batch_size=2, val_fraction=0.2, vocab_size=7
     )
@@ -318,7 +318,7 @@ def test_f24_the_position_is_that_in_the_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_3d.training.data.base.FULL_SCAN", 0)
+    monkeypatch.setattr("lightning_3d.app.training.data.base.FULL_SCAN", 0)
     data = Counting(vocab_size=500)
     data.setup("fit")
     assert data.train_set is not None

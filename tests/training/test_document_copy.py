@@ -14,9 +14,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MistralForCausalL
 from lightning_3d.compat.transformers_masks import give_positions_to_masks
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.context.few_rows import FewRows
-from lightning_3d.training.document_copy import trial_copy
-from lightning_3d.training.document_trial import require_separate_documents
-from lightning_3d.training.token_lengths import is_length, shorten
+from lightning_3d.app.training.document_copy import trial_copy
+from lightning_3d.app.training.document_trial import require_separate_documents
+from lightning_3d.app.training.token_lengths import is_length, shorten
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

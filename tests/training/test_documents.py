@@ -26,19 +26,19 @@ from transformers.models.mistral import modeling_mistral
 
 from lightning_3d.compat.transformers_flash import document_lengths
 from lightning_3d.compat.transformers_masks import give_positions_to_masks
-from lightning_3d.config.plan_run import plan_run
+from lightning_3d.app.config.plan_run import plan_run
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.layout import Layout
 from lightning_3d.models.document_limits import check_documents
 from lightning_3d.strategy.step.known_values import KnownValues
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.documents import begins_after, restarting_positions
-from lightning_3d.training.data.file_check import check_files
-from lightning_3d.training.data.packing import PackedDataset, Tokens
-from lightning_3d.training.data.token_file import write_tokens
-from lightning_3d.training.document_inputs import inputs_of
-from lightning_3d.training.document_trial import require_separate_documents
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.documents import begins_after, restarting_positions
+from lightning_3d.app.training.data.file_check import check_files
+from lightning_3d.app.training.data.packing import PackedDataset, Tokens
+from lightning_3d.app.training.data.token_file import write_tokens
+from lightning_3d.app.training.document_inputs import inputs_of
+from lightning_3d.app.training.document_trial import require_separate_documents
+from lightning_3d.app.training.module import CausalLM
 
 LENGTH, END = models.SEQUENCE, 2
 

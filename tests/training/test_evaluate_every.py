@@ -15,11 +15,11 @@ from quick_runs import QUICK
 from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.check import check_shapes
-from lightning_3d.runs.metrics_file import read_rows
-from lightning_3d.training.callbacks.evaluate_every import EvaluateEvery
-from lightning_3d.training.data.base import PackedDataModule
-from lightning_3d.training.data.packing import Tokens
+from lightning_3d.app.runs.check import check_shapes
+from lightning_3d.app.runs.metrics_file import read_rows
+from lightning_3d.app.training.callbacks.evaluate_every import EvaluateEvery
+from lightning_3d.app.training.data.base import PackedDataModule
+from lightning_3d.app.training.data.packing import Tokens
 
 LENGTH, ROWS = 2, 44
 RAMP = {"from": 2, "step": 2, "tokens": 60 * LENGTH}

@@ -9,9 +9,9 @@ import torch
 from conversations import TEMPLATE, WORDS, a_tokenizer, write
 
 from lightning_3d.errors import DataError
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.instructions import Instructions, encode, marked
-from lightning_3d.training.data.padded import TARGET, pack
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.instructions import Instructions, encode, marked
+from lightning_3d.app.training.data.padded import TARGET, pack
 
 # As some that leave out the reasoning of earlier turns.
 REWRITING = "{% for m in messages %}{{ m.role + ' : ' + (m.content if loop.last else 'w0') + ' [end] ' }}{% endfor %}"

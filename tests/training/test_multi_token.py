@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from lightning_3d import Lightning3DStrategy
-from lightning_3d.cli.export import run as export_command
+from lightning_3d.app.cli.export import run as export_command
 from lightning_3d.compat import torch as torch_compat
 from lightning_3d.errors import PlanError
 from lightning_3d.models.multi_token import MultiTokenLM, following
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.context.following import TokensOfOthers
-from lightning_3d.runs.metrics_file import read_rows
-from lightning_3d.training.callbacks import MetricsCSV
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.runs.metrics_file import read_rows
+from lightning_3d.app.training.callbacks import MetricsCSV
+from lightning_3d.app.training.module import CausalLM
 
 LIMITS = {"float64": 1e-12, "float32": 1e-6}
 OF_WEIGHTS = {"float64": 1e-12, "float32": 5e-5}

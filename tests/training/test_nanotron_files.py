@@ -15,9 +15,9 @@ import pytest
 from data_modules import trainer_of
 
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.corpus import find_corpus
-from lightning_3d.training.data.file_check import check_files
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.corpus import find_corpus
+from lightning_3d.app.training.data.file_check import check_files
 
 LENGTH = 16
 DOCUMENTS = {"00000_00000_shuffled.ds": [3, 40, 1, 17, 60, 2], "00000_00001_shuffled.ds": [30, 5, 44, 8, 90, 12]}

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.training.module import CausalLM
 
 STEPS = 4
 EPS = 1e-8

@@ -14,17 +14,17 @@ from alphabet_fits import MODEL, OPTIMIZER
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 
-from lightning_3d.config.files import conf_folder
-from lightning_3d.config.optimizer import check_optimizer, check_sharding
-from lightning_3d.config.parameter_groups import matches, matching, nearest, read_groups
+from lightning_3d.app.config.files import conf_folder
+from lightning_3d.app.config.optimizer import check_optimizer, check_sharding
+from lightning_3d.app.config.parameter_groups import matches, matching, nearest, read_groups
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.options.optimizer import ELEMENTWISE
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.training.module import CausalLM
-from lightning_3d.training.optimizers import decay_of, make_optimizer
-from lightning_3d.training.parameter_groups import NamedGroup
-from lightning_3d.training.schedules import lr_factor, make_scheduler
+from lightning_3d.app.training.module import CausalLM
+from lightning_3d.app.training.optimizers import decay_of, make_optimizer
+from lightning_3d.app.training.parameter_groups import NamedGroup
+from lightning_3d.app.training.schedules import lr_factor, make_scheduler
 
 # Schedules
 
@@ -266,7 +266,7 @@ def test_parameters_that_are_in_no_group() -> None:
 
 
 def test_the_schedule_of_cpu_adamw_is_tried_without_compiling_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_3d.training.optimizers.import_deepspeed", lambda device: pytest.fail("compiles"))
+    monkeypatch.setattr("lightning_3d.app.training.optimizers.import_deepspeed", lambda device: pytest.fail("compiles"))
     CausalLM(MODEL, {**OPTIMIZER, "name": "cpu_adamw", "scheduler": {"_target_": f"{SCHEDULES}.ExponentialLR", "gamma": 0.9}})
 
 

@@ -15,8 +15,8 @@ from data_modules import trainer_of
 from quick_runs import QUICK, losses
 
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.padded import split_documents
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.padded import split_documents
 
 LENGTH, END, WORDS = 32, 0, 50
 IGNORED = -100
@@ -178,7 +178,7 @@ def test_the_token_file_is_shared_and_samples_are_packed_once(tokenizer: str, tm
     module(path, tokenizer, packing=None)
     module(path, tokenizer, sequence_length=2 * LENGTH)
     assert len(list((tmp_path / "cache").glob("*.bin"))) == 5
-    monkeypatch.setattr("lightning_3d.training.data.huggingface.pack", lambda *_: pytest.fail("packed again"))
+    monkeypatch.setattr("lightning_3d.app.training.data.huggingface.pack", lambda *_: pytest.fail("packed again"))
     again = module(path, tokenizer)
     assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(first.train_set, again.train_set, strict=True))
 

@@ -12,10 +12,10 @@ from alphabet_fits import MODEL, OPTIMIZER, alphabet, trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_3d import PeriodicCheckpoint
-from lightning_3d.config.save_interval import best_interval
-from lightning_3d.training.callbacks.periodic_checkpoint import interval
-from lightning_3d.training.callbacks.save_times import SaveTimes
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.config.save_interval import best_interval
+from lightning_3d.app.training.callbacks.periodic_checkpoint import interval
+from lightning_3d.app.training.callbacks.save_times import SaveTimes
+from lightning_3d.app.training.module import CausalLM
 
 
 @pytest.mark.parametrize(("steps", "every"), [(8, 50), (200, 50), (501, 51), (5000, 500), (10**6, 1000), (None, 1000)])
@@ -75,7 +75,7 @@ def test_the_interval_follows_from_measured_times(tmp_path: Path, monkeypatch: p
         seen.append((trainer.global_step, present))
         return 5
 
-    monkeypatch.setattr("lightning_3d.training.callbacks.periodic_checkpoint.LEAST_STEPS", 2)
+    monkeypatch.setattr("lightning_3d.app.training.callbacks.periodic_checkpoint.LEAST_STEPS", 2)
     monkeypatch.setattr(SaveTimes, "choose", choose)
     saver = PeriodicCheckpoint(tmp_path / "checkpoints", every_n_train_steps="auto", save_top_k=-1)
     assert fit(tmp_path, saver, max_steps=12) == ["step_10.ckpt", "step_12.ckpt", "step_2.ckpt", "step_5.ckpt"]

@@ -9,7 +9,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from lightning_3d.training.data.permutation import Permutation
+from lightning_3d.app.training.data.permutation import Permutation
 
 
 def reference(size: int, *key: int) -> list[int]:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_3d.cli import main
+from lightning_3d.app.cli import main
 from lightning_3d.errors import DataError
 from lightning_3d.storage.lock import FileLock
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.python_stdlib import PythonStdlib, is_held_out, source_files
-from lightning_3d.training.data.python_tokens import PythonTokens
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.python_stdlib import PythonStdlib, is_held_out, source_files
+from lightning_3d.app.training.data.python_tokens import PythonTokens
 
 SIZES = {"sequence_length": 16, "global_batch_size": 4, "vocab_size": 257, "val_fraction": 0.3}
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_tokenized_is_refused(root: Path, tmp_path: Path) -> None
 
 
 def test_the_option_keeps_documents_apart() -> None:
-    from lightning_3d.config.keys import data_options
+    from lightning_3d.app.config.keys import data_options
 
     options = data_options("python_tokens")
     assert options["document_mask"] is True

@@ -21,10 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d.errors import ConfigError, DataError, LayoutError
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
-from lightning_3d.runs.check import check_shapes
-from lightning_3d.training.data.base import PackedDataModule
-from lightning_3d.training.data.packing import Tokens
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.runs.check import check_shapes
+from lightning_3d.app.training.data.base import PackedDataModule
+from lightning_3d.app.training.data.packing import Tokens
+from lightning_3d.app.training.module import CausalLM
 from lightning_3d.weights.initialize import initialize
 
 LENGTH = 8

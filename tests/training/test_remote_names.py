@@ -20,14 +20,14 @@ from fsspec.spec import AbstractFileSystem
 from quick_runs import QUICK
 from token_shards import write_shards
 
-from lightning_3d.config.blend_sources import read_sources
-from lightning_3d.config.data_urls import check_data_urls
+from lightning_3d.app.config.blend_sources import read_sources
+from lightning_3d.app.config.data_urls import check_data_urls
 from lightning_3d.errors import ConfigError, DataError, UnreachableData
 from lightning_3d.storage.steady_path import SteadyPath
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.corpus import find_at_url, find_corpus
-from lightning_3d.training.data.file_check import check_files
-from lightning_3d.training.data.indexed_file import pack_index
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.corpus import find_at_url, find_corpus
+from lightning_3d.app.training.data.file_check import check_files
+from lightning_3d.app.training.data.indexed_file import pack_index
 
 LENGTH, TOKENS, VOCABULARY = 1024, 400_000, 3000
 LIMIT = 2**20

@@ -20,16 +20,16 @@ from piece_reader import read_all
 from quick_runs import QUICK, losses
 from token_shards import write_shards
 
-from lightning_3d.config.data_urls import check_data_urls, data_cache
+from lightning_3d.app.config.data_urls import check_data_urls, data_cache
 from lightning_3d.errors import ConfigError, DataError, UnreachableData
 from lightning_3d.storage import steady_path
 from lightning_3d.storage.piece_cache import CachedFile, PieceCache
 from lightning_3d.storage.steady_path import SteadyPath, without_secrets
-from lightning_3d.training.data import make_data_module
-from lightning_3d.training.data.file_check import check_files
-from lightning_3d.training.data.indexed_file import pack_index
-from lightning_3d.training.data.shard_manifest import TokenizerIdentity
-from lightning_3d.training.data.tokens import TokenFiles
+from lightning_3d.app.training.data import make_data_module
+from lightning_3d.app.training.data.file_check import check_files
+from lightning_3d.app.training.data.indexed_file import pack_index
+from lightning_3d.app.training.data.shard_manifest import TokenizerIdentity
+from lightning_3d.app.training.data.tokens import TokenFiles
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

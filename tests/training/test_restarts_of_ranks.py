@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.runs.folder import RunFolder
-from lightning_3d.runs.restarts import read_restarts
-from lightning_3d.runs.status import RUNNING, RunStatus, read_status
-from lightning_3d.training import job
+from lightning_3d.app.runs.folder import RunFolder
+from lightning_3d.app.runs.restarts import read_restarts
+from lightning_3d.app.runs.status import RUNNING, RunStatus, read_status
+from lightning_3d.app.training import job
 
 Attempts = Callable[..., tuple[tuple[int, str], list[str | None]]]
 
@@ -20,8 +20,8 @@ Attempts = Callable[..., tuple[tuple[int, str], list[str | None]]]
 @pytest.fixture
 def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempts:
     """Run attempts that end with given exit codes, with a checkpoint after each that is named. Returns the end, and what each resumed."""
-    monkeypatch.setattr("lightning_3d.runs.folder.newest_checkpoint", lambda path: next(newest, None))
-    monkeypatch.setattr("lightning_3d.runs.folder.steps_of", lambda checkpoint: int(checkpoint.stem.removeprefix("step_")))
+    monkeypatch.setattr("lightning_3d.app.runs.folder.newest_checkpoint", lambda path: next(newest, None))
+    monkeypatch.setattr("lightning_3d.app.runs.folder.steps_of", lambda checkpoint: int(checkpoint.stem.removeprefix("step_")))
     newest = iter([])
 
     def run(codes: list[int], checkpoints: list[str | None], **trainer: Any) -> tuple[tuple[int, str], list[str | None]]:
@@ -70,8 +70,8 @@ def test_ranks_that_make_no_progress_are_not_started_for_ever(attempts: Attempts
 
 
 def test_a_negative_number_is_refused() -> None:
-    from lightning_3d.config.plan_run import _check_trainer
-    from lightning_3d.config.run_config import TrainerConfig
+    from lightning_3d.app.config.plan_run import _check_trainer
+    from lightning_3d.app.config.run_config import TrainerConfig
 
     trainer = TrainerConfig(max_steps=4, val_check_interval=4, restarts=-1)
     with pytest.raises(ConfigError, match=r"trainer.restarts must be a finite number of at least 0; got -1"):

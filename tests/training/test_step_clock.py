@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_3d.training import step_clock
-from lightning_3d.training.step_clock import StepClock
+from lightning_3d.app.training import step_clock
+from lightning_3d.app.training.step_clock import StepClock
 
 
 class Last:

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_3d import Lightning3DStrategy
-from lightning_3d.training.timeline import Timeline
+from lightning_3d.app.training.timeline import Timeline
 
 
 def traced_steps(strategy: Any, steps: range, max_steps: int, batches: int = 1) -> list[int]:

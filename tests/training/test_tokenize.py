@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_3d.cli.main import main
-from lightning_3d.training.data.shard_manifest import read_manifest
-from lightning_3d.training.data.tokenization import job, shard_writer, sources
+from lightning_3d.app.cli.main import main
+from lightning_3d.app.training.data.shard_manifest import read_manifest
+from lightning_3d.app.training.data.tokenization import job, shard_writer, sources
 
 TEXTS = [f"def f{number}(x):\n    return {'x + ' * (number % 7)}{number}  # é\n" * (1 + number % 5) for number in range(300)] + ["", "end"]
 
@@ -201,7 +201,7 @@ def test_a_document_longer_than_a_shard_is_a_shard_of_its_own(tmp_path: Path, to
 def test_a_tokenizer_that_needs_transformers_gives_the_same_shards(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_3d.training.data.tokenization import encoding
+    from lightning_3d.app.training.data.tokenization import encoding
 
     (tmp_path / "a.jsonl").write_bytes(lines())
     assert encoding.load_tokenizer(tokenizer)._rules is not None

@@ -17,18 +17,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lightning_3d.config.files import conf_folder
-from lightning_3d.config.optimizer import check_optimizer
+from lightning_3d.app.config.files import conf_folder
+from lightning_3d.app.config.optimizer import check_optimizer
 from lightning_3d.errors import ConfigError, DataError
-from lightning_3d.runs.metrics_file import read_rows
-from lightning_3d.training.callbacks import MetricsCSV, ProgressBar, Summary
-from lightning_3d.training.callbacks.metrics_csv import COLUMNS
-from lightning_3d.training.callbacks.progress_bar import format_seconds, progress_line
-from lightning_3d.training.module import CausalLM, transformers_config
-from lightning_3d.training.optimizers import make_optimizer
-from lightning_3d.training.parameter_groups import NamedGroup, find_groups, undecayed_names
-from lightning_3d.training.schedules import lr_factor
-from lightning_3d.training.step_clock import StepNumbers
+from lightning_3d.app.runs.metrics_file import read_rows
+from lightning_3d.app.training.callbacks import MetricsCSV, ProgressBar, Summary
+from lightning_3d.app.training.callbacks.metrics_csv import COLUMNS
+from lightning_3d.app.training.callbacks.progress_bar import format_seconds, progress_line
+from lightning_3d.app.training.module import CausalLM, transformers_config
+from lightning_3d.app.training.optimizers import make_optimizer
+from lightning_3d.app.training.parameter_groups import NamedGroup, find_groups, undecayed_names
+from lightning_3d.app.training.schedules import lr_factor
+from lightning_3d.app.training.step_clock import StepNumbers
 
 
 class Seen(Callback):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_3d.parallel.sharding import cut_along
 from lightning_3d.strategy.recorded.records import Piece, Records, State, merged, rows_in
-from lightning_3d.verification.advice import COUNTED, NOT_A_NUMBER, OPTIMIZED, PARTS, ROWS, VALUES, WRITTEN, kind_of
-from lightning_3d.verification.differences import BUFFERS, LOGGED, LOSS, NORM, OPTIMIZER, START, STEPS, WEIGHTS, Comparison, compare
+from lightning_3d.app.verification.advice import COUNTED, NOT_A_NUMBER, OPTIMIZED, PARTS, ROWS, VALUES, WRITTEN, kind_of
+from lightning_3d.app.verification.differences import BUFFERS, LOGGED, LOSS, NORM, OPTIMIZER, START, STEPS, WEIGHTS, Comparison, compare
 
 FACTS = {"loaders": 1, "rows": 4, "places": [[0, 1, 2, 3]], "precision": "32-true"}
 WHOLE = torch.arange(12.0).reshape(4, 3)

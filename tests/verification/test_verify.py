@@ -18,8 +18,8 @@ from sweeps import by_default
 from transformers import LlamaConfig
 
 import lightning_3d
-from lightning_3d.cli.verify import draw_batch
-from lightning_3d.config.objective import ObjectiveOptions
+from lightning_3d.app.cli.verify import draw_batch
+from lightning_3d.app.config.objective import ObjectiveOptions
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
@@ -33,8 +33,8 @@ from lightning_3d.parallel.tensor.collectives import _Copy
 from lightning_3d.parallel.zero.backend import DataParallelBackend
 from lightning_3d.parallel.zero.partial_and_tied_gradients import PartialSums
 from lightning_3d.parallel.zero.trained import TrainedParameters
-from lightning_3d.verification.differences import LOSS, NORM, WEIGHTS, Comparison
-from lightning_3d.verification.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
+from lightning_3d.app.verification.differences import LOSS, NORM, WEIGHTS, Comparison
+from lightning_3d.app.verification.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -68,7 +68,7 @@ CONFIGS = sorted(path.stem for path in (REPOSITORY / "conf" / "model").glob("*.y
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("layout", ["tp8_pp4_dp8", "tp2_pp2_cp2"])
 def test_published_models_become_small_ones_that_fit(name: str, layout: str) -> None:
-    from lightning_3d.training.module import transformers_config
+    from lightning_3d.app.training.module import transformers_config
 
     config = yaml.safe_load((REPOSITORY / "conf" / "model" / f"{name}.yaml").read_text())["config"]
     big = Layout.parse(layout)

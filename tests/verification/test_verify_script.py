@@ -15,13 +15,13 @@ from command_line import REPOSITORY, environment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from planted_scripts import PLANTED, Planted
 
-from lightning_3d.cli.verify import split_script
+from lightning_3d.app.cli.verify import split_script
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.ranks.role import ALONE, RANKS, Role, script_words
 from lightning_3d.strategy.recorded.arguments import trainer_arguments
 from lightning_3d.strategy.role_arguments import changed_arguments
-from lightning_3d.verification.advice import COUNTED, PARTS, READING, ROWS, VALUES, WRITTEN
+from lightning_3d.app.verification.advice import COUNTED, PARTS, READING, ROWS, VALUES, WRITTEN
 
 pytestmark = pytest.mark.timeout(600)
 

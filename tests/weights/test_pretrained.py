@@ -30,7 +30,7 @@ from lightning_3d import initialize, load_pretrained
 from lightning_3d.errors import CheckpointError, ConfigError, Lightning3DError
 from lightning_3d.models.pretrained_config import TAKEN, architecture, complete_model
 from lightning_3d.models.safetensors_folder import read_tensors
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.training.module import CausalLM
 from lightning_3d.weights import stored as module_under_test
 
 

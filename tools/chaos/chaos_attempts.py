@@ -88,8 +88,8 @@ class _Forked:
 
 def fork_command(overrides: Sequence[str], folder: Path, env: dict[str, str]) -> Command:
     """Fork `lightning-3d train` from this process, which imports torch and its friends once for all commands."""
-    import lightning_3d.training.run  # noqa: F401
-    from lightning_3d.cli.main import main
+    import lightning_3d.app.training.run  # noqa: F401
+    from lightning_3d.app.cli.main import main
 
     reads, writes = os.pipe()
     number = os.fork()

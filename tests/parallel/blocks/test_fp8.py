@@ -26,15 +26,15 @@ from ranks import run_ranks
 from reference import Recipe, Run, cut, data, initial_model, split
 from torch import Tensor, nn
 
-from lightning_3d.config import machine
-from lightning_3d.config.files import conf_folder
-from lightning_3d.config.run_config import PrecisionConfig, RunConfig
+from lightning_3d.app.config import machine
+from lightning_3d.app.config.files import conf_folder
+from lightning_3d.app.config.run_config import PrecisionConfig, RunConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.options import precision
 from lightning_3d.parallel.tensor.lora import UnbiasedLinear
 from lightning_3d.strategy import Lightning3DStrategy
 from lightning_3d.strategy import float8 as fp8
-from lightning_3d.training.run import make_strategy
+from lightning_3d.app.training.run import make_strategy
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (extra fp8)")
 RECIPE = Recipe("gpt_neox", dtype="bfloat16", steps=8)  # biases, and dimensions that two ranks cut into multiples of 16

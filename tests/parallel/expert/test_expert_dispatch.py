@@ -21,7 +21,7 @@ from lightning_3d.parallel.expert.exchange import exchange
 from lightning_3d.parallel.expert.losses import fits
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import cut_along
-from lightning_3d.planner.constants import OURS
+from lightning_3d.app.planner.constants import OURS
 
 EXPERTS, HIDDEN, CHOICES = 8, 6, 2
 PLAN = ParallelPlan(

@@ -14,7 +14,7 @@ from reference import Recipe, Run, compare, data, train
 from torch import nn
 
 from lightning_3d.layout import Layout
-from lightning_3d.training.module import CausalLM
+from lightning_3d.app.training.module import CausalLM
 
 STEPS = 5
 LR, ADAMW_LR, DECAY = 3e-4, 1e-4, 0.1

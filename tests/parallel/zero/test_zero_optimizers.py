@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_3d.config.optimizer import check_sharding
+from lightning_3d.app.config.optimizer import check_sharding
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.options.optimizer import ELEMENTWISE

@@ -113,7 +113,7 @@ PRELOADED = """
     import os, sys
     os.environ["DS_ACCELERATOR"] = "cpu"
     from lightning_3d.ranks.supervisor import can_fork
-    from lightning_3d.training.run import preload
+    from lightning_3d.app.training.run import preload
 
     preload({"model": {"config": {"model_type": "llama"}}, "parallelism": {"zero_stage": 1}, "cluster": {"accelerator": "cpu"}})
     before = set(sys.modules)
