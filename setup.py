@@ -1,4 +1,5 @@
-"""Lists the packages, which pyproject.toml cannot: those found, and the two mapped folders. All else is there."""
+"""Lists the packages, which pyproject.toml cannot: those found, and the two mapped folders. All
+else is there."""
 
 from setuptools import find_namespace_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
@@ -7,9 +8,11 @@ FOUND = find_namespace_packages(include=["lightning_3d", "lightning_3d.*", "hydr
 
 
 class Editable(editable_wheel):
-    """An editable install puts the checkout on the path, where the two folders are found beside the package.
+    """An editable install puts the checkout on the path, where the two folders are found beside the
+    package.
 
-    With folders mapped to names setuptools would map all names instead, and Hydra finds plugins by walking the folders of the path.
+    With folders mapped to names setuptools would map all names instead, and Hydra finds plugins by
+    walking the folders of the path.
     """
 
     def finalize_options(self) -> None:
@@ -17,4 +20,7 @@ class Editable(editable_wheel):
         super().finalize_options()
 
 
-setup(packages=[*FOUND, "lightning_3d.conf", "lightning_3d.recipes"], cmdclass={"editable_wheel": Editable})
+setup(
+    packages=[*FOUND, "lightning_3d.conf", "lightning_3d.recipes"],
+    cmdclass={"editable_wheel": Editable},
+)

@@ -1,4 +1,5 @@
-"""Train a model over several kinds of parallelism: `python train.py parallelism=tp2_pp2_dp2 trainer.max_steps=100`."""
+"""Train a model over several kinds of parallelism: `python train.py parallelism=tp2_pp2_dp2
+trainer.max_steps=100`."""
 
 import sys
 

@@ -21,7 +21,12 @@ from lightning_3d.strategy import Lightning3DStrategy
 
 WARMUP = 3
 SEQUENCE = 256
-_QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+_QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def main() -> None:
@@ -47,13 +52,20 @@ class Benchmark:
         self.config = model_config(options.hidden, options.layers)
         self.rows = options.tokens // SEQUENCE
         shape = (self.total * self.rows * options.ranks, SEQUENCE)
-        self.tokens = torch.randint(self.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        self.tokens = torch.randint(
+            self.config.vocab_size, shape, generator=torch.Generator().manual_seed(1)
+        )
 
     def run(self) -> dict[str, Any]:
         """The seconds of each step and, if saves are synchronous, of the parts of a load."""
         watch = Watch(self.options.folder / "checkpoints", self.total, self.options.between)
-        module, _ = self._fit(self.total, [watch], checkpoint_asynchronous=not self.options.synchronous)
-        result: dict[str, Any] = {"steps": watch.steps, "state_bytes": 3 * 4 * sum(p.numel() for p in module.parameters())}
+        module, _ = self._fit(
+            self.total, [watch], checkpoint_asynchronous=not self.options.synchronous
+        )
+        result: dict[str, Any] = {
+            "steps": watch.steps,
+            "state_bytes": 3 * 4 * sum(p.numel() for p in module.parameters()),
+        }
         if self.options.synchronous:
             assert watch.path is not None
             result["load"] = self._load(watch.path)
@@ -63,23 +75,49 @@ class Benchmark:
         seconds = {}
         for verify in (True, False):
             uncache(path)
-            _, strategy = self._fit(self.total - self.options.between, [], path, checkpoint_verify=verify)
-            seconds |= strategy.seconds if verify else {"read_unverified": sum(strategy.seconds.values())}
+            _, strategy = self._fit(
+                self.total - self.options.between, [], path, checkpoint_verify=verify
+            )
+            seconds |= (
+                strategy.seconds if verify else {"read_unverified": sum(strategy.seconds.values())}
+            )
         return seconds
 
-    def _fit(self, steps: int, callbacks: list[pl.Callback], path: Path | None = None, **given: Any) -> tuple[Module, TimedStrategy]:
+    def _fit(
+        self, steps: int, callbacks: list[pl.Callback], path: Path | None = None, **given: Any
+    ) -> tuple[Module, TimedStrategy]:
         ranks = self.options.ranks
-        strategy = TimedStrategy(f"dp{ranks}", micro_batch_size=1, zero_stage=int(ranks > 1), **given)
-        trainer = pl.Trainer(accelerator="cpu", devices=ranks, strategy=strategy, max_steps=steps, callbacks=callbacks, **_QUIET)
+        strategy = TimedStrategy(
+            f"dp{ranks}", micro_batch_size=1, zero_stage=int(ranks > 1), **given
+        )
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=ranks,
+            strategy=strategy,
+            max_steps=steps,
+            callbacks=callbacks,
+            **_QUIET,
+        )
         module = Module(self.config)
-        trainer.fit(module, DataLoader(TensorDataset(self.tokens), batch_size=self.rows), ckpt_path=path)
+        trainer.fit(
+            module, DataLoader(TensorDataset(self.tokens), batch_size=self.rows), ckpt_path=path
+        )
         return module, strategy
 
 
 def model_config(hidden: int, layers: int) -> LlamaConfig:
     """A Llama with heads of 64 and 16 times as many tokens as it is wide."""
-    sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_hidden_layers": layers, "vocab_size": 16 * hidden}
-    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "max_position_embeddings": SEQUENCE}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 11 * hidden // 4,
+        "num_hidden_layers": layers,
+        "vocab_size": 16 * hidden,
+    }
+    heads = {
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "max_position_embeddings": SEQUENCE,
+    }
     return LlamaConfig(**sizes, **heads, use_cache=False)
 
 
@@ -115,7 +153,11 @@ class Watch(pl.Callback):
         done, step, waited = time.perf_counter(), trainer.global_step, no_core()
         writing = self.path is not None and (self.call > 0 or not self.written)
         if step > WARMUP:
-            taken = {"seconds": done - self.last, "no_core": waited - self.waited, "save_call": self.call}
+            taken = {
+                "seconds": done - self.last,
+                "no_core": waited - self.waited,
+                "save_call": self.call,
+            }
             self.steps.append({**taken, "saved": self.call > 0, "quiet": not writing})
         self.written = self.path is not None and self.path.exists()
         self.last, self.waited, self.call = done, waited, 0.0

@@ -1,15 +1,18 @@
-"""What one GPU does with its share of Llama 3.1 8B (as many layers as fit): tokens/s, MFU and peak memory of each way to train it.
+"""What one GPU does with its share of Llama 3.1 8B (as many layers as fit): tokens/s, MFU and peak
+memory of each way to train it.
 
     python benchmarks/gpu_single.py --output benchmarks/gpu_single.md
     python benchmarks/gpu_single.py --contenders "plain compile" "ours compile" --raw runs.json
     python benchmarks/gpu_single.py --device cpu --tiny
 
-Ours against the same model of Transformers in a plain PyTorch loop, and torchtitan's Llama where it is installed. Every run of a
-contender is a process of its own, so its memory begins empty; contenders take turns, and every other round goes backwards. A ratio
-is the median over the rounds of the ratio of two median steps. Without a GPU it says so and ends with exit code 0.
+Ours against the same model of Transformers in a plain PyTorch loop, and torchtitan's Llama where it
+is installed. Every run of a contender is a process of its own, so its memory begins empty;
+contenders take turns, and every other round goes backwards. A ratio is the median over the rounds
+of the ratio of two median steps. Without a GPU it says so and ends with exit code 0.
 
-With --raw the measurements are kept in a file, and a later call for the same model adds to them: a machine that is lent for minutes
-can measure some contenders at a time. A ratio needs both in one call.
+With --raw the measurements are kept in a file, and a later call for the same model adds to them: a
+machine that is lent for minutes can measure some contenders at a time. A ratio needs both in one
+call.
 """
 
 from __future__ import annotations
@@ -36,13 +39,22 @@ from lightning_3d.models.spec import ModelSpec
 REPOSITORY = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("gpu_single_worker.py")
 MODEL = REPOSITORY / "conf" / "model" / "llama3_1_8b.yaml"
-TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 TINY_CONTENDERS = ("plain", "plain checkpointing", "torchtitan", "ours", "ours full")
 
 PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,  # NVIDIA H200 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS with sparsity, half of that without
+    # NVIDIA H200 Tensor Core GPU datasheet, SXM: 1,979 TFLOPS with sparsity, half of that without
+    "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,  # NVIDIA H100 Tensor Core GPU datasheet, SXM: the same
-    "NVIDIA A100-SXM4-80GB": 312e12,  # NVIDIA A100 Tensor Core GPU datasheet: 312 TFLOPS without sparsity, all four
+    # NVIDIA A100 Tensor Core GPU datasheet: 312 TFLOPS without sparsity, all four
+    "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
     "NVIDIA A100-PCIE-40GB": 312e12,
@@ -70,7 +82,7 @@ Run = Callable[[str, Settings], Result]
 @dataclass(frozen=True)
 class Device:
     """Attributes:
-        name: as the driver reports it. memory: bytes. cuda: version that torch was built for.
+    name: as the driver reports it. memory: bytes. cuda: version that torch was built for.
     """
 
     name: str
@@ -81,15 +93,18 @@ class Device:
 def predicted_bytes(spec: ModelSpec, settings: Settings) -> float:
     """What training needs at most at a time, without recomputation.
 
-    18 bytes for each of N parameters (bf16 2, float32 gradient sum 4, float32 master weight 4, two states of AdamW 8), 2 more for
-    the bf16 gradients of a backward; for each token of a micro-batch and layer 20 h + 8 I + 4 k bytes of activations (hidden size h,
-    width of the MLP I, of keys k; two norms with float32 copies, fused attention, bf16), and 16 bytes for each of its logits (bf16,
-    their float32 copy, the log-softmax, and gradients).
+    18 bytes for each of N parameters (bf16 2, float32 gradient sum 4, float32 master weight 4, two
+    states of AdamW 8), 2 more for the bf16 gradients of a backward; for each token of a micro-batch
+    and layer 20 h + 8 I + 4 k bytes of activations (hidden size h, width of the MLP I, of keys k;
+    two norms with float32 copies, fused attention, bf16), and 16 bytes for each of its logits
+    (bf16, their float32 copy, the log-softmax, and gradients).
     """
     assert spec.parameters is not None
     tokens = settings.sequence * settings.micro_batch
     layer = 20 * spec.hidden + 8 * spec.intermediate + 4 * spec.kv_heads * spec.head_dim
-    return (STATE_BYTES + BACKWARD_BYTES) * spec.parameters + tokens * (spec.layers * layer + 16 * spec.vocab)
+    return (STATE_BYTES + BACKWARD_BYTES) * spec.parameters + tokens * (
+        spec.layers * layer + 16 * spec.vocab
+    )
 
 
 def with_layers(settings: Settings, layers: int) -> Settings:
@@ -97,7 +112,8 @@ def with_layers(settings: Settings, layers: int) -> Settings:
 
 
 def layers_that_should_fit(settings: Settings, memory: int) -> int:
-    """The most layers, at most those of the whole model, whose prediction is within `FILL` of the memory; at least 1."""
+    """The most layers, at most those of the whole model, whose prediction is within `FILL` of the
+    memory; at least 1."""
     for layers in range(settings.config["num_hidden_layers"], 1, -1):
         shortened = with_layers(settings, layers)
         if predicted_bytes(read_spec(shortened.config), shortened) <= FILL * memory:
@@ -122,8 +138,11 @@ def layers_that_fit(settings: Settings, first: int, run: Run, contenders: Sequen
 def run(contender: str, settings: Settings) -> Result:
     """Measure one contender in a process of its own, see `gpu_single_worker.measure`."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # of all contenders: memory is no matter of luck with fragments
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
+        ),
+        # of all contenders: memory is no matter of luck with fragments
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # its name before torch 2.12
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -131,16 +150,26 @@ def run(contender: str, settings: Settings) -> Result:
         environment["OMP_NUM_THREADS"] = "1"  # a tiny model has no work for more
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
-        command = [sys.executable, str(WORKER), contender, json.dumps(asdict(settings)), str(output)]
+        command = [
+            sys.executable,
+            str(WORKER),
+            contender,
+            json.dumps(asdict(settings)),
+            str(output),
+        ]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if output.exists():
             return json.loads(output.read_text())
     tail = (done.stdout + done.stderr).strip()[-3000:]
-    print(f"{contender} ended with exit code {done.returncode}:\n{tail}", file=sys.stderr, flush=True)
+    print(
+        f"{contender} ended with exit code {done.returncode}:\n{tail}", file=sys.stderr, flush=True
+    )
     return {"failed": tail.splitlines()[-1] if tail else f"exit code {done.returncode}"}
 
 
-def take_turns(contenders: Sequence[str], settings: Settings, rounds: int, run: Run) -> list[dict[str, Result]]:
+def take_turns(
+    contenders: Sequence[str], settings: Settings, rounds: int, run: Run
+) -> list[dict[str, Result]]:
     """Of each round the results by contender. One that failed is not tried again."""
     measured: list[dict[str, Result]] = []
     failed: set[str] = set()
@@ -157,11 +186,19 @@ def take_turns(contenders: Sequence[str], settings: Settings, rounds: int, run: 
     return measured
 
 
-def table(rounds: Sequence[Mapping[str, Result]], settings: Settings, peak_flops: float | None) -> list[str]:
+def table(
+    rounds: Sequence[Mapping[str, Result]], settings: Settings, peak_flops: float | None
+) -> list[str]:
     """Lines of a Markdown table, a row for each contender in the order of `CONTENDERS`."""
     flops = read_spec(settings.config).flops_per_token(settings.sequence)
-    seconds = [{name: result["seconds"] for name, result in results.items() if "seconds" in result} for results in rounds]
-    lines = ["| contender | s a step | tokens/s | MFU | peak GiB | tokens/s against |", "| --- | --- | --- | --- | --- | --- |"]
+    seconds = [
+        {name: result["seconds"] for name, result in results.items() if "seconds" in result}
+        for results in rounds
+    ]
+    lines = [
+        "| contender | s a step | tokens/s | MFU | peak GiB | tokens/s against |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name in CONTENDERS:
         results = [each[name] for each in rounds if name in each]
         if not results:
@@ -178,24 +215,38 @@ def table(rounds: Sequence[Mapping[str, Result]], settings: Settings, peak_flops
         for peer in PEERS.get(name, ()):
             together = [each for each in seconds if name in each and peer in each]
             against += [f"{peer}: {median_ratio(together, peer, name):.3f}"] if together else []
-        lines.append(f"| {name} | {step:.3f} | {speed:,.0f} | {mfu} | {peak} | {', '.join(against)} |")
+        lines.append(
+            f"| {name} | {step:.3f} | {speed:,.0f} | {mfu} | {peak} | {', '.join(against)} |"
+        )
     return lines
 
 
-def report(rounds: Sequence[Mapping[str, Result]], settings: Settings, device: Device | None) -> str:
+def report(
+    rounds: Sequence[Mapping[str, Result]], settings: Settings, device: Device | None
+) -> str:
     """The table with the machine, the model and how each number was got."""
     spec = read_spec(settings.config)
     here = machine()
     name = device.name if device is not None else here["processor"]
-    memory = f"{device.memory / 2**30:.0f} GiB, CUDA {device.cuda}" if device is not None else f"{here['cores']} cores"
+    memory = (
+        f"{device.memory / 2**30:.0f} GiB, CUDA {device.cuda}"
+        if device is not None
+        else f"{here['cores']} cores"
+    )
     peak_flops = PEAK_FLOPS.get(name)
-    libraries = ", ".join(f"{library} {version}" for library, version in here["libraries"].items() if version != "not installed")
+    libraries = ", ".join(
+        f"{library} {version}"
+        for library, version in here["libraries"].items()
+        if version != "not installed"
+    )
     # Rates of float8 products are higher; the measure stays the same so that rows compare.
     utilization = (
-        f"MFU: tokens/s times operations of a token over {peak_flops / 1e12:.0f}e12 a second, the GPU's dense bf16 rate (its datasheet),"
-        " for fp8 too. Operations of a token: 6 for each weight in a matrix product and 12 x layers x heads x head size x sequence for"
-        f" attention (arXiv:2204.02311, appendix B), here {spec.flops_per_token(settings.sequence) / 1e9:.2f}e9; what is recomputed does"
-        " not count."
+        f"MFU: tokens/s times operations of a token over {peak_flops / 1e12:.0f}e12 a second, the"
+        " GPU's dense bf16 rate (its datasheet), for fp8 too. Operations of a token: 6 for each"
+        " weight in a matrix product and 12 x layers x heads x head size x sequence for attention"
+        " (arXiv:2204.02311, appendix B), here"
+        f" {spec.flops_per_token(settings.sequence) / 1e9:.2f}e9; what is recomputed does not"
+        " count."
         if peak_flops
         else f"MFU is left out: the peak rate of {name} is not known here."
     )
@@ -204,16 +255,22 @@ def report(rounds: Sequence[Mapping[str, Result]], settings: Settings, device: D
         "",
         f"{name} ({memory}); {here['processor']}; Python {here['python']}, {libraries}.",
         "",
-        f"Llama with {spec.layers} layers, hidden size {spec.hidden}, vocabulary {spec.vocab}: {spec.parameters:,} parameters in bf16,"
-        f" float32 sums of gradients, master weights and AdamW. {settings.step_tokens} tokens a step: {settings.micro_batches}"
-        f" micro-batches of {settings.micro_batch} rows of {settings.sequence} tokens. Median of {settings.steps} steps after"
-        f" {settings.warmup}, of up to {len(rounds)} processes. Predicted without recomputation:"
-        f" {predicted_bytes(spec, settings) / 2**30:.1f} GiB.",
+        (
+            f"Llama with {spec.layers} layers, hidden size {spec.hidden}, vocabulary {spec.vocab}:"
+            f" {spec.parameters:,} parameters in bf16, float32 sums of gradients, master weights"
+            f" and AdamW. {settings.step_tokens} tokens a step: {settings.micro_batches}"
+            f" micro-batches of {settings.micro_batch} rows of {settings.sequence} tokens. Median"
+            f" of {settings.steps} steps after {settings.warmup}, of up to {len(rounds)} processes."
+            f" Predicted without recomputation: {predicted_bytes(spec, settings) / 2**30:.1f} GiB."
+        ),
         "",
         utilization,
         "",
-        "Peak: torch.cuda.max_memory_allocated after the warm-up. Plain: the same model of Transformers in a plain PyTorch loop with bf16"
-        " parameters and float32 master weights, compiled block by block, checkpointed by gradient_checkpointing_enable.",
+        (
+            "Peak: torch.cuda.max_memory_allocated after the warm-up. Plain: the same model of"
+            " Transformers in a plain PyTorch loop with bf16 parameters and float32 master weights,"
+            " compiled block by block, checkpointed by gradient_checkpointing_enable."
+        ),
         "",
         *table(rounds, settings, peak_flops),
     ]
@@ -235,10 +292,20 @@ def read_raw(file: Path | None, settings: Settings) -> list[dict[str, Result]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model and sizes that a CPU trains in seconds")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model and sizes that a CPU trains in seconds"
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        metavar="NAME",
+        help=f"of {', '.join(CONTENDERS)}",
+    )
     parser.add_argument("--layers", type=int, help="instead of as many as fit")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--micro-batch", type=int, default=2, help="rows of a micro-batch")
@@ -246,7 +313,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="timed steps in a round")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--raw", type=Path, help="JSON file that measurements are kept in and added to")
+    parser.add_argument(
+        "--raw", type=Path, help="JSON file that measurements are kept in and added to"
+    )
     parser.add_argument("--output", type=Path, help="Markdown file for the table")
     options = parser.parse_args()
 
@@ -260,7 +329,9 @@ def main() -> None:
     if options.device == "cuda":
         found = run("device", settings)
         if reason := found.get("missing") or found.get("failed"):
-            print(f"gpu_single measured nothing: {reason}. `--device cpu --tiny` shows that it works.")
+            print(
+                f"gpu_single measured nothing: {reason}. `--device cpu --tiny` shows that it works."
+            )
             return
         device = Device(**found)
     contenders = options.contenders or (TINY_CONTENDERS if options.tiny else tuple(CONTENDERS))
@@ -268,11 +339,15 @@ def main() -> None:
         layers = options.layers or 2
     else:
         # Whoever keeps all activations needs most.
-        layers = layers_that_fit(settings, layers_that_should_fit(settings, device.memory), run, ("ours", "plain"))
+        layers = layers_that_fit(
+            settings, layers_that_should_fit(settings, device.memory), run, ("ours", "plain")
+        )
     settings = with_layers(settings, layers)
     rounds = read_raw(options.raw, settings) + take_turns(contenders, settings, options.rounds, run)
     if options.raw:
-        options.raw.write_text(json.dumps({"settings": asdict(settings), "rounds": rounds}, indent=1))
+        options.raw.write_text(
+            json.dumps({"settings": asdict(settings), "rounds": rounds}, indent=1)
+        )
     text = report(rounds, settings, device)
     print(text)
     if options.output:

@@ -1,10 +1,12 @@
-"""One contender of `gpu_single.py` in a process of its own, so that its memory begins empty: trains a shortened Llama on one device.
+"""One contender of `gpu_single.py` in a process of its own, so that its memory begins empty: trains
+a shortened Llama on one device.
 
     gpu_single_worker.py CONTENDER SETTINGS OUTPUT
 
-SETTINGS is a JSON object, see `Settings`; OUTPUT the file for what was measured, see `measure`. All contenders do the same work: bf16
-parameters; gradients of the micro-batches added up, the global norm clipped and AdamW stepped in float32, on master weights; the same
-tokens and, but for torchtitan's, the same weights.
+SETTINGS is a JSON object, see `Settings`; OUTPUT the file for what was measured, see `measure`. All
+contenders do the same work: bf16 parameters; gradients of the micro-batches added up, the global
+norm clipped and AdamW stepped in float32, on master weights; the same tokens and, but for
+torchtitan's, the same weights.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Settings:
 
     Attributes:
         config: fields of the Transformers configuration, with the number of layers.
-        device: "cuda" or "cpu". sequence: tokens of a row. micro_batch: rows of a micro-batch. micro_batches: of an optimizer step.
+        device: "cuda" or "cpu". sequence: tokens of a row. micro_batch: rows of a micro-batch.
+            micro_batches: of an optimizer step.
         warmup: steps before those that count. steps: that count.
     """
 
@@ -55,7 +58,8 @@ class Settings:
 
 
 class Watch:
-    """Takes the time of every step, from the end of the one before, and the memory of those after the warm-up."""
+    """Takes the time of every step, from the end of the one before, and the memory of those after
+    the warm-up."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -77,7 +81,8 @@ class Watch:
         self._since = time.perf_counter()
 
     def result(self) -> dict[str, Any]:
-        """`seconds` and `losses` of the steps after the warm-up; `peak`: bytes of tensors at most at a time, None on a CPU."""
+        """`seconds` and `losses` of the steps after the warm-up; `peak`: bytes of tensors at most
+        at a time, None on a CPU."""
         import torch
 
         peak = torch.cuda.max_memory_allocated() if self._settings.device == "cuda" else None
@@ -115,7 +120,9 @@ def rows(settings: Settings) -> Tensor:
 
     generator = torch.Generator().manual_seed(1)
     count = (settings.warmup + settings.steps) * settings.micro_batches * settings.micro_batch
-    return torch.randint(settings.config["vocab_size"], (count, settings.sequence), generator=generator)
+    return torch.randint(
+        settings.config["vocab_size"], (count, settings.sequence), generator=generator
+    )
 
 
 def adamw(parameters: Any, settings: Settings) -> torch.optim.Optimizer:
@@ -153,7 +160,9 @@ def ours(settings: Settings, **options: Any) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             watch.step_ended(trainer.strategy.last_step.loss)
 
-    strategy = Lightning3DStrategy("tp1", zero_stage=0, micro_batch_size=settings.micro_batch, **options)
+    strategy = Lightning3DStrategy(
+        "tp1", zero_stage=0, micro_batch_size=settings.micro_batch, **options
+    )
     trainer = pl.Trainer(
         accelerator="gpu" if settings.device == "cuda" else "cpu",
         devices=1,
@@ -167,18 +176,23 @@ def ours(settings: Settings, **options: Any) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batches = DataLoader(TensorDataset(rows(settings)), batch_size=settings.micro_batch * settings.micro_batches)
+    batches = DataLoader(
+        TensorDataset(rows(settings)), batch_size=settings.micro_batch * settings.micro_batches
+    )
     module = Module()
     module.train()  # Transformers builds for training, but a loaded configuration may say otherwise
     trainer.fit(module, batches)
     return watch.result()
 
 
-def plain(settings: Settings, *, compiled: bool = False, checkpointing: bool = False) -> dict[str, Any]:
+def plain(
+    settings: Settings, *, compiled: bool = False, checkpointing: bool = False
+) -> dict[str, Any]:
     """The same model in a loop as one writes it.
 
     Args:
-        compiled: `torch.compile` of each block. checkpointing: Transformers' gradient checkpointing, of each block.
+        compiled: `torch.compile` of each block. checkpointing: Transformers' gradient
+            checkpointing, of each block.
     """
     model: Any = llama(settings)
     model.train()
@@ -232,8 +246,11 @@ def torchtitan(settings: Settings, *, compiled: bool = False) -> dict[str, Any]:
     return loop(model, loss, settings)
 
 
-def loop(model: nn.Module, loss_of: Callable[[Tensor], Tensor], settings: Settings) -> dict[str, Any]:
-    """bf16 parameters, float32 master weights: the gradients of each micro-batch are added to those of the masters."""
+def loop(
+    model: nn.Module, loss_of: Callable[[Tensor], Tensor], settings: Settings
+) -> dict[str, Any]:
+    """bf16 parameters, float32 master weights: the gradients of each micro-batch are added to those
+    of the masters."""
     import torch
 
     parameters = list(model.parameters())
@@ -324,7 +341,11 @@ def main() -> None:
     contender, settings, output = sys.argv[1:]
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    answer = describe_device() if contender == "device" else measure(contender, Settings(**json.loads(settings)))
+    answer = (
+        describe_device()
+        if contender == "device"
+        else measure(contender, Settings(**json.loads(settings)))
+    )
     Path(output).write_text(json.dumps(answer))
 
 

@@ -1,7 +1,9 @@
-"""Train several contenders side by side, one step of each in turn, and say on what they were measured.
+"""Train several contenders side by side, one step of each in turn, and say on what they were
+measured.
 
-A shared machine gets slower and faster by several per cent from one minute to the next. Contenders that take turns see the same
-machine: all but one are stopped (SIGSTOP), and a round compares steps that ran within seconds of each other.
+A shared machine gets slower and faster by several per cent from one minute to the next. Contenders
+that take turns see the same machine: all but one are stopped (SIGSTOP), and a round compares steps
+that ran within seconds of each other.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 def _version(name: str) -> str:
@@ -68,7 +73,8 @@ def _version(name: str) -> str:
 
 
 class Contender:
-    """The ranks of one contender of `peers_worker.py`, which train step by step when they are told to.
+    """The ranks of one contender of `peers_worker.py`, which train step by step when they are told
+    to.
 
     Args:
         kind: name in `peers_worker.CONTENDERS`.
@@ -76,7 +82,9 @@ class Contender:
         steps: that it will be asked for.
     """
 
-    def __init__(self, kind: str, layout: str, world_size: int, *, steps: int, threads: int = 1) -> None:
+    def __init__(
+        self, kind: str, layout: str, world_size: int, *, steps: int, threads: int = 1
+    ) -> None:
         self.name = f"{kind} {layout}"
         self._command = [sys.executable, str(WORKER), kind, layout, f"--steps={steps}"]
         self._environments = environments(world_size, threads)
@@ -92,9 +100,15 @@ class Contender:
             heard, done = os.pipe()
             command = [*self._command, f"--go={go}", f"--done={done}"]
             with self._log(rank).open("wb") as log:
-                tie = partial(die_with, os.getpid())  # a stopped worker would not notice that this process is gone
+                # a stopped worker would not notice that this process is gone
+                tie = partial(die_with, os.getpid())
                 process = subprocess.Popen(
-                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=(go, done), preexec_fn=tie
+                    command,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(go, done),
+                    preexec_fn=tie,
                 )
             os.close(go)
             os.close(done)
@@ -112,7 +126,8 @@ class Contender:
         self._folder.cleanup()
 
     def step(self, timeout: float = 300) -> float:
-        """Let all ranks take one step, and stop them. Returns the seconds until the last one was done.
+        """Let all ranks take one step, and stop them. Returns the seconds until the last one was
+        done.
 
         Raises:
             RuntimeError: a rank ended, or the time is over; with the end of its output.
@@ -126,7 +141,9 @@ class Contender:
             ready, _, _ = select.select([heard], [], [], timeout)
             if not ready or not os.read(heard, 1):
                 tail = self._log(rank).read_text(errors="replace")[-4000:]
-                raise RuntimeError(f"{self.name}: rank {rank} {'ended' if ready else 'waits'}. It said:\n{tail}")
+                raise RuntimeError(
+                    f"{self.name}: rank {rank} {'ended' if ready else 'waits'}. It said:\n{tail}"
+                )
         seconds = time.perf_counter() - started
         self._signal(signal.SIGSTOP)
         return seconds
@@ -144,12 +161,16 @@ class Contender:
         return Path(self._folder.name) / f"rank_{rank}.txt"
 
 
-def take_turns(contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int) -> list[Round]:
+def take_turns(
+    contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int
+) -> list[Round]:
     """Train all of them, `warmup` steps first. In every other round they go backwards."""
     return take_turns_under_load(contenders, rounds=rounds, steps=steps, warmup=warmup)[0]
 
 
-def take_turns_under_load(contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int) -> tuple[list[Round], Load]:
+def take_turns_under_load(
+    contenders: Sequence[Contender], *, rounds: int, steps: int, warmup: int
+) -> tuple[list[Round], Load]:
     """As `take_turns`, and measure what other processes of this machine did during the rounds."""
     with ExitStack() as running:
         for contender in contenders:
@@ -157,7 +178,9 @@ def take_turns_under_load(contenders: Sequence[Contender], *, rounds: int, steps
             running.enter_context(contender)
             for _ in range(warmup):
                 contender.step()
-            print(f"{contender.name}: ready after {time.perf_counter() - started:.0f} s", flush=True)
+            print(
+                f"{contender.name}: ready after {time.perf_counter() - started:.0f} s", flush=True
+            )
         measured: list[Round] = []
         meter = LoadMeter(process for contender in contenders for process in contender.processes)
         for index in range(rounds):

@@ -1,12 +1,13 @@
-"""What is gained by reducing gradients while the last backward still runs, and what is lost by gathering parameters only after the
-optimizer's step.
+"""What is gained by reducing gradients while the last backward still runs, and what is lost by
+gathering parameters only after the optimizer's step.
 
     python benchmarks/overlap.py --rounds 5
 
-The first is measured with two runs that take turns, step by step: as the strategy works, and with all reductions after the last
-backward. A line for each bucket of one step shows when it was sent and had arrived, and between which ranks. With dp4, shards have replicas
-(`zero_shard_size=2`). For the second, the gather of one step's
-parameters and the optimizer's step on a rank's part are timed by themselves: at best the shorter of the two would be hidden.
+The first is measured with two runs that take turns, step by step: as the strategy works, and with
+all reductions after the last backward. A line for each bucket of one step shows when it was sent
+and had arrived, and between which ranks. With dp4, shards have replicas (`zero_shard_size=2`). For
+the second, the gather of one step's parameters and the optimizer's step on a rank's part are timed
+by themselves: at best the shorter of the two would be hidden.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ REPEATS = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of each contender in a round")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="timed steps of each contender in a round"
+    )
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--layouts", nargs="+", default=["dp2", "pp2_dp2", "pp2_dp2_vp2"])
     options = parser.parse_args()
@@ -42,14 +47,26 @@ def main() -> None:
     total = options.warmup + options.rounds * options.steps
     for layout in options.layouts:
         degrees = Layout.parse(layout)
-        kind = "ours" if degrees.pp > 1 else "ours_replicas" if degrees.dp > 2 else "ours_small_buckets"
+        kind = (
+            "ours"
+            if degrees.pp > 1
+            else "ours_replicas"
+            if degrees.dp > 2
+            else "ours_small_buckets"
+        )
         kinds = (kind, f"{kind}_waiting")
         with tempfile.TemporaryDirectory() as folder:
             os.environ[MESSAGES] = str(Path(folder) / "messages.json")
-            contenders = [Contender(kind, layout, degrees.world_size, steps=total) for kind in kinds[:1]]
+            contenders = [
+                Contender(kind, layout, degrees.world_size, steps=total) for kind in kinds[:1]
+            ]
             os.environ.pop(MESSAGES)
-            contenders += [Contender(kind, layout, degrees.world_size, steps=total) for kind in kinds[1:]]
-            rounds = take_turns(contenders, rounds=options.rounds, steps=options.steps, warmup=options.warmup)
+            contenders += [
+                Contender(kind, layout, degrees.world_size, steps=total) for kind in kinds[1:]
+            ]
+            rounds = take_turns(
+                contenders, rounds=options.rounds, steps=options.steps, warmup=options.warmup
+            )
             print_messages(layout, json.loads((Path(folder) / "messages.json").read_text()))
         ratio = median_ratio(rounds, f"{kinds[0]} {layout}", f"{kinds[1]} {layout}")
         step = median_step(rounds, f"{kinds[0]} {layout}")
@@ -59,13 +76,15 @@ def main() -> None:
         parameters = count(llama()) // 2  # of a pipeline rank
         gather, update = gather_and_update(parameters)
         print(
-            f"{layout}: gather of {parameters / 1e6:.1f} M parameters over {RANKS} ranks {gather * 1e3:.0f} ms, AdamW on a part"
-            f" {update * 1e3:.0f} ms, step {step:.2f} s: at most {min(gather, update) / step:.1%} of a step is lost"
+            f"{layout}: gather of {parameters / 1e6:.1f} M parameters over {RANKS} ranks"
+            f" {gather * 1e3:.0f} ms, AdamW on a part {update * 1e3:.0f} ms, step {step:.2f} s: at"
+            f" most {min(gather, update) / step:.1%} of a step is lost"
         )
 
 
 def print_messages(layout: str, step: dict[str, Any]) -> None:
-    """Print when the buckets of a step were under way, and the share of that time in which the backward still ran."""
+    """Print when the buckets of a step were under way, and the share of that time in which the
+    backward still ran."""
     over, messages = step["backward_over"], step["messages"]
     begin = min(sent for sent, *_ in messages)
     end = max(step["reduced"], *(arrived for _, arrived, *_ in messages))
@@ -75,21 +94,32 @@ def print_messages(layout: str, step: dict[str, Any]) -> None:
     def place(time: float) -> int:
         return round(60 * (time - begin) / (end - begin))
 
-    print(f"{layout}: from the first bucket to the end of the reduction, {(end - begin) * 1e3:.0f} ms; | is the end of the last backward")
+    print(
+        f"{layout}: from the first bucket to the end of the reduction, {(end - begin) * 1e3:.0f}"
+        " ms; | is the end of the last backward"
+    )
     for sent, arrived, size, ranks in messages:
         line = "." * place(sent) + "=" * max(1, place(arrived) - place(sent))
         line = f"{line:<61}"
-        print(f"  {size / 2**20:5.1f} MiB  {line[: place(over)]}|{line[place(over) :]} ranks {ranks}")
-    print(f"  {hidden / whole:.0%} of the time in which buckets were under way lay inside the backward")
+        print(
+            f"  {size / 2**20:5.1f} MiB  {line[: place(over)]}|{line[place(over) :]} ranks {ranks}"
+        )
+    print(
+        f"  {hidden / whole:.0%} of the time in which buckets were under way lay inside the"
+        " backward"
+    )
 
 
 def gather_and_update(parameters: int) -> tuple[float, float]:
-    """Median seconds of an all-gather of float32 parameters over `RANKS` processes, and of AdamW on one rank's part."""
+    """Median seconds of an all-gather of float32 parameters over `RANKS` processes, and of AdamW on
+    one rank's part."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with multiprocessing.get_context("spawn").Pool(RANKS) as ranks:
-        measured = ranks.starmap_async(_measure, [(rank, parameters, port) for rank in range(RANKS)], chunksize=1).get(timeout=300)
+        measured = ranks.starmap_async(
+            _measure, [(rank, parameters, port) for rank in range(RANKS)], chunksize=1
+        ).get(timeout=300)
     return max(gather for gather, _ in measured), max(update for _, update in measured)
 
 

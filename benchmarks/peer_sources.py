@@ -1,4 +1,5 @@
-"""Sources of peers that are not on a package index: fetched at one commit, or taken from a folder. Nothing of them is kept here."""
+"""Sources of peers that are not on a package index: fetched at one commit, or taken from a folder.
+Nothing of them is kept here."""
 
 from __future__ import annotations
 
@@ -20,16 +21,22 @@ class Source:
     commit: str
 
 
-PICOTRON = Source("picotron", "https://github.com/huggingface/picotron", "59714b1bf25541dbeb6f5a721ed15f6d0768e786")
-MEGATRON = Source("megatron", "https://github.com/NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553")
+PICOTRON = Source(
+    "picotron",
+    "https://github.com/huggingface/picotron",
+    "59714b1bf25541dbeb6f5a721ed15f6d0768e786",
+)
+MEGATRON = Source(
+    "megatron", "https://github.com/NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+)
 
 
 def source_folder(source: Source, given: Path | None, scratch: Path) -> Path:
     """Return a folder that contains the package of `source`.
 
     Args:
-        given: a checkout, used as it is, or a Git directory (bare, or the `.git` of a checkout) that has the commit. None: the commit is
-            fetched from the public repository.
+        given: a checkout, used as it is, or a Git directory (bare, or the `.git` of a checkout)
+            that has the commit. None: the commit is fetched from the public repository.
         scratch: an empty folder for the source if it is not a checkout.
 
     Raises:
@@ -40,12 +47,21 @@ def source_folder(source: Source, given: Path | None, scratch: Path) -> Path:
     if given is None:
         repository = scratch / "repository"
         _git("init", "--quiet", "--bare", str(repository))
-        _git("--git-dir", str(repository), "fetch", "--quiet", "--depth=1", source.url, source.commit)
+        _git(
+            "--git-dir", str(repository), "fetch", "--quiet", "--depth=1", source.url, source.commit
+        )
     else:
         repository = given
     checkout = scratch / source.name
     checkout.mkdir()
-    _git("--git-dir", str(repository), "archive", "--output", str(scratch / "source.tar"), source.commit)
+    _git(
+        "--git-dir",
+        str(repository),
+        "archive",
+        "--output",
+        str(scratch / "source.tar"),
+        source.commit,
+    )
     subprocess.run(["tar", "-xf", str(scratch / "source.tar"), "-C", str(checkout)], check=True)
     return checkout
 

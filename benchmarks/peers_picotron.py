@@ -1,12 +1,15 @@
 """picotron (https://github.com/huggingface/picotron) as a contender of `peers_worker.py`, on CPU.
 
-Its own model, tensor parallelism, pipeline, buckets of gradients and train steps run as they are. Only what ties it to CUDA is replaced:
+Its own model, tensor parallelism, pipeline, buckets of gradients and train steps run as they are.
+Only what ties it to CUDA is replaced:
 
-- `flash_attn`, which it imports even where it does not use it, is an empty module, and `FLASH_ATTEN=0` selects torch's attention;
+- `flash_attn`, which it imports even where it does not use it, is an empty module, and
+  `FLASH_ATTEN=0` selects torch's attention;
 - `torch.cuda.synchronize`, which it calls after every message, does nothing.
 
-It reads weights from a file and tokens from a data set; here it initializes its own weights and reads the tokens of the other contenders.
-It does not clip gradients, so it does less work than the others: they compute the global norm of all gradients and scale by it.
+It reads weights from a file and tokens from a data set; here it initializes its own weights and
+reads the tokens of the other contenders. It does not clip gradients, so it does less work than the
+others: they compute the global norm of all gradients and scale by it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ FOLDER = "LIGHTNING_3D_BENCHMARK_PICOTRON"
 """Environment variable: the folder with picotron's source."""
 
 ENVIRONMENT = {"FLASH_ATTEN": "0", "DEVICE": "cpu", "DTYPE": "float32", "CONTEXT_PARALLEL": "0"}
-"""What its train.py sets before it imports its own modules. DTYPE is that of its rotary positions."""
+"""What its train.py sets before it imports its own modules. DTYPE is that of its rotary
+positions."""
 
 _STUBS = {
     "flash_attn.flash_attn_interface": "flash_attn_func",
@@ -37,7 +41,8 @@ _STUBS = {
 
 
 def picotron(layout: str, steps: int, turns: Turns) -> None:
-    """Its train.py without checkpoints, logs and downloads: float32, AdamW, 1F1B, buckets of 25 MiB. Gradients are not clipped."""
+    """Its train.py without checkpoints, logs and downloads: float32, AdamW, 1F1B, buckets of 25
+    MiB. Gradients are not clipped."""
     import torch
     import torch.distributed as dist
     from peers_worker import LEARNING_RATE, LLAMA, MICRO_BATCH, SEQUENCE
@@ -52,7 +57,9 @@ def picotron(layout: str, steps: int, turns: Turns) -> None:
 
     degrees, device = Layout.parse(layout), torch.device("cpu")
     dist.init_process_group("gloo")
-    manager.setup_process_group_manager(tp_size=degrees.tp, cp_size=1, pp_size=degrees.pp, dp_size=degrees.dp)
+    manager.setup_process_group_manager(
+        tp_size=degrees.tp, cp_size=1, pp_size=degrees.pp, dp_size=degrees.dp
+    )
     torch.manual_seed(0)
     model = _model(degrees.tp, degrees.pp)
     if degrees.dp > 1:
@@ -63,7 +70,11 @@ def picotron(layout: str, steps: int, turns: Turns) -> None:
     shapes = (MICRO_BATCH, SEQUENCE, LLAMA["hidden_size"])
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = train_step_pipeline_1f1b(model, batches, shapes, device, torch.float32) if degrees.pp > 1 else _train_step(model, batches)
+        loss = (
+            train_step_pipeline_1f1b(model, batches, shapes, device, torch.float32)
+            if degrees.pp > 1
+            else _train_step(model, batches)
+        )
         average_loss_across_dp_cp_ranks(loss, device)
         optimizer.step()
         if hasattr(model, "reset"):
@@ -72,7 +83,8 @@ def picotron(layout: str, steps: int, turns: Turns) -> None:
 
 
 def _import(folder: str) -> None:
-    """Import its modules on a machine without CUDA. The stubs go again, because Transformers looks whether there is a `flash_attn`."""
+    """Import its modules on a machine without CUDA. The stubs go again, because Transformers looks
+    whether there is a `flash_attn`."""
     import torch
 
     os.environ.update(ENVIRONMENT)
@@ -80,7 +92,11 @@ def _import(folder: str) -> None:
     stubs: dict[str, Any] = {}
     for name, function in _STUBS.items():
         parts = name.split(".")
-        stubs |= {parent: ModuleType(parent) for parent in (".".join(parts[: n + 1]) for n in range(len(parts))) if parent not in stubs}
+        stubs |= {
+            parent: ModuleType(parent)
+            for parent in (".".join(parts[: n + 1]) for n in range(len(parts)))
+            if parent not in stubs
+        }
         setattr(stubs[name], function, None)
     sys.modules.update(stubs)
     import_module("picotron.model")
@@ -97,7 +113,8 @@ def _model(tp: int, pp: int) -> Any:
     from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel  # type: ignore[import-not-found]
 
     config = llama_config()
-    config.rope_theta = 10000.0  # where older versions of Transformers, which it was written for, have it
+    # where older versions of Transformers, which it was written for, have it
+    config.rope_theta = 10000.0
     model = Llama(config)
     if tp > 1:
         model = apply_tensor_parallel(model)
@@ -105,7 +122,8 @@ def _model(tp: int, pp: int) -> Any:
 
 
 class Batches:
-    """Micro-batches of one data rank as its data loader gives them. The last token of a row has no target, as for the other contenders."""
+    """Micro-batches of one data rank as its data loader gives them. The last token of a row has no
+    target, as for the other contenders."""
 
     def __init__(self, steps: int, dp_rank: int, dp: int) -> None:
         from peers_worker import GLOBAL_BATCH, MICRO_BATCH, micro_batches
@@ -120,11 +138,17 @@ class Batches:
         targets = rows.roll(-1, 1)
         targets[:, -1] = -100
         positions = torch.arange(rows.shape[1]).expand(len(rows), -1)
-        return {"input_ids": rows, "target_ids": targets, "position_ids": positions, "hidden_states": None}
+        return {
+            "input_ids": rows,
+            "target_ids": targets,
+            "position_ids": positions,
+            "hidden_states": None,
+        }
 
 
 def _train_step(model: Any, batches: Batches) -> float:
-    """A step without a pipeline, which its train.py has beside its command line: gradients are reduced in the last backward."""
+    """A step without a pipeline, which its train.py has beside its command line: gradients are
+    reduced in the last backward."""
     import torch.nn.functional as F
 
     total = 0.0
@@ -132,7 +156,10 @@ def _train_step(model: Any, batches: Batches) -> float:
         batch = next(batches)
         model.require_backward_grad_sync = index == batches.grad_acc_steps - 1
         logits = model(input_ids=batch["input_ids"])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten()) / batches.grad_acc_steps
+        loss = (
+            F.cross_entropy(logits.flatten(0, 1), batch["target_ids"].flatten())
+            / batches.grad_acc_steps
+        )
         loss.backward()
         total += loss.item()
     return total

@@ -4,8 +4,8 @@ Started by `measure.Contender` with the environment of torchrun and two pipes:
 
     peers_worker.py CONTENDER LAYOUT --steps 12 --go 3 --done 4
 
-All contenders do the same work: float32, AdamW, clipping of the global gradient norm (except picotron), micro-batches of `MICRO_BATCH` rows
-out of a global batch of `GLOBAL_BATCH`.
+All contenders do the same work: float32, AdamW, clipping of the global gradient norm (except
+picotron), micro-batches of `MICRO_BATCH` rows out of a global batch of `GLOBAL_BATCH`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ AGREEMENT = 4096
 LEARNING_RATE = 3e-4
 CLIP = 1.0
 SMALL_BUCKET = 4 * 2**20
-"""Bytes: a seventh of this model's gradients, as 32 MiB are of those of a model with 60 million parameters on a rank."""
+"""Bytes: a seventh of this model's gradients, as 32 MiB are of those of a model with 60 million
+parameters on a rank."""
 
 
 class Turns:
@@ -83,7 +84,8 @@ def llama_config() -> Any:
 
 
 def all_rows(steps: int) -> Tensor:
-    """Token ids of the whole run, (steps * global batch, sequence): the rows of step s follow those of step s - 1."""
+    """Token ids of the whole run, (steps * global batch, sequence): the rows of step s follow those
+    of step s - 1."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -138,7 +140,8 @@ def ours(
     Args:
         overlap: False: gradients are reduced after the last backward of a step, never before.
         trace: steps from one that is traced to the next.
-        bucket_bytes: of the reduction of gradients; by default 32 MiB, in which this model's gradients fit.
+        bucket_bytes: of the reduction of gradients; by default 32 MiB, in which this model's
+            gradients fit.
         muon: Muon trains the matrices of the blocks, and AdamW the rest.
         more: further options of the strategy.
     """
@@ -153,7 +156,9 @@ def ours(
 
     if not overlap:
         scope = DataParallelBackend.gradient_scope
-        DataParallelBackend.gradient_scope = lambda self, **given: scope(self, **given | {"overlap": False})  # type: ignore[method-assign]
+        DataParallelBackend.gradient_scope = lambda self, **given: scope(
+            self, **given | {"overlap": False}
+        )  # type: ignore[method-assign]
     if bucket_bytes is not None:
         make_backend.__kwdefaults__["bucket_bytes"] = bucket_bytes
     if MESSAGES in os.environ:
@@ -172,10 +177,16 @@ def ours(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             if not muon:
                 return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
-            matrices = [parameter for name, parameter in self.named_parameters() if ".layers." in name and parameter.ndim == 2]
+            matrices = [
+                parameter
+                for name, parameter in self.named_parameters()
+                if ".layers." in name and parameter.ndim == 2
+            ]
             chosen = {id(parameter) for parameter in matrices}
             others = [parameter for parameter in self.parameters() if id(parameter) not in chosen]
-            return MuonWithAdamW([{"params": matrices, "algorithm": "muon"}, {"params": others}], lr=LEARNING_RATE)
+            return MuonWithAdamW(
+                [{"params": matrices, "algorithm": "muon"}, {"params": others}], lr=LEARNING_RATE
+            )
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -207,8 +218,8 @@ def ours(
 
 
 def note_messages(file: str) -> None:
-    """Let rank 0 write into a file, for the latest step: when each bucket was sent and had arrived, its bytes and its ranks, and when the
-    last backward was over."""
+    """Let rank 0 write into a file, for the latest step: when each bucket was sent and had arrived,
+    its bytes and its ranks, and when the last backward was over."""
     import torch.distributed as dist
 
     from lightning_3d.parallel.zero import DataParallelBackend
@@ -227,9 +238,15 @@ def note_messages(file: str) -> None:
     def reduce_all(self: DataParallelBackend, scale: Any) -> None:
         reduce(self, scale)
         reduced = time.perf_counter()
-        found = [(one.start, one.end, one.size, one.ranks) for one in log.take() if "reduce" in one.operation and one.size > AGREEMENT]
+        found = [
+            (one.start, one.end, one.size, one.ranks)
+            for one in log.take()
+            if "reduce" in one.operation and one.size > AGREEMENT
+        ]
         if dist.get_rank() == 0:
-            Path(file).write_text(json.dumps({"backward_over": over[0], "reduced": reduced, "messages": found}))
+            Path(file).write_text(
+                json.dumps({"backward_over": over[0], "reduced": reduced, "messages": found})
+            )
 
     DataParallelBackend.reduce = reduce_all  # type: ignore[method-assign]
     DataParallelBackend.after_backward = backward_is_over  # type: ignore[method-assign]
@@ -252,7 +269,9 @@ def deepspeed_pipeline(layout: str, steps: int, turns: Turns) -> None:
     model = PipelineModule(layers, num_stages=degrees.pp, loss_fn=next_token_loss)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE),
+        optimizer=torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE
+        ),
         config={
             "train_batch_size": GLOBAL_BATCH,
             "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -262,17 +281,25 @@ def deepspeed_pipeline(layout: str, steps: int, turns: Turns) -> None:
             "steps_per_print": 10**9,
         },
     )
-    batches = ((rows, rows) for rows in micro_batches(steps, engine.grid.get_data_parallel_rank(), degrees.dp))
+    batches = (
+        (rows, rows)
+        for rows in micro_batches(steps, engine.grid.get_data_parallel_rank(), degrees.dp)
+    )
     for _ in range(steps):
         engine.train_batch(batches)
         turns.step_ended()
 
 
 def sequential_llama() -> list[tuple[type[nn.Module], tuple[Any, ...]]]:
-    """The same Llama as a chain of modules (class, arguments), each fed the output of the one before, for DeepSpeed."""
+    """The same Llama as a chain of modules (class, arguments), each fed the output of the one
+    before, for DeepSpeed."""
     import torch
     from torch import nn
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+    from transformers.models.llama.modeling_llama import (
+        LlamaDecoderLayer,
+        LlamaRMSNorm,
+        LlamaRotaryEmbedding,
+    )
 
     class Embedding(nn.Embedding):
         def __init__(self, config: Any) -> None:
@@ -316,7 +343,8 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def transformers_tp_fsdp(layout: str, steps: int, turns: Turns) -> None:
-    """Transformers' own tensor parallelism with FSDP2, in the loop that its Trainer runs (which refuses CPUs)."""
+    """Transformers' own tensor parallelism with FSDP2, in the loop that its Trainer runs (which
+    refuses CPUs)."""
     import torch
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
@@ -349,15 +377,20 @@ def transformers_tp_fsdp(layout: str, steps: int, turns: Turns) -> None:
 
 
 def clip_over_meshes(model: nn.Module, max_norm: float) -> None:
-    """Clip by the global norm of gradients that are DTensors on different meshes, which `clip_grad_norm_` refuses."""
+    """Clip by the global norm of gradients that are DTensors on different meshes, which
+    `clip_grad_norm_` refuses."""
     import torch
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
-    total = torch.linalg.vector_norm(torch.stack([n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]))
+    norms: list[Any] = [
+        get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()
+    ]
+    total = torch.linalg.vector_norm(
+        torch.stack([n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms])
+    )
     for group in by_mesh.values():
         clip_grads_with_norm_(group, max_norm, total)
 
@@ -368,9 +401,15 @@ CONTENDERS: dict[str, Callable[[str, int, Turns], None]] = {
     "ours_zero0": partial(ours, zero_stage=0),
     "ours_waiting": partial(ours, overlap=False),
     "ours_small_buckets": partial(ours, bucket_bytes=SMALL_BUCKET, zero_stage=0),
-    "ours_small_buckets_waiting": partial(ours, bucket_bytes=SMALL_BUCKET, zero_stage=0, overlap=False),
-    "ours_replicas": partial(ours, bucket_bytes=SMALL_BUCKET, zero_reduce_scatter=True, zero_shard_size=2),
-    "ours_replicas_waiting": partial(ours, bucket_bytes=SMALL_BUCKET, zero_reduce_scatter=True, zero_shard_size=2, overlap=False),
+    "ours_small_buckets_waiting": partial(
+        ours, bucket_bytes=SMALL_BUCKET, zero_stage=0, overlap=False
+    ),
+    "ours_replicas": partial(
+        ours, bucket_bytes=SMALL_BUCKET, zero_reduce_scatter=True, zero_shard_size=2
+    ),
+    "ours_replicas_waiting": partial(
+        ours, bucket_bytes=SMALL_BUCKET, zero_reduce_scatter=True, zero_shard_size=2, overlap=False
+    ),
     "ours_traced": partial(ours, trace=1),
     "deepspeed_pipeline": deepspeed_pipeline,
     "transformers_tp_fsdp": transformers_tp_fsdp,

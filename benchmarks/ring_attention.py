@@ -1,11 +1,13 @@
-"""Peak memory and time of ring attention by the length of the sequence, on 1, 2 and 4 CPU ranks: forward and backward of one attention.
+"""Peak memory and time of ring attention by the length of the sequence, on 1, 2 and 4 CPU ranks:
+forward and backward of one attention.
 
     python benchmarks/ring_attention.py                              causal: the time grows with the square of the length
     python benchmarks/ring_attention.py --window 1024 --lengths 65536 262144
     python benchmarks/ring_attention.py --window 256 --tile 256 --lengths 262144 786432      more tokens in the same time
 
-Each cell is measured in processes of its own. Memory is what the resident set of the largest rank grew by, from before its queries were
-made, so that it includes the tiles of scores, whose size does not depend on the sequence.
+Each cell is measured in processes of its own. Memory is what the resident set of the largest rank
+grew by, from before its queries were made, so that it includes the tiles of scores, whose size does
+not depend on the sequence.
 """
 
 from __future__ import annotations
@@ -45,25 +47,53 @@ class Cell:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4], help="ranks; 1 is the same computation without a ring")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4],
+        help="ranks; 1 is the same computation without a ring",
+    )
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--key-heads", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--window", type=int, help="of sliding attention; none is full causal attention")
-    parser.add_argument("--tile", type=int, default=kernels.LARGEST_TILE, help="rows and columns of scores that exist at a time, at most")
+    parser.add_argument(
+        "--window", type=int, help="of sliding attention; none is full causal attention"
+    )
+    parser.add_argument(
+        "--tile",
+        type=int,
+        default=kernels.LARGEST_TILE,
+        help="rows and columns of scores that exist at a time, at most",
+    )
     parser.add_argument("--kind", choices=sorted(KINDS), default="ring")
     options = parser.parse_args()
     print(json.dumps(machine(), indent=2))
-    print(f"{options.kind}, float32, {options.heads} heads of {options.width}, {options.key_heads} key heads, window {options.window}")
+    print(
+        f"{options.kind}, float32, {options.heads} heads of {options.width}, {options.key_heads}"
+        f" key heads, window {options.window}"
+    )
     columns = [f"cp{size} MiB  seconds  of cp{options.sizes[0]}" for size in options.sizes]
     print(f"{'tokens':>9}   {'   '.join(f'{column:>24}' for column in columns)}")
     for length in options.lengths:
-        shape = (options.heads, options.key_heads, options.width, options.window, options.kind, options.tile)
+        shape = (
+            options.heads,
+            options.key_heads,
+            options.width,
+            options.window,
+            options.kind,
+            options.tile,
+        )
         cells = [Cell(length, size, *shape) for size in options.sizes]
         measured = [measure(cell) for cell in cells]
-        texts = [f"{peak / 2**20:8.0f}  {seconds:7.1f}  {peak / measured[0][0]:6.2f}" for peak, seconds in measured]
+        texts = [
+            f"{peak / 2**20:8.0f}  {seconds:7.1f}  {peak / measured[0][0]:6.2f}"
+            for peak, seconds in measured
+        ]
         print(f"{length:>9}   {'   '.join(f'{text:>24}' for text in texts)}", flush=True)
 
 
@@ -72,7 +102,10 @@ def measure(cell: Cell) -> tuple[int, float]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_run, args=(cell, rank, str(Path(folder, "store")), answers)) for rank in range(cell.size)]
+        ranks = [
+            context.Process(target=_run, args=(cell, rank, str(Path(folder, "store")), answers))
+            for rank in range(cell.size)
+        ]
         for rank in ranks:
             rank.start()
         try:
@@ -87,7 +120,9 @@ def measure(cell: Cell) -> tuple[int, float]:
 def _run(cell: Cell, rank: int, store: str, answers: Any) -> None:
     torch.set_num_threads(1)
     kernels.LARGEST_TILE = cell.tile
-    dist.init_process_group("gloo", store=dist.FileStore(store, cell.size), rank=rank, world_size=cell.size)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, cell.size), rank=rank, world_size=cell.size
+    )
     group = dist.group.WORLD
     assert group is not None
     context = ContextParallel(group, cell.size, rank, cell.kind)
@@ -103,17 +138,26 @@ def _run(cell: Cell, rank: int, store: str, answers: Any) -> None:
 
 def attend(cell: Cell, context: ContextParallel, length: int) -> float:
     """Seconds of a forward and a backward."""
-    shapes = [(1, heads, length // context.size, cell.width) for heads in (cell.heads, cell.key_heads, cell.key_heads)]
+    shapes = [
+        (1, heads, length // context.size, cell.width)
+        for heads in (cell.heads, cell.key_heads, cell.key_heads)
+    ]
     query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
     begun = time.monotonic()
-    out = KINDS[cell.kind](query, key, value, Mask(context, length, window=cell.window), Scores(cell.width**-0.5))
+    out = KINDS[cell.kind](
+        query, key, value, Mask(context, length, window=cell.window), Scores(cell.width**-0.5)
+    )
     out.backward(torch.ones_like(out))
     return time.monotonic() - begun
 
 
 def _status(name: str) -> int:
     """A number of this process's memory, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
     return int(line.split()[1]) * 1024
 
 

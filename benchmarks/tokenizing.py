@@ -1,15 +1,18 @@
-"""Throughput of `lightning-3d tokenize` and of others on the same text, tokenizer and cores: `python benchmarks/tokenizing.py --rounds 3`.
+"""Throughput of `lightning-3d tokenize` and of others on the same text, tokenizer and cores:
+`python benchmarks/tokenizing.py --rounds 3`.
 
-The others are Megatron's `tools/preprocess_data.py` and datatrove's `MegatronDocumentTokenizer`. All write Megatron's `.bin` and `.idx`
-with a token at the end of each document, and the tokens of all of them must be the same, byte by byte. A time is that of a whole command
-with its start, into a new folder. The contenders take turns; a ratio is our time over the peer's in the same round.
+The others are Megatron's `tools/preprocess_data.py` and datatrove's `MegatronDocumentTokenizer`.
+All write Megatron's `.bin` and `.idx` with a token at the end of each document, and the tokens of
+all of them must be the same, byte by byte. A time is that of a whole command with its start, into a
+new folder. The contenders take turns; a ratio is our time over the peer's in the same round.
 
-Each has the same number of processes that tokenize, with one thread each. Ours and Megatron's have one more, which reads and writes; with
-`--processes 1`, ours does all in one. datatrove shares out whole files, so it gets the corpus in one file for each process.
+Each has the same number of processes that tokenize, with one thread each. Ours and Megatron's have
+one more, which reads and writes; with `--processes 1`, ours does all in one. datatrove shares out
+whole files, so it gets the corpus in one file for each process.
 
-Megatron is fetched from its public repository at one commit, or taken from a checkout or Git directory (`--megatron PATH`). datatrove is
-in the environment, or in a folder of `pip install --target` (`--datatrove FOLDER`). `tokenizing_worker.py` says what of them is replaced or
-left out.
+Megatron is fetched from its public repository at one commit, or taken from a checkout or Git
+directory (`--megatron PATH`). datatrove is in the environment, or in a folder of `pip install
+--target` (`--datatrove FOLDER`). `tokenizing_worker.py` says what of them is replaced or left out.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Contender:
-    """A program. Its command writes `.bin` files into the folder that takes the place of `{out}`."""
+    """A program. Its command writes `.bin` files into the folder that takes the place of
+    `{out}`."""
 
     name: str
     command: tuple[str, ...]
@@ -80,27 +84,46 @@ class Contender:
         with (scratch / "log.txt").open("wb") as log:
             started = time.perf_counter()
             process = subprocess.Popen(
-                command, env=environment(), stdout=log, stderr=subprocess.STDOUT, preexec_fn=partial(die_with, os.getpid())
+                command,
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=partial(die_with, os.getpid()),
             )
             _, status, usage = os.wait4(process.pid, 0)
             seconds = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise SystemExit(f"{self.name} failed. It said:\n{(scratch / 'log.txt').read_text(errors='replace')[-4000:]}")
+            raise SystemExit(
+                f"{self.name} failed. It"
+                f" said:\n{(scratch / 'log.txt').read_text(errors='replace')[-4000:]}"
+            )
         tokens, sha256 = read_tokens(out)
         shutil.rmtree(out)
-        return Tokenized(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, tokens, sha256)
+        return Tokenized(
+            seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, tokens, sha256
+        )
 
 
 def environment() -> dict[str, str]:
     """One thread for each process, and this checkout."""
-    threads = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    threads = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     repository = str(Path(__file__).parents[1])
-    return os.environ | threads | {"PYTHONPATH": os.pathsep.join(filter(None, [repository, os.environ.get("PYTHONPATH")]))}
+    return (
+        os.environ
+        | threads
+        | {"PYTHONPATH": os.pathsep.join(filter(None, [repository, os.environ.get("PYTHONPATH")]))}
+    )
 
 
 def read_tokens(folder: Path) -> tuple[int, str]:
-    """Number and SHA-256 of the uint16 ids in all `.bin` files of a folder, in the order of their names."""
+    """Number and SHA-256 of the uint16 ids in all `.bin` files of a folder, in the order of their
+    names."""
     hashed, size = hashlib.sha256(), 0
     for path in sorted(folder.glob("*.bin")):
         with path.open("rb") as file:
@@ -110,17 +133,41 @@ def read_tokens(folder: Path) -> tuple[int, str]:
     return size // 2, hashed.hexdigest()
 
 
-def contenders(corpus: Corpus, tokenizer: Path, processes: int, peers: dict[str, Path]) -> list[Contender]:
+def contenders(
+    corpus: Corpus, tokenizer: Path, processes: int, peers: dict[str, Path]
+) -> list[Contender]:
     """Our command and those of the peers, from the folders that they are in."""
-    ours = [sys.executable, "-m", "lightning_3d", "tokenize", str(corpus.file), "--tokenizer", str(tokenizer)]
+    ours = [
+        sys.executable,
+        "-m",
+        "lightning_3d",
+        "tokenize",
+        str(corpus.file),
+        "--tokenizer",
+        str(tokenizer),
+    ]
     found = [Contender(OURS, (*ours, "--processes", str(processes), "--out", "{out}"))]
     if "megatron" in peers:
-        options = {"input": corpus.file, "output-prefix": "{out}/tokens", "tokenizer-type": "HuggingFaceTokenizer"}
+        options = {
+            "input": corpus.file,
+            "output-prefix": "{out}/tokens",
+            "tokenizer-type": "HuggingFaceTokenizer",
+        }
         options |= {"tokenizer-model": tokenizer, "workers": processes}
         words = [f"--{name}={value}" for name, value in options.items()]
-        found.append(Contender("Megatron preprocess_data.py", (*_worker("megatron", peers), *words, "--append-eod")))
+        found.append(
+            Contender(
+                "Megatron preprocess_data.py", (*_worker("megatron", peers), *words, "--append-eod")
+            )
+        )
     if "datatrove" in peers:
-        words = [str(corpus.parts), str(tokenizer / "tokenizer.json"), SEPARATOR, "{out}", str(processes)]
+        words = [
+            str(corpus.parts),
+            str(tokenizer / "tokenizer.json"),
+            SEPARATOR,
+            "{out}",
+            str(processes),
+        ]
         found.append(Contender("datatrove", (*_worker("datatrove", peers), *words)))
     return found
 
@@ -136,33 +183,51 @@ def find_peers(options: argparse.Namespace, scratch: Path) -> dict[str, Path]:
         try:
             peers["megatron"] = source_folder(MEGATRON, options.megatron, scratch).resolve()
         except SystemExit as failure:
-            print(f"megatron is left out: {failure}. Give --megatron PATH, a checkout or Git directory of {MEGATRON.url}.")
+            print(
+                f"megatron is left out: {failure}. Give --megatron PATH, a checkout or Git"
+                f" directory of {MEGATRON.url}."
+            )
     if "datatrove" in options.peers:
         peers["datatrove"] = (options.datatrove or scratch).resolve()
-    needs = {"megatron": 'pip install "nltk" "transformers"', "datatrove": f'pip install "{DATATROVE}" orjson, or --datatrove FOLDER'}
+    needs = {
+        "megatron": 'pip install "nltk" "transformers"',
+        "datatrove": f'pip install "{DATATROVE}" orjson, or --datatrove FOLDER',
+    }
     for peer in list(peers):
-        tried = subprocess.run(_worker(peer, peers), env=environment(), capture_output=True, text=True, check=False)
+        tried = subprocess.run(
+            _worker(peer, peers), env=environment(), capture_output=True, text=True, check=False
+        )
         if tried.returncode:
-            print(f"{peer} is left out: {tried.stderr.strip().splitlines()[-1]}. It needs: {needs[peer]}")
+            print(
+                f"{peer} is left out: {tried.stderr.strip().splitlines()[-1]}. It needs:"
+                f" {needs[peer]}"
+            )
             del peers[peer]
     return peers
 
 
-def race(found: list[Contender], rounds: int, scratch: Path) -> tuple[dict[str, list[Tokenized]], Load]:
-    """Let them take turns, backwards in every other round, and measure what other processes of the machine did."""
+def race(
+    found: list[Contender], rounds: int, scratch: Path
+) -> tuple[dict[str, list[Tokenized]], Load]:
+    """Let them take turns, backwards in every other round, and measure what other processes of the
+    machine did."""
     done: dict[str, list[Tokenized]] = {contender.name: [] for contender in found}
     meter = LoadMeter(())
     for index in range(rounds):
         for contender in found if index % 2 == 0 else found[::-1]:
             done[contender.name].append(contender.run(scratch))
             meter.look()
-        print(f"round {index + 1}: " + ", ".join(f"{name} {runs[-1].seconds:.1f} s" for name, runs in done.items()), flush=True)
+        print(
+            f"round {index + 1}: "
+            + ", ".join(f"{name} {runs[-1].seconds:.1f} s" for name, runs in done.items()),
+            flush=True,
+        )
     return done, meter.read()
 
 
 HEADER = (
-    f"{'':28} {'s':>7} {'CPU s':>7} {'tokens':>12} {'tokens/s':>10} {'MB/s':>6} {'largest MiB':>11}  {'ours/peer':>9} {'min':>6}"
-    f" {'max':>6}  not slower?"
+    f"{'':28} {'s':>7} {'CPU s':>7} {'tokens':>12} {'tokens/s':>10} {'MB/s':>6} {'largest MiB':>11}"
+    f"  {'ours/peer':>9} {'min':>6} {'max':>6}  not slower?"
 )
 
 
@@ -175,13 +240,16 @@ def row(name: str, done: dict[str, list[Tokenized]], size: int, load: Load) -> s
     runs = done[name]
     seconds = median(run.seconds for run in runs)
     line = (
-        f"{name:28} {seconds:7.1f} {median(run.processor_seconds for run in runs):7.1f} {runs[0].tokens:12d}"
-        f" {runs[0].tokens / seconds:10.0f} {size / 1e6 / seconds:6.2f} {max(run.largest_mib for run in runs):11.0f}"
+        f"{name:28} {seconds:7.1f} {median(run.processor_seconds for run in runs):7.1f}"
+        f" {runs[0].tokens:12d} {runs[0].tokens / seconds:10.0f} {size / 1e6 / seconds:6.2f}"
+        f" {max(run.largest_mib for run in runs):11.0f}"
     )
     if name == OURS:
         return line
     found = sorted(ours.seconds / run.seconds for ours, run in zip(done[OURS], runs, strict=True))
-    if {(run.tokens, run.sha256) for run in runs} != {(run.tokens, run.sha256) for run in done[OURS]}:
+    if {(run.tokens, run.sha256) for run in runs} != {
+        (run.tokens, run.sha256) for run in done[OURS]
+    }:
         judged = "cannot tell: other tokens than ours"
     else:
         judged = verdict(found, NOT_SLOWER, load)
@@ -189,13 +257,41 @@ def row(name: str, done: dict[str, list[Tokenized]], size: int, load: Load) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=200, help="size of the corpus, JSON lines of the standard library")
-    parser.add_argument("--processes", type=int, default=cores(), help="that tokenize, of each contender; default: one for each core")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        default=200,
+        help="size of the corpus, JSON lines of the standard library",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=cores(),
+        help="that tokenize, of each contender; default: one for each core",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", nargs="*", default=["megatron", "datatrove"], choices=["megatron", "datatrove"], help="only these peers")
-    parser.add_argument("--megatron", type=Path, metavar="PATH", help="checkout or Git directory of Megatron-LM; by default it is fetched")
-    parser.add_argument("--datatrove", type=Path, metavar="FOLDER", help="folder of pip install --target; by default the environment")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        default=["megatron", "datatrove"],
+        choices=["megatron", "datatrove"],
+        help="only these peers",
+    )
+    parser.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="PATH",
+        help="checkout or Git directory of Megatron-LM; by default it is fetched",
+    )
+    parser.add_argument(
+        "--datatrove",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of pip install --target; by default the environment",
+    )
     parser.add_argument("--output", type=Path, help="JSON file for all times")
     options = parser.parse_args()
     print(json.dumps(machine(), indent=2))
@@ -205,11 +301,18 @@ def main() -> None:
         corpus = write_corpus(scratch, int(options.megabytes * 1e6), options.processes)
         found = contenders(corpus, train_tokenizer(scratch / "tokenizer"), options.processes, peers)
         size = corpus.bytes
-        print(f"{size / 1e6:.0f} MB, {corpus.documents} documents, a BPE of {VOCABULARY} entries, {options.processes} processes")
+        print(
+            f"{size / 1e6:.0f} MB, {corpus.documents} documents, a BPE of {VOCABULARY} entries,"
+            f" {options.processes} processes"
+        )
         done, load = race(found, options.rounds, scratch)
     if options.output:
         runs = {name: [asdict(run) for run in each] for name, each in done.items()}
-        options.output.write_text(json.dumps({"machine": machine(), "bytes": size, "load": asdict(load), "runs": runs}, indent=1))
+        options.output.write_text(
+            json.dumps(
+                {"machine": machine(), "bytes": size, "load": asdict(load), "runs": runs}, indent=1
+            )
+        )
     print(f"load: {load}")
     print("\n".join([HEADER, *(row(name, done, size, load) for name in done)]))
 

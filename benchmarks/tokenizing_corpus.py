@@ -1,4 +1,5 @@
-"""Documents and a tokenizer for `tokenizing.py`, made of the sources of Python's standard library."""
+"""Documents and a tokenizer for `tokenizing.py`, made of the sources of Python's standard
+library."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Corpus:
 
     Attributes:
         file: JSON lines.
-        parts: folder with the same lines in one file for each process, in order, for a program that shares out whole files.
+        parts: folder with the same lines in one file for each process, in order, for a program that
+            shares out whole files.
     """
 
     file: Path
@@ -33,7 +35,8 @@ class Corpus:
 
 
 def write_corpus(folder: Path, size: int, processes: int) -> Corpus:
-    """Write documents until they have `size` bytes. No two are the same: files that come again begin with another line."""
+    """Write documents until they have `size` bytes. No two are the same: files that come again
+    begin with another line."""
     parts = folder / "parts"
     parts.mkdir()
     written = documents = 0
@@ -67,7 +70,8 @@ def _documents() -> Iterator[str]:
 
 
 def train_tokenizer(folder: Path) -> Path:
-    """Train a byte-level BPE as GPT-2's on a part of the documents, and save it for Transformers."""
+    """Train a byte-level BPE as GPT-2's on a part of the documents, and save it for
+    Transformers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,12 +1,16 @@
-"""Commands of other programs that tokenize, for `tokenizing.py`: `tokenizing_worker.py megatron|datatrove FOLDER ARGUMENTS...`.
+"""Commands of other programs that tokenize, for `tokenizing.py`: `tokenizing_worker.py
+megatron|datatrove FOLDER ARGUMENTS...`.
 
 Both do all of their own work. Replaced or left out is only this:
 
-- Megatron (`tools/preprocess_data.py`): the `__init__` of `megatron.core`, `megatron.training` and `megatron.training.config`, which import
-  what a machine without a GPU lacks (Triton), and `megatron.training.arguments`, which imports them again. The script takes one function
-  from the latter, the options of the tokenizer; they have the defaults of its own `TokenizerConfig`. So its start is shorter here.
-- datatrove: `MegatronDocumentTokenizer` without its steps that shuffle and merge files. Its processes are forked, not made by its default
-  "forkserver": they start sooner, and the processor time is that of a child of this command.
+- Megatron (`tools/preprocess_data.py`): the `__init__` of `megatron.core`, `megatron.training` and
+  `megatron.training.config`, which import what a machine without a GPU lacks (Triton), and
+  `megatron.training.arguments`, which imports them again. The script takes one function from the
+  latter, the options of the tokenizer; they have the defaults of its own `TokenizerConfig`. So its
+  start is shorter here.
+- datatrove: `MegatronDocumentTokenizer` without its steps that shuffle and merge files. Its
+  processes are forked, not made by its default "forkserver": they start sooner, and the processor
+  time is that of a child of this command.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ def megatron(folder: Path, arguments: list[str]) -> None:
         package = ModuleType(name)
         package.__path__ = [str(folder / name.replace(".", "/"))]
         sys.modules[name] = package
-    import_module("megatron.core.parallel_state")  # as its own __init__ does first: its modules import each other
+    # as its own __init__ does first: its modules import each other
+    import_module("megatron.core.parallel_state")
     options = ModuleType("megatron.training.arguments")
     options._add_tokenizer_args = _add_tokenizer_options  # type: ignore[attr-defined]
     sys.modules[options.__name__] = options
@@ -50,7 +55,8 @@ def _add_tokenizer_options(parser: ArgumentParser) -> ArgumentParser:
 
 
 def datatrove(folder: Path, arguments: list[str]) -> None:
-    """Tokenize a folder of JSON lines, one file for each process: CORPUS TOKENIZER SEPARATOR OUT PROCESSES. Without arguments, only import.
+    """Tokenize a folder of JSON lines, one file for each process: CORPUS TOKENIZER SEPARATOR OUT
+    PROCESSES. Without arguments, only import.
 
     Args:
         folder: of `pip install --target`, searched after the environment.
@@ -64,8 +70,17 @@ def datatrove(folder: Path, arguments: list[str]) -> None:
     if not arguments:
         return
     corpus, tokenizer, separator, out, processes = arguments
-    steps = [JsonlReader(corpus), MegatronDocumentTokenizer(out, tokenizer_name_or_path=tokenizer, eos_token=separator)]
-    LocalPipelineExecutor(steps, tasks=int(processes), workers=int(processes), logging_dir=f"{out}/logs", start_method="fork").run()
+    steps = [
+        JsonlReader(corpus),
+        MegatronDocumentTokenizer(out, tokenizer_name_or_path=tokenizer, eos_token=separator),
+    ]
+    LocalPipelineExecutor(
+        steps,
+        tasks=int(processes),
+        workers=int(processes),
+        logging_dir=f"{out}/logs",
+        start_method="fork",
+    ).run()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python docs/reference.py
 
-rewrites each part of a page between `<!-- generated: NAME -->` and `<!-- end -->`. Types come from the structured configurations
-(`lightning_3d.app.config.run_config` and the options of launchers) and from the data modules. Defaults come from the files
-in `conf/`. Meanings are the comments next to the keys there, or the `Attributes:` of a dataclass.
+rewrites each part of a page between `<!-- generated: NAME -->` and `<!-- end -->`. Types come from
+the structured configurations (`lightning_3d.app.config.run_config` and the options of launchers)
+and from the data modules. Defaults come from the files in `conf/`. Meanings are the comments next
+to the keys there, or the `Attributes:` of a dataclass.
 """
 
 from __future__ import annotations
@@ -31,15 +32,22 @@ from lightning_3d.app.config.lora import LoraOptions  # noqa: E402
 from lightning_3d.app.config.objective import ObjectiveOptions  # noqa: E402
 from lightning_3d.app.config.plan import PlanOptions  # noqa: E402
 from lightning_3d.app.config.plan_run import check_keys  # noqa: E402
-from lightning_3d.app.config.run_config import MODEL_KEYS, ParallelismConfig, PrecisionConfig, RunConfig, TrainerConfig, complete_run  # noqa: E402
+from lightning_3d.app.config.run_config import (
+    MODEL_KEYS,
+    ParallelismConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainerConfig,
+    complete_run,
+)  # noqa: E402
 from lightning_3d.app.config.sample import SampleOptions  # noqa: E402
 from lightning_3d.app.launchers.options import meanings  # noqa: E402
-from lightning_3d.layout.layout import AXES  # noqa: E402
-from lightning_3d.layout.resolve import resolve_layout  # noqa: E402
 from lightning_3d.app.planner.advice import job_of, machine_of  # noqa: E402
 from lightning_3d.app.planner.memory import memory_of  # noqa: E402
 from lightning_3d.app.planner.step_time import step_of  # noqa: E402
 from lightning_3d.app.runs.sweep.slurm_engine import SlurmResources  # noqa: E402
+from lightning_3d.layout.layout import AXES  # noqa: E402
+from lightning_3d.layout.resolve import resolve_layout  # noqa: E402
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 Row = tuple[str, str, str, str]
@@ -64,7 +72,8 @@ NULLS = {
 
 
 def comments(file: Path) -> dict[str, str]:
-    """What a YAML file says of each of its keys: behind the key and on the lines below, or above the key.
+    """What a YAML file says of each of its keys: behind the key and on the lines below, or above
+    the key.
 
     A key of which nothing is said has what is said of the one that it is in.
     """
@@ -131,7 +140,9 @@ def written(value: Any) -> str:
     """A default as it would be written on a command line."""
     if value is MISSING or value == "???":
         return "must be given"
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+    text = (
+        yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+    )
     return f"`{text.strip(chr(39))}`"
 
 
@@ -156,14 +167,30 @@ def table(rows: list[Row]) -> str:
     """A Markdown table of keys. Each must have a meaning."""
     for key, _, _, meaning in rows:
         if not meaning:
-            raise SystemExit(f"{key} has no description: write a comment next to it in conf/, or an Attributes entry in its dataclass.")
-    lines = [" | ".join((f"`{key}`", kind, default, ended(escaped(meaning)))) for key, kind, default, meaning in rows]
-    return "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *(f"| {line} |" for line in lines)])
+            raise SystemExit(
+                f"{key} has no description: write a comment next to it in conf/, or an Attributes"
+                " entry in its dataclass."
+            )
+    lines = [
+        " | ".join((f"`{key}`", kind, default, ended(escaped(meaning))))
+        for key, kind, default, meaning in rows
+    ]
+    return "\n".join(
+        [
+            "| key | type | default | meaning |",
+            "| --- | --- | --- | --- |",
+            *(f"| {line} |" for line in lines),
+        ]
+    )
 
 
 def escaped(text: str) -> str:
     """Text for a cell: no bars, and angle brackets that are no tags."""
-    return re.sub(r"(?<!\.)\.$", "", re.sub(r"\bNone\b", "null", text)).replace("|", "\\|").replace("<", "&lt;")
+    return (
+        re.sub(r"(?<!\.)\.$", "", re.sub(r"\bNone\b", "null", text))
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+    )
 
 
 def ended(text: str) -> str:
@@ -178,7 +205,14 @@ def structured(group: str, kind: type, file: Path) -> str:
     for key, hint, default in leaves(kind):
         if not key.startswith("_"):
             value = dict(flat(values)).get(key, default)
-            rows.append((f"{group}.{key}", type_name(hint), written(value), said.get(key) or meant.get(key) or nested_meaning(kind, key)))
+            rows.append(
+                (
+                    f"{group}.{key}",
+                    type_name(hint),
+                    written(value),
+                    said.get(key) or meant.get(key) or nested_meaning(kind, key),
+                )
+            )
     return table(rows)
 
 
@@ -190,7 +224,9 @@ def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
         if is_dataclass(hint):
             yield from leaves(hint, f"{prefix}{option.name}.")
         else:
-            default = option.default_factory() if callable(option.default_factory) else option.default
+            default = (
+                option.default_factory() if callable(option.default_factory) else option.default
+            )
             yield f"{prefix}{option.name}", hint, default
 
 
@@ -200,26 +236,40 @@ def nested_meaning(kind: type, key: str) -> str:
     hint = get_type_hints(kind).get(name)
     if not inner or not is_dataclass(hint):
         return ""
-    return ": ".join(filter(None, (meanings(kind).get(name, "").rstrip("."), meanings(hint).get(inner, ""))))
+    return ": ".join(
+        filter(None, (meanings(kind).get(name, "").rstrip("."), meanings(hint).get(inner, "")))
+    )
 
 
 def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
-    """A table for each option of a group; options with the keys of one before have only what differs."""
+    """A table for each option of a group; options with the keys of one before have only what
+    differs."""
     parts: list[str] = []
     seen: dict[str, dict[str, Any]] = {}
     for file in sorted((conf_folder() / group).glob("*.yaml")):
         values, said = dict(flat(read(file))), comments(file)
-        like = None if group == "data" else next((name for name, other in seen.items() if other.keys() == values.keys()), None)
+        like = (
+            None
+            if group == "data"
+            else next((name for name, other in seen.items() if other.keys() == values.keys()), None)
+        )
         parts.append(f"### {group}={file.stem}\n\n{header(file)}")
         if like:
             changed = {key: value for key, value in values.items() if value != seen[like][key]}
-            pairs = ", ".join(f"`{group}.{key}={written(value)[1:]}" for key, value in changed.items())
+            pairs = ", ".join(
+                f"`{group}.{key}={written(value)[1:]}" for key, value in changed.items()
+            )
             parts.append(f"As `{group}={like}`, but {pairs}.")
             continue
         seen[file.stem] = values
         kinds = types_of(file.stem)
         rows = [
-            (f"{group}.{key}", kinds.get(key) or type_of(key, value), written(value), said.get(key) or PLAIN.get(key, ""))
+            (
+                f"{group}.{key}",
+                kinds.get(key) or type_of(key, value),
+                written(value),
+                said.get(key) or PLAIN.get(key, ""),
+            )
             for key, value in values.items()
             if key != "name" or group != "data"
         ]
@@ -232,7 +282,10 @@ PLAIN = {
     "lr": "learning rate after the warm-up",
     "betas": "decay rates of AdamW's two moments",
     "eps": "number that AdamW adds to its denominator",
-    "weight_decay": "weight decay of all parameters except those in `no_decay`. It is decoupled in AdamW and an L2 penalty in SGD",
+    "weight_decay": (
+        "weight decay of all parameters except those in `no_decay`. It is decoupled in AdamW and an"
+        " L2 penalty in SGD"
+    ),
     "momentum": "momentum of SGD",
     "nesterov": "true uses Nesterov momentum",
     "scheduler.warmup_steps": "steps over which the learning rate grows linearly to `lr`",
@@ -249,20 +302,35 @@ def types_of_data(name: str) -> dict[str, str]:
     from lightning_3d.app.training.data import DATA_MODULES
 
     module, kind = DATA_MODULES[name].split(":")
-    return {key: type_name(hint) for key, hint in get_type_hints(getattr(import_module(module), kind).__init__).items()}
+    return {
+        key: type_name(hint)
+        for key, hint in get_type_hints(getattr(import_module(module), kind).__init__).items()
+    }
 
 
 def model() -> str:
-    """Keys of the group `model`: those of the main job's, of a mixture's, and those that every run has."""
-    files = [conf_folder() / "config.yaml", conf_folder() / "model" / "mixtral_tiny.yaml", conf_folder() / "model" / "llama_tiny.yaml"]
-    of_run = {key.removeprefix("model."): text for key, text in comments(files[0]).items() if key.startswith("model.")}
+    """Keys of the group `model`: those of the main job's, of a mixture's, and those that every run
+    has."""
+    files = [
+        conf_folder() / "config.yaml",
+        conf_folder() / "model" / "mixtral_tiny.yaml",
+        conf_folder() / "model" / "llama_tiny.yaml",
+    ]
+    of_run = {
+        key.removeprefix("model."): text
+        for key, text in comments(files[0]).items()
+        if key.startswith("model.")
+    }
     said = of_run | comments(files[1]) | comments(files[2])
     values = read(files[1]) | read(files[2])
     lora = {f"lora.{key}": (type_name(hint), default) for key, hint, default in leaves(LoraOptions)}
     rows: list[Row] = []
     for key in MODEL_KEYS:
         if key == "lora":
-            rows += [(f"model.{name}", kind, written(default), said.get(name, "")) for name, (kind, default) in lora.items()]
+            rows += [
+                (f"model.{name}", kind, written(default), said.get(name, ""))
+                for name, (kind, default) in lora.items()
+            ]
         elif key == "config":
             rows.append(("model.config", "dict", "of the option", said.get("config", "")))
         else:
@@ -275,14 +343,26 @@ def run_keys() -> str:
     """Keys that are in no group."""
     said, values = comments(conf_folder() / "config.yaml"), read(conf_folder() / "config.yaml")
     hints = get_type_hints(RunConfig)
-    rows = [(key, type_name(hints[key]), written(values[key]), said[key]) for key in ("seed", "force", "profile", "run_folder")]
+    rows = [
+        (key, type_name(hints[key]), written(values[key]), said[key])
+        for key in ("seed", "force", "profile", "run_folder")
+    ]
     limits, reserve = get_type_hints(PlanOptions), flat({"plan": values["plan"]})
-    rows += [(key, type_name(limits[key.partition(".")[2]]), written(value), said[key]) for key, value in reserve]
+    rows += [
+        (key, type_name(limits[key.partition(".")[2]]), written(value), said[key])
+        for key, value in reserve
+    ]
     aims = get_type_hints(ObjectiveOptions)
     objective = flat({"objective": values["objective"]})
-    rows += [(key, type_name(aims[key.partition(".")[2]]), written(value), said[key]) for key, value in objective]
+    rows += [
+        (key, type_name(aims[key.partition(".")[2]]), written(value), said[key])
+        for key, value in objective
+    ]
     texts = get_type_hints(SampleOptions)
-    rows += [(key, type_name(texts[key.partition(".")[2]]), written(value), said[key]) for key, value in flat({"sample": values["sample"]})]
+    rows += [
+        (key, type_name(texts[key.partition(".")[2]]), written(value), said[key])
+        for key, value in flat({"sample": values["sample"]})
+    ]
     size, ramp = "data.global_batch_size", "data.batch_ramp"
     rows.append((size, "int", written(dict(flat(values))[size]), said.get(size) or said["data"]))
     return table([*rows, (ramp, "mapping or null", "null", said[ramp])])
@@ -291,7 +371,9 @@ def run_keys() -> str:
 def options_of(group: str) -> str:
     """The options of a group, and what the top of each file says."""
     files = sorted((conf_folder() / group).glob("*.yaml"))
-    lines = [f"| `{group}={file.stem}` | {escaped(first_sentence(header(file)))} |" for file in files]
+    lines = [
+        f"| `{group}={file.stem}` | {escaped(first_sentence(header(file)))} |" for file in files
+    ]
     return "\n".join(["| option | |", "| --- | --- |", *lines])
 
 
@@ -303,7 +385,10 @@ def objects(group: str, option: str) -> str:
     """Loggers or callbacks of an option: their classes."""
     file = conf_folder() / group / f"{option}.yaml"
     said = comments(file)
-    rows = [f"| `{group}.{name}` | `{entry['_target_']}` | {escaped(said.get(name, ''))} |" for name, entry in read(file).items()]
+    rows = [
+        f"| `{group}.{name}` | `{entry['_target_']}` | {escaped(said.get(name, ''))} |"
+        for name, entry in read(file).items()
+    ]
     return "\n".join(["| object | class | |", "| --- | --- | --- |", *rows])
 
 
@@ -313,7 +398,10 @@ def launch() -> str:
     for options in dict.fromkeys(launcher.options for launcher in KINDS.values()):
         names = [name for name, launcher in KINDS.items() if launcher.options is options]
         meant = meanings(options)
-        rows = [(f"launch.{key}", type_name(hint), written(value), meant.get(key, "")) for key, hint, value in leaves(options)]
+        rows = [
+            (f"launch.{key}", type_name(hint), written(value), meant.get(key, ""))
+            for key, hint, value in leaves(options)
+        ]
         parts.append(f"### lightning-3d launch {' and '.join(names)}\n\n{table(rows)}")
     return "\n\n".join(parts)
 
@@ -322,26 +410,43 @@ def hydra_launcher(name: str) -> str:
     """Keys of a launcher of sweeps."""
     file = conf_folder() / "hydra" / "launcher" / f"{name}.yaml"
     said = meanings(SlurmResources) | comments(file)
-    rows = [(f"hydra.launcher.{key}", type_of(key, value), written(value), said.get(key, ""))
-            for key, value in read(file).items() if not key.startswith("_")]  # fmt: skip
+    rows = [
+        (f"hydra.launcher.{key}", type_of(key, value), written(value), said.get(key, ""))
+        for key, value in read(file).items()
+        if not key.startswith("_")
+    ]
     return f"{header(file)}\n\n{table(rows)}"
 
 
 def recipes() -> str:
     """All recipes with the model, the layout and the cluster."""
-    lines = ["| recipe | model | cluster | layout | data | what it does |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| recipe | model | cluster | layout | data | what it does |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for file in sorted(recipes_folder().glob("*.yaml")):
-        chosen = {str(key).removeprefix("override /"): value for entry in read(file)["defaults"] if isinstance(entry, Mapping)
-                  for key, value in entry.items()}  # fmt: skip
-        cells = (f"`{chosen.get(key, '')}`" if chosen.get(key) else "" for key in ("model", "cluster", "parallelism", "data"))
-        lines.append(f"| `{file.stem}` | {' | '.join(cells)} | {escaped(first_sentence(header(file)))} |")
+        chosen = {
+            str(key).removeprefix("override /"): value
+            for entry in read(file)["defaults"]
+            if isinstance(entry, Mapping)
+            for key, value in entry.items()
+        }
+        cells = (
+            f"`{chosen.get(key, '')}`" if chosen.get(key) else ""
+            for key in ("model", "cluster", "parallelism", "data")
+        )
+        lines.append(
+            f"| `{file.stem}` | {' | '.join(cells)} | {escaped(first_sentence(header(file)))} |"
+        )
     return "\n".join(lines)
 
 
 PUBLISHED = {
     "llama3_1_405b_1024xh100": "43 % MFU on 8192 H100, tp8_pp16_dp64 (arXiv:2407.21783, table 4)",
     "deepseek_v3_1024xh100": "1297 tokens/s in FP8, tp2_pp8_dp64_ep64_vp4 (Megatron-Bridge 25.09)",
-    "qwen3_235b_a22b_256xh100": "1633 tokens/s in FP8, tp2_pp8_dp16_ep32_vp4 (Megatron-Bridge 26.02)",
+    "qwen3_235b_a22b_256xh100": (
+        "1633 tokens/s in FP8, tp2_pp8_dp16_ep32_vp4 (Megatron-Bridge 26.02)"
+    ),
     "gpt_oss_120b_64xh100": "5993 tokens/s, pp4_dp16_ep8 (Megatron-Bridge 26.02)",
     "gpt3_175b_384xa100": "76.8 s: 153 TFLOP/s with recomputation (arXiv:2104.04473, table 2)",
     "gpt_1t_3072xa100": "102.6 s: 163 TFLOP/s with recomputation (arXiv:2104.04473, table 1)",
@@ -353,17 +458,24 @@ PUBLISHED = {
 
 def predictions() -> str:
     """What the planner predicts of large recipes, next to what was published."""
-    lines = ["| recipe | memory | seconds of a step | tokens/s of a GPU | MFU | published |", "| --- | --: | --: | --: | --: | --- |"]
+    lines = [
+        "| recipe | memory | seconds of a step | tokens/s of a GPU | MFU | published |",
+        "| --- | --: | --: | --: | --: | --- |",
+    ]
     for name, published in PUBLISHED.items():
         run = complete_run(check_keys(compose([f"recipe={name}", "trainer.dry=true"])))
         options, machine = run.parallelism, machine_of(run.cluster, None)
-        layout, schedule = resolve_layout(options.layout, options.schedule, options.vp, tuple(options.order or AXES))
+        layout, schedule = resolve_layout(
+            options.layout, options.schedule, options.vp, tuple(options.order or AXES)
+        )
         assert machine is not None and options.micro_batch_size is not None
         job = job_of(run, run.precision.name, layout, schedule, options.micro_batch_size)
         seconds, share = step_of(job, machine).seconds, memory_of(job).total / machine.memory
         rate = job.seq * job.global_batch / seconds / machine.gpus
         used = rate * run.spec.flops_per_token(job.seq) / machine.peak
-        lines.append(f"| `{name}` | {share:.0%} | {seconds:.3g} | {rate:,.0f} | {used:.0%} | {published} |")
+        lines.append(
+            f"| `{name}` | {share:.0%} | {seconds:.3g} | {rate:,.0f} | {used:.0%} | {published} |"
+        )
     return "\n".join(lines)
 
 
@@ -372,13 +484,21 @@ PARTS: dict[str, Callable[[], str]] = {
     "model": model,
     "models": lambda: options_of("model"),
     "data": lambda: by_option("data", types_of_data),
-    "parallelism": lambda: structured("parallelism", ParallelismConfig, conf_folder() / "parallelism" / "base.yaml"),
-    "cluster": lambda: structured("cluster", ClusterConfig, conf_folder() / "cluster" / "local.yaml"),
+    "parallelism": lambda: structured(
+        "parallelism", ParallelismConfig, conf_folder() / "parallelism" / "base.yaml"
+    ),
+    "cluster": lambda: structured(
+        "cluster", ClusterConfig, conf_folder() / "cluster" / "local.yaml"
+    ),
     "clusters": lambda: options_of("cluster"),
     "optimizer": lambda: by_option("optimizer", lambda name: {}),
-    "precision": lambda: structured("precision", PrecisionConfig, conf_folder() / "precision" / "auto.yaml"),
+    "precision": lambda: structured(
+        "precision", PrecisionConfig, conf_folder() / "precision" / "auto.yaml"
+    ),
     "precisions": lambda: options_of("precision"),
-    "trainer": lambda: structured("trainer", TrainerConfig, conf_folder() / "trainer" / "default.yaml"),
+    "trainer": lambda: structured(
+        "trainer", TrainerConfig, conf_folder() / "trainer" / "default.yaml"
+    ),
     "loggers": lambda: options_of("logger"),
     "debug": lambda: options_of("debug"),
     "hparams_search": lambda: options_of("hparams_search"),

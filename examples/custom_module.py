@@ -4,9 +4,10 @@
     python examples/custom_module.py --layout tp4
     python examples/custom_module.py --layout tp2_pp2_dp2 --devices 8
 
-The model is plain PyTorch. For `tp`, the plan says how layers are sharded: `colwise` by outputs, `rowwise` by inputs. A pair of the two
-needs one all-reduce. For `pp`, it lists the modules in the order in which they run, with the names of their inputs and outputs. A list of
-modules is split among the pipeline ranks.
+The model is plain PyTorch. For `tp`, the plan says how layers are sharded: `colwise` by outputs,
+`rowwise` by inputs. A pair of the two needs one all-reduce. For `pp`, it lists the modules in the
+order in which they run, with the names of their inputs and outputs. A list of modules is split
+among the pipeline ranks.
 """
 
 import argparse
@@ -21,7 +22,11 @@ from lightning_3d import Layout, Lightning3DStrategy
 
 PLAN = {
     "tp": {"blocks.*.up": "colwise", "blocks.*.gate": "colwise", "blocks.*.down": "rowwise"},
-    "pp": {"read": (["x"], ["hidden"]), "blocks": (["hidden"], ["hidden"]), "answer": (["hidden"], ["logits"])},
+    "pp": {
+        "read": (["x"], ["hidden"]),
+        "blocks": (["hidden"], ["hidden"]),
+        "answer": (["hidden"], ["logits"]),
+    },
 }
 
 
@@ -31,7 +36,11 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.gate, self.down = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.gate, self.down = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.norm(hidden)
@@ -70,7 +79,9 @@ class Module(LightningModule):
         x, target = batch
         logits = self.model(x)
         loss = F.cross_entropy(logits, target)
-        self.log_dict({"train_loss": loss, "accuracy": (logits.argmax(-1) == target).float().mean()})
+        self.log_dict(
+            {"train_loss": loss, "accuracy": (logits.argmax(-1) == target).float().mean()}
+        )
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -86,7 +97,9 @@ def clusters(rows: int = 512) -> TensorDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", default="tp2_pp2")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
@@ -107,7 +120,10 @@ def main() -> None:
     trainer.fit(Module(), DataLoader(clusters(), batch_size=64 // replicas, shuffle=True))
     if trainer.is_global_zero:
         numbers = trainer.callback_metrics
-        print(f"loss after {trainer.global_step} steps: {numbers['train_loss']:.4f}, accuracy {numbers['accuracy']:.2f}")
+        print(
+            f"loss after {trainer.global_step} steps: {numbers['train_loss']:.4f}, accuracy"
+            f" {numbers['accuracy']:.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Fine-tune a Transformers checkpoint from disk on 2 CPU ranks, export it, and generate text with Transformers.
+"""Fine-tune a Transformers checkpoint from disk on 2 CPU ranks, export it, and generate text with
+Transformers.
 
     python examples/finetune.py
     python examples/finetune.py --pretrained /models/SmolLM2-135M --layout pp2 --steps 50
 
-Without `--pretrained`, the script first writes a tiny model with random weights, in place of a downloaded one.
+Without `--pretrained`, the script first writes a tiny model with random weights, in place of a
+downloaded one.
 """
 
 import argparse
@@ -15,14 +17,21 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from own_trainer import CountingText
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from lightning_3d import Lightning3DStrategy, load_pretrained
 from lightning_3d.app.cli import main as lightning_3d
 
 
 class FineTuned(LightningModule):
-    """A pretrained model: each rank reads its slices of the files, and no rank holds the whole model."""
+    """A pretrained model: each rank reads its slices of the files, and no rank holds the whole
+    model."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -45,17 +54,31 @@ class FineTuned(LightningModule):
 
 
 def make_pretrained(folder: Path) -> Path:
-    """Write a folder like that of `hf download`. The first process does so before it starts the others."""
+    """Write a folder like that of `hf download`. The first process does so before it starts the
+    others."""
     if "LOCAL_RANK" not in os.environ:
-        config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        config = LlamaConfig(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pretrained", type=Path, help="config.json and safetensors")
-    parser.add_argument("--output", type=Path, default=Path("outputs/finetuned"), help="folder for the checkpoint and the exported model")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("outputs/finetuned"),
+        help="folder for the checkpoint and the exported model",
+    )
     parser.add_argument("--layout", default="tp2")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
@@ -77,9 +100,21 @@ def main() -> None:
     trainer.save_checkpoint(options.output / "last.ckpt")
     if not trainer.is_global_zero:
         return
-    print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['train_loss']:.3f}", flush=True)
+    print(
+        f"loss after {trainer.global_step} steps: {trainer.callback_metrics['train_loss']:.3f}",
+        flush=True,
+    )
     exported = options.output / "huggingface"
-    lightning_3d(["export", str(options.output / "last.ckpt"), "--to", "huggingface", "--output", str(exported)])
+    lightning_3d(
+        [
+            "export",
+            str(options.output / "last.ckpt"),
+            "--to",
+            "huggingface",
+            "--output",
+            str(exported),
+        ]
+    )
     model = AutoModelForCausalLM.from_pretrained(exported)
     prompt = torch.tensor([[11, 12, 13, 14]])
     answer = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)

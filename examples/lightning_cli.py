@@ -2,7 +2,8 @@
 
     python examples/lightning_cli.py fit --trainer.strategy=lightning_3d --trainer.strategy.layout=tp2_pp2 --trainer.devices=4
 
-Only the marked line is there for lightning_3d. Without it, write --trainer.strategy=lightning_3d.Lightning3DStrategy.
+Only the marked line is there for lightning_3d. Without it, write
+--trainer.strategy=lightning_3d.Lightning3DStrategy.
 """
 
 import torch
@@ -24,7 +25,11 @@ class Counting(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         starts = torch.randint(97, (self.rows, 1), generator=torch.Generator().manual_seed(1))
-        return DataLoader(TensorDataset((starts + torch.arange(self.length)) % 97), batch_size=self.batch_size, shuffle=True)
+        return DataLoader(
+            TensorDataset((starts + torch.arange(self.length)) % 97),
+            batch_size=self.batch_size,
+            shuffle=True,
+        )
 
 
 class LanguageModel(LightningModule):
@@ -32,13 +37,21 @@ class LanguageModel(LightningModule):
 
     def __init__(self, hidden_size: int = 64, layers: int = 4, lr: float = 3e-3) -> None:
         super().__init__()
-        self.sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": layers}
+        self.sizes = {
+            "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size,
+            "num_hidden_layers": layers,
+        }
         self.lr = lr
         self.model: LlamaForCausalLM | None = None
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_attention_heads=4, num_key_value_heads=2, **self.sizes))
+            self.model = LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=97, num_attention_heads=4, num_key_value_heads=2, **self.sizes
+                )
+            )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         assert self.model is not None
@@ -52,10 +65,25 @@ class LanguageModel(LightningModule):
 
 
 def main() -> None:
-    defaults = {"accelerator": "cpu", "max_steps": 20, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    cli = LightningCLI(LanguageModel, Counting, trainer_defaults=defaults, save_config_callback=None, seed_everything_default=1)
+    defaults = {
+        "accelerator": "cpu",
+        "max_steps": 20,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
+    cli = LightningCLI(
+        LanguageModel,
+        Counting,
+        trainer_defaults=defaults,
+        save_config_callback=None,
+        seed_everything_default=1,
+    )
     if cli.trainer.is_global_zero:
-        print(f"loss after {cli.trainer.global_step} steps: {cli.trainer.callback_metrics['train_loss']:.3f}")
+        print(
+            f"loss after {cli.trainer.global_step} steps:"
+            f" {cli.trainer.callback_metrics['train_loss']:.3f}"
+        )
 
 
 if __name__ == "__main__":

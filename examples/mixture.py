@@ -1,9 +1,11 @@
-"""Train a mixture of experts on 4 CPU ranks, with its experts spread over the ranks and balanced by a loss.
+"""Train a mixture of experts on 4 CPU ranks, with its experts spread over the ranks and balanced by
+a loss.
 
     python examples/mixture.py
     python examples/mixture.py --layout tp2_ep2_dp2 --aux-loss 0.1
 
-`ep4` adds no ranks: each of the 4 ranks of `dp4` holds two of the 8 experts of each layer, and tokens are sent to the rank of their expert.
+`ep4` adds no ranks: each of the 4 ranks of `dp4` holds two of the 8 experts of each layer, and
+tokens are sent to the rank of their expert.
 """
 
 import argparse
@@ -23,8 +25,16 @@ class Mixture(LanguageModel):
 
     def configure_model(self) -> None:
         if self.model is None:
-            sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-            self.model = MixtralForCausalLM(MixtralConfig(vocab_size=97, num_local_experts=8, num_experts_per_tok=2, **sizes))
+            sizes = {
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+            }
+            self.model = MixtralForCausalLM(
+                MixtralConfig(vocab_size=97, num_local_experts=8, num_experts_per_tok=2, **sizes)
+            )
 
 
 class PrintLoad(Callback):
@@ -32,11 +42,17 @@ class PrintLoad(Callback):
         if trainer.is_global_zero and trainer.global_step % 10 == 0:
             step = trainer.strategy.last_step
             loads = ", ".join(f"{load:.2f}" for load in step.routers.max_over_mean)
-            print(f"step {trainer.global_step}: loss {step.loss:.3f}, fullest expert of each layer {loads} x the mean", flush=True)
+            print(
+                f"step {trainer.global_step}: loss {step.loss:.3f}, fullest expert of each layer"
+                f" {loads} x the mean",
+                flush=True,
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", default="ep4_dp4")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--aux-loss", type=float, default=0.01)
@@ -47,7 +63,9 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=Lightning3DStrategy(options.layout, micro_batch_size=4, moe_aux_loss=options.aux_loss),
+        strategy=Lightning3DStrategy(
+            options.layout, micro_batch_size=4, moe_aux_loss=options.aux_loss
+        ),
         max_steps=options.steps,
         gradient_clip_val=1.0,
         logger=False,

@@ -61,7 +61,9 @@ class LanguageModel(LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", default="tp2_pp2_dp2")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--zero-stage", type=int, default=1)
@@ -71,7 +73,10 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=Lightning3DStrategy(options.layout, micro_batch_size=2, zero_stage=options.zero_stage),  # and this
+        # and this
+        strategy=Lightning3DStrategy(
+            options.layout, micro_batch_size=2, zero_stage=options.zero_stage
+        ),
         max_steps=options.steps,
         gradient_clip_val=1.0,
         logger=False,
@@ -81,7 +86,9 @@ def main() -> None:
     )
     trainer.fit(LanguageModel(), DataLoader(CountingText(), batch_size=8, shuffle=True))
     if trainer.is_global_zero:
-        print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['train_loss']:.3f}")
+        print(
+            f"loss after {trainer.global_step} steps: {trainer.callback_metrics['train_loss']:.3f}"
+        )
 
 
 if __name__ == "__main__":

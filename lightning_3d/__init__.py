@@ -2,8 +2,8 @@
 
     Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2", micro_batch_size=2), ...)
 
-Names are loaded when they are first used (PEP 562): importing this package imports neither torch nor Lightning, so
-the planner and the checks of a configuration start without delay.
+Names are loaded when they are first used (PEP 562): importing this package imports neither torch
+nor Lightning, so the planner and the checks of a configuration start without delay.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lightning_3d.ranks.role import expect_hand_over
 from lightning_3d.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_3d.app.planner.api import planned
+    from lightning_3d.app.training.callbacks.periodic_checkpoint import PeriodicCheckpoint
+    from lightning_3d.app.verification.compare import verify
     from lightning_3d.layout.elastic import fitting_layout
     from lightning_3d.layout.layout import Layout
     from lightning_3d.models.parallel_plan import Cut
-    from lightning_3d.app.planner.api import planned
     from lightning_3d.strategy.exponential_average import ExponentialAverage
     from lightning_3d.strategy.strategy import Lightning3DStrategy
-    from lightning_3d.app.training.callbacks.periodic_checkpoint import PeriodicCheckpoint
-    from lightning_3d.app.verification.compare import verify
     from lightning_3d.weights.initialize import initialize
     from lightning_3d.weights.pretrained import load_pretrained
 
@@ -31,8 +31,17 @@ drop_lines()  # here, before scripts and ranks import the libraries that print t
 expect_hand_over()
 
 __all__ = [
-    "Cut", "ExponentialAverage", "Layout", "Lightning3DStrategy", "PeriodicCheckpoint", "__version__", "fitting_layout", "initialize",
-    "load_pretrained", "planned", "verify",
+    "Cut",
+    "ExponentialAverage",
+    "Layout",
+    "Lightning3DStrategy",
+    "PeriodicCheckpoint",
+    "__version__",
+    "fitting_layout",
+    "initialize",
+    "load_pretrained",
+    "planned",
+    "verify",
 ]
 
 _HOMES = {

@@ -1,7 +1,8 @@
-"""Errors whose message is enough. It says what is wrong, with the numbers, and the nearest value that works.
+"""Errors whose message is enough. It says what is wrong, with the numbers, and the nearest value
+that works.
 
-The command line prints only the message, without a traceback, and exits with `exit_code`: 2 for a mistake that the user can fix, 1 for a
-failure while running.
+The command line prints only the message, without a traceback, and exits with `exit_code`: 2 for a
+mistake that the user can fix, 1 for a failure while running.
 """
 
 from __future__ import annotations
@@ -24,17 +25,25 @@ class Lightning3DError(Exception):
         return printable(super().__str__())
 
 
-_CONTROLS = {*range(0x20), 0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {ord("\n"), ord("\t")}
+_CONTROLS = {
+    *range(0x20),
+    0x7F,
+    *range(0x80, 0xA0),
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+} - {ord("\n"), ord("\t")}
 _ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
 
 
 def printable(text: str) -> str:
-    """Return a text in which characters that a terminal obeys instead of showing them are escaped: names in messages may have any."""
+    """Return a text in which characters that a terminal obeys instead of showing them are escaped:
+    names in messages may have any."""
     return text.translate(_ESCAPED)
 
 
 class LayoutError(Lightning3DError):
-    """A layout that does not exist, does not fit the launched ranks, or does not fit the model or the batch."""
+    """A layout that does not exist, does not fit the launched ranks, or does not fit the model or
+    the batch."""
 
 
 class ConfigError(Lightning3DError):
@@ -42,7 +51,8 @@ class ConfigError(Lightning3DError):
 
 
 class PlanError(Lightning3DError):
-    """A model that cannot be parallelized as it is: no plan, several plans, or one that does not match it."""
+    """A model that cannot be parallelized as it is: no plan, several plans, or one that does not
+    match it."""
 
 
 class NoPlanError(PlanError):
@@ -54,11 +64,13 @@ class DataError(Lightning3DError):
 
 
 class FirstStepError(Lightning3DError):
-    """User code that failed before the first step of a fit has ended, in a layout that may be the reason. `__cause__` is its error."""
+    """User code that failed before the first step of a fit has ended, in a layout that may be the
+    reason. `__cause__` is its error."""
 
 
 class UnreachableData(DataError):
-    """Remote data that could be read before and cannot be read any more, or no longer kept on the disk of this node."""
+    """Remote data that could be read before and cannot be read any more, or no longer kept on the
+    disk of this node."""
 
     exit_code = 1
 
@@ -74,7 +86,8 @@ class RendezvousError(Lightning3DError):
 
 
 class NonFiniteError(Lightning3DError):
-    """A loss, gradient norm or weight that became infinite or NaN during training. All ranks raise it at the same place."""
+    """A loss, gradient norm or weight that became infinite or NaN during training. All ranks raise
+    it at the same place."""
 
     exit_code = 1
 
@@ -86,7 +99,8 @@ class OutOfMemory(Lightning3DError):
 
 
 class ReplicaError(Lightning3DError):
-    """Ranks that should hold the same weights or optimizer state do not. All ranks raise it at the same place."""
+    """Ranks that should hold the same weights or optimizer state do not. All ranks raise it at the
+    same place."""
 
     exit_code = 1
 
@@ -103,7 +117,8 @@ def is_full(error: BaseException) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean "x"?` for the known word nearest to `word`, ignoring case; empty when none is near."""
+    """Return ` Did you mean "x"?` for the known word nearest to `word`, ignoring case; empty when
+    none is near."""
     by_lower = {name.lower(): name for name in known}
     begun = [name for name in by_lower if len(word) > 2 and name.startswith(word.lower())]
     near = begun or get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
@@ -119,7 +134,8 @@ def listed(values: Iterable[object], *, last: str = "and") -> str:
 
 
 def install(extra: str) -> str:
-    """Return how to install the packages of an extra, as the end of a message: everywhere the same line."""
+    """Return how to install the packages of an extra, as the end of a message: everywhere the same
+    line."""
     return f'Install it with pip install "lightning-3d[{extra}]"'
 
 
@@ -150,5 +166,6 @@ class StorageHangs(CheckpointError):
 
 
 def reason(error: BaseException) -> str:
-    """Describe an error within a longer sentence. The text of an `OSError` names the file, its repr does not."""
+    """Describe an error within a longer sentence. The text of an `OSError` names the file, its repr
+    does not."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,6 +1,7 @@
 """Write the page of families from the cells that `family_matrix.py` has measured.
 
-    python tools/family_page.py CELLS.csv [--more "with padding=PADDING.csv" ...] [--out docs/families.md]
+python tools/family_page.py CELLS.csv [--more "with padding=PADDING.csv" ...] [--out
+docs/families.md]
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from family_configs import has_experts, is_held_out
 from lightning_3d.strategy.self_check.remembered import versions
 
 ROOT = Path(__file__).resolve().parent.parent
-TITLES = {"tp2": "tp2", "pp2": "pp2", "tp2_pp2": "tp2_pp2", "zero3": "dp2, ZeRO 3", "cp2": "cp2", "ep2_dp2": "ep2_dp2"}
+TITLES = {
+    "tp2": "tp2",
+    "pp2": "pp2",
+    "tp2_pp2": "tp2_pp2",
+    "zero3": "dp2, ZeRO 3",
+    "cp2": "cp2",
+    "ep2_dp2": "ep2_dp2",
+}
 FINE = {"exact", "dense"}
 LONGEST = 110  # characters of a reason
 
@@ -67,12 +75,22 @@ tp in bf16, are CPM-Ant and Gemma 3n, which magnify rounding, and PLBart, which 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cells", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "families.md")
-    parser.add_argument("--more", nargs="*", default=[], metavar="NAME=CELLS.csv", help="other runs, whose counts are shown")
+    parser.add_argument(
+        "--more",
+        nargs="*",
+        default=[],
+        metavar="NAME=CELLS.csv",
+        help="other runs, whose counts are shown",
+    )
     given = parser.parse_args(arguments)
-    more = {name: read(Path(path)) for name, _, path in (text.partition("=") for text in given.more)}
+    more = {
+        name: read(Path(path)) for name, _, path in (text.partition("=") for text in given.more)
+    }
     given.out.write_text(page(read(given.cells), more))
     return 0
 
@@ -97,29 +115,59 @@ def page(rows: Iterable[Mapping[str, str]], more: Mapping[str, Iterable[Mapping[
     everywhere = [family for family in families if family not in somewhere]
     text = INTRO.format(versions=versions()) + "## Exact on every layout\n\n"
     text += f"With tp, pp, ZeRO 3, cp and ep: {_names(filter(has_experts, everywhere))}.\n\n"
-    text += f"With tp, pp, ZeRO 3 and cp (they have no experts): {_names(family for family in everywhere if not has_experts(family))}.\n\n"
-    text += "## Refused on some layouts\n\nThe run prints the whole reason; here is its beginning. A number is the largest difference.\n\n"
-    text += f"| family | {' | '.join(TITLES[layout] for layout in layouts)} |\n| --- |{' --- |' * len(layouts)}\n"
+    text += (
+        "With tp, pp, ZeRO 3 and cp (they have no experts):"
+        f" {_names(family for family in everywhere if not has_experts(family))}.\n\n"
+    )
+    text += (
+        "## Refused on some layouts\n\nThe run prints the whole reason; here is its beginning. A"
+        " number is the largest difference.\n\n"
+    )
+    text += (
+        f"| family | {' | '.join(TITLES[layout] for layout in layouts)} |\n| ---"
+        f" |{' --- |' * len(layouts)}\n"
+    )
     rest = sorted(somewhere)
     for family in rest:
-        text += f"| {family} | {' | '.join(_shown(cells.get((family, layout))) for layout in layouts)} |\n"
+        text += (
+            f"| {family} |"
+            f" {' | '.join(_shown(cells.get((family, layout))) for layout in layouts)} |\n"
+        )
     reasons = {family: _reasons(cells, family, layouts) for family in rest}
-    text += "\n" + "".join(f"- **{family}** {reason}\n" for family, reason in reasons.items() if reason)
+    text += "\n" + "".join(
+        f"- **{family}** {reason}\n" for family, reason in reasons.items() if reason
+    )
     text += IMAGES + COUNTS.format(count=sum(map(is_held_out, families)))
     for layout in layouts:
-        found = Counter(_kind(cells[family, layout]) for family in families if (family, layout) in cells)
-        groups = " | ".join(_share(cells, filter(group, families), layout) for group in (is_held_out, lambda name: not is_held_out(name)))
-        text += f"| {TITLES[layout]} | {found['exact']} | {found['refused']} | {found['no reference']} | {groups} |\n"
-    return text + (MORE + "".join(_counted(name, list(others)) for name, others in more.items()) if more else "")
+        found = Counter(
+            _kind(cells[family, layout]) for family in families if (family, layout) in cells
+        )
+        groups = " | ".join(
+            _share(cells, filter(group, families), layout)
+            for group in (is_held_out, lambda name: not is_held_out(name))
+        )
+        text += (
+            f"| {TITLES[layout]} | {found['exact']} | {found['refused']} | {found['no reference']}"
+            f" | {groups} |\n"
+        )
+    return text + (
+        MORE + "".join(_counted(name, list(others)) for name, others in more.items())
+        if more
+        else ""
+    )
 
 
 def _names(families: Iterable[str]) -> str:
     return ", ".join(f"`{family}`" for family in families)
 
 
-def _share(cells: Mapping[tuple[str, str], Mapping[str, str]], families: Iterable[str], layout: str) -> str:
+def _share(
+    cells: Mapping[tuple[str, str], Mapping[str, str]], families: Iterable[str], layout: str
+) -> str:
     """How many of some families are exact, such as "51 of 53"."""
-    found = Counter(_kind(cells[family, layout]) for family in families if (family, layout) in cells)
+    found = Counter(
+        _kind(cells[family, layout]) for family in families if (family, layout) in cells
+    )
     return f"{found['exact']} of {found.total() - found['no reference'] - found['dense']}"
 
 
@@ -135,7 +183,11 @@ def _counted(name: str, rows: list[Mapping[str, str]]) -> str:
 
 
 def _kind(row: Mapping[str, str]) -> str:
-    is_dense = row["verdict"] == "refused" and row["layout"].startswith("ep") and not has_experts(row["family"])
+    is_dense = (
+        row["verdict"] == "refused"
+        and row["layout"].startswith("ep")
+        and not has_experts(row["family"])
+    )
     return "dense" if is_dense else row["verdict"]
 
 
@@ -147,7 +199,9 @@ def _shown(row: Mapping[str, str] | None) -> str:
     return f"{max(float(row['loss']), float(row['norm'])):.0e}"
 
 
-def _reasons(cells: Mapping[tuple[str, str], Mapping[str, str]], family: str, layouts: Iterable[str]) -> str:
+def _reasons(
+    cells: Mapping[tuple[str, str], Mapping[str, str]], family: str, layouts: Iterable[str]
+) -> str:
     """The reasons of one family's refusals, each once with its layouts."""
     found: dict[str, list[str]] = {}
     for layout in layouts:
@@ -158,7 +212,9 @@ def _reasons(cells: Mapping[tuple[str, str], Mapping[str, str]], family: str, la
 
 
 def _short(text: str) -> str:
-    flat = " ".join(text.partition(": ")[2].split() if text.split(":")[0].endswith("Error") else text.split())
+    flat = " ".join(
+        text.partition(": ")[2].split() if text.split(":")[0].endswith("Error") else text.split()
+    )
     flat = re.sub(r"Self-check: \w+ as rewritten for \w+ fails", "Self-check fails", flat)
     flat = flat.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
     return flat if len(flat) <= LONGEST else f"{flat[: LONGEST - 1].rsplit(' ', 1)[0]} …"

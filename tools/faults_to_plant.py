@@ -1,7 +1,9 @@
-"""The faults that `tools/planted_faults.py` plants: mistakes that a tired engineer or a bad merge makes, most of them silent.
+"""The faults that `tools/planted_faults.py` plants: mistakes that a tired engineer or a bad merge
+makes, most of them silent.
 
-Each replaces one short piece of code. `old` stands exactly once below `place`, whatever the white space, so that a file may be reformatted,
-renamed or split. `python tools/planted_faults.py --check` says which faults no longer fit the code; a default test runs it.
+Each replaces one short piece of code. `old` stands exactly once below `place`, whatever the white
+space, so that a file may be reformatted, renamed or split. `python tools/planted_faults.py --check`
+says which faults no longer fit the code; a default test runs it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ class Fault:
         name: area and mistake, joined by hyphens.
         what: what is wrong, and what a user would get.
         place: file or folder, relative to `lightning_3d/`.
-        old: code that is replaced. new: code that replaces it, in the indentation of the first line of `old`.
-        tests: default tests that are likely to find it, cheapest first: node ids or files, relative to `tests/`.
+        old: code that is replaced. new: code that replaces it, in the indentation of the first line
+            of `old`.
+        tests: default tests that are likely to find it, cheapest first: node ids or files, relative
+            to `tests/`.
         full: tests marked `full` that are tried when no default test finds it.
     """
 
@@ -31,16 +35,21 @@ class Fault:
     full: tuple[str, ...] = ()
 
 
-_TP_PARITY = "parallel/tensor/test_tensor_parallel.py::test_loss_logits_and_every_gradient_equal_one_process"
+_TP_PARITY = (
+    "parallel/tensor/test_tensor_parallel.py::test_loss_logits_and_every_gradient_equal_one_process"
+)
 _ZERO_0 = "parallel/zero/test_zero.py::test_stage_0_in_double_precision"
 _ZERO_SHARDED = "parallel/zero/test_zero.py::test_sharded_in_single_precision"
 _PIPELINE = "parallel/pipeline/test_pipeline.py::test_gradients_equal_one_process"
-_RING = "parallel/context/test_ring_attention.py::test_values_and_gradients_are_those_of_full_attention"
+_RING = (
+    "parallel/context/test_ring_attention.py::test_values_and_gradients_are_those_of_full_attention"
+)
 
 TENSOR = (
     Fault(
         "tp-forward-not-summed",
-        "The all-reduce after a row-parallel layer is missing: every rank goes on with its part of the sum.",
+        "The all-reduce after a row-parallel layer is missing: every rank goes on with its part of"
+        " the sum.",
         "parallel/tensor/collectives.py",
         "all_reduce_flat(x, group) ctx.mark_dirty(x)",
         "ctx.mark_dirty(x)",
@@ -48,7 +57,8 @@ TENSOR = (
     ),
     Fault(
         "tp-backward-not-summed",
-        "The all-reduce of the input's gradient of column-parallel layers is missing: what lies before them gets a part of its gradient.",
+        "The all-reduce of the input's gradient of column-parallel layers is missing: what lies"
+        " before them gets a part of its gradient.",
         "parallel/tensor/collectives.py",
         "all_reduce_flat(gradient, ctx.group)",
         "pass",
@@ -56,7 +66,8 @@ TENSOR = (
     ),
     Fault(
         "tp-packed-parts-swapped",
-        "The second part of a packed matrix (up of gate and up) is cut from where the first part lies.",
+        "The second part of a packed matrix (up of gate and up) is cut from where the first part"
+        " lies.",
         "parallel/tensor",
         "pieces.append((start + offset, length))",
         "pieces.append((offset, length))",
@@ -67,7 +78,8 @@ TENSOR = (
     ),
     Fault(
         "tp-vocabulary-loss-not-summed",
-        "The sums of exponentials of a vocabulary-parallel loss are not reduced: each rank normalizes over its own columns.",
+        "The sums of exponentials of a vocabulary-parallel loss are not reduced: each rank"
+        " normalizes over its own columns.",
         "parallel/tensor/cross_entropy.py",
         "all_reduce_flat(sums, group)",
         "pass",
@@ -75,15 +87,19 @@ TENSOR = (
     ),
     Fault(
         "sp-input-gradient-not-summed",
-        "Sequence parallelism deals the gradient of a gathered input without summing it over the ranks.",
+        "Sequence parallelism deals the gradient of a gathered input without summing it over the"
+        " ranks.",
         "parallel/tensor/sequence_parallel.py",
         "return scatter_tokens(gradient, ctx.context.group), None",
         "return part_of_tokens(gradient, ctx.context.group), None",
-        ("parallel/tensor/test_sequence_parallel.py::test_loss_logits_and_every_gradient_equal_one_process",),
+        (
+            "parallel/tensor/test_sequence_parallel.py::test_loss_logits_and_every_gradient_equal_one_process",
+        ),
     ),
     Fault(
         "tp-replicated-gradients-not-summed",
-        "Gradients that each tensor-parallel rank knows in part (norms) are not summed: copies drift apart.",
+        "Gradients that each tensor-parallel rank knows in part (norms) are not summed: copies"
+        " drift apart.",
         "parallel/zero",
         "in self._partial.get(wave, ())",
         "in self._partial.get(wave + 1, ())",
@@ -91,7 +107,8 @@ TENSOR = (
     ),
     Fault(
         "tp-adapter-gradients-not-summed",
-        "The matrix of a LoRA adapter that every rank holds whole is not marked as having a partial gradient.",
+        "The matrix of a LoRA adapter that every rank holds whole is not marked as having a partial"
+        " gradient.",
         "parallel/tensor/rewrite.py",
         "return replicated(name, shape, tp_size, grad_sum=True)",
         "return replicated(name, shape, tp_size)",
@@ -105,7 +122,8 @@ TENSOR = (
 PIPELINE = (
     Fault(
         "pp-tied-copies-not-summed",
-        "An embedding that is tied to the output head on another stage is trained by the gradient of one of its two uses.",
+        "An embedding that is tied to the output head on another stage is trained by the gradient"
+        " of one of its two uses.",
         "parallel/zero",
         "self._partial.reduce_tied(self._sums)",
         "pass",
@@ -113,7 +131,8 @@ PIPELINE = (
     ),
     Fault(
         "pp-warm-up-off-by-one",
-        "1F1B starts one forward too many on each rank: right numbers, one more micro-batch in memory.",
+        "1F1B starts one forward too many on each rank: right numbers, one more micro-batch in"
+        " memory.",
         "layout/pipeline_orders.py",
         "pp - 1 - rank, micro_batches",
         "pp - rank, micro_batches",
@@ -121,7 +140,8 @@ PIPELINE = (
     ),
     Fault(
         "pp-wrong-first-micro-batch",
-        "The first stage runs micro-batch 1 in the place of micro-batch 0 when it finds out the shape of the hidden states.",
+        "The first stage runs micro-batch 1 in the place of micro-batch 0 when it finds out the"
+        " shape of the hidden states.",
         "parallel/pipeline/engine.py",
         "None, step, micro_batch=0",
         "None, step, micro_batch=1",
@@ -133,11 +153,16 @@ PIPELINE = (
         "parallel/pipeline/engine.py",
         "last=self._to_come[chunk.stage] == 0",
         "last=self._to_come[chunk.stage] == 1",
-        ("strategy/test_short_batches.py", "strategy/test_accumulation.py", "strategy/test_parity.py"),
+        (
+            "strategy/test_short_batches.py",
+            "strategy/test_accumulation.py",
+            "strategy/test_parity.py",
+        ),
     ),
     Fault(
         "pp-recompute-with-other-dropout",
-        "Before a backward the random state of its micro-batch is not set: recomputed blocks draw the dropout of another one.",
+        "Before a backward the random state of its micro-batch is not set: recomputed blocks draw"
+        " the dropout of another one.",
         "parallel/pipeline/engine.py",
         "step.enter(action.micro_batch)",
         "pass",
@@ -150,7 +175,8 @@ _HOST = "parallel/test_host_channel.py"
 SHARED_MEMORY = (
     Fault(
         "shared-memory-used-before-it-is-read",
-        "A rank writes its next message into memory that others have not read yet: they compute with the later one.",
+        "A rank writes its next message into memory that others have not read yet: they compute"
+        " with the later one.",
         "parallel/host_memory.py",
         "return all(self.flags[rank] for rank in self.readers)",
         "return True",
@@ -158,7 +184,8 @@ SHARED_MEMORY = (
     ),
     Fault(
         "shared-memory-sum-into-its-own-term",
-        "A sum over more than two ranks is written over the term of this rank before that is added.",
+        "A sum over more than two ranks is written over the term of this rank before that is"
+        " added.",
         "parallel/host_channel.py",
         "if index >= self._me else",
         "if index >= 1 else",
@@ -166,7 +193,8 @@ SHARED_MEMORY = (
     ),
     Fault(
         "shared-memory-late-messages-lost",
-        "What a full socket held back is lost when a rank ends: the ranks that wait for it report that it has disappeared.",
+        "What a full socket held back is lost when a rank ends: the ranks that wait for it report"
+        " that it has disappeared.",
         "parallel/host_memory.py",
         "atexit.register(self.close)",
         "pass",
@@ -185,7 +213,8 @@ CONTEXT_AND_EXPERTS = (
     ),
     Fault(
         "cp-zigzag-uneven",
-        "The late chunks of a sequence are dealt in rising order: right numbers, but the last rank does the most work.",
+        "The late chunks of a sequence are dealt in rising order: right numbers, but the last rank"
+        " does the most work.",
         "parallel/context/zigzag.py",
         "(2 * size - 1 - rank) * chunk, rank * chunk",
         "(size + rank) * chunk, rank * chunk",
@@ -193,7 +222,8 @@ CONTEXT_AND_EXPERTS = (
     ),
     Fault(
         "cp-ulysses-axes-swapped",
-        "Ulysses deals every cp-th head to a rank, and puts them back as if it had dealt neighbours.",
+        "Ulysses deals every cp-th head to a rank, and puts them back as if it had dealt"
+        " neighbours.",
         "parallel/context/collectives.py",
         "x.view(batch, context.size, heads // context.size, part, width).permute(1, 3, 0, 2, 4)",
         "x.view(batch, heads // context.size, context.size, part, width).permute(2, 3, 0, 1, 4)",
@@ -201,27 +231,36 @@ CONTEXT_AND_EXPERTS = (
     ),
     Fault(
         "ep-results-in-another-order",
-        "What experts return is put back by the order in which tokens were sent, not by its inverse.",
+        "What experts return is put back by the order in which tokens were sent, not by its"
+        " inverse.",
         "parallel/expert/shipment.py",
         "returned[place]",
         "returned[order]",
-        ("parallel/expert/test_expert_dispatch.py::test_the_output_and_all_gradients_are_those_of_one_process",),
+        (
+            "parallel/expert/test_expert_dispatch.py::test_the_output_and_all_gradients_are_those_of_one_process",
+        ),
     ),
     Fault(
         "ep-experts-of-the-first-node",
-        "A rank that receives tokens from other nodes takes its experts for those of the first node.",
+        "A rank that receives tokens from other nodes takes its experts for those of the first"
+        " node.",
         "parallel/expert/nodes.py",
         "local = chosen - self._nodes.node * self._per_node",
         "local = chosen",
-        ("parallel/expert/test_expert_dispatch.py::test_the_output_and_all_gradients_are_those_of_one_process",),
+        (
+            "parallel/expert/test_expert_dispatch.py::test_the_output_and_all_gradients_are_those_of_one_process",
+        ),
     ),
     Fault(
         "ep-shared-expert-after-the-exchange",
-        "The exchange of tokens starts only when the experts are called, so that nothing runs meanwhile.",
+        "The exchange of tokens starts only when the experts are called, so that nothing runs"
+        " meanwhile.",
         "parallel/expert/overlap.py",
         "begin(*args, **kwargs)",
         "pass",
-        ("parallel/expert/test_expert_overlap.py::test_the_shared_expert_runs_between_start_and_end_of_the_exchange",),
+        (
+            "parallel/expert/test_expert_overlap.py::test_the_shared_expert_runs_between_start_and_end_of_the_exchange",
+        ),
     ),
     Fault(
         "ep-balancing-loss-of-every-layer",
@@ -233,7 +272,8 @@ CONTEXT_AND_EXPERTS = (
     ),
     Fault(
         "context-behind-the-wrong-chunk",
-        "Multi-token prediction reads behind each chunk of a rank the first tokens of that chunk itself, not of the next one.",
+        "Multi-token prediction reads behind each chunk of a rank the first tokens of that chunk"
+        " itself, not of the next one.",
         "parallel/context/following.py",
         "found = edges[:, start + edge : start + edge + most]",
         "found = edges[:, start : start + most]",
@@ -252,7 +292,8 @@ ZERO = (
     ),
     Fault(
         "zero-stale-parameters",
-        "Stage 3 always gathers the parameters as they were before the first step: the optimizer trains another copy of them.",
+        "Stage 3 always gathers the parameters as they were before the first step: the optimizer"
+        " trains another copy of them.",
         "parallel/zero",
         "unit.pieces[slot.parameter] = piece",
         "pass",
@@ -260,7 +301,8 @@ ZERO = (
     ),
     Fault(
         "zero-partition-of-another-group",
-        "A rank takes its part of the gradients at the offset of the first parameter group, whichever group it is.",
+        "A rank takes its part of the gradients at the offset of the first parameter group,"
+        " whichever group it is.",
         "parallel/zero/flat_partition.py",
         "flat[self.base + self._start : self.base + self._stop]",
         "flat[self._start : self._stop]",
@@ -276,7 +318,8 @@ ZERO = (
     ),
     Fault(
         "zero-copies-drift-apart",
-        "On GPUs, copies of a parameter on tensor-parallel ranks keep their own gradients, and drift apart by rounding.",
+        "On GPUs, copies of a parameter on tensor-parallel ranks keep their own gradients, and"
+        " drift apart by rounding.",
         "parallel/zero/backend.py",
         "if training.copies:",
         "if not training:",
@@ -284,15 +327,19 @@ ZERO = (
     ),
     Fault(
         "zero-replicas-of-the-first-micro-batch",
-        "Gradients that are reduced in every micro-batch are summed over the replicas of a shard after the first one only.",
+        "Gradients that are reduced in every micro-batch are summed over the replicas of a shard"
+        " after the first one only.",
         "parallel/zero/overlapped_reduction.py",
         "is_last=self._once or stage in self._last",
         "is_last=True",
-        ("parallel/zero/test_early_waves.py::test_a_shard_is_summed_over_its_replicas_inside_the_last_backward",),
+        (
+            "parallel/zero/test_early_waves.py::test_a_shard_is_summed_over_its_replicas_inside_the_last_backward",
+        ),
     ),
     Fault(
         "norm-of-one-stage",
-        "The gradient norm is not summed over pipeline stages, so that each stage clips by another number.",
+        "The gradient norm is not summed over pipeline stages, so that each stage clips by another"
+        " number.",
         "parallel/zero/plain_stepper.py",
         'group("tp", "cp", "pp") if',
         'group("tp", "cp") if',
@@ -303,7 +350,8 @@ ZERO = (
 STEP = (
     Fault(
         "step-divided-by-its-last-batch",
-        "With gradient accumulation the gradients are divided by the tokens of the last batch, not of all batches of the step.",
+        "With gradient accumulation the gradients are divided by the tokens of the last batch, not"
+        " of all batches of the step.",
         "strategy/step",
         "scaled = scaled + self._accumulated[1]",
         "pass",
@@ -311,7 +359,8 @@ STEP = (
     ),
     Fault(
         "step-counts-further-targets",
-        "The targets of multi-token prediction count in the weight of a micro-batch, as if the model itself had predicted them.",
+        "The targets of multi-token prediction count in the weight of a micro-batch, as if the"
+        " model itself had predicted them.",
         "strategy/step/loss_weights.py",
         "if further:\n            assert",
         "if further:\n            self._weights.count_tokens(tokens)\n            assert",
@@ -319,7 +368,8 @@ STEP = (
     ),
     Fault(
         "step-weighted-by-rows",
-        "Micro-batches weigh as many rows as they have, whatever the number of their target tokens.",
+        "Micro-batches weigh as many rows as they have, whatever the number of their target"
+        " tokens.",
         "strategy/step/loss_weights.py",
         "self._weights.count_tokens(tokens)",
         "pass",
@@ -335,15 +385,20 @@ STEP = (
     ),
     Fault(
         "step-skip-looks-at-one",
-        "A step is taken when either its loss or its gradient norm is finite, not only when both are.",
+        "A step is taken when either its loss or its gradient norm is finite, not only when both"
+        " are.",
         "strategy/nonfinite.py",
         "isfinite(norm) and (",
         "isfinite(norm) or (",
-        ("strategy/test_nonfinite.py::test_the_losses_of_all_batches_of_a_step_count", "strategy/test_nonfinite.py"),
+        (
+            "strategy/test_nonfinite.py::test_the_losses_of_all_batches_of_a_step_count",
+            "strategy/test_nonfinite.py",
+        ),
     ),
     Fault(
         "step-skip-on-device-by-norm-alone",
-        "A fused optimizer skips a step by its gradient norm alone, so that the host stops a run that has changed weights.",
+        "A fused optimizer skips a step by its gradient norm alone, so that the host stops a run"
+        " that has changed weights.",
         "strategy/built_model.py",
         "~(computed.finite & norm.isfinite())",
         "~norm.isfinite()",
@@ -351,7 +406,8 @@ STEP = (
     ),
     Fault(
         "step-judged-by-its-last-batch",
-        "With gradient accumulation only the loss of the last batch is judged: the host goes on with a step that the device has skipped.",
+        "With gradient accumulation only the loss of the last batch is judged: the host goes on"
+        " with a step that the device has skipped.",
         "strategy/built_model.py",
         "[*self._earlier, computed], []",
         "[computed], []",
@@ -359,7 +415,8 @@ STEP = (
     ),
     Fault(
         "step-mask-written-but-remembered",
-        "The host answers a question about a mask from the copy of the batch after the step has written to the mask: padding counts.",
+        "The host answers a question about a mask from the copy of the batch after the step has"
+        " written to the mask: padding counts.",
         "strategy/step/known_values.py",
         "known.values if known.writes == tensor._version else None",
         "known.values",
@@ -367,7 +424,8 @@ STEP = (
     ),
     Fault(
         "seed-dropout-not-synchronized",
-        "Tensor-parallel ranks draw different dropout for what they hold alike: their copies drift apart.",
+        "Tensor-parallel ranks draw different dropout for what they hold alike: their copies drift"
+        " apart.",
         "parallel/random_streams.py",
         "if self.deals_sequence and index >= 0 else _ALL_RANKS",
         "if index >= 0 else _ALL_RANKS",
@@ -375,7 +433,8 @@ STEP = (
     ),
     Fault(
         "dropout-compiled-without-its-streams",
-        "A compiled block goes on with the numbers of its beginning where a region starts: ranks drop the same of different heads.",
+        "A compiled block goes on with the numbers of its beginning where a region starts: ranks"
+        " drop the same of different heads.",
         "compat/torch_random.py",
         "self.state = result if func is self._restart else self.state",
         "self.state = self.state",
@@ -383,7 +442,8 @@ STEP = (
     ),
     Fault(
         "dropout-compiled-from-one-state",
-        "A compiled block leaves the generator where it found it: what is drawn after it, or behind a graph break, repeats its numbers.",
+        "A compiled block leaves the generator where it found it: what is drawn after it, or behind"
+        " a graph break, repeats its numbers.",
         "compat/torch_random.py",
         "            generator.set_state(after)\n",
         "",
@@ -391,7 +451,8 @@ STEP = (
     ),
     Fault(
         "seed-of-weights-differs-between-processes",
-        "Initial weights are drawn from Python's hash of their names, which is another number in every interpreter.",
+        "Initial weights are drawn from Python's hash of their names, which is another number in"
+        " every interpreter.",
         "weights",
         'int.from_bytes(blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")',
         'hash(f"{seed}:{name}") % 2**64',
@@ -399,7 +460,8 @@ STEP = (
     ),
     Fault(
         "data-resumed-at-another-sample",
-        "A resumed epoch leaves out as many samples on each data-parallel rank as all of them have read together.",
+        "A resumed epoch leaves out as many samples on each data-parallel rank as all of them have"
+        " read together.",
         "training/data/loaders.py",
         "range(self.total_size), used // self.num_replicas",
         "range(self.total_size), used",
@@ -414,7 +476,10 @@ CHECKPOINTS = (
         "checkpoint/state.py",
         "folder.read_into(targets)",
         "pass",
-        ("checkpoint/test_checkpoint.py::test_resuming_on_the_same_layout_is_exact", "checkpoint/test_checkpoint_resume.py"),
+        (
+            "checkpoint/test_checkpoint.py::test_resuming_on_the_same_layout_is_exact",
+            "checkpoint/test_checkpoint_resume.py",
+        ),
     ),
     Fault(
         "checkpoint-random-state-lost",
@@ -430,7 +495,10 @@ CHECKPOINTS = (
         "checkpoint/reading.py",
         "block.narrow(dim, at[dim], target.shape[dim])",
         "block.narrow(dim, 0, target.shape[dim])",
-        ("checkpoint/test_checkpoint.py::test_bf16_resumes_with_its_master_weights", "checkpoint/test_checkpoint_matrix.py"),
+        (
+            "checkpoint/test_checkpoint.py::test_bf16_resumes_with_its_master_weights",
+            "checkpoint/test_checkpoint_matrix.py",
+        ),
     ),
     Fault(
         "checkpoint-hash-not-compared",
@@ -442,26 +510,34 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoint-removed-before-it-is-replaced",
-        "A checkpoint that is saved again is removed before the new one has its name: a kill in between leaves none.",
+        "A checkpoint that is saved again is removed before the new one has its name: a kill in"
+        " between leaves none.",
         "checkpoint/folder.py",
         "elif not _exchange(folder, path): path.rename(aside(path, REPLACED)) folder.rename(path)",
         "else: _delete(path); folder.rename(path)",
-        ("checkpoint/test_checkpoint_damage.py::test_f27_a_kill_leaves_the_newest_complete_checkpoint",),
+        (
+            "checkpoint/test_checkpoint_damage.py::test_f27_a_kill_leaves_the_newest_complete_checkpoint",
+        ),
     ),
 )
 
 AROUND_TRAINING = (
     Fault(
         "self-check-without-gradients",
-        "The self-check compares outputs only: a plan that forgets a partial gradient trains in silence.",
+        "The self-check compares outputs only: a plan that forgets a partial gradient trains in"
+        " silence.",
         "strategy/self_check/check.py",
         "for found in (outputs, gradients)",
         "for found in (outputs,)",
-        ("strategy/test_self_check.py::test_a_mistake_is_one_message", "strategy/test_self_check.py"),
+        (
+            "strategy/test_self_check.py::test_a_mistake_is_one_message",
+            "strategy/test_self_check.py",
+        ),
     ),
     Fault(
         "self-check-without-modules-ahead",
-        "The self-check leaves out the modules of multi-token prediction: what a layout changes in them alone is trained in silence.",
+        "The self-check leaves out the modules of multi-token prediction: what a layout changes in"
+        " them alone is trained in silence.",
         "strategy/self_check/check.py",
         "copied.returns_mtp_logits = True",
         "copied.returns_mtp_logits = False",
@@ -493,19 +569,26 @@ AROUND_TRAINING = (
     ),
     Fault(
         "score-without-the-last-token",
-        "Scores of texts leave out their last token: answers of one token all score 0, and benchmarks are wrong in silence.",
+        "Scores of texts leave out their last token: answers of one token all score 0, and"
+        " benchmarks are wrong in silence.",
         "evaluation/engine.py",
-        "targets[row, len(tokens) - 1 - scored : len(tokens) - 1] = torch.tensor(tokens[len(tokens) - scored :])",
-        "targets[row, len(tokens) - 1 - scored : len(tokens) - 2] = torch.tensor(tokens[len(tokens) - scored : -1])",
+        "targets[row, len(tokens) - 1 - scored : len(tokens) - 1] = torch.tensor(tokens[len(tokens)"
+        " - scored :])",
+        "targets[row, len(tokens) - 1 - scored : len(tokens) - 2] = torch.tensor(tokens[len(tokens)"
+        " - scored : -1])",
         ("evaluation/test_evaluate.py::test_scores_equal_log_probabilities_on_one_process",),
     ),
     Fault(
         "fork-while-a-thread-reads",
-        "A process is forked while a thread reads a URL: it inherits a lock of a library that nobody releases, and a loader of data hangs.",
+        "A process is forked while a thread reads a URL: it inherits a lock of a library that"
+        " nobody releases, and a loader of data hangs.",
         "storage/fork_gate.py",
         "self._changed.wait_for(lambda: not self._inside.keys() - {own}, self.longest)",
         "pass",
-        ("storage/test_fork_gate.py::test_a_reader_of_pieces_that_is_forked_while_a_thread_fetches_one", "storage/test_fork_gate.py"),
+        (
+            "storage/test_fork_gate.py::test_a_reader_of_pieces_that_is_forked_while_a_thread_fetches_one",
+            "storage/test_fork_gate.py",
+        ),
     ),
     Fault(
         "sweep-keeps-failed-jobs",
@@ -517,7 +600,8 @@ AROUND_TRAINING = (
     ),
     Fault(
         "failure-of-a-peer-not-recognized",
-        "A rank that lost a peer reports that as the cause, and hides the error of the rank that failed.",
+        "A rank that lost a peer reports that as the cause, and hides the error of the rank that"
+        " failed.",
         "ranks/failure.py",
         "seen = seen.__cause__ or seen.__context__",
         "seen = None",
@@ -533,4 +617,13 @@ AROUND_TRAINING = (
     ),
 )
 
-FAULTS = (*TENSOR, *PIPELINE, *SHARED_MEMORY, *CONTEXT_AND_EXPERTS, *ZERO, *STEP, *CHECKPOINTS, *AROUND_TRAINING)
+FAULTS = (
+    *TENSOR,
+    *PIPELINE,
+    *SHARED_MEMORY,
+    *CONTEXT_AND_EXPERTS,
+    *ZERO,
+    *STEP,
+    *CHECKPOINTS,
+    *AROUND_TRAINING,
+)

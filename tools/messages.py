@@ -1,4 +1,5 @@
-"""List every message that a user of this software can see, with its place, for reviews of the wording.
+"""List every message that a user of this software can see, with its place, for reviews of the
+wording.
 
     python tools/messages.py                                the whole list
     python tools/messages.py --kind error --kind warning    some kinds only
@@ -7,11 +8,13 @@
     python tools/messages.py --grep '\\bbeside\\b'            only those in which a regular expression is found
     python tools/messages.py --random 30 --seed 1           30 of them at random, the same 30 for the same seed
 
-Kinds: `error` (raised), `warning` (warned or logged as such), `output` (printed or logged), `help` (of commands, and the comments in
-conf/, which `--help` and the documentation show), and `text`: what reads like a sentence, but is shown by another function than the
-one that has it. Messages are found in the syntax tree: strings that reach raise, warn, print, a logger or argparse; strings that are
-returned by functions, or kept in variables, whose names appear there; and every other string with the look of a sentence, unless it
-is a docstring. The values of an f-string are shown as {name} or {…}.
+Kinds: `error` (raised), `warning` (warned or logged as such), `output` (printed or logged), `help`
+(of commands, and the comments in conf/, which `--help` and the documentation show), and `text`:
+what reads like a sentence, but is shown by another function than the one that has it. Messages are
+found in the syntax tree: strings that reach raise, warn, print, a logger or argparse; strings that
+are returned by functions, or kept in variables, whose names appear there; and every other string
+with the look of a sentence, unless it is a docstring. The values of an f-string are shown as {name}
+or {…}.
 """
 
 from __future__ import annotations
@@ -33,8 +36,22 @@ KINDS = ("error", "warning", "output", "help", "text")
 
 _WARNS = re.compile(r"(^|_)warn(ing|_once)?$|^rank_zero_deprecation$")
 _PRINTS = {"print", "rank_zero_info", "rank_zero_debug"}
-_LOG_LEVELS = {"debug": "output", "info": "output", "warning": "warning", "error": "error", "exception": "error", "critical": "error"}
-_PARSERS = {"ArgumentParser", "add_parser", "add_argument", "add_argument_group", "add_subparsers", "add_mutually_exclusive_group"}
+_LOG_LEVELS = {
+    "debug": "output",
+    "info": "output",
+    "warning": "warning",
+    "error": "error",
+    "exception": "error",
+    "critical": "error",
+}
+_PARSERS = {
+    "ArgumentParser",
+    "add_parser",
+    "add_argument",
+    "add_argument_group",
+    "add_subparsers",
+    "add_mutually_exclusive_group",
+}
 _HELP_ARGUMENTS = {"help", "description", "epilog", "usage", "title"}
 _HELP_NAME = re.compile(r"USAGE|HELP|EPILOG|DESCRIPTION", re.IGNORECASE)
 _EXCEPTION_NAME = re.compile(r"(Error|Exception|Warning|Exit|Interrupt)$")
@@ -82,7 +99,8 @@ class Message:
 
 
 def rendered(node: ast.AST | None) -> str | None:
-    """Text of an expression that builds a string; None for one that does not, as far as can be seen."""
+    """Text of an expression that builds a string; None for one that does not, as far as can be
+    seen."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -91,7 +109,11 @@ def rendered(node: ast.AST | None) -> str | None:
         left, right = rendered(node.left), rendered(node.right)
         if isinstance(node.op, ast.Mod):
             return left
-        return None if left is None and right is None else (left or _value(node.left)) + (right or _value(node.right))
+        return (
+            None
+            if left is None and right is None
+            else (left or _value(node.left)) + (right or _value(node.right))
+        )
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         owner = rendered(node.func.value)
         return owner if node.func.attr in ("format", "strip", "rstrip", "lstrip") else None
@@ -101,18 +123,32 @@ def rendered(node: ast.AST | None) -> str | None:
 
 
 def _part(part: ast.expr) -> str:
-    return str(part.value) if isinstance(part, ast.Constant) else _value(part.value if isinstance(part, ast.FormattedValue) else part)
+    return (
+        str(part.value)
+        if isinstance(part, ast.Constant)
+        else _value(part.value if isinstance(part, ast.FormattedValue) else part)
+    )
 
 
 def _value(node: ast.expr) -> str:
     """A short name is shown, everything else is {…}."""
     name = ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
-    return f"{{{name}}}" if len(name) <= 30 and re.fullmatch(r"[\w.]+|type\(\w+\)\.__name__", name) else _UNKNOWN
+    return (
+        f"{{{name}}}"
+        if len(name) <= 30 and re.fullmatch(r"[\w.]+|type\(\w+\)\.__name__", name)
+        else _UNKNOWN
+    )
 
 
 def _called(node: ast.Call) -> str:
     """The last name of what is called: `warn` for `warnings.warn(...)`."""
-    return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+    return (
+        node.func.attr
+        if isinstance(node.func, ast.Attribute)
+        else node.func.id
+        if isinstance(node.func, ast.Name)
+        else ""
+    )
 
 
 def is_phrase(text: str, least: int = 2) -> bool:
@@ -123,7 +159,8 @@ def is_phrase(text: str, least: int = 2) -> bool:
 
 
 def is_sentence(text: str) -> bool:
-    """Whether a string has the look of prose: at least three words, and a capital, a blank or a period where one would be."""
+    """Whether a string has the look of prose: at least three words, and a capital, a blank or a
+    period where one would be."""
     ends = text.rstrip().endswith((".", "!", "?", ":"))
     return is_phrase(text, 3 if ends or text[:1].isupper() or text[:1] == " " else 5)
 
@@ -133,7 +170,8 @@ class _Source:
     """A file with what was found in it.
 
     Attributes:
-        nodes: all nodes of its tree, the module first: a walk through a tree takes longer than anything that is done with its nodes.
+        nodes: all nodes of its tree, the module first: a walk through a tree takes longer than
+            anything that is done with its nodes.
         taken: ids of the nodes that were listed, or are part of what was listed.
         named: kind and origin by the name of a function or variable whose strings are shown.
     """
@@ -146,14 +184,17 @@ class _Source:
 
 
 class _Sinks(ast.NodeVisitor):
-    """Takes the strings that reach raise, warn, print, a logger or argparse, and notes the names that appear there.
+    """Takes the strings that reach raise, warn, print, a logger or argparse, and notes the names
+    that appear there.
 
     Args:
         errors: names of the error classes.
         showing: kind and origin by the name of a function that shows one of its arguments.
     """
 
-    def __init__(self, source: _Source, errors: set[str], showing: dict[str, tuple[str, str]]) -> None:
+    def __init__(
+        self, source: _Source, errors: set[str], showing: dict[str, tuple[str, str]]
+    ) -> None:
         self.source, self.errors, self.showing = source, errors, showing
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -161,7 +202,11 @@ class _Sinks(ast.NodeVisitor):
         kind = _sink(node, name, self.errors)
         if name in _PARSERS:
             titled = node.args[:1] if name == "add_argument_group" else []
-            self._take_all([*titled, *(word.value for word in node.keywords if word.arg in _HELP_ARGUMENTS)], "help", name)
+            self._take_all(
+                [*titled, *(word.value for word in node.keywords if word.arg in _HELP_ARGUMENTS)],
+                "help",
+                name,
+            )
         elif kind is not None:
             self._take_printed(node, kind, name)
         elif name in self.showing:
@@ -171,7 +216,11 @@ class _Sinks(ast.NodeVisitor):
 
     def _take_printed(self, node: ast.Call, kind: str, name: str) -> None:
         """The arguments of `print("a", b)` are one message."""
-        if name == "print" and len(node.args) > 1 and any(rendered(argument) for argument in node.args):
+        if (
+            name == "print"
+            and len(node.args) > 1
+            and any(rendered(argument) for argument in node.args)
+        ):
             text = " ".join(rendered(argument) or _value(argument) for argument in node.args)
             _add(self.source, node, kind, name, text)
             for argument in node.args:
@@ -218,7 +267,12 @@ def take(source: _Source, node: ast.expr, kind: str, how: str) -> None:
     for inner in ast.walk(node):
         if isinstance(inner, (ast.Name, ast.Attribute)):
             _note(source.named, inner.id if isinstance(inner, ast.Name) else inner.attr, kind, how)
-        elif inner is not node and id(inner) not in source.taken and (part := rendered(inner)) is not None and is_sentence(part):
+        elif (
+            inner is not node
+            and id(inner) not in source.taken
+            and (part := rendered(inner)) is not None
+            and is_sentence(part)
+        ):
             _add(source, inner, kind, how, part)
             _mark(source, inner)
 
@@ -235,32 +289,55 @@ def _add(source: _Source, node: ast.AST, kind: str, how: str, text: str) -> None
 
 
 def _mark(source: _Source, node: ast.AST) -> None:
-    """Note that the literal parts of a string were listed; expressions inside an f-string may hold more strings."""
+    """Note that the literal parts of a string were listed; expressions inside an f-string may hold
+    more strings."""
     source.taken.add(id(node))
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.Constant, ast.JoinedStr)) or (isinstance(child, ast.BinOp) and rendered(child) is not None):
+        if isinstance(child, (ast.Constant, ast.JoinedStr)) or (
+            isinstance(child, ast.BinOp) and rendered(child) is not None
+        ):
             _mark(source, child)
         elif isinstance(child, ast.Attribute) and rendered(child.value) is not None:
             _mark(source, child.value)
 
 
 def _take_named(source: _Source, named: dict[str, tuple[str, str]]) -> None:
-    """List the strings that are returned by functions, or kept in variables, whose names appear where something is shown."""
+    """List the strings that are returned by functions, or kept in variables, whose names appear
+    where something is shown."""
     for node in source.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in named:
             for inner in ast.walk(node):
                 if isinstance(inner, (ast.Return, ast.Yield)) and inner.value is not None:
                     _take_strings(source, ast.walk(inner.value), *named[node.name], is_phrase)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+        elif (
+            isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None
+        ):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
-                name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
+                name = (
+                    target.id
+                    if isinstance(target, ast.Name)
+                    else target.attr
+                    if isinstance(target, ast.Attribute)
+                    else ""
+                )
                 kind = "help" if isinstance(target, ast.Name) and _HELP_NAME.search(name) else None
                 if kind or name in named:
-                    _take_strings(source, ast.walk(node.value), *((kind, "") if kind else named[name]), is_phrase)
+                    _take_strings(
+                        source,
+                        ast.walk(node.value),
+                        *((kind, "") if kind else named[name]),
+                        is_phrase,
+                    )
 
 
-def _take_strings(source: _Source, nodes: Iterable[ast.AST], kind: str, how: str, wanted: Callable[[str], bool] = is_sentence) -> None:
+def _take_strings(
+    source: _Source,
+    nodes: Iterable[ast.AST],
+    kind: str,
+    how: str,
+    wanted: Callable[[str], bool] = is_sentence,
+) -> None:
     for inner in nodes:
         if id(inner) not in source.taken and (text := rendered(inner)) is not None and wanted(text):
             _add(source, inner, kind, how, text)
@@ -268,13 +345,22 @@ def _take_strings(source: _Source, nodes: Iterable[ast.AST], kind: str, how: str
 
 
 def _showing(nodes: Iterable[ast.AST], errors: set[str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Functions that show one of their arguments, as `def refuse(reason): raise ConfigError(reason)`, with its kind and origin."""
+    """Functions that show one of their arguments, as `def refuse(reason): raise
+    ConfigError(reason)`, with its kind and origin."""
     for function in nodes:
         if isinstance(function, ast.FunctionDef):
             parameters = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
             for node in ast.walk(function):
-                if isinstance(node, ast.Call) and (kind := _sink(node, _called(node), errors)) is not None:
-                    names = {inner.id for each in node.args for inner in ast.walk(each) if isinstance(inner, ast.Name)}
+                if (
+                    isinstance(node, ast.Call)
+                    and (kind := _sink(node, _called(node), errors)) is not None
+                ):
+                    names = {
+                        inner.id
+                        for each in node.args
+                        for inner in ast.walk(each)
+                        if isinstance(inner, ast.Name)
+                    }
                     if names & parameters:
                         yield function.name, (kind, _called(node))
 
@@ -301,8 +387,12 @@ def _error_classes(trees: Iterable[Iterable[ast.AST]]) -> set[str]:
         for node in nodes
         if isinstance(node, ast.ClassDef)
     }
-    found = {name for name, above in bases.items() if any(_EXCEPTION_NAME.search(base) for base in above)}
-    while more := {name for name, above in bases.items() if name not in found and found & set(above)}:
+    found = {
+        name for name, above in bases.items() if any(_EXCEPTION_NAME.search(base) for base in above)
+    }
+    while more := {
+        name for name, above in bases.items() if name not in found and found & set(above)
+    }:
         found |= more
     return found
 
@@ -319,7 +409,9 @@ def messages_of_python(files: dict[str, str]) -> list[Message]:
     named: dict[str, tuple[str, str]] = {}
     sources = []
     for path, nodes in trees.items():
-        source = _Source(path, nodes, {id(node) for node in (*_docstrings(nodes), *_parts(nodes))}, {}, [])
+        source = _Source(
+            path, nodes, {id(node) for node in (*_docstrings(nodes), *_parts(nodes))}, {}, []
+        )
         _Sinks(source, errors, showing).visit(nodes[0])
         for name, (kind, how) in source.named.items():
             if len(name) > 3:  # `key`, `path` or `_` are variables everywhere
@@ -332,7 +424,8 @@ def messages_of_python(files: dict[str, str]) -> list[Message]:
 
 
 def messages_of_yaml(path: str, text: str) -> Iterator[Message]:
-    """The comments of a configuration file, which the documentation shows, and its blocks of text, which `--help` prints."""
+    """The comments of a configuration file, which the documentation shows, and its blocks of text,
+    which `--help` prints."""
     open_comment: Message | None = None
     column = 0
     block: tuple[int, Message] | None = None
@@ -340,20 +433,36 @@ def messages_of_yaml(path: str, text: str) -> Iterator[Message]:
         if block is not None:
             indent, message = block
             if not line.strip() or len(line) - len(line.lstrip()) > indent:
-                block = (indent, replace(message, text=f"{message.text}\n{line.strip()}".lstrip("\n")))
+                block = (
+                    indent,
+                    replace(message, text=f"{message.text}\n{line.strip()}".lstrip("\n")),
+                )
                 continue
             yield replace(message, text=message.text.rstrip())
             block = None
         parts = _YAML_COMMENT.fullmatch(line)
         before, comment = parts.groups() if parts is not None else (line, None)
-        if comment is not None and comment.strip().startswith("@package"):  # an instruction for Hydra
+        # an instruction for Hydra
+        if comment is not None and comment.strip().startswith("@package"):
             continue
-        if open_comment is not None and comment is not None and not before.strip() and len(before) == column:
+        if (
+            open_comment is not None
+            and comment is not None
+            and not before.strip()
+            and len(before) == column
+        ):
             open_comment = replace(open_comment, text=f"{open_comment.text} {comment.strip()}")
             continue
         if open_comment is not None:
             yield open_comment
-        open_comment, column = (Message(path, number, "help", "comment", comment.strip()) if comment is not None else None), len(before)
+        open_comment, column = (
+            (
+                Message(path, number, "help", "comment", comment.strip())
+                if comment is not None
+                else None
+            ),
+            len(before),
+        )
         if re.search(r":\s*\|[-+]?$", before):
             block = (len(line) - len(line.lstrip()), Message(path, number + 1, "help", "yaml", ""))
     yield from [open_comment] if open_comment is not None else []
@@ -362,10 +471,27 @@ def messages_of_yaml(path: str, text: str) -> Iterator[Message]:
 
 def messages(root: Path = REPOSITORY, places: Iterable[str] = PLACES) -> list[Message]:
     """All messages below these folders and files of a repository."""
-    files = [file for place in places for file in ([root / place] if (root / place).is_file() else sorted((root / place).rglob("*")))]
-    texts = {str(file.relative_to(root)): file.read_text("utf-8") for file in files if file.suffix in (".py", ".yaml")}
-    python = messages_of_python({path: text for path, text in texts.items() if path.endswith(".py")})
-    yaml = [message for path, text in texts.items() if path.endswith(".yaml") for message in messages_of_yaml(path, text)]
+    files = [
+        file
+        for place in places
+        for file in (
+            [root / place] if (root / place).is_file() else sorted((root / place).rglob("*"))
+        )
+    ]
+    texts = {
+        str(file.relative_to(root)): file.read_text("utf-8")
+        for file in files
+        if file.suffix in (".py", ".yaml")
+    }
+    python = messages_of_python(
+        {path: text for path, text in texts.items() if path.endswith(".py")}
+    )
+    yaml = [
+        message
+        for path, text in texts.items()
+        if path.endswith(".yaml")
+        for message in messages_of_yaml(path, text)
+    ]
     return sorted([*python, *(message for message in yaml if message.text)])
 
 
@@ -375,25 +501,51 @@ def plain(message: Message) -> str:
 
 
 def markdown(message: Message) -> str:
-    text = message.text.strip().replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+    text = (
+        message.text.strip()
+        .replace("\\", "\\\\")
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("\n", "<br>")
+    )
     return f"| `{message.place}` | {message.kind} | {text} |"
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tools/messages.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kind", choices=KINDS, action="append", help="only this kind; may be given several times")
-    parser.add_argument("--folder", metavar="PATH", help="only messages of this folder or file, relative to the repository")
-    parser.add_argument("--long", metavar="N", type=int, help="only messages with a sentence of more than N words")
-    parser.add_argument("--grep", metavar="REGEX", help="only messages in which this regular expression is found")
+    parser = argparse.ArgumentParser(
+        prog="tools/messages.py", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="only this kind; may be given several times"
+    )
+    parser.add_argument(
+        "--folder",
+        metavar="PATH",
+        help="only messages of this folder or file, relative to the repository",
+    )
+    parser.add_argument(
+        "--long", metavar="N", type=int, help="only messages with a sentence of more than N words"
+    )
+    parser.add_argument(
+        "--grep", metavar="REGEX", help="only messages in which this regular expression is found"
+    )
     parser.add_argument("--random", metavar="N", type=int, help="only N messages, chosen at random")
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the random choice; default: 0")
+    parser.add_argument(
+        "--seed", metavar="S", type=int, default=0, help="of the random choice; default: 0"
+    )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--root", metavar="FOLDER", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--root", metavar="FOLDER", type=Path, default=REPOSITORY, help=argparse.SUPPRESS
+    )
     options = parser.parse_args(arguments)
-    found = [each for each in messages(options.root) if options.kind is None or each.kind in options.kind]
+    found = [
+        each for each in messages(options.root) if options.kind is None or each.kind in options.kind
+    ]
     if options.folder is not None:
         inside = options.folder.rstrip("/")
-        found = [each for each in found if each.path == inside or each.path.startswith(f"{inside}/")]
+        found = [
+            each for each in found if each.path == inside or each.path.startswith(f"{inside}/")
+        ]
     if options.long is not None:
         found = [each for each in found if each.longest > options.long]
     if options.grep is not None:
@@ -405,7 +557,11 @@ def main(arguments: list[str]) -> int:
     for each in found:
         print(markdown(each) if options.markdown else plain(each))
     counts = Counter(each.kind for each in found)
-    print(f"{len(found)} messages: " + ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if counts[kind]), file=sys.stderr)
+    print(
+        f"{len(found)} messages: "
+        + ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if counts[kind]),
+        file=sys.stderr,
+    )
     return 0
 
 

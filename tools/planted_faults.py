@@ -1,4 +1,5 @@
-"""Plant faults in a copy of this checkout, one at a time, and see whether the default tests find them.
+"""Plant faults in a copy of this checkout, one at a time, and see whether the default tests find
+them.
 
     python tools/planted_faults.py                  all faults of faults_to_plant.py; the tests that are named there should find them
     python tools/planted_faults.py --list           the faults, and the tests
@@ -8,8 +9,9 @@
     python tools/planted_faults.py --resume         go on after an interruption: faults with a result for this code are not planted again
     python tools/planted_faults.py --everything     what the named tests do not find: all default tests, then all tests marked `full`
 
-A fault is found when a test fails, or hangs, that passes without it: each test that fails is run once more on the unchanged copy. Results
-are kept in .planted_faults.jsonl, for a hash of the code. Of 59 faults the default tests must find 57, else the exit code is 1.
+A fault is found when a test fails, or hangs, that passes without it: each test that fails is run
+once more on the unchanged copy. Results are kept in .planted_faults.jsonl, for a hash of the code.
+Of 59 faults the default tests must find 57, else the exit code is 1.
 """
 
 from __future__ import annotations
@@ -71,8 +73,12 @@ def source_of(fault: Fault, root: Path) -> Path:
     found = [(file, len(pattern(fault.old).findall(file.read_text("utf-8")))) for file in files]
     count = sum(number for _, number in found)
     if count != 1:
-        where = f"{PACKAGE}/{fault.place}" if files else f"{PACKAGE}/{fault.place}, which is not there"
-        raise Refused(f"{fault.name}: the code `{fault.old}` stands {count} times in {where}, not once")
+        where = (
+            f"{PACKAGE}/{fault.place}" if files else f"{PACKAGE}/{fault.place}, which is not there"
+        )
+        raise Refused(
+            f"{fault.name}: the code `{fault.old}` stands {count} times in {where}, not once"
+        )
     return next(file for file, number in found if number)
 
 
@@ -89,14 +95,20 @@ def changed(fault: Fault, file: Path) -> str:
     try:
         compile(after, str(file), "exec")
     except SyntaxError as error:
-        raise Refused(f"{fault.name}: {file.name} is no Python any more: line {error.lineno}, {error.msg}") from error
+        raise Refused(
+            f"{fault.name}: {file.name} is no Python any more: line {error.lineno}, {error.msg}"
+        ) from error
     return after
 
 
 def problems(faults: Sequence[Fault], root: Path) -> Iterator[str]:
-    """Why faults can no longer be planted, or the tests that should find them are no default tests: a line each."""
+    """Why faults can no longer be planted, or the tests that should find them are no default tests:
+    a line each."""
     names = [fault.name for fault in faults]
-    yield from (f"{name} is there twice" for name in sorted({name for name in names if names.count(name) > 1}))
+    yield from (
+        f"{name} is there twice"
+        for name in sorted({name for name in names if names.count(name) > 1})
+    )
     for fault in faults:
         try:
             changed(fault, source_of(fault, root))
@@ -114,22 +126,35 @@ def _no_default_test(tests: Path, test: str) -> str | None:
     if not (tests / path).is_file():
         return "is not there"
     tree = ast.parse((tests / path).read_text("utf-8"))
-    marks = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
+    marks = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
     if function:
-        found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function.partition("[")[0]]
+        found = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name == function.partition("[")[0]
+        ]
         if not found:
             return "is not there"
         marks += found[0].decorator_list
     # Not the arguments of `parametrize`, each of which may be marked.
     sources = [ast.unparse(mark.func if isinstance(mark, ast.Call) else mark) for mark in marks]
-    return "is marked full" if any(re.search(r"\bmark\.full\b", source) for source in sources) else None
+    return (
+        "is marked full"
+        if any(re.search(r"\bmark\.full\b", source) for source in sources)
+        else None
+    )
 
 
 # The copy
 
 
 class Copy:
-    """A copy of a checkout in a temporary folder, which is removed at the end however that comes. The checkout stays as it is.
+    """A copy of a checkout in a temporary folder, which is removed at the end however that comes.
+    The checkout stays as it is.
 
     It has the files that git knows and those that it does not ignore, as they are on the disk.
     """
@@ -173,34 +198,58 @@ class Copy:
 
     def variables(self) -> dict[str, str]:
         """The environment of processes that import the copy, wherever they run."""
-        mine = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")}
-        return mine | {"PYTHONPATH": os.pathsep.join([str(self.path), str(Path(__file__).resolve().parent)])}
+        mine = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
+        }
+        return mine | {
+            "PYTHONPATH": os.pathsep.join([str(self.path), str(Path(__file__).resolve().parent)])
+        }
 
     def require_imported(self) -> None:
         """Refuse an environment in which tests would import another copy of the package."""
         words = [sys.executable, "-c", f"import {PACKAGE}; print({PACKAGE}.__file__)"]
-        done = subprocess.run(words, cwd=tempfile.gettempdir(), env=self.variables(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words,
+            cwd=tempfile.gettempdir(),
+            env=self.variables(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if not done.stdout.startswith(str(self.path)):
-            raise Refused(f"the copy in {self.path} is not what Python imports: {done.stdout or done.stderr}".strip())
+            raise Refused(
+                f"the copy in {self.path} is not what Python imports: {done.stdout or done.stderr}".strip()
+            )
 
 
 def files_of(root: Path) -> list[str]:
-    """Files of a checkout that git knows or does not ignore. Raises Refused where there is no checkout."""
+    """Files of a checkout that git knows or does not ignore. Raises Refused where there is no
+    checkout."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(words, cwd=root, check=True, capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise Refused(f"{root} is no checkout of git") from error
-    return sorted(name for name in os.fsdecode(listed).split("\0") if name and (root / name).is_file())
+    return sorted(
+        name for name in os.fsdecode(listed).split("\0") if name and (root / name).is_file()
+    )
 
 
 def versions(faults: Sequence[Fault], root: Path) -> dict[str, str]:
-    """By name of a fault: a hash of the fault, the code, its configuration and the tests. A result counts as long as it is the same."""
+    """By name of a fault: a hash of the fault, the code, its configuration and the tests. A result
+    counts as long as it is the same."""
     code = hashlib.sha256()
     for name in files_of(root):
-        if name.endswith((".py", ".toml", ".yaml", ".json")) and not name.startswith(("tools/", "docs/", "benchmarks/")):
+        if name.endswith((".py", ".toml", ".yaml", ".json")) and not name.startswith(
+            ("tools/", "docs/", "benchmarks/")
+        ):
             code.update(name.encode() + b"\0" + (root / name).read_bytes())
-    return {fault.name: hashlib.sha256(repr(fault).encode() + code.digest()).hexdigest()[:12] for fault in faults}
+    return {
+        fault.name: hashlib.sha256(repr(fault).encode() + code.digest()).hexdigest()[:12]
+        for fault in faults
+    }
 
 
 # Tests. In the process that runs them, this module is a plugin of pytest.
@@ -226,12 +275,18 @@ def pytest_collectreport(report: Any) -> None:
 def _note_failure(report: Any) -> None:
     if report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
-        _note({"failed": report.nodeid, "message": crash.message if crash is not None else str(report.longrepr)})
+        _note(
+            {
+                "failed": report.nodeid,
+                "message": crash.message if crash is not None else str(report.longrepr),
+            }
+        )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A test that failed, or a file that cannot be imported; `hang` where it ran into a time limit."""
+    """A test that failed, or a file that cannot be imported; `hang` where it ran into a time
+    limit."""
 
     test: str
     message: str
@@ -242,14 +297,26 @@ def first_failure(copy: Copy, words: Sequence[str], limit: float) -> Failure | N
     """Run tests of the copy until one fails.
 
     Args:
-        words: options of pytest and node ids. limit: seconds after which the test that runs has hung.
+        words: options of pytest and node ids. limit: seconds after which the test that runs has
+            hung.
 
     Raises:
         Refused: pytest finds no such tests.
     """
     state = copy.path / ".planted_faults_state"
     state.write_text("")
-    command = [sys.executable, "-m", "pytest", "-p", "planted_faults", "-p", "no:cacheprovider", "-x", "-q", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "planted_faults",
+        "-p",
+        "no:cacheprovider",
+        "-x",
+        "-q",
+        *words,
+    ]
     process = subprocess.Popen(
         command,
         cwd=copy.path,
@@ -268,13 +335,19 @@ def first_failure(copy: Copy, words: Sequence[str], limit: float) -> Failure | N
     failed = [line for line in _lines(state) if "failed" in line]
     if failed:
         message = failed[0]["message"].strip().partition("\n")[0]
-        return Failure(failed[0]["failed"], message, hang=re.search(r"\bRankTimeout\b|\bTimeout\b.*>", message) is not None)
+        return Failure(
+            failed[0]["failed"],
+            message,
+            hang=re.search(r"\bRankTimeout\b|\bTimeout\b.*>", message) is not None,
+        )
     if process.returncode == 0:
         return None
     text = output.decode(errors="replace").strip()
     if process.returncode in (_FAILED, _BROKEN_OFF) or process.returncode < 0:
         return Failure(_latest(state, words), text.rpartition("\n")[2])
-    raise Refused(f"pytest ends with exit code {process.returncode}: {' '.join(text.splitlines()[-3:])}")
+    raise Refused(
+        f"pytest ends with exit code {process.returncode}: {' '.join(text.splitlines()[-3:])}"
+    )
 
 
 def _latest(state: Path, words: Sequence[str]) -> str:
@@ -328,7 +401,10 @@ class Result:
     def describe(self) -> str:
         how = "hangs" if self.hang else "fails"
         if self.by:
-            return f"found by {self.by}: {self.test} {how} ({self.seconds:.0f} s): {self.message[:120]}"
+            return (
+                f"found by {self.by}: {self.test} {how} ({self.seconds:.0f} s):"
+                f" {self.message[:120]}"
+            )
         return f"NOT found ({self.seconds:.0f} s){': ' + self.message if self.message else ''}"
 
 
@@ -336,7 +412,8 @@ class Planter:
     """Plants faults in a copy and runs the tests that should find them.
 
     Args:
-        everything: also run all tests where the named ones find nothing. limit: seconds for the named tests of a fault.
+        everything: also run all tests where the named ones find nothing. limit: seconds for the
+            named tests of a fault.
     """
 
     def __init__(self, copy: Copy, *, limit: float, everything: bool) -> None:
@@ -353,11 +430,21 @@ class Planter:
                     continue
                 if self._passes_without(failure.test, ["-m", "full"] if by == FULL else []):
                     seconds = round(time.monotonic() - begin, 1)
-                    return Result(fault.name, version, by, failure.test, failure.message, failure.hang, seconds)
+                    return Result(
+                        fault.name,
+                        version,
+                        by,
+                        failure.test,
+                        failure.message,
+                        failure.hang,
+                        seconds,
+                    )
                 doubt = f"{failure.test} fails without the fault too"
             except Refused as error:
                 doubt = str(error)
-        return Result(fault.name, version, "", message=doubt, seconds=round(time.monotonic() - begin, 1))
+        return Result(
+            fault.name, version, "", message=doubt, seconds=round(time.monotonic() - begin, 1)
+        )
 
     def _attempts(self, fault: Fault) -> Iterator[tuple[str, list[str], float]]:
         yield NAMED, [f"{TESTS}/{test}" for test in fault.tests], self._limit
@@ -381,23 +468,35 @@ def summary(faults: Sequence[Fault], results: dict[str, Result]) -> Iterator[str
     hangs = sum(result.hang for result in done)
     yield (
         f"{len(faults)} faults: {sum(result.by_default for result in done)} found by default tests"
-        f" ({hangs} of them by a test that hangs), {sum(result.by == FULL for result in done)} by full tests only,"
-        f" {sum(not result.by for result in done)} by no test that was run; {len(faults) - len(done)} not planted"
+        f" ({hangs} of them by a test that hangs), {sum(result.by == FULL for result in done)} by"
+        f" full tests only, {sum(not result.by for result in done)} by no test that was run;"
+        f" {len(faults) - len(done)} not planted"
     )
     for fault in faults:
         result = results.get(fault.name)
         if result is not None and not result.by_default:
-            yield f"not found by default tests: {fault.name}: {fault.what} {f'({result.test} finds it)' if result.by else result.message}"
+            yield (
+                f"not found by default tests: {fault.name}: {fault.what}"
+                f" {f'({result.test} finds it)' if result.by else result.message}"
+            )
 
 
 def enough(faults: Sequence[Fault], results: dict[str, Result], *, everything: bool) -> bool:
-    """Whether default tests find all of the planted faults but MOST_MISSED, and full tests those, where they were run."""
-    missed = [results[fault.name] for fault in faults if fault.name in results and not results[fault.name].by_default]
-    return len(missed) <= MOST_MISSED and not (everything and any(not result.by for result in missed))
+    """Whether default tests find all of the planted faults but MOST_MISSED, and full tests those,
+    where they were run."""
+    missed = [
+        results[fault.name]
+        for fault in faults
+        if fault.name in results and not results[fault.name].by_default
+    ]
+    return len(missed) <= MOST_MISSED and not (
+        everything and any(not result.by for result in missed)
+    )
 
 
 def chosen(faults: Sequence[Fault], only: Sequence[str], shard: str) -> list[Fault]:
-    """Those of these names, or of a shard K/N: every N-th, from the K-th on. Raises Refused for others."""
+    """Those of these names, or of a shard K/N: every N-th, from the K-th on. Raises Refused for
+    others."""
     unknown = [name for name in only if name not in {fault.name for fault in faults}]
     if unknown:
         raise Refused(f"there is no fault {unknown[0]}; --list shows their names")
@@ -414,7 +513,11 @@ def _plant_all(options: argparse.Namespace, faults: Sequence[Fault], root: Path)
     for problem in problems(faults, root):
         raise Refused(f"{problem}. Repair the list; --check shows all that is wrong with it")
     now, file = versions(faults, root), options.results or root / RESULTS
-    known = {line["fault"]: Result(**line) for line in _lines(file) if line.get("version") == now.get(line["fault"])}
+    known = {
+        line["fault"]: Result(**line)
+        for line in _lines(file)
+        if line.get("version") == now.get(line["fault"])
+    }
     wanted = chosen(faults, options.only, options.shard)
     todo = [fault for fault in wanted if not (options.resume and fault.name in known)]
     interrupted = False
@@ -438,21 +541,50 @@ def _plant_all(options: argparse.Namespace, faults: Sequence[Fault], root: Path)
     return 0 if enough(faults, known, everything=options.everything) else 1
 
 
-def main(arguments: Sequence[str], faults: Sequence[Fault] = FAULTS, root: Path = REPOSITORY) -> int:
-    """Run the command and return the exit code: 0, 1 where too many faults were not found, 2 for wrong arguments or a stale list."""
-    parser = argparse.ArgumentParser(prog="tools/planted_faults.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--list", action="store_true", help="print the faults and the tests that should find them")
-    parser.add_argument("--check", action="store_true", help="only see whether every fault fits the code; runs no test")
+def main(
+    arguments: Sequence[str], faults: Sequence[Fault] = FAULTS, root: Path = REPOSITORY
+) -> int:
+    """Run the command and return the exit code: 0, 1 where too many faults were not found, 2 for
+    wrong arguments or a stale list."""
+    parser = argparse.ArgumentParser(
+        prog="tools/planted_faults.py", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the faults and the tests that should find them"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only see whether every fault fits the code; runs no test",
+    )
     parser.add_argument("--only", metavar="NAME", nargs="+", default=[], help="only these faults")
-    parser.add_argument("--shard", metavar="K/N", default="", help="only every N-th fault, from the K-th on")
-    parser.add_argument("--resume", action="store_true", help="leave out faults that have a result for this code")
-    parser.add_argument("--everything", action="store_true", help="where the named tests find nothing, run all default tests, then full")
-    parser.add_argument("--limit", metavar="SECONDS", type=float, default=900.0, help="for the named tests of a fault; default: 900")
+    parser.add_argument(
+        "--shard", metavar="K/N", default="", help="only every N-th fault, from the K-th on"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out faults that have a result for this code"
+    )
+    parser.add_argument(
+        "--everything",
+        action="store_true",
+        help="where the named tests find nothing, run all default tests, then full",
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="SECONDS",
+        type=float,
+        default=900.0,
+        help="for the named tests of a fault; default: 900",
+    )
     parser.add_argument("--results", metavar="FILE", type=Path, help=f"default: {RESULTS}")
     options = parser.parse_args(arguments)
     if options.list:
         for fault in faults:
-            print(f"{fault.name}: {fault.what}", *(f"    {TESTS}/{test}" for test in fault.tests), sep="\n")
+            print(
+                f"{fault.name}: {fault.what}",
+                *(f"    {TESTS}/{test}" for test in fault.tests),
+                sep="\n",
+            )
         return 0
     try:
         if options.check:

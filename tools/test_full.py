@@ -1,4 +1,5 @@
-"""Run the tests that are marked `full` in shards that can be interrupted, and sum them up: `make test-full`.
+"""Run the tests that are marked `full` in shards that can be interrupted, and sum them up: `make
+test-full`.
 
     make test-full                 all shards, one after another
     make test-full SHARD=3/12      the third of twelve shards
@@ -6,10 +7,12 @@
     make test-full ARGS="-k zero"  with options of pytest
     python tools/test_full.py --list   the shards, with the time that they took when it is known
 
-The result of each test is kept in .test-full/ as soon as it is known, in a folder for the state of the source code: its commit, and a hash
-of what was changed since. A test that has a result there is not run again. So an interrupted shard continues where it stopped, and results
-of several machines can be put into one folder. A shard is a run of neighbouring tests, because neighbours share references and ranks; each
-takes about the same time, as far as it was measured before on this machine.
+The result of each test is kept in .test-full/ as soon as it is known, in a folder for the state of
+the source code: its commit, and a hash of what was changed since. A test that has a result there is
+not run again. So an interrupted shard continues where it stopped, and results of several machines
+can be put into one folder. A shard is a run of neighbouring tests, because neighbours share
+references and ranks; each takes about the same time, as far as it was measured before on this
+machine.
 """
 
 from __future__ import annotations
@@ -66,10 +69,12 @@ class Result:
 
 
 class Recorder:
-    """Writes a line when a test begins and one when it ends, so that a test that kills the process is known by name.
+    """Writes a line when a test begins and one when it ends, so that a test that kills the process
+    is known by name.
 
     Args:
-        wanted: node ids of the tests to run; None: all that are marked, which are written down and not run.
+        wanted: node ids of the tests to run; None: all that are marked, which are written down and
+            not run.
         out: a file that lines are appended to.
     """
 
@@ -113,23 +118,39 @@ class Recorder:
 def pytest_configure(config: Any) -> None:
     """Start recording: `-p test_full`, in a process that `_pytest` started."""
     state = json.loads(Path(os.environ[_STATE_VARIABLE]).read_text("utf-8"))
-    config.pluginmanager.register(Recorder(state["wanted"], Path(state["out"])), "test_full_recorder")
+    config.pluginmanager.register(
+        Recorder(state["wanted"], Path(state["out"])), "test_full_recorder"
+    )
 
 
-def _pytest(root: Path, arguments: Sequence[str], wanted: list[str] | None, out: Path, *, quiet: bool = False) -> int:
-    """Run pytest with the recorder and return its exit code, negative after a signal. An interruption is passed on to it.
+def _pytest(
+    root: Path,
+    arguments: Sequence[str],
+    wanted: list[str] | None,
+    out: Path,
+    *,
+    quiet: bool = False,
+) -> int:
+    """Run pytest with the recorder and return its exit code, negative after a signal. An
+    interruption is passed on to it.
 
     Raises:
         KeyboardInterrupt: after pytest has ended.
     """
-    state = out.with_suffix(".state")  # a file, because thousands of node ids are too long for a command line or a variable
+    # a file, because thousands of node ids are too long for a command line or a variable
+    state = out.with_suffix(".state")
     state.write_text(json.dumps({"wanted": wanted, "out": str(out)}), "utf-8")
     paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = os.environ | {_STATE_VARIABLE: str(state), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "pytest", "-p", "test_full", "-m", MARK, *arguments]
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
-    # In a process group of its own: a Ctrl-C in a terminal would otherwise reach it twice, and a second one skips the teardown of tests.
-    process = subprocess.Popen(command, cwd=root, env=variables, stdin=subprocess.DEVNULL, process_group=0, **streams)
+    streams: dict[str, Any] = (
+        {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
+    )
+    # In a process group of its own: a Ctrl-C in a terminal would otherwise reach it twice, and a
+    # second one skips the teardown of tests.
+    process = subprocess.Popen(
+        command, cwd=root, env=variables, stdin=subprocess.DEVNULL, process_group=0, **streams
+    )
     try:
         said, _ = process.communicate()
     except KeyboardInterrupt:
@@ -158,7 +179,11 @@ def version(root: Path) -> str:
     """
     commit = _git(root, "rev-parse", "HEAD").decode().strip()[:12]
     changes = hashlib.sha256(_git(root, "diff", "--binary", "HEAD"))
-    others = [name for name in _git(root, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0") if name]
+    others = [
+        name
+        for name in _git(root, "ls-files", "-z", "--others", "--exclude-standard").split(b"\0")
+        if name
+    ]
     for name in others:
         changes.update(name + b"\0" + (root / os.fsdecode(name)).read_bytes())
     clean = not others and not _git(root, "diff", "--name-only", "HEAD")
@@ -169,11 +194,14 @@ def _git(root: Path, *words: str) -> bytes:
     try:
         return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Refused(f"{root} is not a checkout of git with a commit: results are kept for each commit.") from error
+        raise Refused(
+            f"{root} is not a checkout of git with a commit: results are kept for each commit."
+        ) from error
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of results; the last one may have been cut off by the end of its process."""
+    """The lines of a file of results; the last one may have been cut off by the end of its
+    process."""
     for line in file.read_text("utf-8").splitlines() if file.is_file() else ():
         try:
             yield json.loads(line)
@@ -205,13 +233,19 @@ class Results:
         """Remove the results of these tests, so that they are run again."""
         gone = set(tests)
         for file in self.folder.glob("*.jsonl"):
-            kept = [line for line in _lines(file) if line.get("test", line.get("begun")) not in gone]
+            kept = [
+                line for line in _lines(file) if line.get("test", line.get("begun")) not in gone
+            ]
             file.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
 
     def unfinished(self, shard: Shard) -> list[str]:
         """Tests of a shard that have begun and have no result."""
         done = self.read()
-        return [line["begun"] for line in _lines(self.file(shard)) if "begun" in line and line["begun"] not in done]
+        return [
+            line["begun"]
+            for line in _lines(self.file(shard))
+            if "begun" in line and line["begun"] not in done
+        ]
 
 
 # Shards
@@ -237,17 +271,22 @@ def _short(test: str) -> str:
 
 
 def weights(tests: Sequence[str], seconds: dict[str, float]) -> list[float]:
-    """Expected seconds of each test: those measured, else the mean of its file, else of all files."""
+    """Expected seconds of each test: those measured, else the mean of its file, else of all
+    files."""
     of_file: dict[str, list[float]] = {}
     for short, value in seconds.items():
         of_file.setdefault(short.partition("::")[0], []).append(value)
     everywhere = sum(seconds.values()) / len(seconds) if seconds else UNKNOWN_SECONDS
     means = {file: sum(values) / len(values) for file, values in of_file.items()}
-    return [seconds.get(short, means.get(short.partition("::")[0], everywhere)) for short in map(_short, tests)]
+    return [
+        seconds.get(short, means.get(short.partition("::")[0], everywhere))
+        for short in map(_short, tests)
+    ]
 
 
 def shards(tests: Sequence[str], count: int, seconds: dict[str, float]) -> list[Shard]:
-    """Split the tests, in their order, into parts of about the same time. Each test is in exactly one."""
+    """Split the tests, in their order, into parts of about the same time. Each test is in exactly
+    one."""
     expected = [max(value, 1e-3) for value in weights(tests, seconds)]
     parts: list[list[str]] = [[] for _ in range(count)]
     total, before = sum(expected), 0.0
@@ -257,7 +296,9 @@ def shards(tests: Sequence[str], count: int, seconds: dict[str, float]) -> list[
     return [Shard(number, count, tuple(part)) for number, part in enumerate(parts, 1)]
 
 
-def plan(root: Path, results: Results, count: int, arguments: Sequence[str], durations: Path) -> list[Shard]:
+def plan(
+    root: Path, results: Results, count: int, arguments: Sequence[str], durations: Path
+) -> list[Shard]:
     """The shards of this version: the same at every call, also after more tests were measured.
 
     Raises:
@@ -266,15 +307,22 @@ def plan(root: Path, results: Results, count: int, arguments: Sequence[str], dur
     key = f"{count}-{hashlib.sha256(repr(tuple(arguments)).encode()).hexdigest()[:8]}"
     kept = results.folder / f"plan-{key}.json"
     if kept.is_file():
-        return [Shard(number, count, tuple(part)) for number, part in enumerate(json.loads(kept.read_text("utf-8")), 1)]
-    listed = results.folder / f"collected-{key}-{os.getpid()}"  # two processes may begin two shards at the same time
+        return [
+            Shard(number, count, tuple(part))
+            for number, part in enumerate(json.loads(kept.read_text("utf-8")), 1)
+        ]
+    # two processes may begin two shards at the same time
+    listed = results.folder / f"collected-{key}-{os.getpid()}"
     code = _pytest(root, ["--collect-only", "-q", *arguments], None, listed, quiet=True)
     tests = [line["test"] for line in _lines(listed)]
     listed.unlink(missing_ok=True)
     if code not in (0, 5):
         raise Refused(f"pytest cannot collect the tests (exit code {code}).")
     if not tests:
-        raise Refused(f"No test is marked {MARK!r}{' and selected by ' + ' '.join(arguments) if arguments else ''}.")
+        raise Refused(
+            "No test is marked"
+            f" {MARK!r}{' and selected by ' + ' '.join(arguments) if arguments else ''}."
+        )
     seconds = json.loads(durations.read_text("utf-8")) if durations.is_file() else {}
     made = shards(tests, count, seconds)
     written = kept.with_suffix(f".{os.getpid()}")
@@ -284,7 +332,8 @@ def plan(root: Path, results: Results, count: int, arguments: Sequence[str], dur
 
 
 def run_shard(root: Path, shard: Shard, results: Results, arguments: Sequence[str]) -> None:
-    """Run the tests of a shard that have no result. A test that ends the process of pytest has failed, and the rest is run without it.
+    """Run the tests of a shard that have no result. A test that ends the process of pytest has
+    failed, and the rest is run without it.
 
     Raises:
         Refused: pytest ended without running a test.
@@ -302,17 +351,32 @@ def run_shard(root: Path, shard: Shard, results: Results, arguments: Sequence[st
             return  # with -x in the arguments, some may be left
         killed = results.unfinished(shard)
         if not killed:
-            raise Refused(f"pytest ended with exit code {code} before it ran a test of shard {shard.name}.")
+            raise Refused(
+                f"pytest ended with exit code {code} before it ran a test of shard {shard.name}."
+            )
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         with results.file(shard).open("a", encoding="utf-8") as file:
             for test in killed:
-                file.write(json.dumps(asdict(Result(test, "failed", 0.0, f"The process of the test ended with {how}."))) + "\n")
+                file.write(
+                    json.dumps(
+                        asdict(
+                            Result(
+                                test, "failed", 0.0, f"The process of the test ended with {how}."
+                            )
+                        )
+                    )
+                    + "\n"
+                )
 
 
 def remember(results: Results, durations: Path) -> None:
     """Keep how long the tests took, for the shards of later versions."""
     known = json.loads(durations.read_text("utf-8")) if durations.is_file() else {}
-    known |= {_short(result.test): result.seconds for result in results.read().values() if result.outcome != "skipped"}
+    known |= {
+        _short(result.test): result.seconds
+        for result in results.read().values()
+        if result.outcome != "skipped"
+    }
     durations.write_text(json.dumps(known, indent=0, sort_keys=True), "utf-8")
 
 
@@ -329,18 +393,28 @@ def summary(made: Sequence[Shard], done: dict[str, Result]) -> Iterator[str]:
     """A line per shard and one for all; then each failed test, and the skipped ones by reason."""
     yield f"{'shard':>7}  {'passed':>6}  {'failed':>6}  {'skipped':>7}  {'not run':>7}  {'time':>8}"
     rows = [(shard.name, shard.tests) for shard in made]
-    rows += [("all", tuple(test for shard in made for test in shard.tests))] if len(made) > 1 else []
+    rows += (
+        [("all", tuple(test for shard in made for test in shard.tests))] if len(made) > 1 else []
+    )
     for name, tests in rows:
         have = [done[test] for test in tests if test in done]
         counts = Counter(result.outcome for result in have)
         passed, failed, skipped = (counts[outcome] for outcome in OUTCOMES)
         time_taken = clock(sum(result.seconds for result in have))
-        yield f"{name:>7}  {passed:>6}  {failed:>6}  {skipped:>7}  {len(tests) - len(have):>7}  {time_taken:>8}"
+        yield (
+            f"{name:>7}  {passed:>6}  {failed:>6}  {skipped:>7}  {len(tests) - len(have):>7} "
+            f" {time_taken:>8}"
+        )
     have = [(shard, done[test]) for shard in made for test in shard.tests if test in done]
     for shard, result in have:
         if result.outcome == "failed":
-            lines = [line for line in result.text.splitlines() if line.startswith("E ")] or result.text.splitlines()
-            yield f"FAILED (shard {shard.name}) {result.test}{': ' + lines[0].removeprefix('E ').strip()[:300] if lines else ''}"
+            lines = [
+                line for line in result.text.splitlines() if line.startswith("E ")
+            ] or result.text.splitlines()
+            yield (
+                f"FAILED (shard {shard.name})"
+                f" {result.test}{': ' + lines[0].removeprefix('E ').strip()[:300] if lines else ''}"
+            )
     reasons: dict[str, list[str]] = {}
     for _, result in have:
         if result.outcome == "skipped":
@@ -349,14 +423,22 @@ def summary(made: Sequence[Shard], done: dict[str, Result]) -> Iterator[str]:
         yield f"SKIPPED {len(tests)} ({reason}): {', '.join(tests)}"
 
 
-def listing(made: Sequence[Shard], seconds: dict[str, float], done: dict[str, Result]) -> Iterator[str]:
+def listing(
+    made: Sequence[Shard], seconds: dict[str, float], done: dict[str, Result]
+) -> Iterator[str]:
     """The shards with the time that they are expected to take."""
     known = sum(_short(test) in seconds for shard in made for test in shard.tests)
     for shard in made:
         finished = sum(test in done for test in shard.tests)
-        yield f"{shard.name:>7}  {len(shard.tests):>5} tests, {finished} done, {clock(sum(weights(shard.tests, seconds)))} expected"
+        yield (
+            f"{shard.name:>7}  {len(shard.tests):>5} tests, {finished} done,"
+            f" {clock(sum(weights(shard.tests, seconds)))} expected"
+        )
     guess = "" if known else f"; {UNKNOWN_SECONDS:g} s each is a guess"
-    yield f"{sum(len(shard.tests) for shard in made)} tests, of which {known} were measured before{guess}"
+    yield (
+        f"{sum(len(shard.tests) for shard in made)} tests, of which {known} were measured"
+        f" before{guess}"
+    )
 
 
 def selected(text: str | None) -> tuple[int | None, int]:
@@ -387,7 +469,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.again:
         done = results.read()
         tests = [test for shard in chosen for test in shard.tests if test in done]
-        results.forget(test for test in tests if options.again != "failed" or done[test].outcome == "failed")
+        results.forget(
+            test for test in tests if options.again != "failed" or done[test].outcome == "failed"
+        )
     begin, interrupted = time.monotonic(), False
     try:
         for shard in chosen:
@@ -397,7 +481,10 @@ def _run(options: argparse.Namespace) -> int:
     finally:
         remember(results, durations)
     done = results.read()
-    print(f"\nResults of the tests marked {MARK}, in {results.folder.relative_to(root)} (this run took {clock(time.monotonic() - begin)}):")
+    print(
+        f"\nResults of the tests marked {MARK}, in {results.folder.relative_to(root)} (this run"
+        f" took {clock(time.monotonic() - begin)}):"
+    )
     print(*summary(chosen, done), sep="\n", flush=True)
     if interrupted:
         print("Interrupted; the same command continues.")
@@ -407,13 +494,25 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return the exit code: 0, 1 after a failed test or with tests that were not run, 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(prog="tools/test_full.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shard", metavar="K/N", default="", help=f"only this shard; default: all of {SHARDS}")
-    parser.add_argument("--again", nargs="?", const="1", default="", help="run all again; failed: only what has failed")
+    """Run the command and return the exit code: 0, 1 after a failed test or with tests that were
+    not run, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(
+        prog="tools/test_full.py", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--shard", metavar="K/N", default="", help=f"only this shard; default: all of {SHARDS}"
+    )
+    parser.add_argument(
+        "--again",
+        nargs="?",
+        const="1",
+        default="",
+        help="run all again; failed: only what has failed",
+    )
     parser.add_argument("--list", action="store_true", help="print the shards and run nothing")
     parser.add_argument("pytest", nargs="*", metavar="-- OPTIONS", help="options of pytest")
-    for number in (signal.SIGINT, signal.SIGTERM):  # a background process ignores SIGINT, and so would pytest
+    # a background process ignores SIGINT, and so would pytest
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
         return _run(parser.parse_args(arguments))

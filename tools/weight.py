@@ -1,8 +1,10 @@
-"""Prints how heavy the code is: tokens, files, modules with one importer, class names used more than once, and long lines.
+"""Prints how heavy the code is: tokens, files, modules with one importer, class names used more
+than once, and long lines.
 
     python tools/weight.py [FOLDER ...]
 
-Tokens count neither comments nor docstrings, so that packing statements into one line saves nothing.
+Tokens count neither comments nor docstrings, so that packing statements into one line saves
+nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +18,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LONG = 100
-_NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def tokens(source: str) -> int:
     """Count the tokens of a file without comments, docstrings and layout."""
     read = io.StringIO(source).readline
     counted = (token for token in tokenize.generate_tokens(read) if token.type not in _NOT_CODE)
-    return sum(not (token.type == tokenize.STRING and token.line.strip().startswith(('"""', "'''"))) for token in counted)
+    return sum(
+        not (token.type == tokenize.STRING and token.line.strip().startswith(('"""', "'''")))
+        for token in counted
+    )
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Names of modules that a file imports, and of what it imports from them, which may be modules too."""
+    """Names of modules that a file imports, and of what it imports from them, which may be modules
+    too."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -46,13 +59,22 @@ def with_one_importer(trees: dict[str, ast.Module]) -> int:
 def report(folder: Path) -> str:
     """Describe a folder in one line."""
     sources = {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
-    trees = {".".join(path.relative_to(folder.parent).with_suffix("").parts): ast.parse(text) for path, text in sources.items()}
-    classes = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    trees = {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts): ast.parse(text)
+        for path, text in sources.items()
+    }
+    classes = Counter(
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    )
     long = sum(len(line) > LONG for text in sources.values() for line in text.splitlines())
     return (
         f"{folder.name}: {sum(map(tokens, sources.values())):,} tokens, {len(sources)} files,"
         f" {with_one_importer(trees)} modules with one importer,"
-        f" {sum(count > 1 for count in classes.values())} class names used more than once, {long:,} lines over {LONG} columns"
+        f" {sum(count > 1 for count in classes.values())} class names used more than once, {long:,}"
+        f" lines over {LONG} columns"
     )
 
 

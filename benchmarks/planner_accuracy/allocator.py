@@ -1,8 +1,9 @@
 """Memory of published software at the peak of a step, with its caching allocator. Pure Python.
 
-A caching allocator asks the driver for a block of its own for each large tensor, and does not give it back: a tensor that is larger than
-every block which a pass has left comes on top of all of them, though it is needed at another time (`_on_top`). Where memory is short, it
-gives back what it holds in reserve.
+A caching allocator asks the driver for a block of its own for each large tensor, and does not give
+it back: a tensor that is larger than every block which a pass has left comes on top of all of them,
+though it is needed at another time (`_on_top`). Where memory is short, it gives back what it holds
+in reserve.
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ def software_of(job: Job) -> Published:
 
 
 def queue_of(step: Step, job: Job) -> float:
-    """Predict how far the host runs ahead of the GPU: the GPU's work, divided by this work and the time that it waits for the host. It is 1
-    where the host is much faster."""
+    """Predict how far the host runs ahead of the GPU: the GPU's work, divided by this work and the
+    time that it waits for the host. It is 1 where the host is much faster."""
     busy = step.compute + step.communication
     return busy / (busy + step.host - job.stack.host.step)
 
 
-def allocated(job: Job, *, queue: float = 1.0, room: float = float("inf"), first: bool = False) -> Memory:
+def allocated(
+    job: Job, *, queue: float = 1.0, room: float = float("inf"), first: bool = False
+) -> Memory:
     """Predict the memory of the rank that needs most.
 
     Args:
-        queue: share of the tensors that may wait to be freed during collectives that do wait; 0 where the host is slower than the GPU. With
-            no more micro-batches than stages the GPU is idle before the first backward pass, and nothing waits any more.
-        room: bytes beyond which the allocator gives back its reserves before it asks for more: spare gradients, copies, tensors that wait,
-            and the unused ends of its blocks.
+        queue: share of the tensors that may wait to be freed during collectives that do wait; 0
+            where the host is slower than the GPU. With no more micro-batches than stages the GPU is
+            idle before the first backward pass, and nothing waits any more.
+        room: bytes beyond which the allocator gives back its reserves before it asks for more:
+            spare gradients, copies, tensors that wait, and the unused ends of its blocks.
         first: return the memory of the first pipeline rank instead.
     """
     layout, stack = job.layout, software_of(job)
@@ -54,24 +58,47 @@ def allocated(job: Job, *, queue: float = 1.0, room: float = float("inf"), first
         queue = 0.0
     ranks, blocks = stages_in_flight(job), block_bytes(job)
     considered = set(ranks[:1] if first else ranks)
-    fullest, own = max(((_rank(job, one, queue, blocks), one) for one in considered), key=lambda pair: pair[0].total)
+    fullest, own = max(
+        ((_rank(job, one, queue, blocks), one) for one in considered),
+        key=lambda pair: pair[0].total,
+    )
     if fullest.total <= room:
         return fullest
     footprint = replace(stack.footprint, spare_gradient=0.0, allocator=1.0)
-    lean = _rank(replace(job, stack=replace(stack, footprint=footprint, allocator=Allocator())), own, 0.0, blocks)
+    lean = _rank(
+        replace(job, stack=replace(stack, footprint=footprint, allocator=Allocator())),
+        own,
+        0.0,
+        blocks,
+    )
     share = max(0.0, room - lean.total) / max(1.0, fullest.total - lean.total)
-    return Memory(**{name: least + share * (getattr(fullest, name) - least) for name, least in asdict(lean).items()})
+    return Memory(
+        **{
+            name: least + share * (getattr(fullest, name) - least)
+            for name, least in asdict(lean).items()
+        }
+    )
 
 
 def _rank(job: Job, own: StagesOfRank, queue: float, blocks: BlockBytes) -> Memory:
     memory = memory_of_rank(job, own, blocks)
-    waiting = queue * software_of(job).allocator.queued * 2 * job.tokens * job.model.hidden * (job.layout.tp > 1)
-    return replace(memory, gradients=memory.gradients + _on_top(job, own), other=memory.other + waiting)
+    waiting = (
+        queue
+        * software_of(job).allocator.queued
+        * 2
+        * job.tokens
+        * job.model.hidden
+        * (job.layout.tp > 1)
+    )
+    return replace(
+        memory, gradients=memory.gradients + _on_top(job, own), other=memory.other + waiting
+    )
 
 
 def _on_top(job: Job, own: StagesOfRank) -> float:
-    """Bytes of tensors that do not live together with the activations but are larger than each of their blocks: the gradient of the
-    embedding, and the copies in which parameters are gathered. And buckets of gradients, which always live."""
+    """Bytes of tensors that do not live together with the activations but are larger than each of
+    their blocks: the gradient of the embedding, and the copies in which parameters are gathered.
+    And buckets of gradients, which always live."""
     model, tp, sharers = job.model, job.layout.tp, job.layout.dp * job.layout.cp
     allocator, stages = software_of(job).allocator, own.stages
     parameters = sum(sum(parameters_of(job, stage)) for stage in stages)
@@ -83,5 +110,9 @@ def _on_top(job: Job, own: StagesOfRank) -> float:
         size += allocator.bucket_bytes * parameters
     elif sharers > 1 and job.zero == 1:
         whole = job.weight_bytes * parameters
-        size += sum(whole for copy in range(allocator.gathered_copies) if (whole if copy else whole / sharers) > largest)
+        size += sum(
+            whole
+            for copy in range(allocator.gathered_copies)
+            if (whole if copy else whole / sharers) > largest
+        )
     return size

@@ -15,8 +15,9 @@ _GIGA = 2**30
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run and what is predicted for it: seconds of a step; bytes of the rank that the software prints; and of the fullest rank, if
-    nothing had to be given back; and the share of a step in which its GPUs wait for messages, but for those of pipelines."""
+    """A run and what is predicted for it: seconds of a step; bytes of the rank that the software
+    prints; and of the fullest rank, if nothing had to be given back; and the share of a step in
+    which its GPUs wait for messages, but for those of pipelines."""
 
     run: Run
     seconds: float
@@ -52,7 +53,10 @@ def compare(run: Run) -> Comparison:
     step = step_of(run.job, run.machine)
     queue = queue_of(step, run.job)
     printed = allocated(run.job, queue=queue, room=run.machine.memory)
-    roomy, waiting = allocated(run.job, queue=queue).total, (step.communication + step.data) / step.seconds
+    roomy, waiting = (
+        allocated(run.job, queue=queue).total,
+        (step.communication + step.data) / step.seconds,
+    )
     return Comparison(run, step.seconds, printed.total, roomy, waiting)
 
 

@@ -1,7 +1,9 @@
-"""Calibrate the constants marked [fit] in `lightning_3d.app.planner.constants` and `software`, and check them on runs that were left out.
+"""Calibrate the constants marked [fit] in `lightning_3d.app.planner.constants` and `software`, and
+check them on runs that were left out.
 
-The mean absolute logarithm of predicted / measured is minimized by iteratively reweighted least squares (Gauss and Newton's steps on the
-logarithms of the constants). Constants belong to a type of GPU or to a software, never to a model, a layout or a run.
+The mean absolute logarithm of predicted / measured is minimized by iteratively reweighted least
+squares (Gauss and Newton's steps on the logarithms of the constants). Constants belong to a type of
+GPU or to a software, never to a model, a layout or a run.
 """
 
 from __future__ import annotations
@@ -48,8 +50,23 @@ _LIMITS = {
 }
 _OF_GPU = ("matmul", "attention")
 _OF_SOFTWARE = {
-    "nanotron": ("traffic.elementwise", "network", "overlap.layers", "host.block", "host.collectives", "host_tensor", "host.step"),
-    "megatron_deepspeed": ("traffic.elementwise", "overlap.layers", "host.block", "host.collectives", "host_tensor", "host.step"),
+    "nanotron": (
+        "traffic.elementwise",
+        "network",
+        "overlap.layers",
+        "host.block",
+        "host.collectives",
+        "host_tensor",
+        "host.step",
+    ),
+    "megatron_deepspeed": (
+        "traffic.elementwise",
+        "overlap.layers",
+        "host.block",
+        "host.collectives",
+        "host_tensor",
+        "host.step",
+    ),
     "foundry": ("traffic.elementwise", "attention_speed", "host.step"),
     "foundry_a100": ("traffic.elementwise", "attention_speed", "host.step"),
     "megatron": ("traffic.elementwise", "overlap.layers", "host.step"),
@@ -70,7 +87,8 @@ _SAMPLED = 40
 
 @dataclass(frozen=True)
 class Sample:
-    """A run whose job and machine take the constants that are tried, with its weight: all runs of a software weigh the same together."""
+    """A run whose job and machine take the constants that are tried, with its weight: all runs of a
+    software weigh the same together."""
 
     run: Run
     weight: float
@@ -111,13 +129,22 @@ def fit(runs: Sequence[Run], *, rounds: int = 8) -> Values:
     """Calibrate the constants of time on runs."""
     timed = [run for run in runs if _usual(run) and run.software.name in _OF_SOFTWARE]
     softwares = {run.software.name for run in timed}
-    values: Values = {(gpu, name): _START[name] for gpu in sorted({gpu_type(run) for run in timed}) for name in _OF_GPU}
-    values |= {(software, name): _START[name] for software in sorted(softwares) for name in _OF_SOFTWARE[software]}
+    values: Values = {
+        (gpu, name): _START[name]
+        for gpu in sorted({gpu_type(run) for run in timed})
+        for name in _OF_GPU
+    }
+    values |= {
+        (software, name): _START[name]
+        for software in sorted(softwares)
+        for name in _OF_SOFTWARE[software]
+    }
     return _descend(_weighted(timed), values, _time_error, rounds)
 
 
 def _usual(run: Run) -> bool:
-    """Check whether a run can be calibrated on: useful, not slowed by its cluster, and with a stated micro-batch."""
+    """Check whether a run can be calibrated on: useful, not slowed by its cluster, and with a
+    stated micro-batch."""
     return run.core and bool(run.seconds) and not run.job.model.experts and not run.assumed
 
 
@@ -131,15 +158,22 @@ def _weighted(runs: Sequence[Run]) -> list[Sample]:
 
 def _time_error(run: Run, values: Values) -> float:
     tried = with_values(run, values)
-    return log(step_of(tried.job, tried.machine, pipeline="estimate").seconds / (run.seconds or 1.0))
+    return log(
+        step_of(tried.job, tried.machine, pipeline="estimate").seconds / (run.seconds or 1.0)
+    )
 
 
-def _descend(samples: Sequence[Sample], values: Values, error: Callable[[Run, Values], float], rounds: int) -> Values:
+def _descend(
+    samples: Sequence[Sample], values: Values, error: Callable[[Run, Values], float], rounds: int
+) -> Values:
     """Run some rounds of reweighted least squares and return the values."""
     keys = list(values)
     low, high = (_bounds(keys, side) for side in (0, 1))
     weights = np.array([sample.weight for sample in samples])
-    touched = {key: [index for index, sample in enumerate(samples) if key[0] in sample.owners] for key in keys}
+    touched = {
+        key: [index for index, sample in enumerate(samples) if key[0] in sample.owners]
+        for key in keys
+    }
 
     def errors(place: np.ndarray, which: Sequence[int]) -> np.ndarray:
         tried = {key: exp(value) for key, value in zip(keys, place, strict=True)}
@@ -153,7 +187,11 @@ def _descend(samples: Sequence[Sample], values: Values, error: Callable[[Run, Va
     now, damping = errors(place, everyone), 1e-2
     for _ in range(rounds):
         size = np.abs(now)
-        weight = weights * np.minimum(1.0, (_MOST / np.maximum(size, 1e-9)) ** 2) / np.maximum(size, _EXACT)
+        weight = (
+            weights
+            * np.minimum(1.0, (_MOST / np.maximum(size, 1e-9)) ** 2)
+            / np.maximum(size, _EXACT)
+        )
         slopes = np.zeros((len(samples), len(keys)))
         for column, key in enumerate(keys):
             moved = place.copy()
@@ -175,23 +213,39 @@ def _descend(samples: Sequence[Sample], values: Values, error: Callable[[Run, Va
 
 
 def _bounds(keys: Sequence[tuple[str, str]], side: int) -> np.ndarray:
-    return np.array([log(_LIMITS[name][side]) if name in _LIMITS else (-50.0, 50.0)[side] for _, name in keys])
+    return np.array(
+        [log(_LIMITS[name][side]) if name in _LIMITS else (-50.0, 50.0)[side] for _, name in keys]
+    )
 
 
 def leave_out(runs: Sequence[Run], predict: Callable[[Run], Comparison]) -> list[Comparison]:
-    """Predict every run as one of software that is not known: with what its documentation says of it, and with constants that were
-    calibrated for any software, without the runs of this one."""
-    calibrated = [replace(run, job=replace(run.job, stack=any_software(run.software))) for run in runs]
-    unknown = [replace(run, job=replace(run.job, stack=unseen_software(run.software))) for run in runs]
+    """Predict every run as one of software that is not known: with what its documentation says of
+    it, and with constants that were calibrated for any software, without the runs of this one."""
+    calibrated = [
+        replace(run, job=replace(run.job, stack=any_software(run.software))) for run in runs
+    ]
+    unknown = [
+        replace(run, job=replace(run.job, stack=unseen_software(run.software))) for run in runs
+    ]
     found: dict[str, Values] = {}
     for name in sorted({family(run.software) for run in runs}):
-        others = [run for run, one in zip(calibrated, runs, strict=True) if family(one.software) != name and _usual(one)]
+        others = [
+            run
+            for run, one in zip(calibrated, runs, strict=True)
+            if family(one.software) != name and _usual(one)
+        ]
         found[name] = fit(others)
-    return [predict(with_values(run, found[family(one.software)])) for run, one in zip(unknown, runs, strict=True)]
+    return [
+        predict(with_values(run, found[family(one.software)]))
+        for run, one in zip(unknown, runs, strict=True)
+    ]
 
 
-def cross_validate(runs: Sequence[Run], folds: int, predict: Callable[[Run], Comparison]) -> list[Comparison]:
-    """Predict every run with constants that were calibrated without its cell, a model on a number of GPUs."""
+def cross_validate(
+    runs: Sequence[Run], folds: int, predict: Callable[[Run], Comparison]
+) -> list[Comparison]:
+    """Predict every run with constants that were calibrated without its cell, a model on a number
+    of GPUs."""
     cells = sorted({run.cell for run in runs})
     compared = []
     for fold in range(folds):

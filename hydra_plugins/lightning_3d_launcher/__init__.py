@@ -1,1 +1,2 @@
-"""Hydra plugin: launchers that run each job of a sweep in fresh processes, from a frozen configuration."""
+"""Hydra plugin: launchers that run each job of a sweep in fresh processes, from a frozen
+configuration."""

@@ -1,7 +1,8 @@
 """`hydra/launcher=lightning_3d`: each job of `-m` is a fresh process on this machine.
 
-A launcher is a thin layer over `lightning_3d.app.runs.sweep`, which turns Hydra's overrides into jobs and outcomes into results for sweepers.
-To start jobs in another way, write another engine: derive from `SweepLauncher`, and give the class a file in `conf/hydra/launcher`.
+A launcher is a thin layer over `lightning_3d.app.runs.sweep`, which turns Hydra's overrides into
+jobs and outcomes into results for sweepers. To start jobs in another way, write another engine:
+derive from `SweepLauncher`, and give the class a file in `conf/hydra/launcher`.
 """
 
 from __future__ import annotations

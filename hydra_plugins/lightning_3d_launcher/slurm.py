@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.app.config.keys import explain_value
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.check import Machine
 from lightning_3d.app.runs.sweep.hydra_launcher import SweepLauncher
+from lightning_3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_3d.app.runs.sweep.local_engine import Engine
@@ -28,7 +28,13 @@ class Lightning3DSlurmLauncher(SweepLauncher):
 
     machine = Machine.COUNTED_NODES
 
-    def __init__(self, metric: Any = None, jobs_at_once: int | None = None, poll_seconds: float = 5.0, **resources: Any) -> None:
+    def __init__(
+        self,
+        metric: Any = None,
+        jobs_at_once: int | None = None,
+        poll_seconds: float = 5.0,
+        **resources: Any,
+    ) -> None:
         super().__init__(metric)
         self._jobs_at_once = jobs_at_once
         self._poll_seconds = poll_seconds
@@ -38,7 +44,9 @@ class Lightning3DSlurmLauncher(SweepLauncher):
         from lightning_3d.app.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
 
         try:
-            resources = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SlurmResources), self._resources))
+            resources = OmegaConf.to_object(
+                OmegaConf.merge(OmegaConf.structured(SlurmResources), self._resources)
+            )
         except OmegaConfBaseException as error:
             raise ConfigError(f"hydra.launcher.{explain_value(error)}") from error
         assert isinstance(resources, SlurmResources)

@@ -54,7 +54,13 @@ class BackgroundSave(Task):
         path: path of the checkpoint.
     """
 
-    def __init__(self, path: Place, tensors: TensorSave, finish: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: Place,
+        tensors: TensorSave,
+        finish: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
         self.path = path
         self._tensors = tensors
 
@@ -74,20 +80,25 @@ class BackgroundSave(Task):
             StorageHangs: it takes longer; the message says what this rank is doing.
         """
         if not self.ends_within(seconds):
-            raise StorageHangs(f"checkpoint {self.path} has not finished {seconds:g} s after it started: {self._tensors.doing}")
+            raise StorageHangs(
+                f"checkpoint {self.path} has not finished {seconds:g} s after it started:"
+                f" {self._tensors.doing}"
+            )
 
     def require_peers(self) -> None:
         """Raise if another rank is gone. Call when the save is over, before the next collective.
 
         Raises:
-            Exception: only this rank may have noticed; ranks that still wait for this one end when it ends.
+            Exception: only this rank may have noticed; ranks that still wait for this one end when
+                it ends.
         """
         if self.error is not None and not isinstance(self.error, CheckpointError):
             raise self.error
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread (Linux has one per thread): hashing takes a core for a second per gigabyte."""
+    """Lower the priority of this thread (Linux has one per thread): hashing takes a core for a
+    second per gigabyte."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):

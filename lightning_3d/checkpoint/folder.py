@@ -5,9 +5,10 @@
         trainer.json, trainer.safetensors    Lightning's state, and the tensors in it
         .metadata, __0_0.distcp, ...         weights and optimizer state, by torch.distributed.checkpoint
 
-A save fills a folder next to it (`checkpoint_names`); the manifest comes last, and one rename makes the folder a checkpoint. The next save
-removes what a killed save left. At a URL nothing is renamed: the manifest itself makes the checkpoint complete, and names the folder of the
-other files (`remote_folder`).
+A save fills a folder next to it (`checkpoint_names`); the manifest comes last, and one rename makes
+the folder a checkpoint. The next save removes what a killed save left. At a URL nothing is renamed:
+the manifest itself makes the checkpoint complete, and names the folder of the other files
+(`remote_folder`).
 """
 
 from __future__ import annotations
@@ -63,11 +64,14 @@ log = logging.getLogger(__name__)
 # Writing. One rank calls these functions.
 
 
-def begin(path: Place, trainer_state: Mapping[str, Any], *, alone: bool = True) -> tuple[Place, Files]:
+def begin(
+    path: Place, trainer_state: Mapping[str, Any], *, alone: bool = True
+) -> tuple[Place, Files]:
     """Make the temporary folder for a checkpoint at `path`, with Lightning's state in it.
 
     Args:
-        alone: whether no other process writes into the folder of `path`. If True, what killed saves left there is removed.
+        alone: whether no other process writes into the folder of `path`. If True, what killed saves
+            left there is removed.
 
     Returns:
         The folder, and the hashes of its files.
@@ -80,7 +84,9 @@ def begin(path: Place, trainer_state: Mapping[str, Any], *, alone: bool = True) 
     packed = packer.pack_entries(trainer_state)
     if packer.left_out:
         warnings.warn(
-            f"Checkpoint {path.name} leaves out what is not plain data: {'; '.join(packer.left_out)}.", stacklevel=2
+            f"Checkpoint {path.name} leaves out what is not plain data:"
+            f" {'; '.join(packer.left_out)}.",
+            stacklevel=2,
         )
     files = {TRAINER: _write(folder / TRAINER, _json(packed))}
     if packer.tensors:
@@ -94,9 +100,15 @@ def _make_folder(path: Path, *, alone: bool) -> Path:
         for purpose in (SAVING, REPLACED, REMOVED):
             for left in path.parent.glob(f".*.{purpose}"):
                 _clear(left)
-    if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).is_file() and any(path.iterdir()):
+    if (
+        path.is_dir()
+        and not path.is_symlink()
+        and not (path / MANIFEST).is_file()
+        and any(path.iterdir())
+    ):
         raise CheckpointError(
-            f"{path} is a folder that is not a checkpoint, so it is not replaced. Choose a new path, for example inside this folder."
+            f"{path} is a folder that is not a checkpoint, so it is not replaced. Choose a new"
+            " path, for example inside this folder."
         )
     folder = aside(path, SAVING)
     _delete(folder)
@@ -105,7 +117,8 @@ def _make_folder(path: Path, *, alone: bool) -> Path:
 
 
 def commit(folder: Place, path: Place, about: Mapping[str, Any], files: Files) -> None:
-    """Check that all files are complete, write the manifest and rename the folder to its final name.
+    """Check that all files are complete, write the manifest and rename the folder to its final
+    name.
 
     What was at `path` before is kept until the new one is in its place.
     """
@@ -152,7 +165,8 @@ def remove(path: Place) -> None:
 
 
 def require_writable(path: Place) -> None:
-    """Refuse a folder that is not writable or cannot be created. An object store is not checked before the first save.
+    """Refuse a folder that is not writable or cannot be created. An object store is not checked
+    before the first save.
 
     Raises:
         StorageError: it, or the parent in which it would be created, is read-only or not a folder.
@@ -161,11 +175,15 @@ def require_writable(path: Place) -> None:
         return
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise StorageError(f"Cannot write checkpoints to {path}: {there} is {'read-only' if there.is_dir() else 'not a folder'}.")
+        raise StorageError(
+            f"Cannot write checkpoints to {path}: {there} is"
+            f" {'read-only' if there.is_dir() else 'not a folder'}."
+        )
 
 
 def another_is_as_new(path: Place) -> bool:
-    """Return whether the folder has another complete checkpoint, with all its files, of the same or a later step."""
+    """Return whether the folder has another complete checkpoint, with all its files, of the same or
+    a later step."""
     step = -1
     with suppress(CheckpointError):
         step = _step_of(path)
@@ -197,7 +215,8 @@ def read_manifest(path: Place) -> dict[str, Any]:
     """Read the manifest of a complete checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, it was never finished, or files are missing or have changed size.
+        CheckpointError: there is no checkpoint, it was never finished, or files are missing or have
+            changed size.
     """
     try:
         recover(path)
@@ -207,14 +226,19 @@ def read_manifest(path: Place) -> dict[str, Any]:
         raise CheckpointError(f"The checkpoint {path} cannot be read: {reason(error)}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path / MANIFEST} is not the manifest of a lightning_3d checkpoint. Choose a folder that Lightning3DStrategy saved."
+            f"{path / MANIFEST} is not the manifest of a lightning_3d checkpoint. Choose a folder"
+            " that Lightning3DStrategy saved."
         )
     if manifest.pop(_OWN_HASH, None) != _own_hash(manifest):
-        raise CheckpointError(f"{path / MANIFEST} has changed since it was saved: the checkpoint is damaged. Use another one.")
+        raise CheckpointError(
+            f"{path / MANIFEST} has changed since it was saved: the checkpoint is damaged. Use"
+            " another one."
+        )
     check_manifest(path, manifest)
     if manifest["version"] > VERSION:
         raise CheckpointError(
-            f"{path} has format version {manifest['version']}, but this release reads only versions up to {VERSION}. Upgrade lightning_3d."
+            f"{path} has format version {manifest['version']}, but this release reads only versions"
+            f" up to {VERSION}. Upgrade lightning_3d."
         )
     _require_sizes(path, files_of(manifest), "The checkpoint is damaged. Use another one.")
     return manifest
@@ -228,7 +252,9 @@ def files_of(manifest: Mapping[str, Any]) -> Files:
 def require_undamaged(path: Place, problems: list[str]) -> None:
     """Refuse a checkpoint in which `find_damage` found problems."""
     if problems:
-        raise CheckpointError(f"The checkpoint {path} is damaged: {listed(sorted(problems))}. Use another one.")
+        raise CheckpointError(
+            f"The checkpoint {path} is damaged: {listed(sorted(problems))}. Use another one."
+        )
 
 
 def verify(path: Place, manifest: Mapping[str, Any]) -> None:
@@ -251,7 +277,11 @@ def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, An
     if (inside / TRAINER_TENSORS).exists():
         file = inside / TRAINER_TENSORS
         try:
-            tensors = from_safetensors(file.read_bytes()) if isinstance(file, RemotePath) else load_file(file)
+            tensors = (
+                from_safetensors(file.read_bytes())
+                if isinstance(file, RemotePath)
+                else load_file(file)
+            )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}.") from error
     packed = _read_json(inside / TRAINER)
@@ -260,47 +290,78 @@ def read_trainer_state(path: Place, manifest: Mapping[str, Any]) -> dict[str, An
         if not isinstance(state, dict):
             raise TypeError(f"it has a {type(state).__name__}")
     except Exception as error:  # a file that somebody made or changed can raise anything
-        raise CheckpointError(f"{inside / TRAINER} is damaged: {reason(error)}. Use another checkpoint.") from error
+        raise CheckpointError(
+            f"{inside / TRAINER} is damaged: {reason(error)}. Use another checkpoint."
+        ) from error
     return state
 
 
 def _require_folder(path: Place) -> None:
     if isinstance(path, RemotePath):
         if not (path / MANIFEST).is_file():
-            there = f" The folder has no {MANIFEST}: its save was never finished, or it is not a checkpoint." if path.exists() else ""
-            hint = "" if there else did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
+            there = (
+                f" The folder has no {MANIFEST}: its save was never finished, or it is not a"
+                " checkpoint."
+                if path.exists()
+                else ""
+            )
+            hint = (
+                ""
+                if there
+                else did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])
+            )
             raise CheckpointError(f"There is no checkpoint at {path}.{there}{hint}")
         return
     if path.is_symlink() and not path.exists():
-        raise CheckpointError(f"{path} points to {os.readlink(path)}, which does not exist. Name an existing checkpoint.")
+        raise CheckpointError(
+            f"{path} points to {os.readlink(path)}, which does not exist. Name an existing"
+            " checkpoint."
+        )
     if not path.exists():
         hint = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
     if not (path / MANIFEST).is_file():
-        kind = "a checkpoint that was never finished, or some other folder" if path.is_dir() else "a file"
+        kind = (
+            "a checkpoint that was never finished, or some other folder"
+            if path.is_dir()
+            else "a file"
+        )
         inside = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
         hint = f" Did you mean {inside[0]}?" if inside else how_to_convert(path)
-        raise CheckpointError(f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{hint}")
+        raise CheckpointError(
+            f"{path} is {kind}. A checkpoint of this strategy is a folder with {MANIFEST}.{hint}"
+        )
 
 
 def _require_sizes(folder: Place, files: Files, advice: str) -> None:
     wanted = {name: known.bytes for name, known in files.items()}
-    wrong = remote.missing(folder, wanted) if isinstance(folder, RemotePath) else _missing(folder, wanted)
+    wrong = (
+        remote.missing(folder, wanted)
+        if isinstance(folder, RemotePath)
+        else _missing(folder, wanted)
+    )
     for name, found in wrong.items():
         state = "is missing" if found is None else f"has {found} bytes instead of {wanted[name]}"
         raise CheckpointError(f"The file {name} {state} in {folder}. {advice}")
 
 
 def _missing(folder: Path, wanted: Mapping[str, int]) -> dict[str, int | None]:
-    found = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
+    found = {
+        name: (folder / name).stat().st_size if (folder / name).is_file() else None
+        for name in wanted
+    }
     return {name: size for name, size in found.items() if size != wanted[name]}
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap the names of two folders in one step; False if the file system cannot (`renameat2`, Linux)."""
+    """Swap the names of two folders in one step; False if the file system cannot (`renameat2`,
+    Linux)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+    return (
+        rename is not None
+        and rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+    )
 
 
 def _own_hash(manifest: Mapping[str, Any]) -> str:
@@ -308,7 +369,8 @@ def _own_hash(manifest: Mapping[str, Any]) -> str:
 
 
 def _clear(path: Path) -> None:
-    """Remove what is no longer needed. If that fails now (NFS keeps files that are being read), a later save does it."""
+    """Remove what is no longer needed. If that fails now (NFS keeps files that are being read), a
+    later save does it."""
     try:
         _delete(path)
     except OSError as error:

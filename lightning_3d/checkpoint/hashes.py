@@ -1,4 +1,5 @@
-"""SHA-256 of the files of a checkpoint: taken while they are written, compared before anything in them is read.
+"""SHA-256 of the files of a checkpoint: taken while they are written, compared before anything in
+them is read.
 
 `sha256sum` gives the same numbers.
 """
@@ -33,13 +34,18 @@ class FileSum:
 
     @classmethod
     def of(cls, path: Place) -> FileSum:
-        with path.open("rb", buffering=_READ_BYTES) if isinstance(path, RemotePath) else path.open("rb") as file:
+        with (
+            path.open("rb", buffering=_READ_BYTES)
+            if isinstance(path, RemotePath)
+            else path.open("rb")
+        ) as file:
             digest = hashlib.file_digest(file, "sha256")
             return cls(file.tell(), digest.hexdigest())
 
 
 class HashedFile:
-    """A new file that is hashed while it is written. Every method that writes raises `StorageError` if the storage fails.
+    """A new file that is hashed while it is written. Every method that writes raises `StorageError`
+    if the storage fails.
 
     Attributes:
         position: bytes written so far.
@@ -88,7 +94,8 @@ def _finish(file: BinaryIO | Upload) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk: a rename must not reach the disk before what it commits."""
+    """Wait until a file, or the entries of a folder, are on disk: a rename must not reach the disk
+    before what it commits."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,7 +115,8 @@ def split_evenly(files: Mapping[str, FileSum], parts: int) -> list[list[str]]:
 
 
 def find_damage(folder: Place, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """Read files of a folder and list those that differ from their hashes, each with what is wrong."""
+    """Read files of a folder and list those that differ from their hashes, each with what is
+    wrong."""
 
     def compare(name: str) -> str | None:
         try:
@@ -127,7 +135,10 @@ def find_damage(folder: Place, files: Mapping[str, FileSum], names: Iterable[str
     names = list(names)
     problems = []
     total = sum(files[name].bytes for name in names)
-    with task("comparing files with their hashes", total, "B") as advance, ThreadPoolExecutor(_THREADS) as pool:
+    with (
+        task("comparing files with their hashes", total, "B") as advance,
+        ThreadPoolExecutor(_THREADS) as pool,
+    ):
         for name, problem in zip(names, pool.map(compare, names), strict=True):
             advance(files[name].bytes)
             problems += [problem] if problem is not None else []

@@ -16,8 +16,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def like(parts: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Allocate contiguous host tensors of the same shapes and dtypes: one piece of memory for those of the host, and one, page-locked so
-    that a stream can copy them, for those of GPUs.
+    """Allocate contiguous host tensors of the same shapes and dtypes: one piece of memory for those
+    of the host, and one, page-locked so that a stream can copy them, for those of GPUs.
     """
     made: dict[Key, Tensor] = {}
     for on_gpu in (False, True):

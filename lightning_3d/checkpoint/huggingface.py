@@ -1,4 +1,5 @@
-"""Export of a checkpoint's model in the format of Transformers, as `save_pretrained` writes it, with about one tensor in memory."""
+"""Export of a checkpoint's model in the format of Transformers, as `save_pretrained` writes it,
+with about one tensor in memory."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """Summary of an export: files with weights, tensors, bytes, whether they are PEFT adapters, and how many modules of multi-token
-    prediction are among them."""
+    """Summary of an export: files with weights, tensors, bytes, whether they are PEFT adapters, and
+    how many modules of multi-token prediction are among them."""
 
     files: int
     tensors: int
@@ -71,7 +72,8 @@ def export(
 ) -> Exported:
     """Write the model of a checkpoint to the folder `output`, which appears when it is complete.
 
-    For a model with PEFT adapters, write only the adapters, in PEFT's format; with `merge`, the whole model with them merged in.
+    For a model with PEFT adapters, write only the adapters, in PEFT's format; with `merge`, the
+    whole model with them merged in.
 
     Args:
         path: checkpoint to export.
@@ -82,10 +84,12 @@ def export(
         tokenizer: folder from which tokenizer files are copied. None: no tokenizer.
         merge: whether to merge the adapters into the model.
         hashes: whether to compare all files with their hashes first.
-        average: whether to write the average of the weights instead of the weights, by default in the type of these.
+        average: whether to write the average of the weights instead of the weights, by default in
+            the type of these.
 
     Raises:
-        CheckpointError: no complete checkpoint, a damaged one, or no model of Transformers in it. ConfigError: `output` is taken.
+        CheckpointError: no complete checkpoint, a damaged one, or no model of Transformers in it.
+            ConfigError: `output` is taken.
     """
     manifest = read_manifest(path)
     name, described = _choose(manifest, module, path, merge)
@@ -96,7 +100,14 @@ def export(
     inside, prefix = contents(path, manifest), MODEL + (f"{name}." if name else "")
     folder = TensorFolder(inside)
     if average:
-        dtype = dtype or next((kind for name in folder.names(prefix) if (kind := folder.dtype(prefix + name)).is_floating_point), None)
+        dtype = dtype or next(
+            (
+                kind
+                for name in folder.names(prefix)
+                if (kind := folder.dtype(prefix + name)).is_floating_point
+            ),
+            None,
+        )
         folder = averaged(inside)
     model = adapted = build_on_meta(described["class"], described["config"])
     if described.get("mtp_layers"):
@@ -128,22 +139,34 @@ def export(
     return Exported(*counted, copied, source is None, described.get("mtp_layers", 0))
 
 
-def _choose(manifest: Mapping[str, Any], module: str | None, path: Place, merge: bool) -> tuple[str, Mapping[str, Any]]:
+def _choose(
+    manifest: Mapping[str, Any], module: str | None, path: Place, merge: bool
+) -> tuple[str, Mapping[str, Any]]:
     """Return the model's name in the user's module and its entry in the manifest."""
     models: dict[str, Any] = manifest.get(MODELS, {})
     if not models:
-        raise CheckpointError(f"{path} has no Transformers model. Use load_full_state_dict to read its weights.")
+        raise CheckpointError(
+            f"{path} has no Transformers model. Use load_full_state_dict to read its weights."
+        )
     if module is None and len(models) > 1:
-        raise ConfigError(f"{path} has several models: {listed(sorted(models))}. Choose one with --module NAME.")
+        raise ConfigError(
+            f"{path} has several models: {listed(sorted(models))}. Choose one with --module NAME."
+        )
     name = module if module is not None else next(iter(models))
     if name not in models:
-        raise ConfigError(f'{path} has no model "{name}".{did_you_mean(name, models)} It has {listed(sorted(models))}.')
+        raise ConfigError(
+            f'{path} has no model "{name}".{did_you_mean(name, models)} It has'
+            f" {listed(sorted(models))}."
+        )
     if merge and not models[name].get("adapters"):
-        raise ConfigError(f"The model in {path} has no PEFT adapters, so there is nothing to merge. Export without --merge.")
+        raise ConfigError(
+            f"The model in {path} has no PEFT adapters, so there is nothing to merge. Export"
+            " without --merge."
+        )
     if models[name].get("adapted") and not models[name].get("adapters"):
         raise CheckpointError(
-            f"{path} does not describe the PEFT adapters of its model. Load it on one process with load_full_state_dict, and use"
-            " save_pretrained or merge_and_unload there."
+            f"{path} does not describe the PEFT adapters of its model. Load it on one process with"
+            " load_full_state_dict, and use save_pretrained or merge_and_unload there."
         )
     return name, models[name]
 
@@ -156,17 +179,32 @@ class _Source:
         dtype: dtype of the parameters, for the configuration.
     """
 
-    def __init__(self, folder: TensorFolder | MergedFolder, prefix: str, model: Any, dtype: torch.dtype | None, path: Place) -> None:
+    def __init__(
+        self,
+        folder: TensorFolder | MergedFolder,
+        prefix: str,
+        model: Any,
+        dtype: torch.dtype | None,
+        path: Place,
+    ) -> None:
         self._folder, self._prefix, self._model, self._dtype = folder, prefix, model, dtype
         shapes = folder.names(prefix)
         expected = {name: tuple(tensor.shape) for name, tensor in _untied(model).items()}
         if shapes != expected:
-            wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
-            raise CheckpointError(
-                f"The weights in {path} do not match {type(model).__name__}. Tensors that are missing, unknown or of another shape:"
-                f" {listed(wrong[:3])}. Use load_full_state_dict to read the weights."
+            wrong = sorted(
+                name
+                for name in shapes.keys() | expected.keys()
+                if shapes.get(name) != expected.get(name)
             )
-        meta = {name: torch.empty(shapes[name], dtype=self._type(name), device="meta") for name in expected}
+            raise CheckpointError(
+                f"The weights in {path} do not match {type(model).__name__}. Tensors that are"
+                f" missing, unknown or of another shape: {listed(wrong[:3])}. Use"
+                " load_full_state_dict to read the weights."
+            )
+        meta = {
+            name: torch.empty(shapes[name], dtype=self._type(name), device="meta")
+            for name in expected
+        }
         self._groups, self.tensors = _groups(model, meta)
         self.dtype = next(tensor.dtype for tensor in meta.values() if tensor.is_floating_point())
 
@@ -176,12 +214,18 @@ class _Source:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for names in self._groups:
-            read = {name: self._folder.read(self._prefix + name).to(self._type(name)) for name in names}
+            read = {
+                name: self._folder.read(self._prefix + name).to(self._type(name)) for name in names
+            }
             yield from stored_form(self._model, read).items()
 
     def _type(self, name: str) -> torch.dtype:
         stored = self._folder.dtype(self._prefix + name)
-        convert = self._dtype is not None and stored.is_floating_point and not keeps_float32(self._model, name)
+        convert = (
+            self._dtype is not None
+            and stored.is_floating_point
+            and not keeps_float32(self._model, name)
+        )
         return self._dtype if convert and self._dtype is not None else stored
 
 
@@ -196,11 +240,13 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _groups(model: Any, meta: Mapping[str, Tensor]) -> tuple[list[tuple[str, ...]], dict[str, Tensor]]:
+def _groups(
+    model: Any, meta: Mapping[str, Tensor]
+) -> tuple[list[tuple[str, ...]], dict[str, Tensor]]:
     """Find which tensors of the model are needed together to make which stored ones.
 
-    Nearly always that is one for one, or one for several (experts). Where a tensor alone does not give what it gives among the others, all
-    such are kept together.
+    Nearly always that is one for one, or one for several (experts). Where a tensor alone does not
+    give what it gives among the others, all such are kept together.
     """
     whole = stored_form(model, dict(meta))
     alone = {name: stored_form(model, {name: tensor}) for name, tensor in meta.items()}
@@ -211,14 +257,22 @@ def _groups(model: Any, meta: Mapping[str, Tensor]) -> tuple[list[tuple[str, ...
     together = tuple(
         name
         for name, made in alone.items()
-        if any(makers[key] > 1 or key not in whole or whole[key].shape != tensor.shape for key, tensor in made.items())
+        if any(
+            makers[key] > 1 or key not in whole or whole[key].shape != tensor.shape
+            for key, tensor in made.items()
+        )
     )
     groups = [(name,) for name in meta if name not in together] + ([together] if together else [])
-    tensors = {key: tensor for names in groups for key, tensor in stored_form(model, {name: meta[name] for name in names}).items()}
+    tensors = {
+        key: tensor
+        for names in groups
+        for key, tensor in stored_form(model, {name: meta[name] for name in names}).items()
+    }
     if tensors.keys() != whole.keys():
         raise CheckpointError(
-            f"A {type(model).__name__} cannot be exported one tensor at a time, because Transformers combines several tensors when it saves"
-            " one. Load it on one process with load_full_state_dict, and use save_pretrained there."
+            f"A {type(model).__name__} cannot be exported one tensor at a time, because"
+            " Transformers combines several tensors when it saves one. Load it on one process with"
+            " load_full_state_dict, and use save_pretrained there."
         )
     return groups, tensors
 
@@ -228,13 +282,23 @@ def _write_weights(source: _Source, folder: Path, max_shard_size: str) -> dict[s
     try:
         split = split_torch_state_dict_into_shards(source.tensors, max_shard_size=max_shard_size)
     except ValueError:
-        raise ConfigError(f'--max-shard-size must be a number with a unit, for example 5GB or 500MB; got "{max_shard_size}".') from None
+        raise ConfigError(
+            "--max-shard-size must be a number with a unit, for example 5GB or 500MB; got"
+            f' "{max_shard_size}".'
+        ) from None
     files = split.filename_to_tensors
     places = {name: file for file, names in files.items() for name in names}
-    with contextlib.ExitStack() as opened:  # a tensor that fills a file alone comes between those of another one
+    # a tensor that fills a file alone comes between those of another one
+    with contextlib.ExitStack() as opened:
         streams = {
             file: opened.enter_context(
-                SafetensorsStream(folder / file, {name: (tuple(source.tensors[name].shape), source.tensors[name].dtype) for name in names})
+                SafetensorsStream(
+                    folder / file,
+                    {
+                        name: (tuple(source.tensors[name].shape), source.tensors[name].dtype)
+                        for name in names
+                    },
+                )
             )
             for file, names in files.items()
         }
@@ -243,7 +307,10 @@ def _write_weights(source: _Source, folder: Path, max_shard_size: str) -> dict[s
                 streams[places[name]].write(name, tensor)
                 advance(tensor.nbytes)
     if split.is_sharded:
-        index = {"metadata": {"total_size": source.nbytes}, "weight_map": dict(sorted(places.items()))}
+        index = {
+            "metadata": {"total_size": source.nbytes},
+            "weight_map": dict(sorted(places.items())),
+        }
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return places
 
@@ -259,9 +326,14 @@ def _write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
 def _copy_tokenizer(tokenizer: Path | None, folder: Path) -> bool:
     if tokenizer is None:
         return False
-    files = {file for pattern in TOKENIZER_FILES for file in tokenizer.glob(pattern) if file.is_file()}
+    files = {
+        file for pattern in TOKENIZER_FILES for file in tokenizer.glob(pattern) if file.is_file()
+    }
     if not files:
-        raise ConfigError(f"{tokenizer} contains no tokenizer files. Pass a folder that save_pretrained of the tokenizer wrote.")
+        raise ConfigError(
+            f"{tokenizer} contains no tokenizer files. Pass a folder that save_pretrained of the"
+            " tokenizer wrote."
+        )
     for file in files:
         shutil.copy(file, folder)
     return True

@@ -16,7 +16,8 @@ from lightning_3d.storage.remote_path import Place
 
 
 def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iterator[str]:
-    """Describe the checkpoint at `path` in lines of text, of which the last reports that it is complete and undamaged.
+    """Describe the checkpoint at `path` in lines of text, of which the last reports that it is
+    complete and undamaged.
 
     Args:
         tensors: whether to add a line for each tensor.
@@ -32,7 +33,9 @@ def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iter
     if "source" in manifest:
         yield f"  made from   {manifest['source']}; any layout loads it"
     else:
-        known = {key: manifest.get(key, "?") for key in ("layout", "schedule", "zero_stage", "precision")}
+        known = {
+            key: manifest.get(key, "?") for key in ("layout", "schedule", "zero_stage", "precision")
+        }
         writer = "{layout}, {schedule}, ZeRO-{zero_stage}, precision {precision}".format(**known)
         yield f"  written by  {writer}; any layout loads it"
     for name, model in manifest.get(MODELS, {}).items():
@@ -43,18 +46,30 @@ def describe(path: Place, *, tensors: bool = False, hashes: bool = True) -> Iter
         if not shapes:
             continue
         types = sorted({str(folder.dtype(prefix + name)).removeprefix("torch.") for name in shapes})
-        size = sum(prod(shape) * folder.dtype(prefix + name).itemsize for name, shape in shapes.items())
+        size = sum(
+            prod(shape) * folder.dtype(prefix + name).itemsize for name, shape in shapes.items()
+        )
         numbers = f", {sum(map(prod, shapes.values())):,} numbers" if kind == "weights" else ""
         yield f"  {kind:<11} {len(shapes)} tensors{numbers}, {listed(types)}, {show_bytes(size)}"
         if tensors:
             width = max(map(len, shapes))
             for name, shape in shapes.items():
-                yield f"    {name:<{width}}  {str(folder.dtype(prefix + name)).removeprefix('torch.'):<9} {list(shape)}"
+                yield (
+                    f"    {name:<{width}} "
+                    f" {str(folder.dtype(prefix + name)).removeprefix('torch.'):<9} {list(shape)}"
+                )
     if not manifest.get("optimizer_state"):
         yield "  optimizer   none: weights only"
-    yield f"  files       {len(manifest['files'])}, {show_bytes(sum(known.bytes for known in files_of(manifest).values()))}"
+    yield (
+        f"  files       {len(manifest['files'])},"
+        f" {show_bytes(sum(known.bytes for known in files_of(manifest).values()))}"
+    )
     started = time.monotonic()
     if hashes:
         verify(path, manifest)
-    compared = f"every file matches its hash ({time.monotonic() - started:.1f} s)" if hashes else "every file has the recorded size"
+    compared = (
+        f"every file matches its hash ({time.monotonic() - started:.1f} s)"
+        if hashes
+        else "every file has the recorded size"
+    )
     yield f"  complete    yes: {compared}"

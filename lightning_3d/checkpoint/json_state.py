@@ -1,7 +1,8 @@
-"""Lightning's own state (loops, callbacks, schedulers, hyperparameters) as JSON and a few tensors: data, never code.
+"""Lightning's own state (loops, callbacks, schedulers, hyperparameters) as JSON and a few tensors:
+data, never code.
 
-Values that JSON does not support are written as an object with one key that starts with "$": {"$tuple": [1, 2]}, {"$tensor":
-"0"}.
+Values that JSON does not support are written as an object with one key that starts with "$":
+{"$tuple": [1, 2]}, {"$tensor": "0"}.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ class Packer:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, Enum):
-            return self._pack(value.value, where) if isinstance(value, (str, int)) else self._refuse(value)
+            return (
+                self._pack(value.value, where)
+                if isinstance(value, (str, int))
+                else self._refuse(value)
+            )
         if isinstance(value, (str, int)):
             return str(value) if isinstance(value, str) else int(value)
         if isinstance(value, float):
@@ -95,14 +100,23 @@ class Packer:
 
     def _pack_array(self, value: Any, where: str) -> Any:
         if isinstance(value, numpy.generic):
-            return self._pack(value.item(), where) if value.dtype.kind in "biuf" else self._refuse(value)
+            return (
+                self._pack(value.item(), where)
+                if value.dtype.kind in "biuf"
+                else self._refuse(value)
+            )
         if isinstance(value, numpy.ndarray):
             return (
                 {"$array": self._keep(torch.from_numpy(value.copy()))}
                 if value.dtype.kind in "biuf"
                 else self._refuse(value)
             )
-        if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
+        if (
+            value.layout != torch.strided
+            or value.is_complex()
+            or value.is_quantized
+            or value.is_meta
+        ):
             return self._refuse(value)
         return {"$tensor": self._keep(value)}
 
@@ -164,7 +178,8 @@ def _is_config(value: Any) -> bool:
 
 
 def _without_config_classes(config: Any) -> Any:
-    """Convert an OmegaConf container to a dict or list, with interpolations resolved where possible."""
+    """Convert an OmegaConf container to a dict or list, with interpolations resolved where
+    possible."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

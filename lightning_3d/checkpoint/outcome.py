@@ -1,4 +1,5 @@
-"""Result of the saves of a fit: whether the last one failed, and which checkpoint is the newest complete one."""
+"""Result of the saves of a fit: whether the last one failed, and which checkpoint is the newest
+complete one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from lightning_3d.storage.remote_path import Place
 
 
 class NotSaved(CheckpointError):
-    """A fit has ended, but its last checkpoint could not be written. Exit code 1: training itself succeeded."""
+    """A fit has ended, but its last checkpoint could not be written. Exit code 1: training itself
+    succeeded."""
 
     exit_code = 1
 
@@ -57,12 +59,16 @@ class SaveOutcome:
 
     @property
     def missing(self) -> Lost | None:
-        """The latest failed save; None if no save failed, or if a later save or one of the same step is complete."""
-        made_up_for = self.lost is None or (self.saved is not None and self.saved.step >= self.lost.step)
+        """The latest failed save; None if no save failed, or if a later save or one of the same
+        step is complete."""
+        made_up_for = self.lost is None or (
+            self.saved is not None and self.saved.step >= self.lost.step
+        )
         return None if made_up_for else self.lost
 
     def require_saved(self) -> None:
-        """Raise if the last save failed and no checkpoint as new is complete. Collective if it raises.
+        """Raise if the last save failed and no checkpoint as new is complete. Collective if it
+        raises.
 
         Raises:
             NotSaved: on all ranks.
@@ -74,11 +80,15 @@ class SaveOutcome:
         newest = self.saved or on_rank_zero(lambda: _newest_beside(lost.path))
         if newest is not None:
             there = f"The newest complete checkpoint is {newest.path} (step {newest.step})."
-        raise NotSaved(f"Training ended at step {lost.step}, but its checkpoint {lost.path} could not be written: {lost.reason}\n{there}")
+        raise NotSaved(
+            f"Training ended at step {lost.step}, but its checkpoint {lost.path} could not be"
+            f" written: {lost.reason}\n{there}"
+        )
 
 
 def _newest_beside(path: Place) -> Saved | None:
-    """The newest checkpoint in the folder where `path` was to be written; None if there is none, or it cannot be read."""
+    """The newest checkpoint in the folder where `path` was to be written; None if there is none, or
+    it cannot be read."""
     try:
         newest = next(iter(checkpoints_in(path.parent)), None)
         return None if newest is None else Saved(newest, steps_of(newest))

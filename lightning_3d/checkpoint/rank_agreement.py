@@ -1,4 +1,5 @@
-"""Agreement of ranks on a save or a load: small objects go through rank 0, and an error of one rank is raised on all."""
+"""Agreement of ranks on a save or a load: small objects go through rank 0, and an error of one rank
+is raised on all."""
 
 from __future__ import annotations
 
@@ -38,14 +39,17 @@ def _kind(error: BaseException) -> type[CheckpointError]:
 
 
 def through_rank_zero(
-    local: Callable[[], T], combine: Callable[[list[T]], list[R]], group: dist.ProcessGroup | None = None
+    local: Callable[[], T],
+    combine: Callable[[list[T]], list[R]],
+    group: dist.ProcessGroup | None = None,
 ) -> R:
     """Gather every rank's `local()` on rank 0, and scatter the results of `combine`.
 
     Collective: a gather and a scatter of objects.
 
     Raises:
-        CheckpointError, StorageError, StorageHangs: on all ranks, if `combine` failed, or `local` on any rank.
+        CheckpointError, StorageError, StorageHangs: on all ranks, if `combine` failed, or `local`
+            on any rank.
     """
     own = attempt(local)
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -74,9 +78,21 @@ def _joined(failed: Mapping[int, Outcome[Any]]) -> Outcome[Any]:
     texts: dict[str, list[int]] = {}
     for rank, outcome in failed.items():
         texts.setdefault(str(outcome.failure), []).append(rank)
-    text = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}: {text}" for text, ranks in texts.items())
+    text = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}: {text}"
+        for text, ranks in texts.items()
+    )
     kinds = {outcome.error for outcome in failed.values()}
-    return Outcome(failure=text, error=kinds.pop() if len(kinds) == 1 else StorageHangs if StorageHangs in kinds else CheckpointError)
+    return Outcome(
+        failure=text,
+        error=(
+            kinds.pop()
+            if len(kinds) == 1
+            else StorageHangs
+            if StorageHangs in kinds
+            else CheckpointError
+        ),
+    )
 
 
 def _result(outcome: Outcome[T]) -> T:
@@ -86,7 +102,8 @@ def _result(outcome: Outcome[T]) -> T:
 
 
 def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `action` on rank 0 and broadcast its result or error to all ranks. Collective: one broadcast of an object.
+    """Run `action` on rank 0 and broadcast its result or error to all ranks. Collective: one
+    broadcast of an object.
 
     Raises:
         CheckpointError, StorageError: the action failed, on every rank.

@@ -1,7 +1,9 @@
-"""Read tensors by slices from a folder in the format of torch.distributed.checkpoint. Reading needs no communication.
+"""Read tensors by slices from a folder in the format of torch.distributed.checkpoint. Reading needs
+no communication.
 
-The only pickle that is loaded is the table of contents, and only known classes are allowed in it. The table describes each slice; the bytes
-of a slice are stored in an archive like those of `torch.save`.
+The only pickle that is loaded is the table of contents, and only known classes are allowed in it.
+The table describes each slice; the bytes of a slice are stored in an archive like those of
+`torch.save`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from lightning_3d.checkpoint import torch_archive as archive
 from lightning_3d.checkpoint.manifest import is_inside
@@ -47,8 +54,8 @@ class TensorFolder:
 
     Args:
         folder: where they are.
-        instead: two prefixes. A tensor whose name begins with the first is read from the one whose name begins with the second, if there
-            is one.
+        instead: two prefixes. A tensor whose name begins with the first is read from the one whose
+            name begins with the second, if there is one.
 
     Raises:
         CheckpointError: the table of contents cannot be read.
@@ -67,13 +74,21 @@ class TensorFolder:
             for name, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self._read_for = {instead[0] + name: instead[1] + name for name in self.names(instead[1])} if instead is not None else {}
+        self._read_for = (
+            {instead[0] + name: instead[1] + name for name in self.names(instead[1])}
+            if instead is not None
+            else {}
+        )
         self._sorted: dict[str, tuple[list[ChunkStorageMetadata], list[int], int]] = {}
         self.notes: Notes = self._metadata.planner_data or {}
 
     def names(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors whose names start with `prefix`, by the rest of the name."""
-        return {n.removeprefix(prefix): tuple(entry.size) for n, entry in self._tensors.items() if n.startswith(prefix)}
+        return {
+            n.removeprefix(prefix): tuple(entry.size)
+            for n, entry in self._tensors.items()
+            if n.startswith(prefix)
+        }
 
     def dtype(self, name: str) -> torch.dtype:
         """Type in which the tensor that is read under this name is stored."""
@@ -81,7 +96,8 @@ class TensorFolder:
 
     @torch.no_grad()
     def read_into(self, targets: Mapping[str, Slices]) -> None:
-        """Fill slices in place, converted to their types. Reads only the rows of saved slices that overlap them.
+        """Fill slices in place, converted to their types. Reads only the rows of saved slices that
+        overlap them.
 
         Raises:
             CheckpointError: a file cannot be read, or the checkpoint lacks part of a slice.
@@ -111,28 +127,50 @@ class TensorFolder:
                 continue
             place: Any = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             target = part
-            for dim, (start, size) in enumerate(zip(common.local_offset, common.shape, strict=True)):
+            for dim, (start, size) in enumerate(
+                zip(common.local_offset, common.shape, strict=True)
+            ):
                 target = target.narrow(dim, start, size)
-            at = tuple(whole - begin for whole, begin in zip(common.global_offset, chunk.offsets, strict=True))
-            read = _Read(name, place.offset, place.length, entry.properties.dtype, tuple(chunk.sizes), at, target)
+            at = tuple(
+                whole - begin
+                for whole, begin in zip(common.global_offset, chunk.offsets, strict=True)
+            )
+            read = _Read(
+                name,
+                place.offset,
+                place.length,
+                entry.properties.dtype,
+                tuple(chunk.sizes),
+                at,
+                target,
+            )
             found.append((place.relative_path, read))
             filled += common.numel
         if filled != part.numel():
             raise CheckpointError(
-                f"{self._folder} has only {filled} of the {part.numel()} elements that this rank needs of {name}: the checkpoint is"
-                " incomplete. Use another one."
+                f"{self._folder} has only {filled} of the {part.numel()} elements that this rank"
+                f" needs of {name}: the checkpoint is incomplete. Use another one."
             )
         return found
 
     def _near(self, name: str, offset: tuple[int, ...], part: Tensor) -> list[ChunkStorageMetadata]:
-        """Saved slices whose rows may overlap a part of a tensor: with many ranks there are thousands of others."""
+        """Saved slices whose rows may overlap a part of a tensor: with many ranks there are
+        thousands of others."""
         if not offset:
             return self._tensors[name].chunks
         if name not in self._sorted:
             chunks = sorted(self._tensors[name].chunks, key=lambda chunk: chunk.offsets[0])
-            self._sorted[name] = chunks, [chunk.offsets[0] for chunk in chunks], max(chunk.sizes[0] for chunk in chunks)
+            self._sorted[name] = (
+                chunks,
+                [chunk.offsets[0] for chunk in chunks],
+                max(chunk.sizes[0] for chunk in chunks),
+            )
         chunks, firsts, tallest = self._sorted[name]
-        return chunks[bisect_left(firsts, offset[0] - tallest + 1) : bisect_left(firsts, offset[0] + part.shape[0])]
+        return chunks[
+            bisect_left(firsts, offset[0] - tallest + 1) : bisect_left(
+                firsts, offset[0] + part.shape[0]
+            )
+        ]
 
     def blobs(self, prefix: str) -> dict[str, bytes]:
         """Entries that are not tensors, by the rest of their names: raw files of `torch.save`."""
@@ -155,37 +193,56 @@ class TensorFolder:
 
 @contextlib.contextmanager
 def _explained(path: Place) -> Iterator[None]:
-    """Turn whatever a table of contents that somebody has made or changed raises into one message."""
+    """Turn whatever a table of contents that somebody has made or changed raises into one
+    message."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {reason(error)}. Use another checkpoint.") from error
+        raise CheckpointError(
+            f"{path} is damaged: {reason(error)}. Use another checkpoint."
+        ) from error
 
 
 def _check_table(metadata: Any) -> None:
-    """Raise an exception if this is not a table of contents, or if it names files outside its folder."""
+    """Raise an exception if this is not a table of contents, or if it names files outside its
+    folder."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"it has a {type(metadata).__name__} in it")
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            shapes = [entry.size, *(chunk.sizes for chunk in entry.chunks), *(chunk.offsets for chunk in entry.chunks)]
-            if not isinstance(entry.properties.dtype, torch.dtype) or not all(isinstance(shape, torch.Size) for shape in shapes):
+            shapes = [
+                entry.size,
+                *(chunk.sizes for chunk in entry.chunks),
+                *(chunk.offsets for chunk in entry.chunks),
+            ]
+            if not isinstance(entry.properties.dtype, torch.dtype) or not all(
+                isinstance(shape, torch.Size) for shape in shapes
+            ):
                 raise TypeError(f"{name} has no valid shape or type")
     for index, place in (metadata.storage_data or {}).items():
         if not is_inside(place.relative_path) or min(place.offset, place.length) < 0:
-            raise CheckpointError(f"The table of contents places {index.fqn} in {place.relative_path!r}, which is outside its folder.")
+            raise CheckpointError(
+                f"The table of contents places {index.fqn} in {place.relative_path!r}, which is"
+                " outside its folder."
+            )
 
 
 def _read(file: Any, read: _Read) -> None:
-    """Fill the target: in one piece if it is contiguous and has the dtype of the file, otherwise some rows at a time."""
+    """Fill the target: in one piece if it is contiguous and has the dtype of the file, otherwise
+    some rows at a time."""
     shape, target, at = read.shape or (1,), read.target, read.at or (0,)
     if not read.shape:
         target = target.view(1)
     row_bytes = prod(shape[1:]) * read.dtype.itemsize
     start = read.start + _data_offset(file, read) + at[0] * row_bytes
-    if target.shape[1:] == shape[1:] and target.dtype == read.dtype and target.is_contiguous() and target.device.type == "cpu":
+    if (
+        target.shape[1:] == shape[1:]
+        and target.dtype == read.dtype
+        and target.is_contiguous()
+        and target.device.type == "cpu"
+    ):
         _fill(file, start, target.reshape(-1).view(torch.uint8).numpy().data, read.name)
         return
     step = max(1, _BLOCK_BYTES // max(1, row_bytes))
@@ -211,13 +268,19 @@ def _fill(file: Any, start: int, buffer: memoryview, name: str) -> None:
 
 
 def _data_offset(file: Any, read: _Read) -> int:
-    """Find the offset of a slice's elements in its archive. Reading the directory at its end would take five times as long."""
+    """Find the offset of a slice's elements in its archive. Reading the directory at its end would
+    take five times as long."""
     file.seek(read.start)
-    beginning, nbytes = file.read(min(archive.HEAD_BYTES, read.length)), prod(read.shape) * read.dtype.itemsize
+    beginning, nbytes = (
+        file.read(min(archive.HEAD_BYTES, read.length)),
+        prod(read.shape) * read.dtype.itemsize,
+    )
     try:
         data = archive.elements_at(beginning)
     except ValueError as error:
         raise ValueError(f"the bytes of {read.name} are damaged: {error}") from None
     if data + nbytes > read.length:
-        raise ValueError(f"{read.name} is truncated: {nbytes} bytes were expected, but the file ends earlier")
+        raise ValueError(
+            f"{read.name} is truncated: {nbytes} bytes were expected, but the file ends earlier"
+        )
     return data

@@ -3,8 +3,9 @@
     s3://bucket/run/step_10.ckpt/manifest.json                      names the folder of the others
     s3://bucket/run/step_10.ckpt/lightning_3d-3f2a.../.metadata, ...
 
-Every save has a separate folder, so it does not touch earlier files. The manifest comes last, in one request that replaces the
-earlier manifest or does nothing: that is the commit. Then the files of the earlier checkpoint are removed.
+Every save has a separate folder, so it does not touch earlier files. The manifest comes last, in
+one request that replaces the earlier manifest or does nothing: that is the commit. Then the files
+of the earlier checkpoint are removed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def begin(path: RemotePath) -> RemotePath:
 
 
 def publish(path: RemotePath, manifest: bytes) -> None:
-    """Turn the written files into a checkpoint and remove the earlier one; if that fails, the next save removes it."""
+    """Turn the written files into a checkpoint and remove the earlier one; if that fails, the next
+    save removes it."""
     (path / MANIFEST).write_bytes(manifest)
     try:
         remove_remains([path])

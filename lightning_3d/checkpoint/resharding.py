@@ -1,4 +1,5 @@
-"""Resharding: the rectangular slices of whole tensors of the model that a rank holds, in any layout. Views and shape arithmetic only."""
+"""Resharding: the rectangular slices of whole tensors of the model that a rank holds, in any
+layout. Views and shape arithmetic only."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Slices:
     Attributes:
         shape: shape of the whole tensor.
         parts: offset in the whole tensor -> view of the slice.
-        replica: True if other ranks hold the same elements, perhaps sliced differently, and save them instead of this rank.
+        replica: True if other ranks hold the same elements, perhaps sliced differently, and save
+            them instead of this rank.
     """
 
     shape: tuple[int, ...]
@@ -34,11 +36,14 @@ def whole(tensor: Tensor) -> Slices:
 def shard(local: Tensor, spec: ShardSpec) -> Slices:
     """Describe a parameter's shard, or a state of the same shape."""
     tensor = local.detach()
-    return Slices(spec.global_shape, {box.global_offset: tensor[box.local_slices()] for box in spec.boxes})
+    return Slices(
+        spec.global_shape, {box.global_offset: tensor[box.local_slices()] for box in spec.boxes}
+    )
 
 
 def flat_range(flat: Tensor, start: int, spec: ShardSpec, *, replica: bool = False) -> Slices:
-    """Elements from `start` on of a shard's row-major flattening, as ZeRO shards them over data-parallel ranks.
+    """Elements from `start` on of a shard's row-major flattening, as ZeRO shards them over
+    data-parallel ranks.
 
     Args:
         flat: the elements, one-dimensional and contiguous.
@@ -57,10 +62,11 @@ def flat_range(flat: Tensor, start: int, spec: ShardSpec, *, replica: bool = Fal
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Split the elements [start, stop) of a row-major flattening into the few rectangles that they cover, in their order.
+    """Split the elements [start, stop) of a row-major flattening into the few rectangles that they
+    cover, in their order.
 
-    Of each rectangle, only `global_offset` (its place in `shape`) and `shape` are set to useful values. There are at most 2 * len(shape) -
-    1 rectangles.
+    Of each rectangle, only `global_offset` (its place in `shape`) and `shape` are set to useful
+    values. There are at most 2 * len(shape) - 1 rectangles.
     """
     if start >= stop:
         return
@@ -84,8 +90,14 @@ def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
     return Box(offset, (0,) * len(shape), shape)
 
 
-def overlap(offset: tuple[int, ...], shape: tuple[int, ...], other: tuple[int, ...], other_shape: tuple[int, ...]) -> Box | None:
-    """Intersect two rectangles of one tensor; None if they do not overlap. `local_offset` of the result is in the first of them."""
+def overlap(
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    other: tuple[int, ...],
+    other_shape: tuple[int, ...],
+) -> Box | None:
+    """Intersect two rectangles of one tensor; None if they do not overlap. `local_offset` of the
+    result is in the first of them."""
     return _overlap(Box(offset, (), shape), Box(other, other, other_shape))
 
 
@@ -94,9 +106,13 @@ def _overlap(rectangle: Box, box: Box) -> Box | None:
 
     Of the result, `global_offset` is in the whole tensor and `local_offset` in the rectangle.
     """
-    place = list(zip(rectangle.global_offset, rectangle.shape, box.local_offset, box.shape, strict=True))
+    place = list(
+        zip(rectangle.global_offset, rectangle.shape, box.local_offset, box.shape, strict=True)
+    )
     starts = [max(at, box_at) for at, _, box_at, _ in place]
-    sizes = [min(at + size, box_at + box_size) - max(at, box_at) for at, size, box_at, box_size in place]
+    sizes = [
+        min(at + size, box_at + box_size) - max(at, box_at) for at, size, box_at, box_size in place
+    ]
     if any(size <= 0 for size in sizes):
         return None
     moved = zip(starts, box.global_offset, box.local_offset, strict=True)

@@ -1,7 +1,7 @@
 """Random number generators of a rank, as one row of a tensor of all ranks.
 
-Ranks that see the same data share a row, because their generators have the same state. Dropout does not need these states: its streams
-depend on the step.
+Ranks that see the same data share a row, because their generators have the same state. Dropout does
+not need these states: its streams depend on the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def read_generators(device: torch.device) -> Tensor:
         "numpy": [kind, keys.tolist(), *rest],
         "python": random.getstate(),
     }
-    return torch.frombuffer(bytearray(json.dumps(state).encode().ljust(_ROW_BYTES)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(json.dumps(state).encode().ljust(_ROW_BYTES)), dtype=torch.uint8
+    )
 
 
 def set_generators(row: Tensor, device: torch.device) -> None:

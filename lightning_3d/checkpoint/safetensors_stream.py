@@ -1,6 +1,8 @@
-"""Writing safetensors files tensor by tensor: the library's own functions want all tensors of a file in memory at once.
+"""Writing safetensors files tensor by tensor: the library's own functions want all tensors of a
+file in memory at once.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes with the length of a JSON header, the header, the data.
+The format (https://huggingface.co/docs/safetensors): eight bytes with the length of a JSON header,
+the header, the data.
 """
 
 from __future__ import annotations
@@ -30,19 +32,26 @@ _ALIGNMENT = 8
 
 
 class SafetensorsStream:
-    """A file whose tensors are written in the order in which they were announced. A context manager.
+    """A file whose tensors are written in the order in which they were announced. A context
+    manager.
 
     Args:
         path: path of a new file.
         tensors: shape and dtype of each tensor, by name.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, (shape, dtype) in tensors.items():
             start, end = end, end + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": TYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self._expected = iter(tensors.items())
@@ -57,7 +66,10 @@ class SafetensorsStream:
         """
         announced = next(self._expected, None)
         if announced != (name, (tuple(tensor.shape), tensor.dtype)):
-            raise ValueError(f"The next tensor in the header is {announced}, but {name} {tuple(tensor.shape)} {tensor.dtype} was written.")
+            raise ValueError(
+                f"The next tensor in the header is {announced}, but {name} {tuple(tensor.shape)}"
+                f" {tensor.dtype} was written."
+            )
         self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> SafetensorsStream:

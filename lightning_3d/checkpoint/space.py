@@ -54,27 +54,53 @@ class Demand:
         if self.new * self.size <= self.free:
             return
         most = self.new + self.there
-        count = "one is kept" if most == 1 else f"up to {most} exist at once, including the one being written"
-        there = f" ({self.there} {'exists' if self.there == 1 else 'exist'} already)" if self.there else ""
+        count = (
+            "one is kept"
+            if most == 1
+            else f"up to {most} exist at once, including the one being written"
+        )
+        there = (
+            f" ({self.there} {'exists' if self.there == 1 else 'exist'} already)"
+            if self.there
+            else ""
+        )
         needed = "The others need" if self.there else "They need"
         fits = self.free // self.size + self.there - 1  # one more is there while it is written
-        fewer = f", keep fewer (trainer.keep_last={fits}, or save_top_k={fits} of the callback)" if 0 < fits < most - 1 else ""
+        fewer = (
+            f", keep fewer (trainer.keep_last={fits}, or save_top_k={fits} of the callback)"
+            if 0 < fits < most - 1
+            else ""
+        )
         raise ConfigError(
-            f"The checkpoints of this run do not fit in {self.folder}: each takes {show_bytes(self.size)}, and {count}{there}. {needed}"
-            f" {show_bytes(self.new * self.size)}, but only {show_bytes(self.free)} is free. Save to another folder (hydra.run.dir or"
-            f" dirpath){fewer}, or start anyway with force=true (checkpoint_check_space=False)."
+            f"The checkpoints of this run do not fit in {self.folder}: each takes"
+            f" {show_bytes(self.size)}, and {count}{there}. {needed}"
+            f" {show_bytes(self.new * self.size)}, but only {show_bytes(self.free)} is free. Save"
+            f" to another folder (hydra.run.dir or dirpath){fewer}, or start anyway with force=true"
+            " (checkpoint_check_space=False)."
         )
 
 
-def require_space(trainer: pl.Trainer, module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, owner: OptimizerOwner | None) -> None:
-    """Refuse a fit whose checkpoints cannot fit on the local disks that its callbacks write to. Collective.
+def require_space(
+    trainer: pl.Trainer,
+    module: nn.Module,
+    specs: Mapping[str, ShardSpec],
+    mesh: Mesh,
+    owner: OptimizerOwner | None,
+) -> None:
+    """Refuse a fit whose checkpoints cannot fit on the local disks that its callbacks write to.
+    Collective.
 
-    Only tensors are counted, so no fit is refused that could work. URLs are not checked, nor file systems that do not report their size.
+    Only tensors are counted, so no fit is refused that could work. URLs are not checked, nor file
+    systems that do not report their size.
 
     Raises:
         ConfigError: on all ranks, with the numbers.
     """
-    savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint) and callback.dirpath]
+    savers = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath
+    ]
     steps = trainer.max_steps - trainer.global_step if trainer.max_steps > 0 else None
     if not savers or steps == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
@@ -83,7 +109,8 @@ def require_space(trainer: pl.Trainer, module: nn.Module, specs: Mapping[str, Sh
 
 
 def _check_on_rank_zero(found: Callable[[], list[Demand]]) -> None:
-    """Check demands on rank 0, which sees the disk that it writes to, and raise the ConfigError on all ranks. Collective."""
+    """Check demands on rank 0, which sees the disk that it writes to, and raise the ConfigError on
+    all ranks. Collective."""
 
     def attempt() -> str | None:
         try:
@@ -98,7 +125,9 @@ def _check_on_rank_zero(found: Callable[[], list[Demand]]) -> None:
         raise ConfigError(refusal)
 
 
-def demands(savers: Sequence[ModelCheckpoint], steps: int | None, weights: int, everything: int) -> list[Demand]:
+def demands(
+    savers: Sequence[ModelCheckpoint], steps: int | None, weights: int, everything: int
+) -> list[Demand]:
     """Compute the demand on each file system that callbacks write to. Local.
 
     Args:
@@ -116,10 +145,18 @@ def demands(savers: Sequence[ModelCheckpoint], steps: int | None, weights: int, 
             continue
         there = sum(Path(path).is_dir() for path in saver.best_k_models)
         size = weights if saver.save_weights_only else everything
-        own = Demand(folder, most_new(saver, steps, there), there, size, space.f_bavail * space.f_frsize)
+        own = Demand(
+            folder, most_new(saver, steps, there), there, size, space.f_bavail * space.f_frsize
+        )
         other = by_device.get(device)
-        if other is not None:  # of different sizes the smaller one counts, so that nothing is refused that would fit
-            own = replace(other, new=other.new + own.new, there=other.there + own.there, size=min(other.size, own.size))
+        # of different sizes the smaller one counts, so that nothing is refused that would fit
+        if other is not None:
+            own = replace(
+                other,
+                new=other.new + own.new,
+                there=other.there + own.there,
+                size=min(other.size, own.size),
+            )
         by_device[device] = own
     return list(by_device.values())
 
@@ -135,7 +172,8 @@ def most_new(saver: ModelCheckpoint, steps: int | None, there: int) -> int:
     to_come = max(1, -(-steps // every)) if every and steps is not None else None
     if saver.save_top_k == 0:
         return int(bool(saver.save_last))
-    if saver.save_top_k < 0:  # all are kept; where their number is not known, nothing can be said of more than the first
+    # all are kept; where their number is not known, nothing can be said of more than the first
+    if saver.save_top_k < 0:
         most = to_come or 1
     else:
         room = max(1, saver.save_top_k + 1 - there)
@@ -144,7 +182,8 @@ def most_new(saver: ModelCheckpoint, steps: int | None, there: int) -> int:
 
 
 def _kept_for_good(saver: ModelCheckpoint, steps: int | None) -> int:
-    """Compute how many further checkpoints a `PeriodicCheckpoint` keeps of those that are no longer among the newest."""
+    """Compute how many further checkpoints a `PeriodicCheckpoint` keeps of those that are no longer
+    among the newest."""
     every = getattr(saver, "keep_every_n_steps", None)
     if every is None or steps is None or saver.save_top_k < 1:
         return 0
@@ -152,10 +191,14 @@ def _kept_for_good(saver: ModelCheckpoint, steps: int | None) -> int:
 
 
 def checkpoint_bytes(
-    module: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh, optimizers: Sequence[Optimizer], owner: OptimizerOwner | None
+    module: nn.Module,
+    specs: Mapping[str, ShardSpec],
+    mesh: Mesh,
+    optimizers: Sequence[Optimizer],
+    owner: OptimizerOwner | None,
 ) -> tuple[int, int]:
-    """Bytes of the whole model's tensors, each counted once: weights with their average, and these with what the optimizer will keep.
-    Collective over the pipeline ranks.
+    """Bytes of the whole model's tensors, each counted once: weights with their average, and these
+    with what the optimizer will keep. Collective over the pipeline ranks.
     """
     held = owner.optimizer_shards() if owner is not None else []
     averages = owner is not None and owner.keeps_average
@@ -168,20 +211,28 @@ def checkpoint_bytes(
         state = average = 0
         if parameter.requires_grad and optimizers:
             dtype = torch.float32 if masters else parameter.dtype
-            state = state_bytes(optimizers[0], torch.Size(spec.global_shape), dtype) + (4 * count if masters else 0)
+            state = state_bytes(optimizers[0], torch.Size(spec.global_shape), dtype) + (
+                4 * count if masters else 0
+            )
             average = max(4, width) if averages else 0
         own[spec.tied_to or name] = (count * (width + average), count * (width + average) + state)
     gathered: list[Any] = [None] * mesh.size("pp")
     dist.all_gather_object(gathered, own, group=mesh.control)
     whole = {name: sizes for part in gathered for name, sizes in part.items()}
-    return sum(weights for weights, _ in whole.values()), sum(everything for _, everything in whole.values())
+    return sum(weights for weights, _ in whole.values()), sum(
+        everything for _, everything in whole.values()
+    )
 
 
 def state_bytes(optimizer: Optimizer, shape: torch.Size, dtype: torch.dtype) -> int:
-    """Find the bytes that an optimizer keeps for a parameter, without step counts, by a step of a similar optimizer on a tensor without
-    values."""
+    """Find the bytes that an optimizer keeps for a parameter, without step counts, by a step of a
+    similar optimizer on a tensor without values."""
     try:
         states = state_without_values(optimizer, optimizer.param_groups[0], shape, dtype)
     except Exception:  # one that takes other arguments, or steps in C++: Adam, most likely
         return _STATES * max(4, dtype.itemsize) * prod(shape)
-    return sum(state.nbytes for state in inner_states(states).values() if isinstance(state, Tensor) and state.ndim)
+    return sum(
+        state.nbytes
+        for state in inner_states(states).values()
+        if isinstance(state, Tensor) and state.ndim
+    )

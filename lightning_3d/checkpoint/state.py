@@ -1,4 +1,5 @@
-"""The state of a model in training, as a checkpoint stores it: under the names that it has on one process.
+"""The state of a model in training, as a checkpoint stores it: under the names that it has on one
+process.
 
 Names of tensors: `model.<parameter or buffer>` and `optimizer.state.<parameter>.<state>`, as
 torch.distributed.checkpoint's own helpers call them, and `average.<parameter or buffer>`.
@@ -30,7 +31,8 @@ CURRENT = "current_model."
 CURRENT_STATE = "current_model_state"
 """Key of `WeightAveraging` for them in Lightning's checkpoint dict."""
 AVERAGE = "average."
-"""Prefix of an exponential moving average of the trained weights and of buffers, beside these themselves."""
+"""Prefix of an exponential moving average of the trained weights and of buffers, beside these
+themselves."""
 MASTER = "master"
 """State key of float32 master weights, where parameters are narrower."""
 
@@ -39,7 +41,8 @@ SHOWN = 10
 
 
 class OptimizerOwner(Protocol):
-    """The interface of the data-parallel backend that checkpoints use: see `lightning_3d.parallel.zero.DataParallelBackend`."""
+    """The interface of the data-parallel backend that checkpoints use: see
+    `lightning_3d.parallel.zero.DataParallelBackend`."""
 
     def weight_shards(self) -> list[OptimizerShard]: ...
     def optimizer_shards(self, *, to_save: bool = False) -> list[OptimizerShard]: ...
@@ -57,7 +60,8 @@ class LocalState:
         module: the user's module, partitioned and sharded.
         specs: place of each of its parameters in the whole model.
         mesh: coordinates and groups of this rank.
-        owner: owner of the values of parameters that are sharded over data-parallel ranks, which the module does not hold.
+        owner: owner of the values of parameters that are sharded over data-parallel ranks, which
+            the module does not hold.
         device: device of this rank, whose random number generator is saved.
 
     Attributes:
@@ -77,31 +81,49 @@ class LocalState:
         self._owner = owner
         self._specs = specs
         self._mesh = mesh
-        # A tied parameter is saved once, by its first name in the whole model, which may be on another stage.
+        # A tied parameter is saved once, by its first name in the whole model, which may be on
+        # another stage.
         self._parameters: dict[str, tuple[str, ShardSpec]] = {}
         first: dict[int, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             here = first.setdefault(id(parameter), name)
             self._parameters[name] = (specs[here].tied_to or here, specs[here])
-        self.aliases = {name: canonical for name, (canonical, _) in self._parameters.items() if name != canonical}
+        self.aliases = {
+            name: canonical
+            for name, (canonical, _) in self._parameters.items()
+            if name != canonical
+        }
 
-    def weights(self, state: Mapping[str, Any], *, offered: bool, prefix: str = MODEL) -> dict[str, Slices]:
+    def weights(
+        self, state: Mapping[str, Any], *, offered: bool, prefix: str = MODEL
+    ) -> dict[str, Slices]:
         """Slices of the tensors in a state dict of the module, by their names in the checkpoint.
 
         Args:
-            offered: whether to return only the slices that this rank may write. Buffers are whole on every rank that has them, but differ
-                between data- and context-parallel ranks (running means), so those of the first are taken.
+            offered: whether to return only the slices that this rank may write. Buffers are whole
+                on every rank that has them, but differ between data- and context-parallel ranks
+                (running means), so those of the first are taken.
             prefix: prefix of those names.
         """
         slices = {}
         sharded = self._data_parallel_shards(state)
         for name, tensor in state.items():
-            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
-                warnings.warn(f"'{name}' in the module's state is not a dense tensor, so checkpoints leave it out.", stacklevel=2)
+            if (
+                not isinstance(tensor, Tensor)
+                or tensor.layout != torch.strided
+                or tensor.is_quantized
+            ):
+                warnings.warn(
+                    f"'{name}' in the module's state is not a dense tensor, so checkpoints leave it"
+                    " out.",
+                    stacklevel=2,
+                )
             elif name in sharded:
                 canonical, spec = self._parameters[name]
                 value, start = sharded[name]
-                slices[prefix + canonical] = flat_range(value, start, spec, replica=self._is_replica(spec))
+                slices[prefix + canonical] = flat_range(
+                    value, start, spec, replica=self._is_replica(spec)
+                )
             elif name in self._parameters:
                 canonical, spec = self._parameters[name]
                 slices[prefix + canonical] = shard(tensor, spec)
@@ -114,16 +136,24 @@ class LocalState:
         return self._mesh.index("dp") == self._mesh.index("cp") == 0
 
     def _data_parallel_shards(self, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, int]]:
-        """By name in a state dict: this rank's elements, and the first of them, of parameters whose values the module has not.
+        """By name in a state dict: this rank's elements, and the first of them, of parameters whose
+        values the module has not.
 
         What a user's hook has put in their place is in the state dict itself.
         """
         found = {}
-        held = {shard.name: shard for shard in (self._owner.weight_shards() if self._owner is not None else [])}
+        held = {
+            shard.name: shard
+            for shard in (self._owner.weight_shards() if self._owner is not None else [])
+        }
         first = {id(parameter): name for name, parameter in self._module.named_parameters()}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             part, given = held.get(first[id(parameter)]), state.get(name)
-            if part is not None and isinstance(given, Tensor) and given.data_ptr() == parameter.data_ptr():
+            if (
+                part is not None
+                and isinstance(given, Tensor)
+                and given.data_ptr() == parameter.data_ptr()
+            ):
                 [value] = part.values.values()
                 assert isinstance(value, Tensor) and part.start is not None
                 found[name] = (value, part.start)
@@ -133,11 +163,13 @@ class LocalState:
         return not spec.counts_in_norm(self._mesh.index("tp"), self._mesh.index("pp"))
 
     def optimizer(self, shards: Iterable[OptimizerShard]) -> tuple[dict[str, Slices], set[str]]:
-        """Slices of optimizer state, by their names in the checkpoint, and the keys of states that are plain numbers.
+        """Slices of optimizer state, by their names in the checkpoint, and the keys of states that
+        are plain numbers.
 
         Args:
-            shards: ranges of elements may be sharded differently where a parameter has replicas, so those of the replica that counts in
-                the gradient norm are the ones that count here too.
+            shards: ranges of elements may be sharded differently where a parameter has replicas, so
+                those of the replica that counts in the gradient norm are the ones that count here
+                too.
         """
         slices, numbers = {}, set()
         for held in shards:
@@ -146,43 +178,69 @@ class LocalState:
                 name = f"{OPTIMIZER}{spec.tied_to or held.name}.{key}"
                 if not isinstance(value, Tensor):
                     numbers.add(key)
-                    slices[name] = whole(torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
+                    slices[name] = whole(
+                        torch.tensor(
+                            value, dtype=torch.float64 if isinstance(value, float) else None
+                        )
+                    )
                 elif value.ndim == 0 or held.start is None:
                     slices[name] = _state_slices(held.name, key, value, spec)
                 else:
-                    slices[name] = flat_range(value, held.start, spec, replica=self._is_replica(spec))
+                    slices[name] = flat_range(
+                        value, held.start, spec, replica=self._is_replica(spec)
+                    )
         return slices, numbers
 
-    def average(self, shards: Iterable[OptimizerShard], buffers: Mapping[str, Tensor], *, offered: bool) -> dict[str, Slices]:
-        """Slices of an average of the trained weights and of buffers, by their names in the checkpoint.
+    def average(
+        self, shards: Iterable[OptimizerShard], buffers: Mapping[str, Tensor], *, offered: bool
+    ) -> dict[str, Slices]:
+        """Slices of an average of the trained weights and of buffers, by their names in the
+        checkpoint.
 
         Args:
             shards: those of weights, which are sharded like optimizer states.
             buffers: those of buffers, by their names.
             offered: whether to return only the slices that this rank may write, as in `weights`.
         """
-        slices = {AVERAGE + name: whole(value) for name, value in buffers.items()} if not offered or self._offers_buffers else {}
+        slices = (
+            {AVERAGE + name: whole(value) for name, value in buffers.items()}
+            if not offered or self._offers_buffers
+            else {}
+        )
         for held in shards:
             spec = self._specs[held.name]
             [value] = held.values.values()
             assert isinstance(value, Tensor)
             name = AVERAGE + (spec.tied_to or held.name)
             whole_shard = held.start is None
-            slices[name] = shard(value, spec) if whole_shard else flat_range(value, held.start or 0, spec, replica=self._is_replica(spec))
+            slices[name] = (
+                shard(value, spec)
+                if whole_shard
+                else flat_range(value, held.start or 0, spec, replica=self._is_replica(spec))
+            )
         return slices
 
-    def load_average(self, folder: TensorFolder, shards: Iterable[OptimizerShard], buffers: Mapping[str, Tensor]) -> None:
-        """Fill an average from a checkpoint of any layout. What was not averaged there stays: parameters that were frozen, and the buffers
-        in a checkpoint of an earlier version."""
+    def load_average(
+        self, folder: TensorFolder, shards: Iterable[OptimizerShard], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Fill an average from a checkpoint of any layout. What was not averaged there stays:
+        parameters that were frozen, and the buffers in a checkpoint of an earlier version."""
         saved, targets = folder.names(AVERAGE), self.average(shards, buffers, offered=False)
-        folder.read_into({name: part for name, part in targets.items() if name.removeprefix(AVERAGE) in saved})
+        folder.read_into(
+            {name: part for name, part in targets.items() if name.removeprefix(AVERAGE) in saved}
+        )
 
     def generators(self) -> dict[str, Slices]:
-        """Slices of the random number generators: one row for each data-parallel index; ranks with the same data have the same."""
+        """Slices of the random number generators: one row for each data-parallel index; ranks with
+        the same data have the same."""
         if any(self._mesh.index(axis) for axis in ("tp", "cp", "pp")):
             return {}
         row = read_generators(self._device).unsqueeze(0)
-        return {GENERATORS: Slices((self._mesh.size("dp"), row.shape[1]), {(self._mesh.index("dp"), 0): row})}
+        return {
+            GENERATORS: Slices(
+                (self._mesh.size("dp"), row.shape[1]), {(self._mesh.index("dp"), 0): row}
+            )
+        }
 
     def saved_generators(self, folder: TensorFolder) -> Tensor | None:
         """Read this rank's row of a checkpoint; None if it has none.
@@ -204,23 +262,30 @@ class LocalState:
     def load_weights(self, folder: TensorFolder, *, strict: bool, part: str = "") -> None:
         """Fill parameters and buffers from a checkpoint of any layout.
 
-        Collective over the pipeline ranks, which compare names. Each rank reads the slices that it holds.
-        Parameters wider than the saved ones come from the master weights, if there are any.
+        Collective over the pipeline ranks, which compare names. Each rank reads the slices that it
+        holds. Parameters wider than the saved ones come from the master weights, if there are any.
 
         Args:
             strict: whether the names must be the same.
-            part: prefix of the saved names to load, such as "model." for one of several models; others are ignored.
+            part: prefix of the saved names to load, such as "model." for one of several models;
+                others are ignored.
 
         Raises:
-            CheckpointError: names or shapes differ; on every rank, with a list. Without `strict` only for shapes.
+            CheckpointError: names or shapes differ; on every rank, with a list. Without `strict`
+                only for shapes.
         """
         targets = self.weights(self._module.state_dict(), offered=False)
-        saved = {name: shape for name, shape in folder.names(MODEL).items() if name.startswith(part)}
+        saved = {
+            name: shape for name, shape in folder.names(MODEL).items() if name.startswith(part)
+        }
         gathered: list[Any] = [None] * self._mesh.size("pp")
         own_shapes = {name.removeprefix(MODEL): slices.shape for name, slices in targets.items()}
         dist.all_gather_object(gathered, own_shapes, group=self._mesh.control)
-        _compare({name: shape for part in gathered for name, shape in part.items()}, saved, strict=strict)
-        masters = folder.names(OPTIMIZER) if not folder.names(CURRENT) else {}  # those of an average are other weights
+        _compare(
+            {name: shape for part in gathered for name, shape in part.items()}, saved, strict=strict
+        )
+        # those of an average are other weights
+        masters = folder.names(OPTIMIZER) if not folder.names(CURRENT) else {}
         sources = {}
         for name, slices in targets.items():
             short = name.removeprefix(MODEL)
@@ -231,19 +296,28 @@ class LocalState:
         folder.read_into(sources)
 
     def states(self, folder: TensorFolder) -> dict[str, dict[str, Any]]:
-        """Copy the weights that `load_weights` has read and, if they are an average, this rank's shard of the weights in training."""
+        """Copy the weights that `load_weights` has read and, if they are an average, this rank's
+        shard of the weights in training."""
         states = {"state_dict": copy.deepcopy(self._module.state_dict())}
         saved = folder.names(CURRENT)
         if saved:
             current = states[CURRENT_STATE] = copy.deepcopy(states["state_dict"])
             targets = self.weights(current, offered=False, prefix=CURRENT)
-            folder.read_into({name: slices for name, slices in targets.items() if name.removeprefix(CURRENT) in saved})
+            folder.read_into(
+                {
+                    name: slices
+                    for name, slices in targets.items()
+                    if name.removeprefix(CURRENT) in saved
+                }
+            )
         return states
 
     def load_optimizer(self, folder: TensorFolder, owner: OptimizerOwner) -> None:
-        """Fill the optimizer's state from a checkpoint of any layout and ZeRO stage. Each rank reads its own slices; nothing is
-        communicated."""
-        owner.create_optimizer_state(self._saved_state(folder, [held.name for held in owner.optimizer_shards()]))
+        """Fill the optimizer's state from a checkpoint of any layout and ZeRO stage. Each rank
+        reads its own slices; nothing is communicated."""
+        owner.create_optimizer_state(
+            self._saved_state(folder, [held.name for held in owner.optimizer_shards()])
+        )
         slices, _ = self.optimizer(owner.optimizer_shards())
         saved, per_element = folder.names(""), _per_element(folder)
         targets = {}
@@ -256,9 +330,11 @@ class LocalState:
                 targets[name] = part
         folder.read_into(targets)
 
-    def _saved_state(self, folder: TensorFolder, names: Iterable[str]) -> dict[str, dict[str, Tensor | float]]:
-        """Saved states of some parameters: those of the whole parameter (a step count) as they were, those of its elements as meta
-        tensors."""
+    def _saved_state(
+        self, folder: TensorFolder, names: Iterable[str]
+    ) -> dict[str, dict[str, Tensor | float]]:
+        """Saved states of some parameters: those of the whole parameter (a step count) as they
+        were, those of its elements as meta tensors."""
         per_element = _per_element(folder)
         saved: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, shape in folder.names(OPTIMIZER).items():
@@ -271,7 +347,9 @@ class LocalState:
             for key, shape in saved.get(canonical, {}).items():
                 full_name = f"{OPTIMIZER}{canonical}.{key}"
                 is_count = not shape and key not in per_element
-                tensor = torch.empty(shape, dtype=folder.dtype(full_name), device="cpu" if is_count else "meta")
+                tensor = torch.empty(
+                    shape, dtype=folder.dtype(full_name), device="cpu" if is_count else "meta"
+                )
                 state.setdefault(name, {})[key] = tensor
                 if is_count:
                     scalars[full_name] = tensor
@@ -296,33 +374,50 @@ def averaged(folder: Place) -> TensorFolder:
 
 
 def _per_element(folder: TensorFolder) -> set[str]:
-    """Keys of states with one value per element. For a parameter of shape (), the states of other parameters decide."""
-    return {MASTER} | {name.rpartition(".")[2] for name, shape in folder.names(OPTIMIZER).items() if shape}
+    """Keys of states with one value per element. For a parameter of shape (), the states of other
+    parameters decide."""
+    return {MASTER} | {
+        name.rpartition(".")[2] for name, shape in folder.names(OPTIMIZER).items() if shape
+    }
 
 
 def _state_slices(name: str, key: str, value: Tensor, spec: ShardSpec) -> Slices:
-    """Slices of a state that is not a flat range: of the parameter's shape, of shape (), or of an unsharded parameter."""
+    """Slices of a state that is not a flat range: of the parameter's shape, of shape (), or of an
+    unsharded parameter."""
     if tuple(value.shape) == spec.local_shape:
         return shard(value, spec)
     if value.ndim == 0 or not spec.is_cut:
         return whole(value)
     raise CheckpointError(
-        f"The optimizer state '{key}' of parameter '{name}' cannot be saved: it has shape {tuple(value.shape)}, but this rank's shard of"
-        f" the parameter has shape {spec.local_shape}. States must have the parameter's shape or be single numbers. Save weights only"
-        " (save_weights_only=True), or use an optimizer such as AdamW."
+        f"The optimizer state '{key}' of parameter '{name}' cannot be saved: it has shape"
+        f" {tuple(value.shape)}, but this rank's shard of the parameter has shape"
+        f" {spec.local_shape}. States must have the parameter's shape or be single numbers. Save"
+        " weights only (save_weights_only=True), or use an optimizer such as AdamW."
     )
 
 
-def _compare(wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, strict: bool) -> None:
+def _compare(
+    wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, strict: bool
+) -> None:
     missing = sorted(wanted.keys() - saved.keys()) if strict else []
     unknown = sorted(saved.keys() - wanted.keys()) if strict else []
     shapes = [
-        f"{n} {saved[n]} (model: {wanted[n]})" for n in sorted(wanted.keys() & saved.keys()) if wanted[n] != saved[n]
+        f"{n} {saved[n]} (model: {wanted[n]})"
+        for n in sorted(wanted.keys() & saved.keys())
+        if wanted[n] != saved[n]
     ]
     problems = [
-        f"{title} {'; '.join(names[:SHOWN])}{f'; and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}."
-        for title, names in (("Missing from the checkpoint:", missing), ("Missing from the model:", unknown), ("Different shapes:", shapes))
+        f"{title}"
+        f" {'; '.join(names[:SHOWN])}{f'; and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}."
+        for title, names in (
+            ("Missing from the checkpoint:", missing),
+            ("Missing from the model:", unknown),
+            ("Different shapes:", shapes),
+        )
         if names
     ]
     if problems:
-        raise CheckpointError(f"The checkpoint does not fit the model. {' '.join(problems)} Build the model as it was when it was saved.")
+        raise CheckpointError(
+            f"The checkpoint does not fit the model. {' '.join(problems)} Build the model as it was"
+            " when it was saved."
+        )

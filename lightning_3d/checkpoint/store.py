@@ -1,4 +1,5 @@
-"""Checkpoints of a run: save, load and remove them, and lock their folders. The only good checkpoint is never removed."""
+"""Checkpoints of a run: save, load and remove them, and lock their folders. The only good
+checkpoint is never removed."""
 
 from __future__ import annotations
 
@@ -35,16 +36,19 @@ PATH = "lightning_3d_path"
 """Key in Lightning's checkpoint dict: the folder to read its tensors from."""
 
 PART = "lightning_3d_part"
-"""Key: prefix of the names in the user's module that are loaded, where a module has only a part of what is saved."""
+"""Key: prefix of the names in the user's module that are loaded, where a module has only a part of
+what is saved."""
 
 BATCHES = "lightning_3d_batches_per_epoch"
 """Key: the number of batches of a training epoch, in which the loop counts its position."""
 
 ORDERS = "lightning_3d_orders"
-"""Key: the random state that determined the order of that epoch, for each loader whose sampler is a `data_order.OneProcessOrder`."""
+"""Key: the random state that determined the order of that epoch, for each loader whose sampler is a
+`data_order.OneProcessOrder`."""
 
 _NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
-"""The ranks write the tensors that they hold; the last entry is the class of omegaconf containers, which are dicts here."""
+"""The ranks write the tensors that they hold; the last entry is the class of omegaconf containers,
+which are dicts here."""
 
 TIMEOUT_SECONDS = 1800.0
 """The default timeout of torch's collectives."""
@@ -59,7 +63,8 @@ _RELEASE_SECONDS = 10.0
 """Seconds to wait for the release of locks: the disk may hang."""
 
 _NO_END = timedelta(days=14)
-"""Timeout of the process group for background saves: `timeout_seconds` ends them first, with a message."""
+"""Timeout of the process group for background saves: `timeout_seconds` ends them first, with a
+message."""
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +74,12 @@ class CheckpointOptions:
     """Options for saving and loading checkpoints.
 
     Attributes:
-        verify: whether to compare every file with its hash before loading; each rank reads some of the files once.
-        fall_back: whether to load the newest good checkpoint in the same folder if a checkpoint is damaged.
-        asynchronous: whether to write `SaveMode.BACKGROUND` saves in the background, from host copies. False: training waits for each.
+        verify: whether to compare every file with its hash before loading; each rank reads some of
+            the files once.
+        fall_back: whether to load the newest good checkpoint in the same folder if a checkpoint is
+            damaged.
+        asynchronous: whether to write `SaveMode.BACKGROUND` saves in the background, from host
+            copies. False: training waits for each.
         timeout_seconds: time in seconds after which an unfinished save ends the run.
     """
 
@@ -82,13 +90,15 @@ class CheckpointOptions:
 
 
 class SaveMode(Enum):
-    """Modes of a save: whether training waits for it, and whether a failure of the storage is raised."""
+    """Modes of a save: whether training waits for it, and whether a failure of the storage is
+    raised."""
 
     BACKGROUND = "background"
     """Written while training continues. A failure is a warning, and earlier checkpoints stay."""
 
     BLOCKING = "blocking"
-    """Complete when `save` returns: something needs the folder at once, for example to link to it. A failure is a warning."""
+    """Complete when `save` returns: something needs the folder at once, for example to link to it.
+    A failure is a warning."""
 
     REQUIRED = "required"
     """Complete when `save` returns. A failure is raised."""
@@ -102,11 +112,14 @@ class _Raised(Enum):
     NONE = "none"
 
     def covers(self, error: BaseException) -> bool:
-        return self is _Raised.ALL or (self is _Raised.ALL_BUT_STORAGE and not isinstance(error, StorageError))
+        return self is _Raised.ALL or (
+            self is _Raised.ALL_BUT_STORAGE and not isinstance(error, StorageError)
+        )
 
 
 class CheckpointStore:
-    """Checkpoints of one run. `save` and `load` are collective over the world; only descriptions are sent between ranks.
+    """Checkpoints of one run. `save` and `load` are collective over the world; only descriptions
+    are sent between ranks.
 
     At most one save is in progress: the next one waits for it.
 
@@ -128,7 +141,8 @@ class CheckpointStore:
         self.outcome = SaveOutcome()
 
     def hold(self, folders: Iterable[str | os.PathLike[str]]) -> None:
-        """Lock these folders against other runs until `close`. Missing folders are locked at the first save. Collective.
+        """Lock these folders against other runs until `close`. Missing folders are locked at the
+        first save. Collective.
 
         Raises:
             CheckpointError: another run holds one of them.
@@ -148,8 +162,8 @@ class CheckpointStore:
         """End the run and release its folders. Local, but waits for a save in the background.
 
         Args:
-            failed: whether the run failed. If True, other ranks may be gone and the save in the background may never finish, so it is not
-                waited for.
+            failed: whether the run failed. If True, other ranks may be gone and the save in the
+                background may never finish, so it is not waited for.
 
         Raises:
             StorageHangs: the save does not finish.
@@ -188,10 +202,12 @@ class CheckpointStore:
         """Write a checkpoint folder that appears under its name when it is complete. Collective.
 
         Args:
-            path: final name of the folder, the same on all ranks. An earlier checkpoint there is replaced.
-            checkpoint: Lightning's dict, with the rank's own tensors in "state_dict". Optimizer state and random number generators
-                are saved if it has "optimizer_states".
-            owner: owner of the optimizer's state and of the average of weights; None if there is neither.
+            path: final name of the folder, the same on all ranks. An earlier checkpoint there is
+                replaced.
+            checkpoint: Lightning's dict, with the rank's own tensors in "state_dict". Optimizer
+                state and random number generators are saved if it has "optimizer_states".
+            owner: owner of the optimizer's state and of the average of weights; None if there is
+                neither.
             about: facts for the manifest.
             mode: when the save is finished, and what a failure does.
 
@@ -199,7 +215,8 @@ class CheckpointStore:
             True if it was written or is being written, False if it failed with a warning.
 
         Raises:
-            CheckpointError: on every rank; nothing is left behind, and what was at `path` before is still there.
+            CheckpointError: on every rank; nothing is left behind, and what was at `path` before is
+                still there.
             StorageHangs: this save, or the one before, does not finish.
         """
         self.wait()
@@ -217,7 +234,9 @@ class CheckpointStore:
             tensors.plan(_collector(checkpoint, local, owner, with_optimizer))
 
             def commit(sums: dict[str, FileSum]) -> None:
-                folder.commit(temporary, final, facts | {"tensor_bytes": tensors.nbytes}, files | sums)
+                folder.commit(
+                    temporary, final, facts | {"tensor_bytes": tensors.nbytes}, files | sums
+                )
 
             if later:
                 tensors.stage(self._buffers)
@@ -230,11 +249,16 @@ class CheckpointStore:
         return later or self._wait(raised)
 
     def _own_group(self) -> dist.ProcessGroup | None:
-        """The process group of background saves, because training uses the others at the same time."""
+        """The process group of background saves, because training uses the others at the same
+        time."""
         world = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
         if self._made_for is not world:
             self._made_for = world
-            self._group = dist.new_group(backend="gloo", timeout=_NO_END, group_desc="checkpoints") if world is not None else None
+            self._group = (
+                dist.new_group(backend="gloo", timeout=_NO_END, group_desc="checkpoints")
+                if world is not None
+                else None
+            )
         return self._group
 
     def wait(self) -> None:
@@ -250,8 +274,9 @@ class CheckpointStore:
         if pending is not None and seconds > _NOTICED_SECONDS and not self._has_waited:
             self._has_waited = True
             self._say(
-                f"Training waited {seconds:.1f} s for checkpoint {pending.path}: saves come faster than the disk can write them."
-                " Save less often or use a faster disk. (Shown once.)"
+                f"Training waited {seconds:.1f} s for checkpoint {pending.path}: saves come faster"
+                " than the disk can write them. Save less often or use a faster disk. (Shown"
+                " once.)"
             )
 
     def _wait(self, raised: _Raised = _Raised.ALL_BUT_STORAGE) -> bool:
@@ -265,7 +290,8 @@ class CheckpointStore:
         return self._settle(pending, raised)
 
     def finish(self) -> None:
-        """Wait like `wait`, without communication. Local; a failure is a warning, only StorageHangs is raised."""
+        """Wait like `wait`, without communication. Local; a failure is a warning, only StorageHangs
+        is raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.join(self._options.timeout_seconds)
@@ -290,10 +316,15 @@ class CheckpointStore:
         return False
 
     def _begin_in_time(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
-        return in_time(lambda: self._begin(final, state), self._options.timeout_seconds, f"Starting checkpoint {final}")
+        return in_time(
+            lambda: self._begin(final, state),
+            self._options.timeout_seconds,
+            f"Starting checkpoint {final}",
+        )
 
     def _begin(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
-        """Make the temporary folder, with its parent locked: a folder of this run until the run ends, any other for this save.
+        """Make the temporary folder, with its parent locked: a folder of this run until the run
+        ends, any other for this save.
 
         Names that start with a dot are private to a program, so their parent needs no lock.
         """
@@ -306,7 +337,8 @@ class CheckpointStore:
         return folder.begin(final, state, alone=own or shared)
 
     def _end_turn(self) -> Callable[[], None]:
-        """Return the function that releases the lock of this save; call it when the save is over."""
+        """Return the function that releases the lock of this save; call it when the save is
+        over."""
         turn, self._turn = self._turn, None
         return turn.release if turn is not None else lambda: None
 
@@ -320,11 +352,13 @@ class CheckpointStore:
         try:
             folder.remove(path)
         except OSError as error:
-            self._say(f"Checkpoint {path} could not be removed; training continues: {reason(error)}")
+            self._say(
+                f"Checkpoint {path} could not be removed; training continues: {reason(error)}"
+            )
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint now if its folder has another complete one of the same or a later step, otherwise after the next save. Call
-        on one rank."""
+        """Delete a checkpoint now if its folder has another complete one of the same or a later
+        step, otherwise after the next save. Call on one rank."""
         where = place(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:
@@ -332,7 +366,10 @@ class CheckpointStore:
         if is_checkpoint and not folder.another_is_as_new(where):
             self._postponed.add(where)
             if self._pending is None:
-                self._say(f"{where} is kept until another checkpoint is written: it is the newest complete checkpoint in its folder.")
+                self._say(
+                    f"{where} is kept until another checkpoint is written: it is the newest"
+                    " complete checkpoint in its folder."
+                )
         else:
             self._remove(where)
 
@@ -363,7 +400,10 @@ class CheckpointStore:
         manifest = on_rank_zero(lambda: folder.read_manifest(path))
         if self._options.verify:
             _verify(path, folder.files_of(manifest))
-        return {**folder.read_trainer_state(path, manifest), PATH: str(folder.contents(path, manifest))}
+        return {
+            **folder.read_trainer_state(path, manifest),
+            PATH: str(folder.contents(path, manifest)),
+        }
 
     @staticmethod
     def _say(message: str) -> None:
@@ -376,7 +416,10 @@ def _leads() -> bool:
 
 
 def _collector(
-    checkpoint: Mapping[str, Any], local: LocalState, owner: OptimizerOwner | None, with_optimizer: bool
+    checkpoint: Mapping[str, Any],
+    local: LocalState,
+    owner: OptimizerOwner | None,
+    with_optimizer: bool,
 ) -> Callable[[], tuple[dict[str, Slices], Notes]]:
     """Make the function that collects the slices of this rank."""
 
@@ -411,7 +454,9 @@ def _verify(path: Place, files: folder.Files) -> None:
     began = time.monotonic()
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     mine = split_evenly(files, size)[rank]
-    found = through_rank_zero(lambda: find_damage(path, files, mine), lambda parts: [sum(parts, [])] * size)
+    found = through_rank_zero(
+        lambda: find_damage(path, files, mine), lambda parts: [sum(parts, [])] * size
+    )
     folder.require_undamaged(path, found)
     seconds, read = time.monotonic() - began, sum(known.bytes for known in files.values())
     if rank == 0:

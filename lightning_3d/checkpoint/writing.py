@@ -1,11 +1,13 @@
-"""Write tensors by slices under the whole model's names, in the file format of torch.distributed.checkpoint (DCP).
+"""Write tensors by slices under the whole model's names, in the file format of
+torch.distributed.checkpoint (DCP).
 
-`torch.distributed.checkpoint.load` and `format_utils` of any torch can read the folder. Ranks exchange only lists of the slices that they
-hold; each rank writes its own bytes to the disk.
+`torch.distributed.checkpoint.load` and `format_utils` of any torch can read the folder. Ranks
+exchange only lists of the slices that they hold; each rank writes its own bytes to the disk.
 
-DCP's own `save` is not used: it sends one object for each slice to rank 0 and back, which for a thousand ranks takes much of a gigabyte
-there. It also can neither hash files nor finish in the background. Here each rank sends only a name, a shape and a list of offsets for each
-tensor, and receives the indices of the slices that it must write.
+DCP's own `save` is not used: it sends one object for each slice to rank 0 and back, which for a
+thousand ranks takes much of a gigabyte there. It also can neither hash files nor finish in the
+background. Here each rank sends only a name, a shape and a list of offsets for each tensor, and
+receives the indices of the slices that it must write.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ Piece = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Offer:
-    """The slices of one tensor that a rank holds: offsets, shapes, and whether they are a replica (see `Slices`)."""
+    """The slices of one tensor that a rank holds: offsets, shapes, and whether they are a replica
+    (see `Slices`)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,7 +67,8 @@ class Written:
 
 
 class TensorSave:
-    """One save of the tensors of all ranks. `plan` and `finish` are collective, `stage` and `write` are local.
+    """One save of the tensors of all ranks. `plan` and `finish` are collective, `stage` and `write`
+    are local.
 
     Attributes:
         doing: current activity of this rank, for the message about a save that does not finish.
@@ -79,14 +83,17 @@ class TensorSave:
         self._failed: StorageError | None = None
 
     def plan(self, collect: Callable[[], tuple[Mapping[str, Slices], Notes]]) -> None:
-        """Agree which rank writes which slice: of the ranks that hold it, the one with the least to write. Collective.
+        """Agree which rank writes which slice: of the ranks that hold it, the one with the least to
+        write. Collective.
 
         Args:
-            collect: gives this rank's slices, by name, and its notes. Slices of different ranks are either the same or do not
-                overlap, but for those of replicas: they are written where another rank, which is none, has the same ones.
+            collect: gives this rank's slices, by name, and its notes. Slices of different ranks are
+                either the same or do not overlap, but for those of replicas: they are written where
+                another rank, which is none, has the same ones.
 
         Raises:
-            CheckpointError: on all ranks: one failed to collect, or the slices of the ranks do not cover a tensor.
+            CheckpointError: on all ranks: one failed to collect, or the slices of the ranks do not
+                cover a tensor.
         """
         held: Mapping[str, Slices] = {}
 
@@ -107,30 +114,45 @@ class TensorSave:
         self._own = {(name, offset): held[name].parts[offset] for name, offset in pieces}
 
     def stage(self, buffers: dict[Piece, Tensor]) -> None:
-        """Copy this rank's slices to the host, so that training may change them before they are written.
+        """Copy this rank's slices to the host, so that training may change them before they are
+        written.
 
-        A GPU makes the copies in its stream, before anything that training puts into the stream afterwards. The host does not wait for the
-        copies here, but in `write`.
+        A GPU makes the copies in its stream, before anything that training puts into the stream
+        afterwards. The host does not wait for the copies here, but in `write`.
 
         Args:
-            buffers: host buffers of the previous save. They are reused if this save has the same slices, otherwise replaced.
+            buffers: host buffers of the previous save. They are reused if this save has the same
+                slices, otherwise replaced.
         """
         try:
-            if {piece: _kind(part) for piece, part in self._own.items()} != {piece: _kind(buffer) for piece, buffer in buffers.items()}:
+            if {piece: _kind(part) for piece, part in self._own.items()} != {
+                piece: _kind(buffer) for piece, buffer in buffers.items()
+            }:
                 buffers.clear()
                 buffers.update(staging.like(self._own))
-        except (OSError, MemoryError, RuntimeError) as error:  # only on this rank: `write` raises it on all
-            self._failed = StorageError(f"There is not enough host memory to copy the tensors of the checkpoint: {reason(error)}")
+        except (OSError, MemoryError, RuntimeError) as error:
+            # only on this rank: `write` raises it on all
+            self._failed = StorageError(
+                "There is not enough host memory to copy the tensors of the checkpoint:"
+                f" {reason(error)}"
+            )
             return
         devices = {part.device for part in self._own.values() if part.is_cuda}
-        self._own = {piece: buffers[piece].copy_(part.detach(), non_blocking=part.is_cuda) for piece, part in self._own.items()}
+        self._own = {
+            piece: buffers[piece].copy_(part.detach(), non_blocking=part.is_cuda)
+            for piece, part in self._own.items()
+        }
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the checkpoint, each counted once. Only known on rank 0."""
         contents = self._metadata.state_dict_metadata.values() if self._metadata is not None else ()
-        return sum(prod(e.size) * e.properties.dtype.itemsize for e in contents if isinstance(e, TensorStorageMetadata))
+        return sum(
+            prod(e.size) * e.properties.dtype.itemsize
+            for e in contents
+            if isinstance(e, TensorStorageMetadata)
+        )
 
     def write(self, folder: Place) -> Written | None:
         """Write this rank's slices into one file; None if it has none.
@@ -167,9 +189,13 @@ class TensorSave:
             self.doing = "waiting for other ranks"
 
     def finish(
-        self, folder: Place, commit: Callable[[dict[str, FileSum]], None], group: dist.ProcessGroup | None = None
+        self,
+        folder: Place,
+        commit: Callable[[dict[str, FileSum]], None],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Write, and wait for all ranks; then rank 0 writes the table of contents and commits. Collective.
+        """Write, and wait for all ranks; then rank 0 writes the table of contents and commits.
+        Collective.
 
         Args:
             commit: function that takes the hashes of all files with tensors.
@@ -206,7 +232,8 @@ def _kind(part: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _one_writer_each(offers: list[dict[str, _Offer]]) -> list[list[Piece]]:
-    """Choose a writer for each piece, evenly: pieces with the fewest holders first, then the largest."""
+    """Choose a writer for each piece, evenly: pieces with the fewest holders first, then the
+    largest."""
     holders: dict[Piece, list[int]] = {}
     shapes: dict[Piece, tuple[int, ...]] = {}
     size: dict[Piece, int] = {}
@@ -225,7 +252,9 @@ def _one_writer_each(offers: list[dict[str, _Offer]]) -> list[list[Piece]]:
     return assigned
 
 
-def _pieces(offers: list[dict[str, _Offer]], *, replicas: bool) -> Iterator[tuple[int, Piece, tuple[int, ...], torch.dtype]]:
+def _pieces(
+    offers: list[dict[str, _Offer]], *, replicas: bool
+) -> Iterator[tuple[int, Piece, tuple[int, ...], torch.dtype]]:
     """Yield rank, piece, shape and dtype of all offered slices, either replicas or the others."""
     for rank, offered in enumerate(offers):
         for name, offer in offered.items():
@@ -237,7 +266,8 @@ def _describe(offers: list[dict[str, _Offer]], notes: Notes) -> Metadata:
     """Make the table of contents, without places.
 
     Raises:
-        CheckpointError: part of a tensor is missing or duplicated, so the checkpoint could not be loaded.
+        CheckpointError: part of a tensor is missing or duplicated, so the checkpoint could not be
+            loaded.
     """
     tensors: dict[str, _Offer] = {}
     chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
@@ -254,13 +284,17 @@ def _describe(offers: list[dict[str, _Offer]], notes: Notes) -> Metadata:
             wrong.setdefault(name, f"{name}: {covered} of {whole} elements")
     if wrong:
         raise CheckpointError(
-            f"The shards of all ranks do not add up to these whole tensors: {listed(wrong.values())}. Please report this."
+            "The shards of all ranks do not add up to these whole tensors:"
+            f" {listed(wrong.values())}. Please report this."
         )
     contents: dict[str, Any] = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=tensors[name].dtype),
             torch.Size(tensors[name].shape),
-            [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in sorted(parts.items())],
+            [
+                ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+                for offset, shape in sorted(parts.items())
+            ],
         )
         for name, parts in sorted(chunks.items())
     }

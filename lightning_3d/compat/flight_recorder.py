@@ -1,8 +1,8 @@
 """The last collectives of this process, from torch's flight recorder.
 
-torch 2.8 to 2.13 records what gloo and NCCL are asked to do in one buffer for each kind of device. It reads the size from the environment
-when the first group is made, and shows the contents through private functions: `_dump_fr_trace_json` for gloo, `_dump_nccl_trace_json` for
-NCCL.
+torch 2.8 to 2.13 records what gloo and NCCL are asked to do in one buffer for each kind of device.
+It reads the size from the environment when the first group is made, and shows the contents through
+private functions: `_dump_fr_trace_json` for gloo, `_dump_nccl_trace_json` for NCCL.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class SharedMemoryCall:
     Attributes:
         group: name of the group in torch.
         purpose: description that the group was made with.
-        number: 1 for the first of its kind in the group: collectives and messages have numbers of their own.
+        number: 1 for the first of its kind in the group: collectives and messages have numbers of
+            their own.
         kind: such as "all_reduce".
         size: shape of this rank's tensor.
         dtype: its type.
@@ -71,9 +72,18 @@ class SharedMemoryCall:
     done: bool = False
 
     def described(self) -> Collective:
-        """Return the call as torch would have recorded it, in a group of its own, which has its own numbers."""
+        """Return the call as torch would have recorded it, in a group of its own, which has its own
+        numbers."""
         shape = f"({', '.join(map(str, self.size))}) {str(self.dtype).removeprefix('torch.')}"
-        return Collective(_shared(self.group), self.purpose, self.number, self.kind, shape, self.done, self.message)
+        return Collective(
+            _shared(self.group),
+            self.purpose,
+            self.number,
+            self.kind,
+            shape,
+            self.done,
+            self.message,
+        )
 
 
 shared_memory_calls: deque[SharedMemoryCall] = deque(maxlen=KEPT)
@@ -85,25 +95,32 @@ def _shared(group: str) -> str:
 
 
 def record_collectives() -> None:
-    """Let torch record collectives, unless the environment says how many. Call it before the first group is made."""
+    """Let torch record collectives, unless the environment says how many. Call it before the first
+    group is made."""
     os.environ.setdefault(_SIZE, str(KEPT))
 
 
 def group_members() -> dict[str, tuple[int, ...]]:
-    """Return the global ranks of each group of this process, rising, by the name that torch gives it.
+    """Return the global ranks of each group of this process, rising, by the name that torch gives
+    it.
 
     `torch.distributed.distributed_c10d._world` is not public (torch 2.8 to 2.13).
     """
     from torch.distributed.distributed_c10d import _world
 
     # torch also keeps an entry for groups that this process is not in, under a number.
-    groups = [(group, ranks) for group, ranks in list(_world.pg_group_ranks.items()) if group in _world.pg_names]
+    groups = [
+        (group, ranks)
+        for group, ranks in list(_world.pg_group_ranks.items())
+        if group in _world.pg_names
+    ]
     members = {_world.pg_names[group]: tuple(sorted(ranks)) for group, ranks in groups}
     return members | {_shared(name): ranks for name, ranks in members.items()}
 
 
 def recorded_collectives() -> list[Collective]:
-    """Return the last collectives of this process, oldest first; none where torch has no recorder."""
+    """Return the last collectives of this process, oldest first; none where torch has no
+    recorder."""
     import torch
 
     found = [call.described() for call in list(shared_memory_calls)]

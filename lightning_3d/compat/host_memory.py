@@ -1,7 +1,9 @@
-"""Host memory in pages of the operating system, page-locked for copies to and from a GPU where that is wanted.
+"""Host memory in pages of the operating system, page-locked for copies to and from a GPU where that
+is wanted.
 
-torch's own page-locked memory (`pin_memory=True`) is handed out in powers of two: 300 MB take 512 MB (`CachingHostAllocator`). Here the
-memory that is asked for is registered with CUDA, and is as large as it needs to be.
+torch's own page-locked memory (`pin_memory=True`) is handed out in powers of two: 300 MB take 512
+MB (`CachingHostAllocator`). Here the memory that is asked for is registered with CUDA, and is as
+large as it needs to be.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ def may_lock() -> bool:
 
 @contextmanager
 def locking_no_memory(when: bool = True) -> Iterator[None]:
-    """While `when` holds, activations that are offloaded use memory that is locked already, or memory that is not locked.
+    """While `when` holds, activations that are offloaded use memory that is locked already, or
+    memory that is not locked.
 
-    To lock memory, and to give it back, may wait for all that the GPU has been given, also for a message that the other rank sends later.
+    To lock memory, and to give it back, may wait for all that the GPU has been given, also for a
+    message that the other rank sends later.
     """
     global _may_lock
     before, _may_lock = _may_lock, _may_lock and not when
@@ -50,8 +54,9 @@ def locking_no_memory(when: bool = True) -> Iterator[None]:
 def host_memory(nbytes: int, *, page_locked: bool) -> Tensor:
     """Allocate bytes in host memory, a uint8 tensor.
 
-    Pages have 2 MB where Linux has such: the first write then takes a quarter of the time. Where the system lets no more memory be locked
-    (`ulimit -l`) it is not locked; copies to it then make the host wait.
+    Pages have 2 MB where Linux has such: the first write then takes a quarter of the time. Where
+    the system lets no more memory be locked (`ulimit -l`) it is not locked; copies to it then make
+    the host wait.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -61,11 +66,13 @@ def host_memory(nbytes: int, *, page_locked: bool) -> Tensor:
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if not page_locked:
         return tensor
-    if hasattr(mmap, "MADV_DONTFORK"):  # workers of a data loader need none of it, and the kernel would copy locked pages for each
+    # workers of a data loader need none of it, and the kernel would copy locked pages for each
+    if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
     if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)) == 0:
         memory.locked_at = tensor.data_ptr()
     else:
-        with suppress(RuntimeError):  # CUDA keeps the error until somebody asks; the next kernel would be blamed for it
+        # CUDA keeps the error until somebody asks; the next kernel would be blamed for it
+        with suppress(RuntimeError):
             torch.ones(1, device="cuda")
     return tensor

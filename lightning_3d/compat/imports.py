@@ -16,8 +16,8 @@ from typing import Any
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Run what makes many objects and little garbage, inside this context, without the garbage collector, which would visit all of them
-    again and again."""
+    """Run what makes many objects and little garbage, inside this context, without the garbage
+    collector, which would visit all of them again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -31,8 +31,9 @@ def without_collector() -> Iterator[None]:
 def light_imports() -> Iterator[None]:
     """Import the libraries of a rank, inside this context, in less CPU time.
 
-    The garbage collector is off until the end. The imports of a rank create about a million objects that live as long as the process, and
-    next to no garbage. `gc.freeze` then exempts them from later collections too.
+    The garbage collector is off until the end. The imports of a rank create about a million objects
+    that live as long as the process, and next to no garbage. `gc.freeze` then exempts them from
+    later collections too.
     """
     with without_collector():
         try:
@@ -43,9 +44,11 @@ def light_imports() -> Iterator[None]:
 
 
 def import_numpy() -> None:
-    """Import NumPy without the threads of its OpenBLAS: no rank can be forked from a process with threads (`ranks.supervisor.can_fork`).
+    """Import NumPy without the threads of its OpenBLAS: no rank can be forked from a process with
+    threads (`ranks.supervisor.can_fork`).
 
-    Products of NumPy then use one thread; torch has a library of its own. A value of the user's in OPENBLAS_NUM_THREADS counts.
+    Products of NumPy then use one thread; torch has a library of its own. A value of the user's in
+    OPENBLAS_NUM_THREADS counts.
     """
     name = "OPENBLAS_NUM_THREADS"
     if "numpy" in sys.modules or name in os.environ:
@@ -58,14 +61,21 @@ def import_numpy() -> None:
 
 
 def import_torchmetrics() -> None:
-    """Import torchmetrics, which Lightning needs, without `scipy.signal`: 0.6 s of CPU less on every rank.
+    """Import torchmetrics, which Lightning needs, without `scipy.signal`: 0.6 s of CPU less on
+    every rank.
 
-    Wherever SciPy is installed, torchmetrics 1.x imports `scipy.signal`, only to define `scipy.signal.hamming` if it is missing: SciPy
-    removed that name, and the package SRMRpy uses it for a metric of speech. Here a placeholder that has the name stands in `sys.modules`
-    until torchmetrics is imported. Nothing changes where gammatone is installed, which that metric requires.
+    Wherever SciPy is installed, torchmetrics 1.x imports `scipy.signal`, only to define
+    `scipy.signal.hamming` if it is missing: SciPy removed that name, and the package SRMRpy uses it
+    for a metric of speech. Here a placeholder that has the name stands in `sys.modules` until
+    torchmetrics is imported. Nothing changes where gammatone is installed, which that metric
+    requires.
     """
     name = "scipy.signal"
-    if not {name, "torchmetrics"}.isdisjoint(sys.modules) or find_spec("scipy") is None or find_spec("gammatone") is not None:
+    if (
+        not {name, "torchmetrics"}.isdisjoint(sys.modules)
+        or find_spec("scipy") is None
+        or find_spec("gammatone") is not None
+    ):
         return
     placeholder = _ScipySignal(name)
     sys.modules[name] = placeholder
@@ -77,7 +87,8 @@ def import_torchmetrics() -> None:
 
 
 class _ScipySignal(ModuleType):
-    """A placeholder for `scipy.signal` that has one name; whoever reads another one gets the real module's."""
+    """A placeholder for `scipy.signal` that has one name; whoever reads another one gets the real
+    module's."""
 
     hamming = None
 

@@ -1,4 +1,5 @@
-"""Private APIs of Lightning's data fetchers, replaced so that streams end on all ranks together and resume at the next batch."""
+"""Private APIs of Lightning's data fetchers, replaced so that streams end on all ranks together and
+resume at the next batch."""
 
 from __future__ import annotations
 
@@ -34,25 +35,29 @@ class Reached:
 
 
 Agree = Callable[[Reached], bool | None]
-"""Compares the places of all ranks. None: they are the same. Else the epoch ends on all ranks: after the batch of now (True) or before."""
+"""Compares the places of all ranks. None: they are the same. Else the epoch ends on all ranks:
+after the batch of now (True) or before."""
 
 Position = dict[str, Any]
 """The states of the training loaders of a rank, see `position_of`."""
 
 
 class StatesOfAll(list[Any]):
-    """The states of a loader on all data-parallel ranks of a checkpoint, for its `load_state_dicts`."""
+    """The states of a loader on all data-parallel ranks of a checkpoint, for its
+    `load_state_dicts`."""
 
 
 class JoinedFetcher(_PrefetchDataFetcher):
     """Fetches batches of loaders that may end anywhere, on all ranks equally many.
 
-    `_PrefetchDataFetcher` (Lightning 2.6) fetches one batch ahead of loaders without a length, to know the last batch when it runs. Each
-    rank would end by itself, and a saved state would be that of the batch after next.
+    `_PrefetchDataFetcher` (Lightning 2.6) fetches one batch ahead of loaders without a length, to
+    know the last batch when it runs. Each rank would end by itself, and a saved state would be that
+    of the batch after next.
 
     Args:
         agree: None where nobody else reads.
-        resumes: whether to know the position of the loaders before the batch that was fetched ahead.
+        resumes: whether to know the position of the loaders before the batch that was fetched
+            ahead.
     """
 
     def __init__(self, agree: Agree | None, *, resumes: bool) -> None:
@@ -70,7 +75,8 @@ class JoinedFetcher(_PrefetchDataFetcher):
         return position_of(self.combined_loader)
 
     def restart(self, position: Position, batches: int) -> None:
-        """Begin at a position. Loaders that do not know their own read and drop `batches` batches."""
+        """Begin at a position. Loaders that do not know their own read and drop `batches`
+        batches."""
         self.load(position)
         iter(self)
         if batches:
@@ -85,7 +91,8 @@ class JoinedFetcher(_PrefetchDataFetcher):
                 loader.load_state_dict(state)
 
     def __iter__(self) -> JoinedFetcher:
-        """Make an iterator. The first batch is fetched when it is asked for: Lightning may set the epoch of samplers in between."""
+        """Make an iterator. The first batch is fetched when it is asked for: Lightning may set the
+        epoch of samplers in between."""
         _DataFetcher.__iter__(self)
         note_ends(self.combined_loader)
         self._begun = False
@@ -100,7 +107,9 @@ class JoinedFetcher(_PrefetchDataFetcher):
             found = super().__next__()
         if self._agree is not None and not _all_sized(self.combined_loader):
             ran = self.fetched - len(self.batches) - int(found is not None)
-            ends_after = self._agree(Reached(found is not None, self.done, found[2] if found is not None else 0, ran))
+            ends_after = self._agree(
+                Reached(found is not None, self.done, found[2] if found is not None else 0, ran)
+            )
             if ends_after is not None:
                 self.batches = []
                 self.done = True
@@ -122,8 +131,8 @@ class JoinedFetcher(_PrefetchDataFetcher):
 def join_fetchers(trainer: Any, agree: Callable[[Any, Reached], bool | None] | None) -> None:
     """Make this Trainer's loops fetch by a `JoinedFetcher`.
 
-    `_select_data_fetcher` (Lightning 2.6) makes the fetcher of each loop, where the loop's module imports it. It is replaced once. A step
-    that takes `dataloader_iter` keeps Lightning's fetcher.
+    `_select_data_fetcher` (Lightning 2.6) makes the fetcher of each loop, where the loop's module
+    imports it. It is replaced once. A step that takes `dataloader_iter` keeps Lightning's fetcher.
 
     Args:
         agree: function (Lightning's stage, place) that compares places, see `Agree`.
@@ -145,7 +154,9 @@ def _joining(select: Callable[..., Any]) -> Callable[..., Any]:
     def joined(trainer: Any, stage: Any) -> Any:
         fetcher = select(trainer, stage)
         join = getattr(trainer, "join_fetcher", None)
-        return join(stage) if join is not None and type(fetcher) is _PrefetchDataFetcher else fetcher
+        return (
+            join(stage) if join is not None and type(fetcher) is _PrefetchDataFetcher else fetcher
+        )
 
     joined.joined = True  # type: ignore[attr-defined]
     return joined
@@ -172,19 +183,25 @@ class _Noted:
 
 
 def note_ends(combined: Any) -> None:
-    """Note which loaders have ended, where shorter ones give None (`_MaxSize`, Lightning 2.6, asks them again for every batch)."""
+    """Note which loaders have ended, where shorter ones give None (`_MaxSize`, Lightning 2.6, asks
+    them again for every batch)."""
     if isinstance(combined._iterator, _MaxSize):
-        combined._iterator.iterators = [_Noted(iterator) for iterator in combined._iterator.iterators]
+        combined._iterator.iterators = [
+            _Noted(iterator) for iterator in combined._iterator.iterators
+        ]
 
 
 def position_of(combined: Any) -> Position:
     """Read where each loader of a `CombinedLoader` is.
 
     Returns:
-        "states": of each loader; None for one that does not know its position. "ended": whether each has ended before, where shorter
+        "states": of each loader; None for one that does not know its position. "ended": whether
+            each has ended before, where shorter
         loaders are repeated (`_MaxSizeCycle._consumed`, Lightning 2.6) or give None.
     """
-    states = [loader.state_dict() if knows_position(loader) else None for loader in combined.flattened]
+    states = [
+        loader.state_dict() if knows_position(loader) else None for loader in combined.flattened
+    ]
     iterator = combined._iterator
     if isinstance(iterator, _MaxSize):
         noted: list[Any] = iterator.iterators
@@ -195,19 +212,25 @@ def position_of(combined: Any) -> Position:
 def knows_position(loader: Any) -> bool:
     """Return whether a loader saves and restores its position.
 
-    torchdata's StatefulDataLoader (0.11) over a data set with indices does not count: after the last batch of an epoch, when Lightning asks
-    for no other, its state is that of a pass without batches, and to restore a state it may draw the order twice.
+    torchdata's StatefulDataLoader (0.11) over a data set with indices does not count: after the
+    last batch of an epoch, when Lightning asks for no other, its state is that of a pass without
+    batches, and to restore a state it may draw the order twice.
     """
     of_torchdata = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
     if of_torchdata and not has_iterable_dataset(loader):
         return False
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    return callable(getattr(loader, "state_dict", None)) and callable(
+        getattr(loader, "load_state_dict", None)
+    )
 
 
 def _all_sized(combined: Any) -> bool:
-    """Return whether no loader can end earlier or later than ranks have agreed: each is a DataLoader whose samples are counted."""
+    """Return whether no loader can end earlier or later than ranks have agreed: each is a
+    DataLoader whose samples are counted."""
     return all(
-        isinstance(loader, DataLoader) and not has_iterable_dataset(loader) and sized_len(loader) is not None
+        isinstance(loader, DataLoader)
+        and not has_iterable_dataset(loader)
+        and sized_len(loader) is not None
         for loader in combined.flattened
     )
 
@@ -215,7 +238,11 @@ def _all_sized(combined: Any) -> bool:
 def _skip(combined: Any, position: Position, batches: int) -> None:
     """Read and drop batches of the loaders that do not know their position."""
     iterators: list[Any] = combined._iterator.iterators
-    known = {index: iterators[index] for index, state in enumerate(position["states"]) if state is not None}
+    known = {
+        index: iterators[index]
+        for index, state in enumerate(position["states"])
+        if state is not None
+    }
     if len(known) < len(iterators):
         for index in known:
             iterators[index] = repeat(None)

@@ -15,8 +15,9 @@ from lightning_3d.storage.surviving import Surviving
 def append_to_csv_files() -> None:
     """Make every `CSVLogger` of this process append to the file of an earlier attempt.
 
-    Lightning 2.6 (`csv_logs.ExperimentWriter`) deletes that file when the logger is first used. It also writes the file in place again
-    when a new name is logged, so that a kill loses all rows. There is no public form.
+    Lightning 2.6 (`csv_logs.ExperimentWriter`) deletes that file when the logger is first used. It
+    also writes the file in place again when a new name is logged, so that a kill loses all rows.
+    There is no public form.
     """
     from lightning.pytorch.loggers import csv_logs
 
@@ -26,7 +27,8 @@ def append_to_csv_files() -> None:
 
 
 def resume_csv_file(logger: Any, last_step: int) -> None:
-    """Remove rows of later steps from the file of a logger before the next row is written, because the run repeats these steps."""
+    """Remove rows of later steps from the file of a logger before the next row is written, because
+    the run repeats these steps."""
     logger.experiment.last_step = last_step
 
 
@@ -49,12 +51,15 @@ def _appending(base: Any) -> Any:
                 self.is_new = True
 
         def _take_over(self) -> None:
-            """Read the names of the columns, and remove rows that will be repeated or that a kill truncated."""
+            """Read the names of the columns, and remove rows that will be repeated or that a kill
+            truncated."""
             text = self._read()
             whole = text[: text.rfind("\n") + 1]
             self.metrics_keys = next(csv.reader(io.StringIO(whole)), [])
             rows = _rows(whole)
-            kept = [row for row in rows if self.last_step is None or not _is_later(row, self.last_step)]
+            kept = [
+                row for row in rows if self.last_step is None or not _is_later(row, self.last_step)
+            ]
             if whole != text or len(kept) < len(rows):
                 self._write(self.metrics_keys, kept)
 
@@ -62,7 +67,9 @@ def _appending(base: Any) -> Any:
             self._write(fieldnames, _rows(self._read()))
 
         def _read(self) -> str:
-            with self._fs.open(self.metrics_file_path, "r", newline="", encoding="utf-8", errors="replace") as file:
+            with self._fs.open(
+                self.metrics_file_path, "r", newline="", encoding="utf-8", errors="replace"
+            ) as file:
                 return str(file.read())
 
         def _write(self, names: Sequence[str], rows: Sequence[dict[str, str]]) -> None:
@@ -78,7 +85,11 @@ def _appending(base: Any) -> Any:
 
 
 def _rows(text: str) -> list[dict[str, str]]:
-    return [row for row in csv.DictReader(io.StringIO(text, newline="")) if None not in row and None not in row.values()]
+    return [
+        row
+        for row in csv.DictReader(io.StringIO(text, newline=""))
+        if None not in row and None not in row.values()
+    ]
 
 
 def _is_later(row: dict[str, str], step: int) -> bool:

@@ -1,4 +1,5 @@
-"""Private APIs of Lightning's signal handling, replaced so that all ranks end a fit before the same batch."""
+"""Private APIs of Lightning's signal handling, replaced so that all ranks end a fit before the same
+batch."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from typing import Any
 def obey_signals_together(trainer: Any) -> None:
     """Make a signal to any rank act on all ranks before the next batch of a fit.
 
-    SIGTERM ends the fit, and so do SIGHUP and the first SIGINT (`obey_terminal`). Where SLURM requeues jobs, its signal (SIGUSR1) saves a
-    checkpoint and requeues the job.
+    SIGTERM ends the fit, and so do SIGHUP and the first SIGINT (`obey_terminal`). Where SLURM
+    requeues jobs, its signal (SIGUSR1) saves a checkpoint and requeues the job.
 
-    Lightning's handlers (2.6, `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`) broadcast and save in the middle of a
-    step, while the other ranks wait for activations that this rank then never sends. Here they only note the signal. Where the loop
-    broadcasts rank 0's note before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), the notes of all ranks are all-reduced
-    in host memory.
-    Outside a fit SIGTERM ends the process at once.
+    Lightning's handlers (2.6, `_SignalConnector._sigterm_notifier_fn`, `_slurm_sigusr_handler_fn`)
+    broadcast and save in the middle of a step, while the other ranks wait for activations that this
+    rank then never sends. Here they only note the signal. Where the loop broadcasts rank 0's note
+    before every batch (`_TrainingEpochLoop._broadcast_sigterm_tensor`), the notes of all ranks are
+    all-reduced in host memory. Outside a fit SIGTERM ends the process at once.
     """
     import signal
 
@@ -42,11 +43,13 @@ def obey_signals_together(trainer: Any) -> None:
     def note_requeue(signum: int, frame: Any) -> None:
         requeues.append(signum)
 
-    def taken(notes: list[int]) -> int:  # a note that a handler appends from here on stays for the next batch
+    # a note that a handler appends from here on stays for the next batch
+    def taken(notes: list[int]) -> int:
         return max([notes.pop() for _ in range(len(notes))], default=0)
 
     def act_on_notes() -> None:
-        anywhere = torch.tensor([taken(ends), taken(requeues)])  # in host memory: on a device, the host would wait for the step before
+        # in host memory: on a device, the host would wait for the step before
+        anywhere = torch.tensor([taken(ends), taken(requeues)])
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, trainer.strategy.mesh.world_control)
         end, requeue = anywhere.tolist()
         if requeue:
@@ -56,7 +59,8 @@ def obey_signals_together(trainer: Any) -> None:
             rank_zero_info(f"{signal.Signals(end).name}: the fit stops before the next batch.")
             raise ended_by(SIGTERMException(), end)
 
-    obey_terminal(trainer, ends.append)  # not passed on: a terminal sends it to all ranks, and a second signal would end them
+    # not passed on: a terminal sends it to all ranks, and a second signal would end them
+    obey_terminal(trainer, ends.append)
     register = connector.register_signal_handlers
 
     def begin() -> None:
@@ -71,7 +75,8 @@ def obey_signals_together(trainer: Any) -> None:
 
 
 def obey_interrupt_alone(trainer: Any) -> None:
-    """Do the same as `obey_signals_together` for a fit of one process: Lightning 2.6 checks `received_sigterm` after each batch."""
+    """Do the same as `obey_signals_together` for a fit of one process: Lightning 2.6 checks
+    `received_sigterm` after each batch."""
 
     def note(signum: int) -> None:
         trainer._signal_connector.received_sigterm = True
@@ -80,10 +85,13 @@ def obey_interrupt_alone(trainer: Any) -> None:
 
 
 def obey_terminal(trainer: Any, note: Callable[[int], None]) -> None:
-    """Make SIGHUP and the first SIGINT of a fit that writes checkpoints call `note`; the second SIGINT ends this process at once.
+    """Make SIGHUP and the first SIGINT of a fit that writes checkpoints call `note`; the second
+    SIGINT ends this process at once.
 
-    Lightning 2.6 installs its handlers right before the fit starts (`_SignalConnector.register_signal_handlers`); its `teardown` restores
-    all earlier handlers, also those replaced here. A user's own handler stays, and so does an ignored signal (nohup, `&`).
+    Lightning 2.6 installs its handlers right before the fit starts
+    (`_SignalConnector.register_signal_handlers`); its `teardown` restores all earlier handlers,
+    also those replaced here. A user's own handler stays, and so does an ignored signal (nohup,
+    `&`).
     """
     import signal
 
@@ -100,7 +108,10 @@ def obey_terminal(trainer: Any, note: Callable[[int], None]) -> None:
         connector.ended_by = signal.SIGTERM
         if trainer.state.fn != "fit" or not trainer.checkpoint_callbacks:
             return
-        for signum, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        for signum, default in (
+            (signal.SIGINT, signal.default_int_handler),
+            (signal.SIGHUP, signal.SIG_DFL),
+        ):
             if signal.getsignal(signum) is default:
                 connector._register_signal(signum, interrupted)
 
@@ -108,10 +119,12 @@ def obey_terminal(trainer: Any, note: Callable[[int], None]) -> None:
 
 
 def ended_by(exception: Any, signum: int) -> Any:
-    """Add the signal to the exception that ends a fit, and after Ctrl-C and SIGHUP the exit code that a shell expects.
+    """Add the signal to the exception that ends a fit, and after Ctrl-C and SIGHUP the exit code
+    that a shell expects.
 
-    Lightning 2.6 raises `SIGTERMException`, a `SystemExit` without a code, so a script exits with 0. Ranks that Lightning's launcher
-    started keep 0, because the rank that started them takes any other code for a failure.
+    Lightning 2.6 raises `SIGTERMException`, a `SystemExit` without a code, so a script exits with
+    0. Ranks that Lightning's launcher started keep 0, because the rank that started them takes any
+    other code for a failure.
     """
     import signal
 
@@ -124,7 +137,8 @@ def ended_by(exception: Any, signum: int) -> Any:
 
 
 def name_end(trainer: Any, exception: BaseException) -> None:
-    """Complete the exception of a fit of one process, which Lightning itself raised (see `ended_by`)."""
+    """Complete the exception of a fit of one process, which Lightning itself raised (see
+    `ended_by`)."""
     import signal
 
     if not hasattr(exception, "signal_number"):

@@ -1,4 +1,5 @@
-"""Private APIs of Lightning's `ModelSummary`: a table of the whole model, on a rank that has a part of it."""
+"""Private APIs of Lightning's `ModelSummary`: a table of the whole model, on a rank that has a part
+of it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class Sizes:
     """Numbers of a whole model and of one rank.
 
     Attributes:
-        whole: returns the parameters of the module with a name in the whole model ("": all); with trained=True, those with gradients.
+        whole: returns the parameters of the module with a name in the whole model ("": all); with
+            trained=True, those with gradients.
         share: returns the parameters of the module with a name that this rank keeps.
         types: class names of modules as the user wrote them.
         modes: numbers of modules in training and in evaluation mode.
@@ -31,10 +33,12 @@ class Sizes:
 
 
 class WholeTable(Table):
-    """Lightning's table with the numbers of the whole model. Where ranks keep a part, a column has this rank's share.
+    """Lightning's table with the numbers of the whole model. Where ranks keep a part, a column has
+    this rank's share.
 
-    Lightning counts the parameters that the module has on this rank (`ModelSummary`, 2.6). Its table for DeepSpeed has the further column,
-    but counts by attributes that only DeepSpeed's parameters have.
+    Lightning counts the parameters that the module has on this rank (`ModelSummary`, 2.6). Its
+    table for DeepSpeed has the further column, but counts by attributes that only DeepSpeed's
+    parameters have.
     """
 
     def __init__(self, model: Any, max_depth: int, sizes: Sizes) -> None:
@@ -44,7 +48,10 @@ class WholeTable(Table):
     @property
     @override
     def layer_types(self) -> list[str]:
-        return [self._sizes.types.get(name, kind) for name, kind in zip(self.layer_names, super().layer_types, strict=True)]
+        return [
+            self._sizes.types.get(name, kind)
+            for name, kind in zip(self.layer_names, super().layer_types, strict=True)
+        ]
 
     @property
     @override
@@ -72,26 +79,39 @@ class WholeTable(Table):
         if not self._sizes.split:
             return columns
         shares = [self._sizes.share(name) for name in self.layer_names]
-        if len(columns[0][1]) > len(shares):  # Lightning added a row for parameters outside of the modules
+        # Lightning added a row for parameters outside of the modules
+        if len(columns[0][1]) > len(shares):
             shares.append(self._sizes.share("") - sum(shares))
         place = 1 + [name for name, _ in columns].index("Params")
         # `RichModelSummary` knows the column by this name.
-        return [*columns[:place], ("Params per Device", [get_human_readable_count(share) for share in shares]), *columns[place:]]
+        return [
+            *columns[:place],
+            ("Params per Device", [get_human_readable_count(share) for share in shares]),
+            *columns[place:],
+        ]
 
 
-def summarize_whole(callback: Any, sizes: Callable[[Any], Sizes | None], describe: Callable[[Sizes], None]) -> None:
+def summarize_whole(
+    callback: Any, sizes: Callable[[Any], Sizes | None], describe: Callable[[Sizes], None]
+) -> None:
     """Let a `ModelSummary` show the whole model.
 
     Args:
-        callback: the callback, changed in place (`ModelSummary._summary`, Lightning 2.6; there is no public way to pass a table).
-        sizes: function from a Trainer to the numbers of its model; None where the Trainer has another strategy.
+        callback: the callback, changed in place (`ModelSummary._summary`, Lightning 2.6; there is
+            no public way to pass a table).
+        sizes: function from a Trainer to the numbers of its model; None where the Trainer has
+            another strategy.
         describe: called after the table was shown, where ranks keep a part.
     """
     table, show = callback._summary, callback.on_fit_start
 
     def summary(trainer: Any, module: Any) -> Any:
         found = sizes(trainer)
-        return table(trainer, module) if found is None else WholeTable(module, callback._max_depth, found)
+        return (
+            table(trainer, module)
+            if found is None
+            else WholeTable(module, callback._max_depth, found)
+        )
 
     def on_fit_start(trainer: Any, module: Any) -> None:
         show(trainer, module)

@@ -13,11 +13,13 @@ _REPORT = "_lightning_3d_report"
 
 @contextmanager
 def reporting_uses(module: LightningModule, report: Callable[[str], Any]) -> Iterator[None]:
-    """Call `report` with "print" or "logger" before `module` uses them, inside this context. If it returns something, that takes their
-    place: nothing is printed, and the logger is what was returned.
+    """Call `report` with "print" or "logger" before `module` uses them, inside this context. If it
+    returns something, that takes their place: nothing is printed, and the logger is what was
+    returned.
 
-    Lightning offers no hook for it. Two of the names are properties, which an instance cannot replace, so the class is changed once
-    (Lightning 2.6): without a report its attributes do what they did.
+    Lightning offers no hook for it. Two of the names are properties, which an instance cannot
+    replace, so the class is changed once (Lightning 2.6): without a report its attributes do what
+    they did.
     """
     _change_class()
     object.__setattr__(module, _REPORT, report)

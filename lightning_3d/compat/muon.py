@@ -1,4 +1,5 @@
-"""The orthogonalization of `torch.optim.Muon`, which is not public: in bfloat16, so that only the same operations give the same bits."""
+"""The orthogonalization of `torch.optim.Muon`, which is not public: in bfloat16, so that only the
+same operations give the same bits."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ def require_muon() -> None:
         from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"Muon needs the functions of torch.optim.Muon as torch 2.13 has them; this is torch {torch.__version__}. Install torch 2.13,"
-            " or use another optimizer, for example optimizer=adamw."
+            "Muon needs the functions of torch.optim.Muon as torch 2.13 has them; this is torch"
+            f" {torch.__version__}. Install torch 2.13, or use another optimizer, for example"
+            " optimizer=adamw."
         ) from error
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Compute the update of Muon by Newton-Schulz iterations (`torch.optim._muon._zeropower_via_newtonschulz`, torch 2.13).
+    """Compute the update of Muon by Newton-Schulz iterations
+    (`torch.optim._muon._zeropower_via_newtonschulz`, torch 2.13).
 
     Args:
         matrix: the momentum (rows, columns) in bfloat16. It is overwritten.
@@ -43,11 +46,14 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     from torch.optim._muon import _zeropower_via_newtonschulz
 
     defaults = signature(torch.optim.Muon).parameters
-    return _zeropower_via_newtonschulz(matrix, defaults["ns_coefficients"].default, steps, defaults["eps"].default)
+    return _zeropower_via_newtonschulz(
+        matrix, defaults["ns_coefficients"].default, steps, defaults["eps"].default
+    )
 
 
 def adjusted_lr(lr: float | Tensor, rule: str | None, shape: Sequence[int]) -> float:
-    """Scale a learning rate for a matrix of this shape (`torch.optim._muon._adjust_lr`, torch 2.13).
+    """Scale a learning rate for a matrix of this shape (`torch.optim._muon._adjust_lr`, torch
+    2.13).
 
     Args:
         lr: learning rate of the parameter group.

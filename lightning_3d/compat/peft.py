@@ -1,6 +1,8 @@
-"""Adapters by PEFT's own functions: configurations, files, and merging one layer. Tried with PEFT 0.21.
+"""Adapters by PEFT's own functions: configurations, files, and merging one layer. Tried with PEFT
+0.21.
 
-Only functions that rebuild a model import PEFT. Its functions are public, except `get_base_layer` and `merge` of its layers.
+Only functions that rebuild a model import PEFT. Its functions are public, except `get_base_layer`
+and `merge` of its layers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ BASE = "base_model.model."
 
 
 def describe_adapters(root: nn.Module, name: str) -> dict[str, dict[str, Any]]:
-    """Read the configurations of the adapters in the model called `name` in `root`, by adapter. Plain data."""
+    """Read the configurations of the adapters in the model called `name` in `root`, by adapter.
+    Plain data."""
     found: dict[str, dict[str, Any]] = {}
     for path, module in root.named_modules():
         around = path in ("", name) or name.startswith(f"{path}.")
@@ -46,18 +49,23 @@ def inject(model: nn.Module, described: Mapping[str, Mapping[str, Any]]) -> None
     try:
         from peft import inject_adapter_in_model
     except ImportError:
-        raise CheckpointError(f"The model has PEFT adapters, which need the package peft. {install('peft')}.") from None
+        raise CheckpointError(
+            f"The model has PEFT adapters, which need the package peft. {install('peft')}."
+        ) from None
     for adapter, given in described.items():
         config = _config(given)
         if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = False  # some are computed from weights, which do not exist on meta
+            # some are computed from weights, which do not exist on meta
+            config.init_lora_weights = False
         if not Path(config.base_model_name_or_path or "").is_dir():
             config.base_model_name_or_path = None  # otherwise PEFT would look for it on the network
         try:
             with torch.device("meta"):
                 inject_adapter_in_model(config, model, adapter)
         except ValueError as error:
-            raise CheckpointError(f'The adapter "{adapter}" cannot be exported. PEFT says: {error}') from error
+            raise CheckpointError(
+                f'The adapter "{adapter}" cannot be exported. PEFT says: {error}'
+            ) from error
 
 
 def _config(given: Mapping[str, Any]) -> Any:
@@ -75,23 +83,31 @@ def adapter_form(model: Any, adapter: str, tensors: Mapping[str, Tensor]) -> dic
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in tensors.items()}
-    return {BASE + key: names[id(tensor)] for key, tensor in get_peft_model_state_dict(model, dict(tensors), adapter).items()}
+    return {
+        BASE + key: names[id(tensor)]
+        for key, tensor in get_peft_model_state_dict(model, dict(tensors), adapter).items()
+    }
 
 
 def write_config(model: nn.Module, given: Mapping[str, Any], folder: Path) -> None:
     """Write adapter_config.json, as `PeftModel.save_pretrained` does."""
     config = _config({**given, "inference_mode": True})
     classes = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
-    config.save_pretrained(str(folder), auto_mapping_dict=classes if config.task_type is None else None)
+    config.save_pretrained(
+        str(folder), auto_mapping_dict=classes if config.task_type is None else None
+    )
 
 
 def stored_names(model: nn.Module, adapter: str) -> dict[str, str]:
-    """Map the name that each parameter and buffer had before PEFT to the name of its value with the adapter."""
+    """Map the name that each parameter and buffer had before PEFT to the name of its value with the
+    adapter."""
     found: dict[str, str] = {}
     for name in model.state_dict():
         plain = plain_name(model, name)
         copied = f".modules_to_save.{adapter}." in name
-        if plain is not None and (copied or (".modules_to_save." not in name and plain not in found)):
+        if plain is not None and (
+            copied or (".modules_to_save." not in name and plain not in found)
+        ):
             found[plain] = name
     return found
 
@@ -102,10 +118,19 @@ def merging_layers(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         CheckpointError: one is nested in another, so its name is not that of the weight.
     """
-    layers = {name: module for name, module in model.named_modules() if is_adapter(module) and hasattr(module, "merge")}
-    nested = next((name for name in layers if any(name.startswith(f"{outer}.") for outer in layers)), None)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if is_adapter(module) and hasattr(module, "merge")
+    }
+    nested = next(
+        (name for name in layers if any(name.startswith(f"{outer}.") for outer in layers)), None
+    )
     if nested is not None:
-        raise CheckpointError(f"The adapter {nested} is inside another adapter, so it cannot be merged. Export without --merge.")
+        raise CheckpointError(
+            f"The adapter {nested} is inside another adapter, so it cannot be merged. Export"
+            " without --merge."
+        )
     return layers
 
 

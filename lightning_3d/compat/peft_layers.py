@@ -1,7 +1,9 @@
-"""Layers that PEFT puts in place of a model's own, recognized by their interface, so that PEFT need not be installed (tried with 0.21).
+"""Layers that PEFT puts in place of a model's own, recognized by their interface, so that PEFT need
+not be installed (tried with 0.21).
 
-A LoRA layer (Hu et al. 2021, arXiv:2106.09685) computes `base_layer(x) + scaling * lora_B(lora_A(x))`. It has the name of the layer
-that it wraps, so a model's parallel plan still names it. A wrapper of `modules_to_save` holds a module and a trained copy of it.
+A LoRA layer (Hu et al. 2021, arXiv:2106.09685) computes `base_layer(x) + scaling *
+lora_B(lora_A(x))`. It has the name of the layer that it wraps, so a model's parallel plan still
+names it. A wrapper of `modules_to_save` holds a module and a trained copy of it.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from lightning_3d.errors import PlanError
 
 
 def own(module: object, name: str) -> Any:
-    """An attribute of a module or its class; None if it has none. Attributes that PEFT's models only forward to the wrapped model do not
-    count."""
+    """An attribute of a module or its class; None if it has none. Attributes that PEFT's models
+    only forward to the wrapped model do not count."""
     return getattr(module, name) if inspect.getattr_static(module, name, None) is not None else None
 
 
 def is_adapter(module: object) -> bool:
-    """Return whether `module` is a layer of a PEFT tuner, or a wrapper of a module that is trained with it."""
-    return any(kind.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper") for kind in type(module).__mro__)
+    """Return whether `module` is a layer of a PEFT tuner, or a wrapper of a module that is trained
+    with it."""
+    return any(
+        kind.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper")
+        for kind in type(module).__mro__
+    )
 
 
 def is_lora(module: object) -> bool:
@@ -34,7 +40,10 @@ def is_lora(module: object) -> bool:
 
 def is_lora_linear(module: object) -> bool:
     """Return whether `module` is a LoRA layer around an `nn.Linear`."""
-    lora = any(kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer" for kind in type(module).__mro__)
+    lora = any(
+        kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+        for kind in type(module).__mro__
+    )
     return lora and isinstance(base_layer(module), nn.Linear)
 
 
@@ -64,17 +73,20 @@ def refuse_tuners(root: nn.Module, tp: int, pp: int) -> None:
     """Refuse PEFT tuners that need the whole model, in layouts where no rank has it.
 
     Raises:
-        PlanError: prompts or prefixes with pp, prefixes with tp, or AdaLoRA with pp (its loss has a term of all layers).
+        PlanError: prompts or prefixes with pp, prefixes with tp, or AdaLoRA with pp (its loss has a
+            term of all layers).
     """
     for module in root.modules():
-        configs = vars(module).get("peft_config") or vars(module).get("_peft_config")  # the latter: of prompts
+        # the latter: of prompts
+        configs = vars(module).get("peft_config") or vars(module).get("_peft_config")
         for config in configs.values() if isinstance(configs, dict) else ():
             kind = str(getattr(config.peft_type, "value", config.peft_type))
             prompts = bool(getattr(config, "is_prompt_learning", False))
             if (pp > 1 and (prompts or kind == "ADALORA")) or (tp > 1 and kind == "PREFIX_TUNING"):
                 axis = "pp" if pp > 1 else "tp"
                 raise PlanError(
-                    f"PEFT's {kind} needs the whole model on each rank, but {axis} > 1 splits the model. Use LoRA, or {axis}=1."
+                    f"PEFT's {kind} needs the whole model on each rank, but {axis} > 1 splits the"
+                    f" model. Use LoRA, or {axis}=1."
                 )
 
 
@@ -89,18 +101,20 @@ def refuse_adapted_experts(module: nn.Module, experts: Iterable[str], axis: str)
     for name in experts:
         if name in found and is_adapter(found[name]):
             raise PlanError(
-                f"The experts '{name}' have an adapter, so they cannot be sharded ({axis} > 1). Adapt other layers, for example"
-                f" target_modules=[q_proj,v_proj], or use {axis}=1."
+                f"The experts '{name}' have an adapter, so they cannot be sharded ({axis} > 1)."
+                f" Adapt other layers, for example target_modules=[q_proj,v_proj], or use {axis}=1."
             )
 
 
 def origin(name: str) -> str:
-    """The name of the parameter whose initial value `name` has: the original's, for a copy in `modules_to_save`."""
+    """The name of the parameter whose initial value `name` has: the original's, for a copy in
+    `modules_to_save`."""
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
 
 
 def plain_name(root: nn.Module, name: str) -> str | None:
-    """The name that a parameter of `root` had before PEFT (for a copy, the original's); None for an adapter's own parameters."""
+    """The name that a parameter of `root` had before PEFT (for a copy, the original's); None for an
+    adapter's own parameters."""
     words, module, path = [], root, name.split(".")
     while path:
         key = path.pop(0)

@@ -1,4 +1,5 @@
-"""Private PyTorch APIs of tensors without values (`FakeTensorMode`) and of process groups that send nothing."""
+"""Private PyTorch APIs of tensors without values (`FakeTensorMode`) and of process groups that send
+nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Collective:
     bytes: int
 
 
-_COLLECTIVES = {  # operator: function, position of the argument with this rank's tensors, position of the group
+# operator: function, position of the argument with this rank's tensors, position of the group
+_COLLECTIVES = {
     "allreduce_": ("all_reduce", 0, 1),
     "broadcast_": ("broadcast", 0, 1),
     "reduce_": ("reduce", 0, 1),
@@ -45,7 +47,8 @@ _FUNCTIONAL = {  # operator: function, position of the group's name
 
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
-    """Describe what a `c10d` or `_c10d_functional` operator (torch 2.11 to 2.13) communicates; None for other operators."""
+    """Describe what a `c10d` or `_c10d_functional` operator (torch 2.11 to 2.13) communicates; None
+    for other operators."""
     namespace = func.namespace
     if namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -63,11 +66,14 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
         return None
     tensors = args[place] if isinstance(args[place], (list, tuple)) else [args[place]]
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-    return Collective(called, ranks, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return Collective(
+        called, ranks, sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    )
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Count the operations of a matrix product or an attention; 0 for anything else (`torch.utils.flop_counter`, 2.11 to 2.13)."""
+    """Count the operations of a matrix product or an attention; 0 for anything else
+    (`torch.utils.flop_counter`, 2.11 to 2.13)."""
     count = _flop_formulas().get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
@@ -81,7 +87,9 @@ def _flop_formulas() -> dict[Any, Any]:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
         return sdpa_flop_count(query.shape, key.shape, value.shape)
 
-    def attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    def attention_backward(
+        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> int:
         return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
 
     def grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
@@ -109,8 +117,9 @@ def efficient_attention(
 ) -> Tensor:
     """Compute attention with the memory-efficient kernel of GPUs, also of fake tensors on the CPU.
 
-    `aten::_scaled_dot_product_efficient_attention` (torch 2.11 to 2.13). As in `scaled_dot_product_attention`, whose arguments these are, a
-    mask of flags becomes a bias for each head.
+    `aten::_scaled_dot_product_efficient_attention` (torch 2.11 to 2.13). As in
+    `scaled_dot_product_attention`, whose arguments these are, a mask of flags becomes a bias for
+    each head.
     """
     import torch
 
@@ -120,12 +129,15 @@ def efficient_attention(
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
         bias = bias.expand(*query.shape[:3], key.shape[2])
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    attended: Tensor = kernel(query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+    attended: Tensor = kernel(
+        query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]
     return attended
 
 
 def fake_mode() -> Any:
-    """A mode in which operations compute shapes instead of values (`torch._subclasses.FakeTensorMode`, torch 2.11 to 2.13)."""
+    """A mode in which operations compute shapes instead of values
+    (`torch._subclasses.FakeTensorMode`, torch 2.11 to 2.13)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -144,31 +156,46 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def as_fake(tensor: Tensor, mode: Any, device: torch.device) -> Tensor:
-    """Make a tensor of a `fake_mode` that reports `device` from a meta tensor; they share the storage."""
+    """Make a tensor of a `fake_mode` that reports `device` from a meta tensor; they share the
+    storage."""
     return _fake_tensor()(mode, tensor, device)
 
 
 def device_of_fake(tensor: Tensor) -> torch.device:
-    """The device that a fake tensor reports. Reading `.device` would be an operation, which every mode sees."""
+    """The device that a fake tensor reports. Reading `.device` would be an operation, which every
+    mode sees."""
     return tensor.fake_device  # type: ignore[attr-defined]
 
 
 def can_be_remembered(func: Any) -> bool:
-    """Return whether an operator's results have shapes and offsets that depend only on the shapes of its arguments, and the arguments do
-    not change.
+    """Return whether an operator's results have shapes and offsets that depend only on the shapes
+    of its arguments, and the arguments do not change.
 
     The tags of operators (`torch.Tag`, torch 2.11 to 2.13) say so.
     """
     import torch
 
-    other = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return func.namespace == "aten" and not other & set(func.tags) and not func._opname.startswith("as_strided")
+    other = {
+        torch.Tag.inplace_view,
+        torch.Tag.data_dependent_output,
+        torch.Tag.dynamic_output_shape,
+    }
+    return (
+        func.namespace == "aten"
+        and not other & set(func.tags)
+        and not func._opname.startswith("as_strided")
+    )
 
 
 @cache
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """Exceptions that a fake operation raises where its result depends on values (torch 2.11 to 2.13; not public)."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+    """Exceptions that a fake operation raises where its result depends on values (torch 2.11 to
+    2.13; not public)."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    )
 
     return (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -178,10 +205,13 @@ FAKE_GLOO = "fake_gloo"
 
 
 def fake_backend(gloo: bool) -> tuple[str, Any]:
-    """The name of a backend that sends nothing, and its store (`torch.testing._internal.distributed.fake_pg`, torch 2.11 to 2.13)."""
+    """The name of a backend that sends nothing, and its store
+    (`torch.testing._internal.distributed.fake_pg`, torch 2.11 to 2.13)."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
     if FAKE_GLOO not in dist.Backend.backend_list:
-        dist.Backend.register_backend(FAKE_GLOO, _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            FAKE_GLOO, _create_fake_pg, extended_api=True, devices=["cpu", "cuda"]
+        )
     return (FAKE_GLOO if gloo else dist.Backend.FAKE), FakeStore()

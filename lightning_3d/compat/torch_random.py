@@ -1,8 +1,10 @@
 """Random numbers of compiled graphs (private PyTorch APIs, torch 2.11 to 2.13).
 
-A compiler may move, merge and repeat operators, and has a generator of its own. Here a graph takes the state of torch's generator as an
-input and returns the next one, and each random operator in it is a function: (state, arguments) -> (next state, results). So a graph draws
-the numbers that the same code draws without compilation, whatever the compiler does with it, and draws them again in a backward.
+A compiler may move, merge and repeat operators, and has a generator of its own. Here a graph takes
+the state of torch's generator as an input and returns the next one, and each random operator in it
+is a function: (state, arguments) -> (next state, results). So a graph draws the numbers that the
+same code draws without compilation, whatever the compiler does with it, and draws them again in a
+backward.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _LIBRARY = torch.library.Library("lightning_3d", "FRAGMENT")
-_FUSED_ATTENTION = ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention")
-"""Attention whose nine results are (output, logarithms, None, None, length of queries, length of keys, seed, offset, debug mask)."""
+_FUSED_ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+)
+"""Attention whose nine results are (output, logarithms, None, None, length of queries, length of
+keys, seed, offset, debug mask)."""
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -49,14 +55,17 @@ def drawing_from(generator: torch.Generator, state: Tensor) -> Iterator[None]:
 
 
 class EagerRandomness:
-    """Backend of `torch.compile` whose graphs draw the numbers that the same code draws without compilation.
+    """Backend of `torch.compile` whose graphs draw the numbers that the same code draws without
+    compilation.
 
     The blocks of a model share one object: for two of them, Dynamo would compile twice.
 
     Args:
-        device: random operators on this kind of device are followed; others are left to the compiler.
+        device: random operators on this kind of device are followed; others are left to the
+            compiler.
         restart: operator that returns a state. The random operators behind it draw from there on.
-        compiler: what compiles the graphs: a name or a function, as the `backend` of `torch.compile`.
+        compiler: what compiles the graphs: a name or a function, as the `backend` of
+            `torch.compile`.
     """
 
     def __init__(self, device: torch.device, restart: Any, compiler: Any = "inductor") -> None:
@@ -74,7 +83,9 @@ class EagerRandomness:
         fake = torch._guards.detect_fake_mode(inputs)
         state = state if fake is None else fake.from_tensor(state, static_shapes=True)
         with self._none_left():
-            compiled = torch._dynamo.lookup_backend(self._compiler)(self._with_state(module, state), [*inputs, state])
+            compiled = torch._dynamo.lookup_backend(self._compiler)(
+                self._with_state(module, state), [*inputs, state]
+            )
 
         def run(*arguments: Any) -> Any:
             *results, after = compiled(*arguments, generator.get_state())
@@ -84,7 +95,8 @@ class EagerRandomness:
         return run
 
     def _with_state(self, module: torch.fx.GraphModule, example: Tensor) -> torch.fx.GraphModule:
-        """A copy with the state as last input and last output. Between two nodes that begin and end it, tracing follows the state."""
+        """A copy with the state as last input and last output. Between two nodes that begin and end
+        it, tracing follows the state."""
         graph = torch.fx.Graph()
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
         outputs: Any = graph.graph_copy(module.graph, copies)
@@ -157,11 +169,18 @@ class _Draws(TorchDispatchMode):
 
 def _is_random(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a call draws from the default generator."""
-    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()) or kwargs.get("generator") is not None:
+    if (
+        torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ())
+        or kwargs.get("generator") is not None
+    ):
         return False
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
-            rate = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            rate = (
+                args[place]
+                if place < len(args)
+                else kwargs.get("dropout_p", argument.default_value)
+            )
             return rate != 0
     return True
 
@@ -180,23 +199,38 @@ def _written(operator: Any) -> list[int]:
 
 @cache
 def _explicit(operator: Any) -> Any:
-    """The function of a random operator: (state, its arguments) -> (next state, new values of arguments that it writes into, results).
+    """The function of a random operator: (state, its arguments) -> (next state, new values of
+    arguments that it writes into, results).
 
     Raises:
-        UnsupportedOperatorException: it returns more than tensors. Dynamo then runs the function that it compiles as it is.
+        UnsupportedOperatorException: it returns more than tensors. Dynamo then runs the function
+            that it compiles as it is.
     """
     schema, written = operator._schema, _written(operator)
     fused = schema.name in _FUSED_ATTENTION
-    kept = (0, 1, 6, 7) if fused else tuple(place for place, result in enumerate(schema.returns) if result.alias_info is None)
-    if any(str(schema.returns[place].type) != "Tensor" for place in kept) or any(schema.arguments[place].kwarg_only for place in written):
+    kept = (
+        (0, 1, 6, 7)
+        if fused
+        else tuple(
+            place for place, result in enumerate(schema.returns) if result.alias_info is None
+        )
+    )
+    if any(str(schema.returns[place].type) != "Tensor" for place in kept) or any(
+        schema.arguments[place].kwarg_only for place in written
+    ):
         raise UnsupportedOperatorException(operator)
     name = f"drawn_{schema.name.replace('::', '_')}_{operator._overloadname}"
     arguments = re.sub(r"\(\w+!?\)", "", str(schema)).partition("(")[2].rpartition(") -> ")[0]
     arguments = arguments.replace(" from=", " low=").replace(" from,", " low,")  # names in Python
-    _LIBRARY.define(f"{name}(Tensor random_state, {arguments}) -> ({', '.join(['Tensor'] * (1 + len(written) + len(kept)))})")
+    _LIBRARY.define(
+        f"{name}(Tensor random_state, {arguments}) ->"
+        f" ({', '.join(['Tensor'] * (1 + len(written) + len(kept)))})"
+    )
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        args = tuple(value.clone() if place in written else value for place, value in enumerate(args))
+        args = tuple(
+            value.clone() if place in written else value for place, value in enumerate(args)
+        )
         results = operator(*args, **kwargs)
         results = results if isinstance(results, tuple) else (results,)
         return *(args[place] for place in written), *(results[place] for place in kept)
@@ -209,6 +243,8 @@ def _explicit(operator: Any) -> Any:
 
     _LIBRARY.impl(name, draw, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        f"lightning_3d::{name}", lambda state, *args, **kwargs: (torch.empty_like(state), *call(args, kwargs)), lib=_LIBRARY
+        f"lightning_3d::{name}",
+        lambda state, *args, **kwargs: (torch.empty_like(state), *call(args, kwargs)),
+        lib=_LIBRARY,
     )
     return getattr(torch.ops.lightning_3d, name).default

@@ -1,8 +1,9 @@
 """Positions for the masks of Transformers models that make them without positions.
 
-Transformers' `create_causal_mask` and its relatives keep the documents of a packed sample apart if they get `position_ids`. Some models,
-such as GPT-OSS, do not pass them on. The functions are public, but a model finds them among the globals of its file, and that is where
-they are wrapped. Tried with Transformers 5.17 and 5.24.
+Transformers' `create_causal_mask` and its relatives keep the documents of a packed sample apart if
+they get `position_ids`. Some models, such as GPT-OSS, do not pass them on. The functions are
+public, but a model finds them among the globals of its file, and that is where they are wrapped.
+Tried with Transformers 5.17 and 5.24.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _calls = _Calls()
 
 
 def give_positions_to_masks(model: nn.Module) -> None:
-    """Let every mask of a model know the positions with which the model is called. In place; a second call changes nothing.
+    """Let every mask of a model know the positions with which the model is called. In place; a
+    second call changes nothing.
 
     Masks of a model that passes its positions on, and those of other models, stay as they are.
 
@@ -38,7 +40,9 @@ def give_positions_to_masks(model: nn.Module) -> None:
         model: a model of Transformers, or a module that contains some.
     """
     for child in model.modules():
-        if (found := _files_with_makers(type(child))) and _remember not in child._forward_pre_hooks.values():
+        if (
+            found := _files_with_makers(type(child))
+        ) and _remember not in child._forward_pre_hooks.values():
             for file in found:
                 _wrap_makers(file)
             child.register_forward_pre_hook(_remember, with_kwargs=True)
@@ -51,7 +55,11 @@ def _files_with_makers(kind: type) -> list[dict[str, Any]]:
 
     if not issubclass(kind, PreTrainedModel):
         return []
-    files = (vars(sys.modules[parent.__module__]) for parent in kind.__mro__ if parent.__module__ in sys.modules)
+    files = (
+        vars(sys.modules[parent.__module__])
+        for parent in kind.__mro__
+        if parent.__module__ in sys.modules
+    )
     return [file for file in files if any(name in file for name in MAKERS)]
 
 
@@ -64,7 +72,11 @@ def _wrap_makers(file: dict[str, Any]) -> None:
 def _with_positions(maker: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(maker)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if _calls.positions and (positions := _calls.positions[-1]) is not None and kwargs.get("position_ids") is None:
+        if (
+            _calls.positions
+            and (positions := _calls.positions[-1]) is not None
+            and kwargs.get("position_ids") is None
+        ):
             kwargs["position_ids"] = positions
         return maker(*args, **kwargs)
 

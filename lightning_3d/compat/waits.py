@@ -10,7 +10,8 @@ _counts = False
 
 
 def seconds_waited() -> float:
-    """Return the seconds that this process has waited since `count_waits`. On a GPU it hardly ever waits: the GPU does."""
+    """Return the seconds that this process has waited since `count_waits`. On a GPU it hardly ever
+    waits: the GPU does."""
     return _waited
 
 
@@ -21,7 +22,8 @@ def add_wait(seconds: float) -> None:
 
 
 def count_waits() -> None:
-    """Begin to count. All of torch's collectives wait in `Work.wait` (torch 2.8 to 2.13), which is replaced once."""
+    """Begin to count. All of torch's collectives wait in `Work.wait` (torch 2.8 to 2.13), which is
+    replaced once."""
     global _counts
     if _counts:
         return

@@ -1,8 +1,10 @@
-"""A 64-bit hash of the bits of tensors, computed where they are: two passes over the memory, and no wait of the host.
+"""A 64-bit hash of the bits of tensors, computed where they are: two passes over the memory, and no
+wait of the host.
 
-The 32-bit words of all tensors, one after the other in rows, are multiplied by odd numbers that depend on their place, and added modulo
-2**64. So one flipped bit always changes the hash, and several leave it as it was with a chance of about 2**-32 at most. It does not
-matter how many rows are multiplied at a time.
+The 32-bit words of all tensors, one after the other in rows, are multiplied by odd numbers that
+depend on their place, and added modulo 2**64. So one flipped bit always changes the hash, and
+several leave it as it was with a chance of about 2**-32 at most. It does not matter how many rows
+are multiplied at a time.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def _joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _words(tensor: Tensor) -> Iterator[Tensor]:
-    """The bits of a tensor as int32; bytes at its end that do not fill a word are filled up with zeros."""
+    """The bits of a tensor as int32; bytes at its end that do not fill a word are filled up with
+    zeros."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return
@@ -107,7 +110,9 @@ def _words(tensor: Tensor) -> Iterator[Tensor]:
 @cache
 def _columns(device: torch.device) -> Tensor:
     """Odd factors of the words of a row."""
-    return torch.tensor([mixed(place, seed=1) | 1 for place in range(_COLUMNS)], dtype=torch.int64).to(device)
+    return torch.tensor(
+        [mixed(place, seed=1) | 1 for place in range(_COLUMNS)], dtype=torch.int64
+    ).to(device)
 
 
 _KNOWN: dict[torch.device, Tensor] = {}
@@ -118,5 +123,7 @@ def _factors(rows: int, device: torch.device) -> Tensor:
     known = _KNOWN.get(device)
     if known is None or len(known) < rows:
         wanted = max(rows, 64 if known is None else 2 * len(known))
-        known = _KNOWN[device] = torch.tensor([mixed(row, seed=2) | 1 for row in range(wanted)], dtype=torch.int64).to(device)
+        known = _KNOWN[device] = torch.tensor(
+            [mixed(row, seed=2) | 1 for row in range(wanted)], dtype=torch.int64
+        ).to(device)
     return known

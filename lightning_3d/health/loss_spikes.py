@@ -14,10 +14,12 @@ LEAST = 20
 """Losses that must be known before one is judged."""
 
 _TO_DEVIATION = 1.4826
-"""The median of the distances from the median, times this, is the standard deviation of normally distributed numbers."""
+"""The median of the distances from the median, times this, is the standard deviation of normally
+distributed numbers."""
 
 _LEAST_SPREAD = 1e-3
-"""Spread, as a share of the median, below which losses count as equal: a run on constant data must not report its rounding."""
+"""Spread, as a share of the median, below which losses count as equal: a run on constant data must
+not report its rounding."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,19 @@ class Spike:
 
     @property
     def words(self) -> str:
-        return f"the loss jumps to {self.loss:.4g}, from {self.usual:.4g} before (robust z-score {self.score:.0f})"
+        return (
+            f"the loss jumps to {self.loss:.4g}, from {self.usual:.4g} before (robust z-score"
+            f" {self.score:.0f})"
+        )
 
 
 class LossSpikes:
     """The losses of the last steps, and those that jump.
 
-    The median and the median distance from it hardly change when a few losses are wrong. A falling loss raises no alarm: only losses above
-    the median count. Losses of spikes are not kept, so that a second one is found too, but after `LEAST` spikes in a row the window begins
-    anew: the loss has changed for good.
+    The median and the median distance from it hardly change when a few losses are wrong. A falling
+    loss raises no alarm: only losses above the median count. Losses of spikes are not kept, so that
+    a second one is found too, but after `LEAST` spikes in a row the window begins anew: the loss
+    has changed for good.
 
     Args:
         score: robust z-score of a loss that counts as a jump.

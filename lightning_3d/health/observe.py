@@ -1,4 +1,5 @@
-"""Observes this rank from another thread: what its main thread does, and which collectives it has called."""
+"""Observes this rank from another thread: what its main thread does, and which collectives it has
+called."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ MOST_SHOWN = 100
 
 _MOST_SENT = 12
 _OURS = f"{os.sep}lightning_3d{os.sep}"
-_LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}lightning{os.sep}", f"{os.sep}threading.py", f"{os.sep}contextlib.py", _OURS)
+_LIBRARIES = (
+    f"{os.sep}torch{os.sep}",
+    f"{os.sep}lightning{os.sep}",
+    f"{os.sep}threading.py",
+    f"{os.sep}contextlib.py",
+    _OURS,
+)
 _TRAINER = os.path.join("lightning", "pytorch", "trainer", "trainer.py")
 _BLOCKING = (os.path.join("torch", "distributed"), _OURS)
 
@@ -34,7 +41,10 @@ def observe(rank: int, heartbeat: Heartbeat, *, overdue: bool) -> RankReport:
     """
     where, blocked = _main_thread()
     members = group_members()
-    groups = {name: _state(list(calls), members.get(name, ())) for name, calls in _by_group(recorded_collectives())}
+    groups = {
+        name: _state(list(calls), members.get(name, ()))
+        for name, calls in _by_group(recorded_collectives())
+    }
     return RankReport(
         rank,
         socket.gethostname(),
@@ -49,16 +59,22 @@ def observe(rank: int, heartbeat: Heartbeat, *, overdue: bool) -> RankReport:
 
 
 def write_report(path: Path, report: RankReport) -> None:
-    """Write what a rank does, its last collectives and the stacks of all its threads. A rank that is ended meanwhile leaves the report that
-    it wrote before."""
+    """Write what a rank does, its last collectives and the stacks of all its threads. A rank that
+    is ended meanwhile leaves the report that it wrote before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".partial")
     with draft.open("w", encoding="utf-8") as file:
-        file.write(f"rank {report.rank} on {report.host}, process {os.getpid()}: {report.activity}, for {report.seconds:.1f} s\n")
+        file.write(
+            f"rank {report.rank} on {report.host}, process {os.getpid()}: {report.activity}, for"
+            f" {report.seconds:.1f} s\n"
+        )
         for _, calls in _by_group(recorded_collectives()):
             shown = list(calls)[-MOST_SHOWN:]
             file.write(f"\nlast collectives of group {shown[0].purpose or shown[0].group}:\n")
-            file.writelines(f"{one.number:8d}  {'done' if one.done else 'PENDING':7s}  {one.kind} {one.shape}\n" for one in shown)
+            file.writelines(
+                f"{one.number:8d}  {'done' if one.done else 'PENDING':7s}  {one.kind} {one.shape}\n"
+                for one in shown
+            )
         file.write("\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
@@ -66,7 +82,9 @@ def write_report(path: Path, report: RankReport) -> None:
 
 
 def _by_group(calls: list[Collective]) -> list[tuple[str, list[Collective]]]:
-    ordered = sorted((one for one in calls if not one.message), key=lambda one: (one.group, one.number))
+    ordered = sorted(
+        (one for one in calls if not one.message), key=lambda one: (one.group, one.number)
+    )
     return [(name, list(found)) for name, found in groupby(ordered, key=lambda one: one.group)]
 
 
@@ -77,7 +95,9 @@ def _state(calls: list[Collective], ranks: tuple[int, ...]) -> GroupState:
     if calls[-1] not in kept:
         kept.append(calls[-1])
     last = tuple(LastCollective(one.number, one.kind, one.shape, not one.done) for one in kept)
-    return GroupState("of all ranks" if calls[0].purpose == "default_pg" else calls[0].purpose, ranks, last)
+    return GroupState(
+        "of all ranks" if calls[0].purpose == "default_pg" else calls[0].purpose, ranks, last
+    )
 
 
 def _main_thread() -> tuple[str, bool]:
@@ -91,7 +111,8 @@ def _main_thread() -> tuple[str, bool]:
 
 
 def _innermost_of_user(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's own code inside of the Trainer; None where there is none."""
+    """Return the innermost frame of the user's own code inside of the Trainer; None where there is
+    none."""
     while frame is not None and not frame.f_code.co_filename.endswith(_TRAINER):
         if not any(part in frame.f_code.co_filename for part in _LIBRARIES):
             return frame

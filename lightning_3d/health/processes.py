@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits for a disk or a driver", "Z": "has ended"}
+_STATES = {
+    "T": "is stopped (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "waits for a disk or a driver",
+    "Z": "has ended",
+}
 
 
 def machine_name() -> str:
@@ -27,7 +32,8 @@ class Process:
         host: name of its machine.
         pid: its number there.
         started: when it was started, in ticks since the machine was: a number may be used again.
-        place: identifies the machine, and the container, in which this number belongs to this process.
+        place: identifies the machine, and the container, in which this number belongs to this
+            process.
     """
 
     host: str
@@ -73,7 +79,8 @@ def _place() -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of Linux' /proc/PID/stat from the third on; none where there is no such process."""
+    """Return the fields of Linux' /proc/PID/stat from the third on; none where there is no such
+    process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LastCollective:
-    """A collective of one group that a rank has called and that has not ended, or the last one that has.
+    """A collective of one group that a rank has called and that has not ended, or the last one that
+    has.
 
     Attributes:
         number: 1 for the first collective of the group.
@@ -69,7 +70,8 @@ class RankReport:
         activity: phase and action, such as "training step 7: forward, stage 2, micro-batch 5".
         seconds: time for which it has done that.
         where: place in the code, such as "model.py:12 in forward".
-        blocked: whether it is inside of torch's collectives or of this package, and not in other code.
+        blocked: whether it is inside of torch's collectives or of this package, and not in other
+            code.
         overdue: whether that is longer than it may take.
         waits_for: (global rank, message) of the pipeline that it waits for, if it does.
         groups: its groups, by their names in torch.
@@ -92,7 +94,11 @@ class RankReport:
     def from_json(cls, text: str) -> RankReport:
         values: dict[str, Any] = json.loads(text)
         waits, groups = values.pop("waits_for"), values.pop("groups")
-        return cls(**values, waits_for=tuple(waits) if waits else None, groups={name: _group(group) for name, group in groups.items()})
+        return cls(
+            **values,
+            waits_for=tuple(waits) if waits else None,
+            groups={name: _group(group) for name, group in groups.items()},
+        )
 
 
 def _group(values: dict[str, Any]) -> GroupState:

@@ -1,7 +1,8 @@
 """Compares what several ranks hold alike, bit by bit, with one small all-gather.
 
-A rank lists its pieces: a part of a parameter or of its optimizer state, with a key that says which part. Ranks that list the same key must
-hold the same bits. So nothing here depends on how a layout or a ZeRO stage places them.
+A rank lists its pieces: a part of a parameter or of its optimizer state, with a key that says which
+part. Ranks that list the same key must hold the same bits. So nothing here depends on how a layout
+or a ZeRO stage places them.
 """
 
 from __future__ import annotations
@@ -85,10 +86,11 @@ class ReplicaComparison:
         self._classes = _Classes([], [], [])
 
     def compare(self, pieces: Sequence[Piece]) -> list[Difference]:
-        """Compare the pieces of all ranks: an all-gather of a few numbers over the world, which the host waits for.
+        """Compare the pieces of all ranks: an all-gather of a few numbers over the world, which the
+        host waits for.
 
-        The first call, and one for which a rank has other keys than before, sends the keys too. A difference is followed by a gather that
-        finds the parameters.
+        The first call, and one for which a rank has other keys than before, sends the keys too. A
+        difference is followed by a gather that finds the parameters.
 
         Returns:
             What differs; empty if nothing does.
@@ -100,7 +102,10 @@ class ReplicaComparison:
             for slot, one in enumerate(slots):
                 found.setdefault(one, {})[rank] = table[rank][slot + 1]
         different = sorted(one for one, by_rank in found.items() if len(set(by_rank.values())) > 1)
-        return [self._describe(one, found[one], described) for one, described in self._explain(different, pieces)]
+        return [
+            self._describe(one, found[one], described)
+            for one, described in self._explain(different, pieces)
+        ]
 
     def _hashes(self, pieces: Sequence[Piece]) -> list[list[int]]:
         """Gather for each rank the hashes of its classes, after a 0."""
@@ -108,7 +113,10 @@ class ReplicaComparison:
         changed = keys != self._keys
         own = [torch.full((), int(changed), dtype=torch.int64, device=self._device)]
         if not changed:
-            own += [hash_bits((t for place in places for t in pieces[place].tensors), self._device) for places in self._classes.own]
+            own += [
+                hash_bits((t for place in places for t in pieces[place].tensors), self._device)
+                for places in self._classes.own
+            ]
         table = self._gather(own, 1 + max((len(slots) for slots in self._classes.slots), default=0))
         if not any(row[0] for row in table):
             return table
@@ -130,7 +138,9 @@ class ReplicaComparison:
         """Find out which pieces which ranks hold: two all-gathers, once."""
         count = torch.tensor([len(keys)], dtype=torch.int64, device=self._device)
         longest = max(row[0] for row in self._gather([count[0]], 1))
-        table = self._gather([*torch.tensor([0, *keys], dtype=torch.int64, device=self._device)], longest + 1)
+        table = self._gather(
+            [*torch.tensor([0, *keys], dtype=torch.int64, device=self._device)], longest + 1
+        )
         holders: dict[int, list[int]] = {}
         for rank, row in enumerate(table):
             for key in dict.fromkeys(row):
@@ -141,11 +151,21 @@ class ReplicaComparison:
         number = {ranks: one for one, ranks in enumerate(members)}
         slots = [sorted({number[shared[key]] for key in row if key in shared}) for row in table]
         mine = slots[dist.get_rank()]
-        own = [[place for place, key in enumerate(keys) if key in shared and number[shared[key]] == one] for one in mine]
+        own = [
+            [
+                place
+                for place, key in enumerate(keys)
+                if key in shared and number[shared[key]] == one
+            ]
+            for one in mine
+        ]
         return _Classes(members, slots, own)
 
-    def _explain(self, different: list[int], pieces: Sequence[Piece]) -> list[tuple[int, list[dict[str, dict[str, int]]]]]:
-        """Gather the hash of each piece of the classes that differ: for each class, for each rank kind -> name -> hash."""
+    def _explain(
+        self, different: list[int], pieces: Sequence[Piece]
+    ) -> list[tuple[int, list[dict[str, dict[str, int]]]]]:
+        """Gather the hash of each piece of the classes that differ: for each class, for each rank
+        kind -> name -> hash."""
         if not different:
             return []
         rank = dist.get_rank()
@@ -155,23 +175,34 @@ class ReplicaComparison:
                 for piece in (pieces[place] for place in self._classes.own[slot]):
                     value = int(hash_bits(piece.tensors, self._device))
                     own.setdefault(one, {}).setdefault(piece.kind, {})[piece.name] = value
-        everyone: list[tuple[str, dict[int, dict[str, dict[str, int]]]]] = [("", {})] * dist.get_world_size()
+        everyone: list[tuple[str, dict[int, dict[str, dict[str, int]]]]] = [
+            ("", {})
+        ] * dist.get_world_size()
         dist.all_gather_object(everyone, (f"{socket.gethostname()}, {self._device}", own))
         self._hosts = [host for host, _ in everyone]
         return [(one, [of_rank.get(one, {}) for _, of_rank in everyone]) for one in different]
 
-    def _describe(self, one: int, by_rank: dict[int, int], described: list[dict[str, dict[str, int]]]) -> Difference:
+    def _describe(
+        self, one: int, by_rank: dict[int, int], described: list[dict[str, dict[str, int]]]
+    ) -> Difference:
         """Tell the odd ranks by majority, and what differs."""
         ranks = self._classes.members[one]
         [(usual, count)] = Counter(by_rank.values()).most_common(1)
-        odd = tuple(rank for rank in ranks if by_rank[rank] != usual) if 2 * count > len(ranks) else ranks
+        odd = (
+            tuple(rank for rank in ranks if by_rank[rank] != usual)
+            if 2 * count > len(ranks)
+            else ranks
+        )
         differing = [
             (kind, name)
             for kind, names in sorted(described[ranks[0]].items(), reverse=True)
             for name in names
             if len({described[rank].get(kind, {}).get(name) for rank in ranks}) > 1
         ]
-        kinds, names = tuple(dict.fromkeys(kind for kind, _ in differing)), tuple(dict.fromkeys(name for _, name in differing))
+        kinds, names = (
+            tuple(dict.fromkeys(kind for kind, _ in differing)),
+            tuple(dict.fromkeys(name for _, name in differing)),
+        )
         return Difference(ranks, odd, tuple(self._hosts[rank] for rank in odd), kinds, names)
 
 

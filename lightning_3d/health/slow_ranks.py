@@ -1,7 +1,7 @@
 """Finds ranks that compute more slowly than their peers, which do the same work. Imports no torch.
 
-What counts is the time in a rank's own computation, not what it waits for others: a slow rank makes all others wait, and all have the same
-time per step.
+What counts is the time in a rank's own computation, not what it waits for others: a slow rank makes
+all others wait, and all have the same time per step.
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ class SlowRanks:
     """Compares the ranks window by window; the same on every rank.
 
     Args:
-        groups: ranks that do the same work, each with all of its peers; a rank without peers is compared with nobody.
+        groups: ranks that do the same work, each with all of its peers; a rank without peers is
+            compared with nobody.
         factor: how many times as long as its peers a rank must compute to count as slow.
         steps: number of steps that it must be slow for.
         hosts: name of each rank's machine, by rank.
     """
 
-    def __init__(self, groups: Sequence[tuple[int, ...]], factor: float, steps: int, hosts: Sequence[str]) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[int, ...]], factor: float, steps: int, hosts: Sequence[str]
+    ) -> None:
         self._hosts = hosts
-        self._peers = {rank: tuple(other for other in group if other != rank) for group in groups for rank in group}
+        self._peers = {
+            rank: tuple(other for other in group if other != rank)
+            for group in groups
+            for rank in group
+        }
         self._factor = factor
         self._windows = max(1, -(-steps // WINDOW))
         self._slow: dict[int, int] = {}  # windows in a row
@@ -55,12 +62,15 @@ class SlowRanks:
             seconds: time in own computation, by rank.
 
         Returns:
-            The slowest rank, None without peers; and the ranks that have been slow for long enough, each once until it recovers.
+            The slowest rank, None without peers; and the ranks that have been slow for long enough,
+            each once until it recovers.
         """
         found = [self._compare(rank, seconds) for rank in sorted(self._peers) if self._peers[rank]]
         report = []
         for one in found:
-            self._slow[one.rank] = self._slow.get(one.rank, 0) + 1 if one.factor > self._factor else 0
+            self._slow[one.rank] = (
+                self._slow.get(one.rank, 0) + 1 if one.factor > self._factor else 0
+            )
             if self._slow[one.rank] == self._windows:
                 report.append(one)
         return max(found, key=lambda one: one.factor, default=None), report

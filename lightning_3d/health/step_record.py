@@ -1,4 +1,5 @@
-"""Records what a rank computes in forward and backward, as hashes in the order in which it happens, so that two runs can be compared."""
+"""Records what a rank computes in forward and backward, as hashes in the order in which it happens,
+so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ class Event:
 
 
 class StepRecorder:
-    """Hashes outputs of layers, gradients of parameters, and what is sent and received. The host does not wait before `take`.
+    """Hashes outputs of layers, gradients of parameters, and what is sent and received. The host
+    does not wait before `take`.
 
     Args:
         module: this rank's part of the model.
-        layers: whether to look at the outputs of layers. False where blocks are compiled: hooks would compile them again.
+        layers: whether to look at the outputs of layers. False where blocks are compiled: hooks
+            would compile them again.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, *, layers: bool) -> None:
@@ -62,7 +65,8 @@ class StepRecorder:
         self._note(f"what arrives in {_article(what)} {what}", (tensor,), arrived=True)
 
     def note_result(self, gradients: Sequence[Tensor], loss: float) -> None:
-        """Add what the step leaves: the reduced gradients, which all ranks have contributed to, and the loss."""
+        """Add what the step leaves: the reduced gradients, which all ranks have contributed to, and
+        the loss."""
         self._note("the reduced gradients", tuple(gradients), arrived=True)
         self._note("the loss", (torch.tensor(loss, dtype=torch.float64),), arrived=True)
 
@@ -70,7 +74,10 @@ class StepRecorder:
         """Return the events since the last call, and forget them. Waits for the device."""
         events, self._events = self._events, []
         values = torch.stack([value for _, _, value in events]).tolist() if events else []
-        return [Event(what, arrived, value) for (what, arrived, _), value in zip(events, values, strict=True)]
+        return [
+            Event(what, arrived, value)
+            for (what, arrived, _), value in zip(events, values, strict=True)
+        ]
 
     def _sees_output(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -85,7 +92,11 @@ class StepRecorder:
         return note
 
     def _note(self, what: str, tensors: tuple[Tensor, ...], *, arrived: bool = False) -> None:
-        plain = (tensor.detach() for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_sparse)
+        plain = (
+            tensor.detach()
+            for tensor in tensors
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_sparse
+        )
         self._events.append((what, arrived, hash_bits(plain, self._device)))
 
 

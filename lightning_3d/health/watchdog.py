@@ -1,11 +1,12 @@
 """Ends a run that hangs, with one message that says which rank holds it up, and where.
 
-A thread of each rank checks whether the rank makes progress. A rank that makes none asks all ranks what they do, and writes its own stacks
-and collectives to a file. When all have answered, or had time to, the lowest rank that asked compares the answers (`hang_verdict`) and ends
-the run.
+A thread of each rank checks whether the rank makes progress. A rank that makes none asks all ranks
+what they do, and writes its own stacks and collectives to a file. When all have answered, or had
+time to, the lowest rank that asked compares the answers (`hang_verdict`) and ends the run.
 
-A rank cannot answer if its process is stopped, its machine is lost, or other code holds Python's interpreter lock. In the last case its
-stacks are still written, because `faulthandler` needs no lock.
+A rank cannot answer if its process is stopped, its machine is lost, or other code holds Python's
+interpreter lock. In the last case its stacks are still written, because `faulthandler` needs no
+lock.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ ANSWER_SECONDS = 7.0
 """Longest time for the other ranks to say what they do."""
 
 STACKS_SECONDS = 5.0
-"""Longest time that a rank that cannot answer gets to write its stacks before it is killed: a busy machine may be slow."""
+"""Longest time that a rank that cannot answer gets to write its stacks before it is killed: a busy
+machine may be slow."""
 
 STALE_SECONDS = 6.0
 """An answer counts if it was written again within this time."""
@@ -46,7 +48,8 @@ STORE_SECONDS = 4.0
 """Longest time for a call of the board."""
 
 END_SECONDS = 10.0
-"""Longest time for posting the message that ends all ranks: others are given some seconds to read it."""
+"""Longest time for posting the message that ends all ranks: others are given some seconds to read
+it."""
 
 _ASKED = "hang"
 _log = logging.getLogger(__name__)
@@ -61,7 +64,8 @@ class Watchdog:
         reporter: board and end of the ranks.
         rank: global rank.
         processes: of all ranks, by rank.
-        folder: folder for the files of the ranks: `rank_N.txt`, or `rank_N_stacks.txt` of a rank that cannot answer.
+        folder: folder for the files of the ranks: `rank_N.txt`, or `rank_N_stacks.txt` of a rank
+            that cannot answer.
     """
 
     def __init__(
@@ -77,11 +81,14 @@ class Watchdog:
         self._rank, self._processes = rank, processes
         self._file, self._stacks_file = folder / f"rank_{rank}.txt", _stacks_file(folder, rank)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="lightning_3d-watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="lightning_3d-watchdog", daemon=True
+        )
         self._asked_at: float | None = None
         self._answered = False
         self._board = PatientCalls()
-        self._changed: dict[int, tuple[str, float]] = {}  # the last answer of each rank, and when it was read first
+        # the last answer of each rank, and when it was read first
+        self._changed: dict[int, tuple[str, float]] = {}
         self._stacks: TextIO | None = None
         self._shortest = math.inf  # seconds that an action was allowed to take
 
@@ -108,12 +115,15 @@ class Watchdog:
             try:
                 self._expect_lost_lock()
                 self._look()
-            except Exception:  # the store may be gone with the rank that served it; a watch that ends would let the run hang
+            except Exception:
+                # the store may be gone with the rank that served it; a watch that ends would let
+                # the run hang
                 _log.debug("the watch of rank %d looks again later", self._rank, exc_info=True)
 
     def _expect_lost_lock(self) -> None:
-        """Let `faulthandler` write the stacks unless this thread runs again in the time of a step. It does not matter that what runs now
-        may take longer: the lock may be lost in the next step, before this thread looks again."""
+        """Let `faulthandler` write the stacks unless this thread runs again in the time of a step.
+        It does not matter that what runs now may take longer: the lock may be lost in the next
+        step, before this thread looks again."""
         if self._stacks is None:
             try:
                 self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +142,8 @@ class Watchdog:
             self._asked_at = None
         try:
             self._take_part(overdue)
-        except (TimeoutError, RuntimeError):  # rank 0, which serves the store, is stopped, or has ended
+        except (TimeoutError, RuntimeError):
+            # rank 0, which serves the store, is stopped, or has ended
             self._end_without_board(overdue)
 
     def _take_part(self, overdue: bool) -> None:
@@ -151,13 +162,16 @@ class Watchdog:
             self._compare()
 
     def _read(self) -> dict[int, RankReport]:
-        """Read what the ranks have answered lately. Each writes its answer again and again, with the time that it has waited."""
+        """Read what the ranks have answered lately. Each writes its answer again and again, with
+        the time that it has waited."""
         now, texts = time.monotonic(), self._reporter.board.shared(_ASKED)
         self._changed = {rank: self._changed.get(rank, ("", now)) for rank in texts}
         for rank, text in texts.items():
             if self._changed[rank][0] != text:
                 self._changed[rank] = text, now
-        lately = {rank: text for rank, (text, when) in self._changed.items() if now - when < STALE_SECONDS}
+        lately = {
+            rank: text for rank, (text, when) in self._changed.items() if now - when < STALE_SECONDS
+        }
         return {rank: RankReport.from_json(text) for rank, text in lately.items()}
 
     def _has_waited(self) -> bool:
@@ -167,10 +181,13 @@ class Watchdog:
         return now - self._asked_at >= ANSWER_SECONDS
 
     def _all_have_answered(self) -> bool:
-        """Return whether every rank has answered since this one is overdue, or is stopped and never will."""
+        """Return whether every rank has answered since this one is overdue, or is stopped and never
+        will."""
         since = self._asked_at or time.monotonic()
         answered = {rank for rank, (text, when) in self._changed.items() if text and when > since}
-        return all(rank in answered or process.is_stopped for rank, process in enumerate(self._processes))
+        return all(
+            rank in answered or process.is_stopped for rank, process in enumerate(self._processes)
+        )
 
     def _answer(self, overdue: bool) -> None:
         """Say what this rank does, and write it to its file."""
@@ -187,18 +204,31 @@ class Watchdog:
         self._file.unlink(missing_ok=True)
 
     def _share(self, text: str) -> None:
-        self._board.within(STORE_SECONDS, lambda: self._reporter.board.share(_ASKED, self._rank, text))
+        self._board.within(
+            STORE_SECONDS, lambda: self._reporter.board.share(_ASKED, self._rank, text)
+        )
 
     def _compare(self) -> None:
         """Find the cause and end the run, if this is the lowest rank that is overdue."""
         reports = self._board.within(STORE_SECONDS, self._read)
-        if min((rank for rank, report in reports.items() if report.overdue), default=self._rank) != self._rank:
+        if (
+            min((rank for rank, report in reports.items() if report.overdue), default=self._rank)
+            != self._rank
+        ):
             return
-        silent = {rank: process.why_silent() for rank, process in enumerate(self._processes) if rank not in reports}
+        silent = {
+            rank: process.why_silent()
+            for rank, process in enumerate(self._processes)
+            if rank not in reports
+        }
         verdict = judge(reports, silent)
         if not verdict.certain:  # the rank that the others wait for has longer for what it does
             return
-        to_kill = [rank for rank in silent if self._processes[rank].is_here() and not self._processes[rank].is_stopped]
+        to_kill = [
+            rank
+            for rank in silent
+            if self._processes[rank].is_here() and not self._processes[rank].is_stopped
+        ]
         await_content([_stacks_file(self._file.parent, rank) for rank in to_kill], STACKS_SECONDS)
         for rank in silent:
             self._processes[rank].kill_if_here()
@@ -207,7 +237,8 @@ class Watchdog:
         self._board.within(END_SECONDS, lambda: self._reporter.end_all(message))
 
     def _end_without_board(self, overdue: bool) -> None:
-        """End this process, because rank 0, which serves the store, does not answer. The first rank that comes here says so."""
+        """End this process, because rank 0, which serves the store, does not answer. The first rank
+        that comes here says so."""
         if not overdue or not (self._has_waited() or self._processes[0].is_stopped):
             return
         report = observe(self._rank, self._heartbeat, overdue=True)
@@ -222,14 +253,17 @@ class Watchdog:
         os._exit(1)
 
     def _may_print(self, message: str) -> bool:
-        """Write the message to the folder of the run. False: a rank that was earlier has written and printed it.
+        """Write the message to the folder of the run. False: a rank that was earlier has written
+        and printed it.
 
-        The file stays, because ranks on other nodes may come later. So each attempt of the run has its own. Where nothing can be
-        written, each rank prints the message.
+        The file stays, because ranks on other nodes may come later. So each attempt of the run has
+        its own. Where nothing can be written, each rank prints the message.
         """
         first = self._processes[0]
         try:
-            with (self._file.parent / f"message_{first.pid}_{first.started}.txt").open("x", encoding="utf-8") as file:
+            with (self._file.parent / f"message_{first.pid}_{first.started}.txt").open(
+                "x", encoding="utf-8"
+            ) as file:
                 file.write(f"{message}\n")
         except FileExistsError:
             return False
@@ -239,8 +273,9 @@ class Watchdog:
 
     def _message(self, verdict: Verdict, seconds: float) -> str:
         return (
-            f"The run hangs: {verdict.text} Each rank's stacks and last collectives are in {self._file.parent}. Nothing has happened for"
-            f" {seconds:.0f} s (hang_timeout). To resume the last checkpoint, start the run again with trainer.auto_resume=true, or"
+            f"The run hangs: {verdict.text} Each rank's stacks and last collectives are in"
+            f" {self._file.parent}. Nothing has happened for {seconds:.0f} s (hang_timeout). To"
+            " resume the last checkpoint, start the run again with trainer.auto_resume=true, or"
             ' your script with ckpt_path="last".'
         )
 

@@ -1,4 +1,5 @@
-"""Layouts: their names, and the rules by which they suit a model, a batch and a schedule. Imports no torch."""
+"""Layouts: their names, and the rules by which they suit a model, a batch and a schedule. Imports
+no torch."""
 
 from lightning_3d.layout.layout import Layout
 

@@ -26,16 +26,19 @@ def split_layers(
 ) -> list[range]:
     """Assign consecutive layers to stages, at least one to each.
 
-    The slowest stage sets the pace of a pipeline, so this minimizes, in this order: the largest FLOPs of a stage; the largest
-    parameters of a stage (memory); the sum of squared FLOPs (evenness). Among equal splits later stages get more layers, because
-    they keep the activations of fewer micro-batches.
+    The slowest stage sets the pace of a pipeline, so this minimizes, in this order: the largest
+    FLOPs of a stage; the largest parameters of a stage (memory); the sum of squared FLOPs
+    (evenness). Among equal splits later stages get more layers, because they keep the activations
+    of fewer micro-batches.
 
     Args:
         flops: FLOPs of each layer.
         params: parameters of each layer.
         stages: number of stages.
-        first_extra: (FLOPs, parameters) of what runs before the layers (embedding), counted in the first stage.
-        last_extra: (FLOPs, parameters) of what runs after them (norm, head), counted in the last stage.
+        first_extra: (FLOPs, parameters) of what runs before the layers (embedding), counted in the
+            first stage.
+        last_extra: (FLOPs, parameters) of what runs after them (norm, head), counted in the last
+            stage.
 
     Returns:
         One range of layer indices for each stage.
@@ -44,11 +47,14 @@ def split_layers(
         LayoutError: fewer layers than stages.
     """
     if len(flops) != len(params):
-        raise ValueError(f"flops and params must each have one entry per layer; got {len(flops)} and {len(params)} entries.")
+        raise ValueError(
+            f"flops and params must each have one entry per layer; got {len(flops)} and"
+            f" {len(params)} entries."
+        )
     if stages < 1 or len(flops) < stages:
         raise LayoutError(
-            f"{len(flops)} layers cannot be assigned to {stages} pipeline stages: each stage needs at least one layer."
-            f" Use at most {len(flops)} stages (pp * vp)."
+            f"{len(flops)} layers cannot be assigned to {stages} pipeline stages: each stage needs"
+            f" at least one layer. Use at most {len(flops)} stages (pp * vp)."
         )
     return list(_split(tuple(flops), tuple(params), stages, tuple(first_extra), tuple(last_extra)))
 
@@ -73,11 +79,13 @@ class _Costs:
         self._first, self._last = first, last
 
     def extra(self, stage: int) -> Cost:
-        """Return what a stage has in addition to its layers: as the first one, and as the last one."""
+        """Return what a stage has in addition to its layers: as the first one, and as the last
+        one."""
         return self._first * (stage == 0), self._last * (stage == self.stages - 1)
 
     def begins(self, stage: int, ends: range, bound: float) -> Iterator[int]:
-        """Yield for each end the first layer of the longest stage whose cost is at most `bound`; the end itself where there is none."""
+        """Yield for each end the first layer of the longest stage whose cost is at most `bound`;
+        the end itself where there is none."""
         total, (first, last), begin = self.total, self.extra(stage), stage
         for end in ends:
             while begin < end and total[end] - total[begin] + first + last > bound:
@@ -85,10 +93,14 @@ class _Costs:
             yield begin
 
 
-def _best_split(cost: _Costs, bounds: Sequence[tuple[_Costs, float]], *, even: bool = False) -> Choice:
-    """Find the split whose largest stage costs least, and whose stages have at most the cost of each bound.
+def _best_split(
+    cost: _Costs, bounds: Sequence[tuple[_Costs, float]], *, even: bool = False
+) -> Choice:
+    """Find the split whose largest stage costs least, and whose stages have at most the cost of
+    each bound.
 
-    Dynamic programming over (stages used, layers used). Costs rise as a stage grows, so growing stops early.
+    Dynamic programming over (stages used, layers used). Costs rise as a stage grows, so growing
+    stops early.
 
     Args:
         even: the sum of squared costs is to be as small as possible, instead of the largest cost.
@@ -97,8 +109,16 @@ def _best_split(cost: _Costs, bounds: Sequence[tuple[_Costs, float]], *, even: b
     best: dict[int, Choice] = {0: (0.0 if even else -inf, ())}
     for stage in range(stages):
         longer: dict[int, Choice] = {}
-        ends = range(stage + 1, layers - (stages - stage - 1) + 1) if stage < stages - 1 else range(layers, layers + 1)
-        begins = zip(repeat(stage, len(ends)), *(costs.begins(stage, ends, bound) for costs, bound in bounds), strict=True)
+        ends = (
+            range(stage + 1, layers - (stages - stage - 1) + 1)
+            if stage < stages - 1
+            else range(layers, layers + 1)
+        )
+        begins = zip(
+            repeat(stage, len(ends)),
+            *(costs.begins(stage, ends, bound) for costs, bound in bounds),
+            strict=True,
+        )
         first, last = cost.extra(stage)
         for end, longest in zip(ends, begins, strict=True):
             chosen, start = inf, end
@@ -109,8 +129,10 @@ def _best_split(cost: _Costs, bounds: Sequence[tuple[_Costs, float]], *, even: b
                     break
                 if begin in best:
                     before = best[begin][0]
-                    combined = before + own if even else before if before > own else own  # `max` takes twice as long
-                    # `<=` keeps the latest stage as long as possible: the first layer of a stage is searched from the right.
+                    # `max` takes twice as long
+                    combined = before + own if even else before if before > own else own
+                    # `<=` keeps the latest stage as long as possible: the first layer of a stage is
+                    # searched from the right.
                     if combined <= chosen:
                         chosen, start = combined, begin
             if start < end:

@@ -1,4 +1,5 @@
-"""A global batch that grows at the start of a run: the size of each batch is a function of the rows read before it. Imports no torch."""
+"""A global batch that grows at the start of a run: the size of each batch is a function of the rows
+read before it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ _EXAMPLE = "for example data.batch_ramp={from: 32, step: 32, tokens: 1e9}"
 class BatchRamp:
     """Sizes of the global batches of a run.
 
-    The n = (full - first) / step sizes below the full one share the rows of the ramp equally. The batch that begins at row k of the run,
-    counted from 0, has first + floor(k n / rows) * step rows, and the full size from row `rows` on. This is the ramp of Megatron's
+    The n = (full - first) / step sizes below the full one share the rows of the ramp equally. The
+    batch that begins at row k of the run, counted from 0, has first + floor(k n / rows) * step
+    rows, and the full size from row `rows` on. This is the ramp of Megatron's
     `--rampup-batch-size`.
 
     Attributes:
@@ -47,24 +49,34 @@ class BatchRamp:
         """Read `data.batch_ramp`.
 
         Args:
-            given: a mapping with `from` and `step` in rows, and `tokens`, the length of the ramp; None for no ramp.
+            given: a mapping with `from` and `step` in rows, and `tokens`, the length of the ramp;
+                None for no ramp.
             full: rows of a global batch after the ramp.
             sequence_length: tokens of a row.
 
         Raises:
-            ConfigError: a key is missing or unknown, a value is no such number, or the steps do not lead to the full batch.
+            ConfigError: a key is missing or unknown, a value is no such number, or the steps do not
+                lead to the full batch.
         """
         if given is None:
             return cls.none(full)
         check_sizes(**{"data.global_batch_size": full})
         if not isinstance(given, Mapping) or set(given) != set(_KEYS):
-            raise ConfigError(f"data.batch_ramp must have the keys {listed(_KEYS)}, {_EXAMPLE}; got {_written(given)}.")
+            raise ConfigError(
+                f"data.batch_ramp must have the keys {listed(_KEYS)}, {_EXAMPLE}; got"
+                f" {_written(given)}."
+            )
         first, step, tokens = (given[key] for key in _KEYS)
         for key in ("from", "step"):
             if given[key] is None:
                 raise ConfigError(f"data.batch_ramp.{key} must be a whole number; got null.")
         check_sizes(**{"data.batch_ramp.from": first, "data.batch_ramp.step": step})
-        if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not is_finite(tokens) or tokens <= 0:
+        if (
+            isinstance(tokens, bool)
+            or not isinstance(tokens, int | float)
+            or not is_finite(tokens)
+            or tokens <= 0
+        ):
             raise ConfigError(f"data.batch_ramp.tokens must be a number above 0; got {tokens!r}.")
         _require_steps_that_reach(first, step, full)
         return cls(full, first, step, math.ceil(tokens / sequence_length), tokens)
@@ -81,7 +93,8 @@ class BatchRamp:
         return self.first + row * self._levels // self.rows * self.step
 
     def after(self, batches: int, start: int = 0) -> int:
-        """Return the row of the run at which a number of batches end, the first of which begins at `start`."""
+        """Return the row of the run at which a number of batches end, the first of which begins at
+        `start`."""
         for first, size, count in self._runs(start):
             if count is None or batches <= count:
                 return first + batches * size
@@ -99,7 +112,8 @@ class BatchRamp:
         raise AssertionError("the last run of batches has no end")
 
     def batches(self, start: int, end: int) -> Iterator[range]:
-        """Yield the rows of each batch from row `start` to row `end` of the run. The last one may be shorter."""
+        """Yield the rows of each batch from row `start` to row `end` of the run. The last one may
+        be shorter."""
         while start < end:
             stop = min(start + self.at(start), end)
             yield range(start, stop)
@@ -110,14 +124,19 @@ class BatchRamp:
         return f"{self.first * unit} to {self.full * unit}" if self.rows else str(self.full * unit)
 
     def __str__(self) -> str:
-        return f"from {self.first} by {self.step} to {self.full} over {self.tokens:g} tokens" if self.rows else "none"
+        return (
+            f"from {self.first} by {self.step} to {self.full} over {self.tokens:g} tokens"
+            if self.rows
+            else "none"
+        )
 
     @property
     def _levels(self) -> int:
         return (self.full - self.first) // self.step
 
     def _runs(self, row: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (first row, size, number) of successive batches of one size; the number of the last ones is None."""
+        """Yield (first row, size, number) of successive batches of one size; the number of the last
+        ones is None."""
         while row < self.rows:
             level = row * self._levels // self.rows
             size = self.first + level * self.step
@@ -129,14 +148,19 @@ class BatchRamp:
 
 
 def _require_steps_that_reach(first: int, step: int, full: int) -> None:
-    """Refuse steps that do not lead from the first batch to the full one, with the nearest that do."""
+    """Refuse steps that do not lead from the first batch to the full one, with the nearest that
+    do."""
     if first >= full:
-        raise ConfigError(f"data.batch_ramp.from must be less than data.global_batch_size={full}; got {first}. Use at most {full - 1}.")
+        raise ConfigError(
+            f"data.batch_ramp.from must be less than data.global_batch_size={full}; got {first}."
+            f" Use at most {full - 1}."
+        )
     if (full - first) % step:
         near = sorted(divisors(full - first), key=lambda size: abs(size - step))[:2]
         raise ConfigError(
-            f"data.batch_ramp goes from {first} to data.global_batch_size={full} in steps of {step}, which does not divide {full - first}."
-            f" Use data.batch_ramp.step={listed(sorted(near), last='or')}."
+            f"data.batch_ramp goes from {first} to data.global_batch_size={full} in steps of"
+            f" {step}, which does not divide {full - first}. Use"
+            f" data.batch_ramp.step={listed(sorted(near), last='or')}."
         )
 
 

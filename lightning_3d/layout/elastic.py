@@ -22,10 +22,12 @@ def fitting_layout(
     zero_shard_size: int | None = None,
     smaller_batches: Sequence[int] = (),
 ) -> Layout:
-    """Return the largest layout up to `layout` that fits on a number of ranks. It differs in data parallelism only.
+    """Return the largest layout up to `layout` that fits on a number of ranks. It differs in data
+    parallelism only.
 
-    The global batch stays the same, so each data-parallel rank gets more rows. A dp that does not divide them, or that `zero_shard_size`
-    does not divide, is left out; then some ranks have no work.
+    The global batch stays the same, so each data-parallel rank gets more rows. A dp that does not
+    divide them, or that `zero_shard_size` does not divide, is left out; then some ranks have no
+    work.
 
     Args:
         layout: layout with all ranks.
@@ -37,7 +39,8 @@ def fitting_layout(
         smaller_batches: global batches of a batch ramp, which must suit the layout too.
 
     Raises:
-        LayoutError: `layout` does not suit the batch, or one replica of the model needs more ranks than are there.
+        LayoutError: `layout` does not suit the batch, or one replica of the model needs more ranks
+            than are there.
     """
     whole, name = resolve_layout(layout, schedule)
 
@@ -53,8 +56,9 @@ def fitting_layout(
         return found
     smallest = _first(whole, range(1, whole.dp + 1), check) or whole
     raise LayoutError(
-        f"{ranks} rank{'s are' if ranks != 1 else ' is'} here, but the smallest layout to which {whole} can shrink is {smallest}, with"
-        f" {smallest.world_size} ranks. Start more ranks, or name a layout with a smaller tp, pp or cp."
+        f"{ranks} rank{'s are' if ranks != 1 else ' is'} here, but the smallest layout to which"
+        f" {whole} can shrink is {smallest}, with {smallest.world_size} ranks. Start more ranks, or"
+        " name a layout with a smaller tp, pp or cp."
     )
 
 
@@ -74,13 +78,19 @@ def whole_layout(elastic: object, layout: Layout) -> Layout:
         named = Layout.parse(elastic) if isinstance(elastic, str) else None
     except LayoutError:
         named = None
-    if named is None or replace(named, dp=1, vp=1) != replace(Layout.parse(layout.name), dp=1, vp=1):
-        raise ConfigError(f"elastic must be the name of a layout that differs from {layout} in dp only; got {elastic!r}.")
+    if named is None or replace(named, dp=1, vp=1) != replace(
+        Layout.parse(layout.name), dp=1, vp=1
+    ):
+        raise ConfigError(
+            f"elastic must be the name of a layout that differs from {layout} in dp only; got"
+            f" {elastic!r}."
+        )
     return replace(layout, dp=named.dp)
 
 
 def whole_dp(elastic: object, layout: Layout | None, micro_batch_size: int | None) -> int | None:
-    """Return the data parallelism that an elastic run has with all ranks; None for a run that is not elastic.
+    """Return the data parallelism that an elastic run has with all ranks; None for a run that is
+    not elastic.
 
     Args:
         elastic: name of the layout with all ranks; False for a run that is not elastic.
@@ -93,12 +103,16 @@ def whole_dp(elastic: object, layout: Layout | None, micro_batch_size: int | Non
     if elastic is False or elastic is None:
         return None
     if layout is None or micro_batch_size is None:
-        raise ConfigError("elastic needs a layout and a micro_batch_size. lightning_3d.fitting_layout chooses the layout.")
+        raise ConfigError(
+            "elastic needs a layout and a micro_batch_size. lightning_3d.fitting_layout chooses the"
+            " layout."
+        )
     return whole_layout(elastic, layout).dp
 
 
 def _first(whole: Layout, degrees: Iterable[int], check: Callable[[Layout], None]) -> Layout | None:
-    """Return the layout with the first degree of data parallelism that `check` accepts; None if none does."""
+    """Return the layout with the first degree of data parallelism that `check` accepts; None if
+    none does."""
     for dp in degrees:
         smaller = replace(whole, dp=dp)
         try:
@@ -109,7 +123,13 @@ def _first(whole: Layout, degrees: Iterable[int], check: Callable[[Layout], None
     return None
 
 
-def _check(layout: Layout, schedule: str, global_batch: int, micro_batch: int | None, smaller: Sequence[int]) -> None:
+def _check(
+    layout: Layout,
+    schedule: str,
+    global_batch: int,
+    micro_batch: int | None,
+    smaller: Sequence[int],
+) -> None:
     """Raise LayoutError if a layout does not suit its experts or one of the global batches."""
     check_expert_groups(layout)
     if micro_batch is None:

@@ -46,7 +46,8 @@ _ALIASES = {
     "virtual": "vp",
 }
 _WEIGHTS = {"cp": 8.0, "tp": 4.0, "pp": 2.0, "dp": 1.0}
-"""Cost of changing an axis in `nearest_layouts`: a change of data parallelism affects the model least."""
+"""Cost of changing an axis in `nearest_layouts`: a change of data parallelism affects the model
+least."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Layout:
         order: axes with ranks, innermost (neighbouring ranks) first.
 
     Raises:
-        LayoutError: a degree that is not a positive whole number, or an order that is not a permutation of the axes.
+        LayoutError: a degree that is not a positive whole number, or an order that is not a
+            permutation of the axes.
     """
 
     tp: int = 1
@@ -80,8 +82,8 @@ class Layout:
         order = tuple(self.order)
         if sorted(map(str, order)) != sorted(AXES):
             raise LayoutError(
-                f"The rank order [{', '.join(map(str, order))}] must contain each of {listed(AXES)} exactly once,"
-                f" innermost first. The default is [{', '.join(AXES)}]."
+                f"The rank order [{', '.join(map(str, order))}] must contain each of {listed(AXES)}"
+                f" exactly once, innermost first. The default is [{', '.join(AXES)}]."
             )
         object.__setattr__(self, "order", order)
 
@@ -90,14 +92,19 @@ class Layout:
         """Parse a name such as `tp8_pp4_dp8`.
 
         Raises:
-            LayoutError: an empty name, an unknown or repeated axis, or a degree that is missing, below 1 or too large.
+            LayoutError: an empty name, an unknown or repeated axis, or a degree that is missing,
+                below 1 or too large.
         """
         return cls(**_parse_degrees(name), order=AXES if order is None else tuple(order))
 
     @property
     def name(self) -> str:
-        """Canonical name: axes in the order tp, pp, dp, cp, ep, vp, without those of degree 1; `tp1` when all are."""
-        return "_".join(f"{axis}{getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1) or "tp1"
+        """Canonical name: axes in the order tp, pp, dp, cp, ep, vp, without those of degree 1;
+        `tp1` when all are."""
+        return (
+            "_".join(f"{axis}{getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1)
+            or "tp1"
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -115,34 +122,42 @@ class Layout:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of a rank along each of `AXES`."""
         if not 0 <= rank < self.world_size:
-            raise LayoutError(f"There is no rank {rank} in {self}: its ranks are 0 to {self.world_size - 1}.")
+            raise LayoutError(
+                f"There is no rank {rank} in {self}: its ranks are 0 to {self.world_size - 1}."
+            )
         found = {}
         for axis in self.order:
             rank, found[axis] = divmod(rank, self.size(axis))
         return {axis: found[axis] for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
-        """Return the rank at these coordinates; an omitted axis is 0. The inverse of `coordinates`."""
+        """Return the rank at these coordinates; an omitted axis is 0. The inverse of
+        `coordinates`."""
         _check_axes(coordinates)
         rank = 0
         for axis in reversed(self.order):
             index = coordinates.get(axis, 0)
             if not 0 <= index < self.size(axis):
-                raise LayoutError(f"There is no {axis} index {index} in {self}: its {axis} indices are 0 to {self.size(axis) - 1}.")
+                raise LayoutError(
+                    f"There is no {axis} index {index} in {self}: its {axis} indices are 0 to"
+                    f" {self.size(axis) - 1}."
+                )
             rank = rank * self.size(axis) + index
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all groups of ranks whose coordinates differ only along these axes.
 
-        The groups are disjoint and cover the world. Ranks are in ascending order, so in a group of one axis they are ordered by their
-        index along it. Groups are sorted by their first rank.
+        The groups are disjoint and cover the world. Ranks are in ascending order, so in a group of
+        one axis they are ordered by their index along it. Groups are sorted by their first rank.
         """
         _check_axes(axes)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.coordinates(rank)
-            found.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
+            found.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(
+                rank
+            )
         return [tuple(group) for group in found.values()]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
@@ -151,13 +166,18 @@ class Layout:
         place = self.coordinates(rank)
         varied = [axis for axis in AXES if axis in axes]
         indices = product(*(range(self.size(axis)) for axis in varied))
-        return tuple(sorted(self.rank(**{**place, **dict(zip(varied, index, strict=True))}) for index in indices))
+        return tuple(
+            sorted(
+                self.rank(**{**place, **dict(zip(varied, index, strict=True))}) for index in indices
+            )
+        )
 
     def expert_groups(self) -> list[tuple[int, ...]]:
         """Return all groups of `ep` ranks that share the experts of a stage.
 
-        The ranks of a stage are numbered with tp innermost, then cp, then dp; each group has `ep` consecutive numbers. The groups list
-        ranks in ascending order, and the position of a rank in its group determines its experts.
+        The ranks of a stage are numbered with tp innermost, then cp, then dp; each group has `ep`
+        consecutive numbers. The groups list ranks in ascending order, and the position of a rank in
+        its group determines its experts.
         """
         found: dict[tuple[int, int], list[int]] = {}
         for rank in range(self.world_size):
@@ -167,7 +187,8 @@ class Layout:
         return sorted(tuple(group) for group in found.values())
 
     def expert_data_groups(self) -> list[tuple[int, ...]]:
-        """Return all groups of ranks of one stage that hold the same experts, with ranks in ascending order."""
+        """Return all groups of ranks of one stage that hold the same experts, with ranks in
+        ascending order."""
         found: dict[tuple[int, int], list[int]] = {}
         for group in self.expert_groups():
             for index, rank in enumerate(group):
@@ -175,7 +196,8 @@ class Layout:
         return sorted(tuple(sorted(group)) for group in found.values())
 
     def shard_groups(self, size: int) -> list[tuple[int, ...]]:
-        """Return all groups of ranks of a stage that shard over `size` neighbouring data-parallel indices, with ranks in ascending order.
+        """Return all groups of ranks of a stage that shard over `size` neighbouring data-parallel
+        indices, with ranks in ascending order.
 
         Args:
             size: divisor of `dp`. All context-parallel ranks of an index are in its group.
@@ -187,11 +209,12 @@ class Layout:
         return sorted(map(tuple, found.values()))
 
     def expert_shard_groups(self, size: int) -> list[tuple[int, ...]]:
-        """Return all groups of ranks that hold the same experts and are in the same `shard_groups`, with ranks in ascending order.
+        """Return all groups of ranks that hold the same experts and are in the same `shard_groups`,
+        with ranks in ascending order.
 
         Args:
-            size: divisor of `dp` such that `ep` divides size * cp * tp. So the ranks that share experts are not in two shard groups, and
-                `replica_groups` are also those of experts.
+            size: divisor of `dp` such that `ep` divides size * cp * tp. So the ranks that share
+                experts are not in two shard groups, and `replica_groups` are also those of experts.
         """
         found: dict[tuple[int, ...], list[int]] = {}
         for group in self.expert_data_groups():
@@ -200,7 +223,8 @@ class Layout:
         return sorted(map(tuple, found.values()))
 
     def replica_groups(self, size: int) -> list[tuple[int, ...]]:
-        """Return all groups of ranks that hold the same shard: one rank of each of the `shard_groups` of a stage, in ascending order."""
+        """Return all groups of ranks that hold the same shard: one rank of each of the
+        `shard_groups` of a stage, in ascending order."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
@@ -211,21 +235,29 @@ class Layout:
         """Refuse a number of launched ranks other than this layout's.
 
         Raises:
-            LayoutError: the numbers differ; the message has both, and the nearest layouts that fit the launched ranks.
+            LayoutError: the numbers differ; the message has both, and the nearest layouts that fit
+                the launched ranks.
         """
         if launched == self.world_size:
             return
-        factors = " * ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1) or "no axis above 1"
+        factors = (
+            " * ".join(f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1)
+            or "no axis above 1"
+        )
         needs = f"Layout {self} needs {_ranks(self.world_size)} ({factors})"
         message = f"{needs}, but {launched} {_were(launched)} launched."
         near = nearest_layouts(self, launched)
         if near:
-            message += f" Layouts for {_ranks(launched)}: {listed((layout.name for layout in near), last='or')}."
+            message += (
+                f" Layouts for {_ranks(launched)}:"
+                f" {listed((layout.name for layout in near), last='or')}."
+            )
         raise LayoutError(f"{message} Or launch {self.world_size}.")
 
 
 def nearest_layouts(layout: Layout, world_size: int, limit: int = 3) -> list[Layout]:
-    """Return layouts of `world_size` ranks, nearest first: those that keep cp and tp come before those that keep only pp or dp."""
+    """Return layouts of `world_size` ranks, nearest first: those that keep cp and tp come before
+    those that keep only pp or dp."""
     if world_size < 1:
         return []
     found = []
@@ -236,9 +268,13 @@ def nearest_layouts(layout: Layout, world_size: int, limit: int = 3) -> list[Lay
 
 
 def _distance(old: Layout, new: Layout) -> float:
-    change = sum(weight * abs(log2(new.size(axis) / old.size(axis))) for axis, weight in _WEIGHTS.items())
+    change = sum(
+        weight * abs(log2(new.size(axis) / old.size(axis))) for axis, weight in _WEIGHTS.items()
+    )
     # Penalize axes that were unused before: tp2_pp2 should not become a context-parallel layout.
-    return change + 16.0 * sum(old.size(axis) == 1 < new.size(axis) for axis in _WEIGHTS if axis != "dp")
+    return change + 16.0 * sum(
+        old.size(axis) == 1 < new.size(axis) for axis in _WEIGHTS if axis != "dp"
+    )
 
 
 def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -260,21 +296,29 @@ def divisors(number: int) -> list[int]:
 def _check_axes(axes: Sequence[str] | dict[str, int]) -> None:
     for axis in axes:
         if axis not in AXES:
-            raise LayoutError(f'"{axis}" is not an axis with ranks of its own. Such axes are {listed(AXES)}.')
+            raise LayoutError(
+                f'"{axis}" is not an axis with ranks of its own. Such axes are {listed(AXES)}.'
+            )
 
 
 def _check_degree(axis: str, degree: object) -> None:
     if isinstance(degree, bool) or not isinstance(degree, int):
-        raise LayoutError(f"The degree of {axis} must be a whole number; got {degree!r}. Omit {axis} for 1.")
+        raise LayoutError(
+            f"The degree of {axis} must be a whole number; got {degree!r}. Omit {axis} for 1."
+        )
     if degree < 1:
-        raise LayoutError(f"The degree of {axis} must be at least 1; got {degree}. Omit {axis} for 1.")
+        raise LayoutError(
+            f"The degree of {axis} must be at least 1; got {degree}. Omit {axis} for 1."
+        )
     if degree > LARGEST_DEGREE:
         raise LayoutError(f"The degree of {axis} must be at most {LARGEST_DEGREE}; got {degree}.")
 
 
 def _parse_degrees(name: str) -> dict[str, int]:
     if not isinstance(name, str) or not name.strip():
-        raise LayoutError('The layout name is empty. Use for example "tp2_pp2_dp2", or "tp1" for a single rank.')
+        raise LayoutError(
+            'The layout name is empty. Use for example "tp2_pp2_dp2", or "tp1" for a single rank.'
+        )
     degrees: dict[str, int] = {}
     for part in name.split("_"):
         match = re.fullmatch(r"([a-z]+)(-?[0-9]{1,12})", part)
@@ -283,8 +327,8 @@ def _parse_degrees(name: str) -> dict[str, int]:
         axis, degree = match[1], int(match[2])
         if axis in degrees:
             raise LayoutError(
-                f'The layout "{name}" gives {axis} twice, as {degrees[axis]} and as {degree}. Each axis may appear only once.'
-                f' Did you mean "{_without_repetition(name)}"?'
+                f'The layout "{name}" gives {axis} twice, as {degrees[axis]} and as {degree}. Each'
+                f' axis may appear only once. Did you mean "{_without_repetition(name)}"?'
             )
         _check_degree(axis, degree)
         degrees[axis] = degree
@@ -303,16 +347,22 @@ def _not_understood(name: str, part: str, axis: str | None) -> str:
     guess = _guess(name)
     question = f' Did you mean "{guess}"?' if guess else ' Use for example "tp2_pp2_dp2".'
     shown = name if len(name) <= 60 else f"{name[:57]}..."
-    return f'The layout "{shown}" {what}. The axes are {listed(DEGREES)}, joined by underscores.{question}'
+    return (
+        f'The layout "{shown}" {what}. The axes are {listed(DEGREES)}, joined by'
+        f" underscores.{question}"
+    )
 
 
 def _guess(name: str) -> str | None:
-    """Guess the intended layout: other separators, capitals, swapped letters, other words for an axis."""
+    """Guess the intended layout: other separators, capitals, swapped letters, other words for an
+    axis."""
     pairs = re.findall(r"([a-z]+)[\s=:]*([1-9][0-9]{0,5})", name.lower())
     degrees: dict[str, Any] = {}
     for word, degree in pairs:
         swapped = ["".join(letters) for letters in permutations(word)] if len(word) == 2 else []
-        axis = next((axis for axis in (word, _ALIASES.get(word), *swapped) if axis in DEGREES), None)
+        axis = next(
+            (axis for axis in (word, _ALIASES.get(word), *swapped) if axis in DEGREES), None
+        )
         if axis is None or axis in degrees:
             return None
         degrees[axis] = int(degree)

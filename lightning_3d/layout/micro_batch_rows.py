@@ -1,4 +1,5 @@
-"""Which rows of the order of one process each data-parallel rank reads, and in which micro-batch. Imports no torch."""
+"""Which rows of the order of one process each data-parallel rank reads, and in which micro-batch.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ T = TypeVar("T")
 class MicroBatchRows:
     """How the rows of one order are dealt to data-parallel ranks.
 
-    Usually rank r of `dp` reads rows r, r + dp, r + 2 dp, ... In an elastic run with fewer ranks than its whole layout has, each rank reads
-    complete micro-batches of the whole layout in turn. So a micro-batch has the same rows, and the same random numbers, on any number of
-    ranks, and what depends on which rows share a micro-batch (dropout, the auxiliary loss of a router) stays the same too.
+    Usually rank r of `dp` reads rows r, r + dp, r + 2 dp, ... In an elastic run with fewer ranks
+    than its whole layout has, each rank reads complete micro-batches of the whole layout in turn.
+    So a micro-batch has the same rows, and the same random numbers, on any number of ranks, and
+    what depends on which rows share a micro-batch (dropout, the auxiliary loss of a router) stays
+    the same too.
 
     Attributes:
         dp: data-parallel ranks that are there.
@@ -32,15 +35,20 @@ class MicroBatchRows:
     @property
     def together(self) -> int:
         """Consecutive rows of the order that are dealt without regard to the others."""
-        return self.dp if self.whole_dp == self.dp else math.lcm(self.whole_dp, self.dp) * self.micro_batch_size
+        return (
+            self.dp
+            if self.whole_dp == self.dp
+            else math.lcm(self.whole_dp, self.dp) * self.micro_batch_size
+        )
 
     def of_rank(self, rank: int, order: Sequence[T], skip: int = 0) -> Iterator[T]:
         """Return the rows that one rank reads, in the order in which it reads them.
 
         Args:
             rank: its data-parallel index.
-            order: rows in the order of one process, a multiple of `dp`. If they are not whole micro-batches of all ranks, the last ones are
-                dealt one by one. A `range` takes no memory, and the time to skip its rows does not depend on their number.
+            order: rows in the order of one process, a multiple of `dp`. If they are not whole
+                micro-batches of all ranks, the last ones are dealt one by one. A `range` takes no
+                memory, and the time to skip its rows does not depend on their number.
             skip: number of rows of this rank to leave out, the first ones.
         """
         size = self.micro_batch_size
@@ -51,11 +59,17 @@ class MicroBatchRows:
         numbers = range(rank, dealt // size, self.dp)
         left_out = min(skip // size, len(numbers))
         micro_batches = (self._micro_batch(number, order) for number in numbers[left_out:])
-        yield from islice(chain(chain.from_iterable(micro_batches), order[dealt + rank :: self.dp]), skip - left_out * size, None)
+        yield from islice(
+            chain(chain.from_iterable(micro_batches), order[dealt + rank :: self.dp]),
+            skip - left_out * size,
+            None,
+        )
 
     def _micro_batch(self, number: int, order: Sequence[T]) -> Sequence[T]:
         """Return the rows of a micro-batch of the whole layout."""
-        first = number // self.whole_dp * self.whole_dp * self.micro_batch_size + number % self.whole_dp
+        first = (
+            number // self.whole_dp * self.whole_dp * self.micro_batch_size + number % self.whole_dp
+        )
         return order[first : first + self.whole_dp * self.micro_batch_size : self.whole_dp]
 
     def number(self, rank: int, index: int, micro_batches: int) -> int:
@@ -70,7 +84,8 @@ class MicroBatchRows:
         return place * self._rounds(micro_batches) + round_
 
     def total(self, micro_batches: int) -> int:
-        """Return a bound above all that `number` returns for this number of micro-batches on each rank."""
+        """Return a bound above all that `number` returns for this number of micro-batches on each
+        rank."""
         return self.whole_dp * self._rounds(micro_batches)
 
     def _rounds(self, micro_batches: int) -> int:

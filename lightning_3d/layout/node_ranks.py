@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 def by_node(ranks: Sequence[int], node_size: int) -> list[tuple[int, ...]]:
-    """Split global ranks, ascending, by node. Empty if all are on one node, or some node has more of them than another.
+    """Split global ranks, ascending, by node. Empty if all are on one node, or some node has more
+    of them than another.
 
     Args:
         node_size: ranks of each node, which are filled in order.

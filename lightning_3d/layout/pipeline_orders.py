@@ -1,7 +1,9 @@
-"""The order of actions of every pipeline rank for the seven schedules of `torch.distributed.pipelining`, in plain Python.
+"""The order of actions of every pipeline rank for the seven schedules of
+`torch.distributed.pipelining`, in plain Python.
 
-The engine runs these orders and the planner predicts their time and memory. An action is (stage, kind, micro-batch). Kinds are those of the
-zero-bubble paper (arXiv:2401.10241) and of torch: F forward, B backward, I gradients of inputs, W gradients of weights.
+The engine runs these orders and the planner predicts their time and memory. An action is (stage,
+kind, micro-batch). Kinds are those of the zero-bubble paper (arXiv:2401.10241) and of torch: F
+forward, B backward, I gradients of inputs, W gradients of weights.
 `tests/layout/test_planner_orders.py` compares them with the orders that torch's classes compute.
 """
 
@@ -31,7 +33,9 @@ def training_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order
     return tuple(_order_of_rank(schedule, rank, pp, vp, micro_batches) for rank in range(pp))
 
 
-def _order_of_rank(schedule: str, rank: int, pp: int, vp: int, micro_batches: int) -> tuple[Action, ...]:
+def _order_of_rank(
+    schedule: str, rank: int, pp: int, vp: int, micro_batches: int
+) -> tuple[Action, ...]:
     info = find_schedule(schedule)
     if pp * vp == 1:
         return _alternating(0, 0, micro_batches)
@@ -50,29 +54,36 @@ def _order_of_rank(schedule: str, rank: int, pp: int, vp: int, micro_batches: in
 
 @lru_cache(maxsize=1024)
 def first_forwards(schedule: str, pp: int, vp: int, micro_batches: int) -> int:
-    """Return the number of forward passes of stages that the first rank runs before its first backward pass. Arguments are those of
-    `training_order`."""
+    """Return the number of forward passes of stages that the first rank runs before its first
+    backward pass. Arguments are those of `training_order`."""
     actions = _order_of_rank(schedule, 0, pp, vp, micro_batches)
     return next(place for place, (_, kind, _) in enumerate(actions) if kind != "F")
 
 
 @lru_cache(maxsize=64)
 def forward_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order:
-    """Actions of every pipeline rank for a pass without backward: all micro-batches of its first stage, then of its next."""
+    """Actions of every pipeline rank for a pass without backward: all micro-batches of its first
+    stage, then of its next."""
     v_shaped = find_schedule(schedule).v_shaped and pp > 1
     stages = [sorted(stages_of_rank(rank, pp, vp, v_shaped)) for rank in range(pp)]
-    return tuple(tuple((stage, "F", i) for stage in own for i in range(micro_batches)) for own in stages)
+    return tuple(
+        tuple((stage, "F", i) for stage in own for i in range(micro_batches)) for own in stages
+    )
 
 
 def _alternating(stage: int, warm_up: int, count: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, then forward and backward in turn, then the remaining backwards (PipeDream, arXiv:1806.03377)."""
+    """`warm_up` forwards, then forward and backward in turn, then the remaining backwards
+    (PipeDream, arXiv:1806.03377)."""
     forward = [(stage, "F", i) for i in range(count)]
     backward = [(stage, "B", i) for i in range(count)]
     return _in_turn(forward, [[action] for action in backward], min(warm_up, count))
 
 
-def _in_turn(forward: list[Action], backward: list[list[Action]], warm_up: int) -> tuple[Action, ...]:
-    """`warm_up` forwards, then one forward and one entry of `backward` in turn, then the rest of `backward`."""
+def _in_turn(
+    forward: list[Action], backward: list[list[Action]], warm_up: int
+) -> tuple[Action, ...]:
+    """`warm_up` forwards, then one forward and one entry of `backward` in turn, then the rest of
+    `backward`."""
     order = forward[:warm_up]
     for index, actions in enumerate(backward):
         order += forward[warm_up + index : warm_up + index + 1]
@@ -81,14 +92,16 @@ def _in_turn(forward: list[Action], backward: list[list[Action]], warm_up: int) 
 
 
 def _breadth_first(stages: tuple[int, ...], count: int) -> tuple[Action, ...]:
-    """All micro-batches of the first stage, then of the next; backwards in the opposite order (arXiv:2211.05953)."""
+    """All micro-batches of the first stage, then of the next; backwards in the opposite order
+    (arXiv:2211.05953)."""
     forward = [(stage, "F", i) for stage in stages for i in range(count)]
     return tuple(forward + [(stage, "B", i) for stage, _, i in reversed(forward)])
 
 
 def _interleaved(rank: int, pp: int, vp: int, count: int, split: bool) -> tuple[Action, ...]:
-    """Rounds of micro-batches pass a rank's stages one after the other (arXiv:2104.04473, section 2.2). With `split`, gradients of weights
-    follow those of inputs `rank` actions later (the schedule ZB-H1 of arXiv:2401.10241)."""
+    """Rounds of micro-batches pass a rank's stages one after the other (arXiv:2104.04473, section
+    2.2). With `split`, gradients of weights follow those of inputs `rank` actions later (the
+    schedule ZB-H1 of arXiv:2401.10241)."""
     in_round = count // max(1, count // pp)
     chunks = [(step // in_round) % vp for step in range(count * vp)]
     forward = _numbered([chunk * pp + rank for chunk in chunks], "F")
@@ -97,12 +110,16 @@ def _interleaved(rank: int, pp: int, vp: int, count: int, split: bool) -> tuple[
     if not split:
         return _in_turn(forward, [[action] for action in backward], warm_up)
     weights = [(stage, "W", i) for stage, _, i in backward]
-    late = [[action] if step < rank else [action, weights[step - rank]] for step, action in enumerate(backward)]
+    late = [
+        [action] if step < rank else [action, weights[step - rank]]
+        for step, action in enumerate(backward)
+    ]
     return _in_turn(forward, late, warm_up) + tuple(weights[max(0, len(weights) - rank) :])
 
 
 def _numbered(stages: list[int], kind: str) -> list[Action]:
-    """One action for each stage of the list; a stage's micro-batches are numbered in the order of the list."""
+    """One action for each stage of the list; a stage's micro-batches are numbered in the order of
+    the list."""
     seen: dict[int, Iterator[int]] = defaultdict(counting)
     return [(stage, kind, next(seen[stage])) for stage in stages]
 
@@ -143,7 +160,8 @@ class _Counted:
 
 
 def _zero_bubble_v(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
-    """ZB-V of arXiv:2401.10241, section 6. Computed for at least 2 pp - 1 micro-batches; those that do not exist are removed."""
+    """ZB-V of arXiv:2401.10241, section 6. Computed for at least 2 pp - 1 micro-batches; those that
+    do not exist are removed."""
     down, up = rank, 2 * pp - 1 - rank
     count = max(2 * pp - 1, micro_batches)
     order = _Counted()
@@ -189,7 +207,8 @@ def _dual_pipe_v(rank: int, pp: int, count: int) -> tuple[Action, ...]:
         order.add(up, "B")
         order.add(up, "F")
         order.add(down, "B")
-    split = 2 * ((rank + 1) // 2) + (1 - rank % 2)  # of the 2 (rank + 1) backwards, those from here on are split
+    # of the 2 (rank + 1) backwards, those from here on are split
+    split = 2 * ((rank + 1) // 2) + (1 - rank % 2)
     for index in range(2 * (rank + 1)):
         order.add(up if index % 2 == 0 else down, "I" if index >= split else "B")
     for _ in range(rest):

@@ -7,11 +7,19 @@ from dataclasses import replace
 
 from lightning_3d.errors import LayoutError, listed
 from lightning_3d.layout.layout import Layout, divisors
-from lightning_3d.layout.schedules import ScheduleInfo, default_schedule, find_schedule, schedules_for
+from lightning_3d.layout.schedules import (
+    ScheduleInfo,
+    default_schedule,
+    find_schedule,
+    schedules_for,
+)
 
 
 def resolve_layout(
-    layout: str | Layout, schedule: str | None = None, vp: int | None = None, order: Sequence[str] | None = None
+    layout: str | Layout,
+    schedule: str | None = None,
+    vp: int | None = None,
+    order: Sequence[str] | None = None,
 ) -> tuple[Layout, str]:
     """Combine what a layout's name, the schedule and the option `vp=` say about stages per rank.
 
@@ -22,7 +30,8 @@ def resolve_layout(
         order: rank order; None for the layout's own.
 
     Returns:
-        The layout and the name of the schedule. Where no vp is given, a V or looped schedule with a pipeline gets vp 2.
+        The layout and the name of the schedule. Where no vp is given, a V or looped schedule with a
+        pipeline gets vp 2.
 
     Raises:
         LayoutError: vp contradicts the layout or the schedule, or is above 1 without a pipeline.
@@ -33,7 +42,8 @@ def resolve_layout(
         layout = replace(layout, order=tuple(order))
     if vp is not None and layout.vp not in (1, vp):
         raise LayoutError(
-            f"The layout {layout} has vp {layout.vp}, but the option vp is {vp}. Set only one of them."
+            f"The layout {layout} has vp {layout.vp}, but the option vp is {vp}. Set only one of"
+            " them."
         )
     if vp is not None:
         layout = replace(layout, vp=vp)
@@ -47,19 +57,23 @@ def resolve_layout(
 def resolve_available(
     layout: str | Layout | None, schedule: str | None, vp: int | None, order: Sequence[str] | None
 ) -> tuple[Layout | None, str]:
-    """Resolve a layout as `resolve_layout` does and check its expert groups. None means data parallelism over all ranks.
+    """Resolve a layout as `resolve_layout` does and check its expert groups. None means data
+    parallelism over all ranks.
 
     Raises:
         LayoutError: as `resolve_layout` and `check_expert_groups`; vp or order without a layout.
     """
     if layout is None:
         if vp is not None or order is not None:
-            raise LayoutError("vp= and order= need a layout, for example Lightning3DStrategy('pp2_dp2', vp=2).")
+            raise LayoutError(
+                "vp= and order= need a layout, for example Lightning3DStrategy('pp2_dp2', vp=2)."
+            )
         return None, find_schedule(schedule or "1F1B").name
     if layout == "auto":
         raise LayoutError(
-            'layout="auto" needs the planner, which must know the model, the cluster and the batch: Lightning3DStrategy('
-            '**lightning_3d.planned(module, cluster="h100_4x8", sequence_length=4096, global_batch_size=256)). Or name a layout.'
+            'layout="auto" needs the planner, which must know the model, the cluster and the batch:'
+            ' Lightning3DStrategy(**lightning_3d.planned(module, cluster="h100_4x8",'
+            " sequence_length=4096, global_batch_size=256)). Or name a layout."
         )
     resolved, name = resolve_layout(layout, schedule, vp, order)
     check_expert_groups(resolved)
@@ -80,16 +94,17 @@ def check_schedule(layout: Layout, schedule: str) -> ScheduleInfo:
         if layout.vp > 1:
             without = replace(layout, vp=1)
             raise LayoutError(
-                f"Layout {layout} has {layout.vp} stages on each pipeline rank (vp) but only one pipeline rank (pp 1)."
-                f" Use {without}, or a pp of at least 2."
+                f"Layout {layout} has {layout.vp} stages on each pipeline rank (vp) but only one"
+                f" pipeline rank (pp 1). Use {without}, or a pp of at least 2."
             )
         return info
     if not info.allows_vp(layout.vp):
         need = "exactly 2 stages" if info.v_shaped else "one stage"
         right = replace(layout, vp=info.default_vp)
         raise LayoutError(
-            f"The schedule {info.name} runs {need} on each pipeline rank, but the layout {layout} has vp {layout.vp}."
-            f" Use {right} (vp {right.vp}), or keep vp {layout.vp} and use the schedule {schedules_for(layout.vp)}."
+            f"The schedule {info.name} runs {need} on each pipeline rank, but the layout {layout}"
+            f" has vp {layout.vp}. Use {right} (vp {right.vp}), or keep vp {layout.vp} and use the"
+            f" schedule {schedules_for(layout.vp)}."
         )
     return info
 
@@ -104,13 +119,25 @@ def check_expert_groups(layout: Layout) -> None:
     if ranks % layout.ep == 0:
         return
     relation = "is more than" if layout.ep > ranks else "does not divide"
-    factors = " * ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "dp") if getattr(layout, axis) > 1) or "no axis above 1"
+    factors = (
+        " * ".join(
+            f"{axis} {getattr(layout, axis)}"
+            for axis in ("tp", "cp", "dp")
+            if getattr(layout, axis) > 1
+        )
+        or "no axis above 1"
+    )
     raise LayoutError(
-        f"Expert parallelism uses the ranks of one pipeline stage, but ep {layout.ep} {relation} the {ranks} ranks of a stage of"
-        f" {layout} ({factors}). Use {listed((replace(layout, ep=ep).name for ep in nearest(divisors(ranks), layout.ep)), last='or')}."
+        f"Expert parallelism uses the ranks of one pipeline stage, but ep {layout.ep} {relation}"
+        f" the {ranks} ranks of a stage of"
+        f" {layout} ({factors}). Use"
+        f" {listed((replace(layout, ep=ep).name for ep in nearest(divisors(ranks), layout.ep)), last='or')}."
     )
 
 
 def nearest(choices: Sequence[int], wanted: int) -> list[int]:
     """Return the largest choice up to `wanted` and the smallest above it."""
-    return [*[max(choice for choice in choices if choice <= wanted)], *[choice for choice in choices if choice > wanted][:1]]
+    return [
+        *[max(choice for choice in choices if choice <= wanted)],
+        *[choice for choice in choices if choice > wanted][:1],
+    ]

@@ -7,11 +7,13 @@ from math import isfinite
 from lightning_3d.errors import ConfigError
 
 LARGEST_SIZE = 2**40
-"""Larger sizes are refused as typing errors: the largest real one, tokens in a data set, stays below."""
+"""Larger sizes are refused as typing errors: the largest real one, tokens in a data set, stays
+below."""
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Refuse sizes that are not positive whole numbers or are implausibly large. None means unknown and passes.
+    """Refuse sizes that are not positive whole numbers or are implausibly large. None means unknown
+    and passes.
 
     Raises:
         ConfigError: with the name of the size.

@@ -1,4 +1,5 @@
-"""A description of the code that a module would run: two modules with the same one compute the same from the same weights and inputs."""
+"""A description of the code that a module would run: two modules with the same one compute the same
+from the same weights and inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
 from typing import Any
 from weakref import ReferenceType
 
@@ -20,11 +28,36 @@ from torch import Tensor, nn
 
 from lightning_3d.models.reachable import Named, Parts, home_of, is_core, parts_of
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), PurePath, range, slice, type(Ellipsis), type(NotImplemented))
+_PLAIN = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    PurePath,
+    range,
+    slice,
+    type(Ellipsis),
+    type(NotImplemented),
+)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NOT_COMPUTED_WITH = (GetSetDescriptorType, MemberDescriptorType, ReferenceType, torch.Generator)
 _WITHOUT_NUMBERS = frozenset(
-    {"lock", "RLock", "_RLock", "Lock", "Condition", "Event", "Logger", "RootLogger", "Random", "object", "_abc_data"}
+    {
+        "lock",
+        "RLock",
+        "_RLock",
+        "Lock",
+        "Condition",
+        "Event",
+        "Logger",
+        "RootLogger",
+        "Random",
+        "object",
+        "_abc_data",
+    }
 )
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _MOST_BYTES = 2**26
@@ -32,7 +65,8 @@ _MOST_PARTS = 200_000
 
 
 class Indescribable(Exception):
-    """Something that a module computes with has no description, such as an object of a library in C."""
+    """Something that a module computes with has no description, such as an object of a library in
+    C."""
 
 
 class CodeDescription:
@@ -51,17 +85,26 @@ class CodeDescription:
 
     def plain_of(self, module: nn.Module) -> dict[str, Any]:
         """Attributes of a module that are numbers or strings, by name."""
-        return {key: value for key, value in parts_of(module, whole=False) if isinstance(value, (str, int, float, bool))}
+        return {
+            key: value
+            for key, value in parts_of(module, whole=False)
+            if isinstance(value, (str, int, float, bool))
+        }
 
     def of_module(self, module: nn.Module) -> str:
-        """Describe the class of a module, its objects, functions, hooks and buffers, but neither plain attributes nor the modules in it.
+        """Describe the class of a module, its objects, functions, hooks and buffers, but neither
+        plain attributes nor the modules in it.
 
         Raises:
             Indescribable: see there.
         """
         parts = parts_of(module, whole=False)
         skipped = self.plain_of(module)
-        filled = [(key, value) for key, value in parts if key not in skipped and not (isinstance(value, (Mapping, set)) and not value)]
+        filled = [
+            (key, value)
+            for key, value in parts
+            if key not in skipped and not (isinstance(value, (Mapping, set)) and not value)
+        ]
         return self._joined(self._of(type(module)), filled)
 
     def of(self, value: Any) -> str:
@@ -92,7 +135,12 @@ class CodeDescription:
         if id(value) in self._names:
             return f"module {self._names[id(value)]!r}"
         if isinstance(value, nn.Module):
-            return str([(name, self.plain_of(child), self.of_module(child)) for name, child in value.named_modules()])
+            return str(
+                [
+                    (name, self.plain_of(child), self.of_module(child))
+                    for name, child in value.named_modules()
+                ]
+            )
         if isinstance(value, ModuleType):
             return f"module of code {value.__name__}"
         if isinstance(value, re.Pattern):
@@ -126,12 +174,17 @@ class CodeDescription:
 
 
 def code_and_sizes(module: nn.Module) -> str | None:
-    """Describe a module and those in it: code, attributes that do not count blocks, and shapes. None where something has no description."""
+    """Describe a module and those in it: code, attributes that do not count blocks, and shapes.
+    None where something has no description."""
     description = CodeDescription(module)
-    parts: list[Any] = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    parts: list[Any] = [
+        (name, tuple(parameter.shape)) for name, parameter in module.named_parameters()
+    ]
     try:
         for name, child in module.named_modules():
-            plain = {key: value for key, value in description.plain_of(child).items() if "idx" not in key}
+            plain = {
+                key: value for key, value in description.plain_of(child).items() if "idx" not in key
+            }
             parts.append((name, description.of_module(child), plain))
     except Indescribable:
         return None
@@ -140,12 +193,23 @@ def code_and_sizes(module: nn.Module) -> str | None:
 
 def _is_described_by_name(value: Any) -> bool:
     """Return whether the heading of something without parts is all that it computes with."""
-    if isinstance(value, (FunctionType, BuiltinFunctionType, type, Mapping, list, tuple, set, frozenset, Named)):
+    if isinstance(
+        value,
+        (FunctionType, BuiltinFunctionType, type, Mapping, list, tuple, set, frozenset, Named),
+    ):
         return True
     kind = type(value)
-    if kind.__name__ in ("deque", "OpOverload", "OpOverloadPacket", "cell") or kind.__name__.endswith(("_descriptor", "method-wrapper")):
+    if kind.__name__ in (
+        "deque",
+        "OpOverload",
+        "OpOverloadPacket",
+        "cell",
+    ) or kind.__name__.endswith(("_descriptor", "method-wrapper")):
         return True
-    return "__slots__" in vars(kind) or (kind.__flags__ & _HEAP_TYPE != 0 and hasattr(value, "__dict__"))  # a class written in Python
+    # a class written in Python
+    return "__slots__" in vars(kind) or (
+        kind.__flags__ & _HEAP_TYPE != 0 and hasattr(value, "__dict__")
+    )
 
 
 def _of_tensor(tensor: Tensor) -> str:
@@ -155,7 +219,10 @@ def _of_tensor(tensor: Tensor) -> str:
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.nbytes > _MOST_BYTES:
         raise Indescribable(f"a tensor {heading}")
     values = tensor.detach().cpu().contiguous().reshape(-1)
-    return f"{heading} {hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()}"
+    return (
+        f"{heading}"
+        f" {hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()}"
+    )
 
 
 def _of_code(code: CodeType) -> str:
@@ -173,7 +240,8 @@ def _of_constant(value: Any) -> str:
 
 
 def _of_file(home: str) -> str:
-    """Hash the file of a module of code, whose functions and constants its code may use by names that nothing shows."""
+    """Hash the file of a module of code, whose functions and constants its code may use by names
+    that nothing shows."""
     file = getattr(sys.modules.get(home), "__file__", None)
     if file is not None:
         with suppress(OSError):

@@ -9,7 +9,8 @@ from lightning_3d.errors import ConfigError
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "hybrid"}
-"""Layer types that mix tokens by other means, in addition to attention of `LAYER_TYPES` in the case of hybrid ones."""
+"""Layer types that mix tokens by other means, in addition to attention of `LAYER_TYPES` in the case
+of hybrid ones."""
 ROPE_TYPES = ("dynamic", "longrope")
 DROPOUTS = ("attention_dropout", "attn_pdrop")
 
@@ -25,15 +26,20 @@ def check_fields(name: str, read: Callable[[str], Any]) -> None:
         ConfigError: an option that context parallelism does not support.
     """
     if dropout := next((value for key in DROPOUTS if (value := read(key))), 0.0):
-        raise ConfigError(f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not support. Set it to 0.")
+        raise ConfigError(
+            f"{name} has attention_dropout={dropout}, which context parallelism (cp) does not"
+            " support. Set it to 0."
+        )
     if read("output_attentions"):
         raise ConfigError(
-            f"{name} returns attention weights, which context parallelism (cp) does not compute. Set output_attentions=False."
+            f"{name} returns attention weights, which context parallelism (cp) does not compute."
+            " Set output_attentions=False."
         )
 
 
 def why_not_by_attention(read: Callable[[str], Any]) -> str:
-    """Say why ranks cannot share the sequences of a model by its attention alone; empty if its configuration does not show that.
+    """Say why ranks cannot share the sequences of a model by its attention alone; empty if its
+    configuration does not show that.
 
     Args:
         read: function from the name of a field to its value, or None.
@@ -49,8 +55,11 @@ def why_not_by_attention(read: Callable[[str], Any]) -> str:
 
 
 def attends_plainly(read: Callable[[str], Any]) -> bool:
-    """Return whether all attention of a model is that of `LAYER_TYPES`, next to layers that have none."""
-    return set(read("layer_types") or ()) <= LAYER_TYPES | WITHOUT_ATTENTION and not read("attention_chunk_size")
+    """Return whether all attention of a model is that of `LAYER_TYPES`, next to layers that have
+    none."""
+    return set(read("layer_types") or ()) <= LAYER_TYPES | WITHOUT_ATTENTION and not read(
+        "attention_chunk_size"
+    )
 
 
 def rope_type(read: Callable[[str], Any]) -> str | None:

@@ -1,4 +1,5 @@
-"""Names and shapes of all parameters of the known model families, as in Transformers. Pure Python."""
+"""Names and shapes of all parameters of the known model families, as in Transformers. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.models.spec import EXPERT_COUNTS, TOP_K, Kept, ModelSpec, Reader, Shapes, attention_windows
+from lightning_3d.models.spec import (
+    EXPERT_COUNTS,
+    TOP_K,
+    Kept,
+    ModelSpec,
+    Reader,
+    Shapes,
+    attention_windows,
+)
 
 
 @dataclass(frozen=True)
@@ -15,7 +24,8 @@ class Family:
     """Names and shapes of a family's parameters.
 
     Attributes:
-        block: function from (spec, reader) to the shapes of one block, by names relative to the block.
+        block: function from (spec, reader) to the shapes of one block, by names relative to the
+            block.
         defaults: Transformers' values of fields that a configuration omits, where they matter here.
         base: name of the module with the blocks.
         blocks: name of the list of blocks in `base`.
@@ -23,13 +33,17 @@ class Family:
         positions: name of the embedding of positions in `base`; None for a family without one.
         final_norm: name of the norm after the blocks in `base`.
         bias_of_norms: norms are LayerNorms with a bias.
-        experts: function from (spec, reader) to the shapes that replace a block's `mlp` in a mixture; None for a dense family.
+        experts: function from (spec, reader) to the shapes that replace a block's `mlp` in a
+            mixture; None for a dense family.
         dense_layers: function from (spec, reader) to the layers of a mixture that keep their `mlp`.
-        attention_width: function from the reader to the mean width of queries and values; None: that of a head.
+        attention_width: function from the reader to the mean width of queries and values; None:
+            that of a head.
         biased_routers: routers add a bias to their scores that only affects the choice of experts.
-        expert_groups: function from the reader to (groups of experts, groups from which a token chooses its experts).
+        expert_groups: function from the reader to (groups of experts, groups from which a token
+            chooses its experts).
         kept: bytes that blocks keep for the backward pass.
-        whole: beginnings of the names of matrices that the tensor-parallel plan of Transformers does not shard.
+        whole: beginnings of the names of matrices that the tensor-parallel plan of Transformers
+            does not shard.
     """
 
     block: Callable[[ModelSpec, Reader], Shapes]
@@ -62,14 +76,26 @@ class Family:
             shapes[positions] = (reader.size("max_position_embeddings"), spec.hidden)
         block = sparse = self.block(spec, reader)
         if self.experts is not None:
-            sparse = {name: shape for name, shape in block.items() if not name.startswith("mlp.")} | self.experts(spec, reader)
+            sparse = {
+                name: shape for name, shape in block.items() if not name.startswith("mlp.")
+            } | self.experts(spec, reader)
         dense = self.dense_layers(spec, reader)
         for layer in range(spec.layers):
             chosen = block if layer in dense else sparse
-            shapes.update({f"{self.base}.{self.blocks}.{layer}.{name}": shape for name, shape in chosen.items()})
+            shapes.update(
+                {
+                    f"{self.base}.{self.blocks}.{layer}.{name}": shape
+                    for name, shape in chosen.items()
+                }
+            )
         for layer in range(spec.layers, spec.layers + spec.ahead):
             chosen = (block if layer in dense else sparse) | _predicting(spec.hidden)
-            shapes.update({f"{self.base}.{self.blocks}.{layer}.{name}": shape for name, shape in chosen.items()})
+            shapes.update(
+                {
+                    f"{self.base}.{self.blocks}.{layer}.{name}": shape
+                    for name, shape in chosen.items()
+                }
+            )
         shapes.update(_norm(f"{self.base}.{self.final_norm}", spec.hidden, bias=self.bias_of_norms))
         if not spec.tied:
             shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
@@ -78,7 +104,14 @@ class Family:
         if spec.experts % groups or spec.experts // groups * top_groups < spec.top_k:
             groups = top_groups = 1  # not a number of groups with which the model runs
         spec = replace(spec, shapes=shapes, embedding=embedding, positions=positions)
-        return replace(spec, head_dim=width, groups=groups, top_groups=min(top_groups, groups), kept=self.kept, whole=self.whole)
+        return replace(
+            spec,
+            head_dim=width,
+            groups=groups,
+            top_groups=min(top_groups, groups),
+            kept=self.kept,
+            whole=self.whole,
+        )
 
 
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Shapes:
@@ -93,13 +126,18 @@ def _norm(name: str, size: int, *, bias: bool = False) -> Shapes:
 
 
 def _predicting(hidden: int) -> Shapes:
-    """Shapes that a module of multi-token prediction has besides its block, under the names of DeepSeek's checkpoints."""
+    """Shapes that a module of multi-token prediction has besides its block, under the names of
+    DeepSeek's checkpoints."""
     norms = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
     return norms | _linear("eh_proj", 2 * hidden, hidden)
 
 
 def _llama_like(
-    *, qkv_bias: bool | None = None, out_bias: bool | None = None, qk_norm: bool = False, norms: tuple[str, ...] = ()
+    *,
+    qkv_bias: bool | None = None,
+    out_bias: bool | None = None,
+    qk_norm: bool = False,
+    norms: tuple[str, ...] = (),
 ) -> Callable[[ModelSpec, Reader], Shapes]:
     """Describe a block of separate q, k, v projections and a gated MLP.
 
@@ -111,7 +149,10 @@ def _llama_like(
     """
 
     def block(spec: ModelSpec, reader: Reader) -> Shapes:
-        attention_bias, mlp_bias = bool(reader.get("attention_bias", False)), bool(reader.get("mlp_bias", False))
+        attention_bias, mlp_bias = (
+            bool(reader.get("attention_bias", False)),
+            bool(reader.get("mlp_bias", False)),
+        )
         of_qkv = attention_bias if qkv_bias is None else qkv_bias
         of_out = attention_bias if out_bias is None else out_bias
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -125,7 +166,10 @@ def _llama_like(
             **_linear("mlp.down_proj", spec.intermediate, spec.hidden, bias=mlp_bias),
         }
         if qk_norm:
-            shapes |= {**_norm("self_attn.q_norm", spec.head_dim), **_norm("self_attn.k_norm", spec.head_dim)}
+            shapes |= {
+                **_norm("self_attn.q_norm", spec.head_dim),
+                **_norm("self_attn.k_norm", spec.head_dim),
+            }
         for name in ("input_layernorm", "post_attention_layernorm", *norms):
             shapes |= _norm(name, spec.hidden)
         return shapes
@@ -146,7 +190,8 @@ def _gpt_neox(spec: ModelSpec, reader: Reader) -> Shapes:
 
 
 def _gpt2(spec: ModelSpec, reader: Reader) -> Shapes:
-    """Describe a block of GPT-2, whose layers store their matrices transposed: (inputs, outputs)."""
+    """Describe a block of GPT-2, whose layers store their matrices transposed: (inputs,
+    outputs)."""
     sizes = {
         "attn.c_attn": (spec.hidden, 3 * spec.hidden),
         "attn.c_proj": (spec.hidden, spec.hidden),
@@ -214,7 +259,8 @@ def _gpt_oss_block(spec: ModelSpec, reader: Reader) -> Shapes:
 
 
 def _gpt_oss_experts(spec: ModelSpec, reader: Reader) -> Shapes:
-    """Describe a router and experts with biases. The matrices of an expert are (inputs, outputs)."""
+    """Describe a router and experts with biases. The matrices of an expert are (inputs,
+    outputs)."""
     return {
         **_linear("mlp.router", spec.hidden, spec.experts, bias=True),
         "mlp.experts.gate_up_proj": (spec.experts, spec.hidden, 2 * spec.intermediate),
@@ -226,7 +272,9 @@ def _gpt_oss_experts(spec: ModelSpec, reader: Reader) -> Shapes:
 
 def _qwen_dense_layers(spec: ModelSpec, reader: Reader) -> Container[int]:
     every = reader.size("decoder_sparse_step")
-    return {layer for layer in range(spec.layers) if (layer + 1) % every} | set(reader.get("mlp_only_layers") or ())
+    return {layer for layer in range(spec.layers) if (layer + 1) % every} | set(
+        reader.get("mlp_only_layers") or ()
+    )
 
 
 def _deepseek_dense_layers(spec: ModelSpec, reader: Reader) -> Container[int]:
@@ -234,7 +282,8 @@ def _deepseek_dense_layers(spec: ModelSpec, reader: Reader) -> Container[int]:
 
 
 def _deepseek_groups(reader: Reader) -> tuple[int, int]:
-    """Read the groups of DeepSeek-V3's routers; those of DeepSeek-V2 have some only with one of their methods."""
+    """Read the groups of DeepSeek-V3's routers; those of DeepSeek-V2 have some only with one of
+    their methods."""
     if reader.get("topk_method", "group_limited_greedy") != "group_limited_greedy":
         return 1, 1
     return int(reader.get("n_group", 1)), int(reader.get("topk_group", 1))
@@ -243,7 +292,9 @@ def _deepseek_groups(reader: Reader) -> tuple[int, int]:
 def _latent_attention(spec: ModelSpec, reader: Reader) -> Shapes:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) and a gated MLP."""
     bias = bool(reader.get("attention_bias", False))
-    rope, nope, value = (reader.size(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    rope, nope, value = (
+        reader.size(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
     latent, query_latent = reader.size("kv_lora_rank"), reader.get("q_lora_rank")
     queries = spec.heads * (rope + nope)
     if query_latent is None:
@@ -267,7 +318,11 @@ def _latent_attention(spec: ModelSpec, reader: Reader) -> Shapes:
 
 
 def _latent_width(reader: Reader) -> int:
-    return (reader.size("qk_rope_head_dim") + reader.size("qk_nope_head_dim") + reader.size("v_head_dim")) // 2
+    return (
+        reader.size("qk_rope_head_dim")
+        + reader.size("qk_nope_head_dim")
+        + reader.size("v_head_dim")
+    ) // 2
 
 
 _FLOAT_ROUTERS = Kept(routed=4.0)
@@ -282,7 +337,12 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 
 # Defaults are those of the configuration classes of Transformers 5.
 FAMILIES: dict[str, Family] = {
@@ -301,7 +361,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(
         _llama_like(),
-        {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+        {
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
     ),
     "gemma2": Family(
         _llama_like(norms=_FOUR_NORMS),
@@ -341,7 +406,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         _latent_attention,
-        {"max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
+        {
+            "max_position_embeddings": 4096,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+        },
         experts=_deepseek_experts,
         dense_layers=_deepseek_dense_layers,
         attention_width=_latent_width,
@@ -379,7 +449,8 @@ FAMILIES: dict[str, Family] = {
             "sliding_window_pattern": 2,
         },
         experts=_gpt_oss_experts,
-        # Norms keep what they have normalized in float32, experts the clamped halves and their product, attention 16-bit scores.
+        # Norms keep what they have normalized in float32, experts the clamped halves and their
+        # product, attention 16-bit scores.
         kept=Kept(norm=2.0, inner=6.0, score=2.0),
     ),
 }
@@ -392,14 +463,18 @@ def read_spec(config: Mapping[str, Any], ahead: int | None = None) -> ModelSpec:
     """Read the fields of a Transformers configuration.
 
     Args:
-        config: `model_type` and the fields, as in `conf/model/*.yaml` or `PretrainedConfig.to_dict()`.
-        ahead: modules of multi-token prediction behind the model (`model.mtp_layers`); None for none.
+        config: `model_type` and the fields, as in `conf/model/*.yaml` or
+            `PretrainedConfig.to_dict()`.
+        ahead: modules of multi-token prediction behind the model (`model.mtp_layers`); None for
+            none.
 
     Raises:
         ConfigError: `model_type` or a size is missing, not a whole number, or not positive.
     """
     if not config.get("model_type"):
-        raise ConfigError("The model configuration has no model_type. Add one, for example `model_type: llama`.")
+        raise ConfigError(
+            "The model configuration has no model_type. Add one, for example `model_type: llama`."
+        )
     model_type = str(config["model_type"])
     family = FAMILIES.get(model_type)
     reader = Reader(config, family.defaults if family else {})

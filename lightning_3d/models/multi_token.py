@@ -1,14 +1,17 @@
-"""Multi-token prediction: modules behind a causal LM that are trained to predict the tokens after the next one.
+"""Multi-token prediction: modules behind a causal LM that are trained to predict the tokens after
+the next one.
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2. With h^0 the output of the model (after its last norm), module
-k = 1, 2, ... computes for each position i
+DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2. With h^0 the output of
+the model (after its last norm), module k = 1, 2, ... computes for each position i
 
     h'_i = M_k [norm(emb(t_{i+k})) ; norm(h^{k-1}_i)]        h^k = norm(block_k(h'))        P(t_{i+k+1}) = head(h^k_i)
 
-with the embedding and the output head of the model. Its loss is the sum of the cross-entropies of t_{i+k+1}, divided, as in equation 24 of
-the report, by the number of targets of the model itself. The modules are further blocks in the model's own list. So their parameters have
-the names of DeepSeek's checkpoints (`model.layers.61.eh_proj.weight`), and whatever is done to blocks is done to them: sharding,
-recomputation, expert parallelism. At the end of a sequence the embeddings that are missing are zeros; nothing is predicted from them.
+with the embedding and the output head of the model. Its loss is the sum of the cross-entropies of
+t_{i+k+1}, divided, as in equation 24 of the report, by the number of targets of the model itself.
+The modules are further blocks in the model's own list. So their parameters have the names of
+DeepSeek's checkpoints (`model.layers.61.eh_proj.weight`), and whatever is done to blocks is done to
+them: sharding, recomputation, expert parallelism. At the end of a sequence the embeddings that are
+missing are zeros; nothing is predicted from them.
 """
 
 from __future__ import annotations
@@ -24,17 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORE = -100
-"""Label of a token that does not count in the loss, as in torch's cross-entropy and Transformers."""
+"""Label of a token that does not count in the loss, as in torch's cross-entropy and
+Transformers."""
 
 
 def predict_ahead(model: Any, depths: int) -> None:
     """Append modules of multi-token prediction to a causal LM of DeepSeek-V3's kind, in place.
 
-    In training, a call of the model with `labels` then also computes `output.mtp_loss`: the mean of the modules' losses. `output.loss`
-    stays that of the model.
+    In training, a call of the model with `labels` then also computes `output.mtp_loss`: the mean of
+    the modules' losses. `output.loss` stays that of the model.
 
     Args:
-        model: on meta or in memory. Its blocks are `model.model.layers`, its norms are made as `model.model.norm`.
+        model: on meta or in memory. Its blocks are `model.model.layers`, its norms are made as
+            `model.model.norm`.
         depths: number of modules.
     """
     config, base = model.config, model.get_decoder()
@@ -43,7 +48,9 @@ def predict_ahead(model: Any, depths: int) -> None:
     reference = next(base.norm.parameters())
     for index in range(len(base.layers), len(base.layers) + depths):
         block = kind(config, index)
-        block.enorm, block.hnorm = (norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2))
+        block.enorm, block.hnorm = (
+            norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
+        )
         block.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         block.shared_head = NormOfHead(norm(config.hidden_size, eps=config.rms_norm_eps))
         block.__class__ = _with(PredictsAhead, kind)
@@ -59,8 +66,9 @@ def predict_ahead(model: Any, depths: int) -> None:
 
 @cache
 def _with(mixin: Any, kind: Any) -> type:
-    """Make a subclass of a Transformers class that keeps its name and module, by which checkpoints and the self-check know it, and the
-    signature of its forward, by which context parallelism knows its arguments."""
+    """Make a subclass of a Transformers class that keeps its name and module, by which checkpoints
+    and the self-check know it, and the signature of its forward, by which context parallelism knows
+    its arguments."""
 
     @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +78,8 @@ def _with(mixin: Any, kind: Any) -> type:
 
 
 class NormOfHead(nn.Module):
-    """The norm in front of the shared output head. DeepSeek's checkpoints call it `shared_head.norm`."""
+    """The norm in front of the shared output head. DeepSeek's checkpoints call it
+    `shared_head.norm`."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -120,8 +129,8 @@ class MultiTokenLM:
 
     Attributes:
         mtp_layers: number of modules. It is part of the model's description in checkpoints.
-        returns_mtp_logits: whether every call that is not training also returns the logits of the modules, as `mtp_logits_1`, ... The
-            self-check compares them.
+        returns_mtp_logits: whether every call that is not training also returns the logits of the
+            modules, as `mtp_logits_1`, ... The self-check compares them.
     """
 
     mtp_layers: int
@@ -141,7 +150,8 @@ class MultiTokenLM:
         return output
 
     def tokens_ahead(self, values: Tensor) -> Iterator[Tensor]:
-        """Yield what stands 1, 2, ... `mtp_layers` tokens after each position of `values`, zeros where nothing does.
+        """Yield what stands 1, 2, ... `mtp_layers` tokens after each position of `values`, zeros
+        where nothing does.
 
         Args:
             values: (batch, sequence, hidden).
@@ -149,13 +159,15 @@ class MultiTokenLM:
         return (following(values, depth, 0.0) for depth in range(1, self.mtp_layers + 1))
 
     def own_targets(self, targets: Tensor) -> Tensor:
-        """Select the positions, of targets (batch, sequence), for which this process computes logits: all."""
+        """Select the positions, of targets (batch, sequence), for which this process computes
+        logits: all."""
         return targets
 
 
 @contextmanager
 def _watching(model: Any) -> Iterator[_Seen]:
-    """Note what the modules take from the forward in the body. On a later pipeline stage, the embedding is what travelled there."""
+    """Note what the modules take from the forward in the body. On a later pipeline stage, the
+    embedding is what travelled there."""
     seen = _Seen()
 
     def note_embedding(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -181,7 +193,8 @@ def _watching(model: Any) -> Iterator[_Seen]:
 
 
 def _hidden_ahead(model: Any, seen: _Seen) -> Iterator[Tensor]:
-    """Run the modules one after the other. Yields the hidden states of each, (batch, sequence, hidden), from which the head predicts."""
+    """Run the modules one after the other. Yields the hidden states of each, (batch, sequence,
+    hidden), from which the head predicts."""
     assert seen.embedding is not None and seen.hidden is not None
     hidden = seen.hidden
     blocks = model.get_decoder().layers[model.config.num_hidden_layers :]
@@ -191,17 +204,20 @@ def _hidden_ahead(model: Any, seen: _Seen) -> Iterator[Tensor]:
 
 
 def _mean_loss(model: Any, seen: _Seen, labels: Tensor) -> Tensor:
-    """Mean of the losses of all modules, each a sum over its targets divided by the targets of the model; shape ().
+    """Mean of the losses of all modules, each a sum over its targets divided by the targets of the
+    model; shape ().
 
     Args:
-        labels: (batch, sequence), of whole sequences also where this process has a part of their tokens.
+        labels: (batch, sequence), of whole sequences also where this process has a part of their
+            tokens.
     """
     head = model.get_output_embeddings()
     targets = following(labels, 1, IGNORE)
     count = (targets != IGNORE).sum().clamp(min=1)
     losses = []
     for depth, hidden in enumerate(_hidden_ahead(model, seen), start=1):
-        # A target counts only where the tokens between are targets, too: otherwise, one of them begins another document.
+        # A target counts only where the tokens between are targets, too: otherwise, one of them
+        # begins another document.
         targets = following(labels, depth + 1, IGNORE).masked_fill(targets == IGNORE, IGNORE)
         losses.append(
             model.loss_function(

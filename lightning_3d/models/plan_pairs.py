@@ -1,4 +1,5 @@
-"""Pairs of a plan: what a column-parallel layer splits, a row-parallel layer of the same block must join again. Reads names only."""
+"""Pairs of a plan: what a column-parallel layer splits, a row-parallel layer of the same block must
+join again. Reads names only."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ OPEN_ROWS = frozenset({"rowwise", "packed_rowwise"})
 
 
 def require_pairs(styles: dict[str, str], blocks: Iterable[str]) -> None:
-    """Refuse a plan in which a block splits features that it does not join, or joins what it does not split.
+    """Refuse a plan in which a block splits features that it does not join, or joins what it does
+    not split.
 
-    Layers are a pair if the smallest module around one of them that has the other kind, too, is inside the block: query and output
-    projection of one attention, or of two modules in it.
+    Layers are a pair if the smallest module around one of them that has the other kind, too, is
+    inside the block: query and output projection of one attention, or of two modules in it.
 
     Args:
         styles: name of a layer -> its style.
@@ -27,19 +29,30 @@ def require_pairs(styles: dict[str, str], blocks: Iterable[str]) -> None:
         PlanError: with the layers that have no partner.
     """
     for block in blocks:
-        inside = {name: style for name, style in styles.items() if name.startswith(f"{block}.") and style in OPEN_COLUMNS | OPEN_ROWS}
+        inside = {
+            name: style
+            for name, style in styles.items()
+            if name.startswith(f"{block}.") and style in OPEN_COLUMNS | OPEN_ROWS
+        }
         if alone := _without_partner(inside, block):
             style = inside[alone[0]]
-            other, gathering = ("rowwise", "colwise_gather_output") if style in OPEN_COLUMNS else ("colwise", "rowwise_split_input")
+            other, gathering = (
+                ("rowwise", "colwise_gather_output")
+                if style in OPEN_COLUMNS
+                else ("colwise", "rowwise_split_input")
+            )
             raise PlanError(
-                f"The plan shards {listed(map(_pattern, alone))} with the style '{style}', but no '{other}' layer of the same block goes"
-                f" with {'them' if len(alone) > 1 else 'it'}. A 'colwise' layer splits features, and a 'rowwise' layer must join them. Add"
-                f" the '{other}' layer to the plan, or use the style '{gathering}', which needs no partner."
+                f"The plan shards {listed(map(_pattern, alone))} with the style '{style}', but no"
+                f" '{other}' layer of the same block goes with"
+                f" {'them' if len(alone) > 1 else 'it'}. A 'colwise' layer splits features, and a"
+                f" 'rowwise' layer must join them. Add the '{other}' layer to the plan, or use the"
+                f" style '{gathering}', which needs no partner."
             )
 
 
 def _without_partner(styles: dict[str, str], block: str) -> list[str]:
-    """Return the layers of one block that have no partner: from the innermost modules outwards, both kinds together close a pair."""
+    """Return the layers of one block that have no partner: from the innermost modules outwards,
+    both kinds together close a pair."""
     open_layers: dict[str, list[str]] = {}
     for name in styles:
         open_layers.setdefault(name.rpartition(".")[0], []).append(name)

@@ -1,8 +1,11 @@
-"""Sizes of a model from its configuration, without building the model. Pure Python: no torch, no Transformers.
+"""Sizes of a model from its configuration, without building the model. Pure Python: no torch, no
+Transformers.
 
-`families.read_spec` makes a `ModelSpec` from the dict that a `model/` config file holds under `config` (the fields of a Transformers
-configuration). Every configuration gives the numbers that layouts are checked against (heads, layers, vocabulary, ...). For the families
-in `families.FAMILIES` a spec also has the name and shape of every parameter, and from these the parameter count and the FLOPs.
+`families.read_spec` makes a `ModelSpec` from the dict that a `model/` config file holds under
+`config` (the fields of a Transformers configuration). Every configuration gives the numbers that
+layouts are checked against (heads, layers, vocabulary, ...). For the families in
+`families.FAMILIES` a spec also has the name and shape of every parameter, and from these the
+parameter count and the FLOPs.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from lightning_3d.errors import ConfigError
 Shapes = dict[str, tuple[int, ...]]
 """Shape of each parameter by its name."""
 
-# Configurations of older families use other names for the same sizes (`attribute_map` in Transformers).
+# Configurations of older families use other names for the same sizes (`attribute_map` in
+# Transformers).
 _SYNONYMS = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -31,13 +35,15 @@ TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of a token that blocks of a family keep for the backward pass, in Transformers, beyond those of Llama's or Mixtral's blocks.
+    """Bytes of a token that blocks of a family keep for the backward pass, in Transformers, beyond
+    those of Llama's or Mixtral's blocks.
 
     Attributes:
         norm: of each number that a norm of a block takes.
         inner: of each number of the inner width of an expert.
         routed: of each number that a router takes.
-        score: of each score of attention without a fused kernel: softmax in float32, and its copy in 16 bits.
+        score: of each score of attention without a fused kernel: softmax in float32, and its copy
+            in 16 bits.
     """
 
     norm: float = 0.0
@@ -56,23 +62,27 @@ class ModelSpec:
         layers: number of blocks.
         heads: attention (query) heads.
         kv_heads: key/value heads; equal to `heads` without grouped-query attention.
-        head_dim: width of a head; where queries are wider than values (multi-head latent attention), the mean of the two.
+        head_dim: width of a head; where queries are wider than values (multi-head latent
+            attention), the mean of the two.
         intermediate: inner width of the MLP.
         vocab: rows of the embedding.
-        max_positions: longest sequence that the positions support; None when the configuration does not say.
+        max_positions: longest sequence that the positions support; None when the configuration does
+            not say.
         tied: the output head is the embedding matrix.
         experts: experts of each mixture-of-experts layer; 0 for a dense model.
         top_k: experts that see each token; 0 for a dense model.
         windows: attention window of each layer in tokens; None for the whole sequence.
-        shapes: shape of every parameter by its name in Transformers, tied ones once; None for families not in
-            `families.FAMILIES`.
+        shapes: shape of every parameter by its name in Transformers, tied ones once; None for
+            families not in `families.FAMILIES`.
         embedding: name of the parameter of the token embedding.
         positions: name of the parameter of the position embedding; None for a model without one.
-        groups: groups of experts, of which each token chooses `top_groups` and its experts in them (DeepSeek-V3); 1 without groups.
+        groups: groups of experts, of which each token chooses `top_groups` and its experts in them
+            (DeepSeek-V3); 1 without groups.
         top_groups: groups from which a token chooses its experts.
         kept: bytes that its blocks keep for the backward pass.
         ahead: modules of multi-token prediction: further blocks, which also run the output head.
-        whole: beginnings of the names, relative to a block, of matrices that its tensor-parallel plan in Transformers does not shard.
+        whole: beginnings of the names, relative to a block, of matrices that its tensor-parallel
+            plan in Transformers does not shard.
     """
 
     model_type: str
@@ -104,27 +114,38 @@ class ModelSpec:
 
     @property
     def parameter_names(self) -> list[list[str]] | None:
-        """All names of each parameter: the embedding has a second one if the output head is tied to it; None for an unknown family."""
+        """All names of each parameter: the embedding has a second one if the output head is tied to
+        it; None for an unknown family."""
         if self.shapes is None:
             return None
-        return [[name, "lm_head.weight"] if self.tied and name == self.embedding else [name] for name in self.shapes]
+        return [
+            [name, "lm_head.weight"] if self.tied and name == self.embedding else [name]
+            for name in self.shapes
+        ]
 
     @property
     def active_parameters(self) -> int | None:
-        """Number of parameters that a token passes: all but the experts that it is not routed to; None for an unknown family."""
-        return None if self.shapes is None else round(sum(self._active(name, shape) for name, shape in self.shapes.items()))
+        """Number of parameters that a token passes: all but the experts that it is not routed to;
+        None for an unknown family."""
+        return (
+            None
+            if self.shapes is None
+            else round(sum(self._active(name, shape) for name, shape in self.shapes.items()))
+        )
 
     def _active(self, name: str, shape: tuple[int, ...]) -> float:
-        """Count the elements of a parameter that a token passes. Those of routed experts hold one matrix or bias for each expert."""
+        """Count the elements of a parameter that a token passes. Those of routed experts hold one
+        matrix or bias for each expert."""
         return prod(shape) * (self.top_k / self.experts if ".experts." in name else 1)
 
     def flops_per_token(self, seq: int) -> float:
-        """Count the floating-point operations of one training token: forward and backward, without recomputation.
+        """Count the floating-point operations of one training token: forward and backward, without
+        recomputation.
 
-        Six per weight that takes part in a matrix product (the output head does, also when tied; the embedding look-up
-        does not), and for attention 12 x heads x head_dim x context per layer, as in PaLM (arXiv:2204.02311, appendix
-        B), where the context is the sequence or the layer's window. The half that a causal mask saves is not
-        subtracted.
+        Six per weight that takes part in a matrix product (the output head does, also when tied;
+        the embedding look-up does not), and for attention 12 x heads x head_dim x context per
+        layer, as in PaLM (arXiv:2204.02311, appendix B), where the context is the sequence or the
+        layer's window. The half that a causal mask saves is not subtracted.
 
         Args:
             seq: sequence length in tokens.
@@ -134,18 +155,26 @@ class ModelSpec:
         """
         if self.shapes is None:
             raise ConfigError(
-                f"The FLOPs of model_type '{self.model_type}' are unknown. Add this family to `lightning_3d.models.families`."
+                f"The FLOPs of model_type '{self.model_type}' are unknown. Add this family to"
+                " `lightning_3d.models.families`."
             )
         looked_up = (self.embedding, self.positions)
-        multiplied = {name: shape for name, shape in self.shapes.items() if _is_matrix(name, shape) and name not in looked_up}
+        multiplied = {
+            name: shape
+            for name, shape in self.shapes.items()
+            if _is_matrix(name, shape) and name not in looked_up
+        }
         matrices = sum(self._active(name, shape) for name, shape in multiplied.items())
         matrices += (self.tied + self.ahead) * self.vocab * self.hidden
-        context = sum(min(seq, window or seq) for window in (*self.windows, *self.windows[-1:] * self.ahead))
+        context = sum(
+            min(seq, window or seq) for window in (*self.windows, *self.windows[-1:] * self.ahead)
+        )
         return 6.0 * matrices + 12.0 * self.heads * self.head_dim * context
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter takes part in matrix products; biases of experts have two dimensions, too."""
+    """Return whether a parameter takes part in matrix products; biases of experts have two
+    dimensions, too."""
     return len(shape) > 1 and not name.endswith("bias")
 
 
@@ -167,13 +196,17 @@ class Reader:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} of the model must be a whole number of at least 1; got {value!r}.")
+            raise ConfigError(
+                f"{name} of the model must be a whole number of at least 1; got {value!r}."
+            )
         return value
 
     def size(self, name: str) -> int:
         value = self.optional(name)
         if value is None:
-            raise ConfigError(f"The model configuration has no {name}. Set it, because sizes have no defaults.")
+            raise ConfigError(
+                f"The model configuration has no {name}. Set it, because sizes have no defaults."
+            )
         return value
 
     def first(self, names: tuple[str, ...]) -> int:
@@ -181,13 +214,15 @@ class Reader:
 
 
 def attention_windows(reader: Reader, layers: int) -> tuple[int | None, ...]:
-    """Read the attention window of each layer, from `layer_types` or by Transformers' rule for its default."""
+    """Read the attention window of each layer, from `layer_types` or by Transformers' rule for its
+    default."""
     window = reader.optional("sliding_window")
     kinds = reader.get("layer_types")
     if kinds is not None:
         if len(kinds) != layers:
             raise ConfigError(
-                f"layer_types of the model must have one entry per layer (num_hidden_layers={layers}); got {len(kinds)} entries."
+                "layer_types of the model must have one entry per layer"
+                f" (num_hidden_layers={layers}); got {len(kinds)} entries."
             )
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if not reader.get("use_sliding_window", True):

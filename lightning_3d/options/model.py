@@ -24,12 +24,14 @@ class ModelOptions:
         experts: options of a mixture of experts.
         cp_kind: kind of context parallelism.
         stages: number of blocks of each pipeline stage; None to balance them.
-        loss_chunks: n computes the loss of a micro-batch with 1/n of the memory of its logits; "auto": 8, or fewer where the logits are
-            small. It concerns the loss that a causal LM of Transformers computes from labels.
+        loss_chunks: n computes the loss of a micro-batch with 1/n of the memory of its logits;
+            "auto": 8, or fewer where the logits are small. It concerns the loss that a causal LM of
+            Transformers computes from labels.
         loss: terms of that loss.
 
     Raises:
-        ConfigError: an unknown kind of context parallelism, or loss_chunks that is neither "auto" nor a whole number.
+        ConfigError: an unknown kind of context parallelism, or loss_chunks that is neither "auto"
+            nor a whole number.
     """
 
     schedule: str
@@ -45,7 +47,8 @@ class ModelOptions:
         check_loss_chunks(self.loss_chunks)
 
     def require_suit(self, layout: Layout) -> None:
-        """Raise LayoutError where blocks cannot run these options in this layout, or it has another number of stages.
+        """Raise LayoutError where blocks cannot run these options in this layout, or it has another
+        number of stages.
 
         Raises ConfigError for experts on nodes of unequal size.
         """

@@ -1,4 +1,5 @@
-"""The option `nonfinite`: the reaction to a loss or gradient norm that is not finite. Imports no torch."""
+"""The option `nonfinite`: the reaction to a loss or gradient norm that is not finite. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from typing import TYPE_CHECKING
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 if TYPE_CHECKING:
-
     pass
 
 
@@ -22,4 +22,7 @@ def check_nonfinite(option: str, value: object) -> None:
         ConfigError: with the option and its value.
     """
     if value not in NONFINITE:
-        raise ConfigError(f"{option} must be {listed(NONFINITE, last='or')}; got {value!r}.{did_you_mean(str(value), NONFINITE)}")
+        raise ConfigError(
+            f"{option} must be {listed(NONFINITE, last='or')}; got"
+            f" {value!r}.{did_you_mean(str(value), NONFINITE)}"
+        )

@@ -1,4 +1,5 @@
-"""Values of options with which the strategy computes what plain PyTorch computes. Pure: no torch."""
+"""Values of options with which the strategy computes what plain PyTorch computes. Pure: no
+torch."""
 
 from __future__ import annotations
 
@@ -13,4 +14,5 @@ PLAIN_VALUES: Mapping[str, Any] = {
     "moe_bias_update": 0.0,
     "moe_capacity_factor": None,
 }
-"""Options that change what is computed and that plain PyTorch does not have, and the values that turn them off."""
+"""Options that change what is computed and that plain PyTorch does not have, and the values that
+turn them off."""

@@ -14,5 +14,8 @@ def check_mode(mode: str) -> str:
         ConfigError: an unknown mode.
     """
     if mode not in MODES:
-        raise ConfigError(f'self_check must be {listed(MODES, last="or")}; got "{mode}".{did_you_mean(str(mode), MODES)}')
+        raise ConfigError(
+            f"self_check must be {listed(MODES, last='or')}; got"
+            f' "{mode}".{did_you_mean(str(mode), MODES)}'
+        )
     return mode

@@ -1,6 +1,8 @@
-"""Options of ZeRO: the shards of data-parallel ranks, and the times of communication. Pure: no torch.
+"""Options of ZeRO: the shards of data-parallel ranks, and the times of communication. Pure: no
+torch.
 
-ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054.
+ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -21,26 +23,36 @@ OFFLOAD = (NONE, OPTIMIZER, PARAMETERS)
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """Options of ZeRO: arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with the prefix `zero_`.
+    """Options of ZeRO: arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with
+    the prefix `zero_`.
 
     Attributes:
-        stage: what data-parallel ranks shard. 0: nothing, 1: optimizer state, 2: also gradients, 3: also parameters.
-        reduce: when gradients are reduced. "step": once per optimizer step; a rank keeps whole local gradients until then.
-            "micro_batch": during every backward pass; a rank keeps 1 / dp of them, and the traffic grows with the number of micro-batches.
-            None: "micro_batch" at stages 2 and 3 without a pipeline, else "step".
-        gather: when parameters are gathered at stage 3. "step": all parameters of a rank are gathered before a batch and freed after
-            it. "micro_batch": each block before its forward and its backward pass, in every micro-batch. None: "step" where the schedule
-            splits the backward pass, which needs it, else "micro_batch". The blocks of frozen second models, which run forward only, are
-            gathered for each forward with such a schedule, too (`gather_frozen`).
-        reduce_scatter: whether to send gradients only to the rank that uses them, in half the bytes of an all-reduce. None: only on
-            CUDA. (Between processes on one machine gloo's all-reduce is faster.)
-        offload: what is kept in host memory. "none": nothing. "optimizer" (stages 1 to 3): optimizer state and fp32 master weights; the
-            optimizer's step runs on the CPU. "parameters" (stage 3): also the shards of the parameters. (ZeRO-Offload, arXiv:2101.06840.)
-        shard_size: number of neighbouring data-parallel ranks, a divisor of dp, that shard; the groups of so many ranks hold replicas.
-            Experts are sharded over the ranks of a group that have the same ones, so ep must divide shard_size * tp * cp.
-            None: all data-parallel ranks shard. (HSDP: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.2.2.)
-        overlap_gather: whether the next forward begins while the parameters that an optimizer step has changed are still gathered (stages
-            1 and 2). A block waits only for its own. (As Megatron-LM's `--overlap-param-gather`.)
+        stage: what data-parallel ranks shard. 0: nothing, 1: optimizer state, 2: also gradients, 3:
+            also parameters.
+        reduce: when gradients are reduced. "step": once per optimizer step; a rank keeps whole
+            local gradients until then. "micro_batch": during every backward pass; a rank keeps 1 /
+            dp of them, and the traffic grows with the number of micro-batches. None: "micro_batch"
+            at stages 2 and 3 without a pipeline, else "step".
+        gather: when parameters are gathered at stage 3. "step": all parameters of a rank are
+            gathered before a batch and freed after it. "micro_batch": each block before its forward
+            and its backward pass, in every micro-batch. None: "step" where the schedule splits the
+            backward pass, which needs it, else "micro_batch". The blocks of frozen second models,
+            which run forward only, are gathered for each forward with such a schedule, too
+            (`gather_frozen`).
+        reduce_scatter: whether to send gradients only to the rank that uses them, in half the bytes
+            of an all-reduce. None: only on CUDA. (Between processes on one machine gloo's
+            all-reduce is faster.)
+        offload: what is kept in host memory. "none": nothing. "optimizer" (stages 1 to 3):
+            optimizer state and fp32 master weights; the optimizer's step runs on the CPU.
+            "parameters" (stage 3): also the shards of the parameters. (ZeRO-Offload,
+            arXiv:2101.06840.)
+        shard_size: number of neighbouring data-parallel ranks, a divisor of dp, that shard; the
+            groups of so many ranks hold replicas. Experts are sharded over the ranks of a group
+            that have the same ones, so ep must divide shard_size * tp * cp. None: all data-parallel
+            ranks shard. (HSDP: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.2.2.)
+        overlap_gather: whether the next forward begins while the parameters that an optimizer step
+            has changed are still gathered (stages 1 and 2). A block waits only for its own. (As
+            Megatron-LM's `--overlap-param-gather`.)
         gather_frozen: as `gather`, for frozen second models. Not a key: `resolve` sets it.
     """
 
@@ -71,12 +83,18 @@ class ZeroOptions:
         splits = find_schedule(schedule).split_backward and pp > 1
         if self.gather == MICRO_BATCH and splits:
             raise LayoutError(
-                f"zero_gather=micro_batch frees a block's parameters after its backward pass, but {schedule} computes the gradients of"
-                " inputs and weights in separate passes. Use zero_gather=step, or the schedule 1F1B."
+                "zero_gather=micro_batch frees a block's parameters after its backward pass, but"
+                f" {schedule} computes the gradients of inputs and weights in separate passes. Use"
+                " zero_gather=step, or the schedule 1F1B."
             )
         reduce = self.reduce or (MICRO_BATCH if self.stage >= 2 and pp == 1 else STEP)
         gather = self.gather or ((STEP if splits else MICRO_BATCH) if self.stage == 3 else None)
-        return replace(self, reduce=reduce, gather=gather, gather_frozen=MICRO_BATCH if self.stage == 3 and splits else gather)
+        return replace(
+            self,
+            reduce=reduce,
+            gather=gather,
+            gather_frozen=MICRO_BATCH if self.stage == 3 and splits else gather,
+        )
 
     def over(self, layout: Layout) -> ZeroOptions:
         """Check `shard_size` against a layout.
@@ -92,7 +110,9 @@ class ZeroOptions:
             return self
         check_shard_size(size, layout)
         if self.stage == 0:
-            raise LayoutError(f"zero_shard_size={size} needs zero_stage=1, 2 or 3; got 0, which shards nothing.")
+            raise LayoutError(
+                f"zero_shard_size={size} needs zero_stage=1, 2 or 3; got 0, which shards nothing."
+            )
         return replace(self, shard_size=None) if size == layout.dp else self
 
     def _check_words(self) -> None:
@@ -102,26 +122,44 @@ class ZeroOptions:
                 raise LayoutError(f'{key} must be step or micro_batch; got "{value}".{hint}')
         if self.reduce == MICRO_BATCH and self.stage < 2:
             raise LayoutError(
-                f"zero_reduce=micro_batch shards the gradients, but zero_stage={self.stage} needs all of them on every rank. Use"
-                " zero_stage=2, or zero_reduce=step."
+                f"zero_reduce=micro_batch shards the gradients, but zero_stage={self.stage} needs"
+                " all of them on every rank. Use zero_stage=2, or zero_reduce=step."
             )
         if self.gather is not None and self.stage != 3:
-            raise LayoutError(f"zero_gather={self.gather} needs zero_stage=3; got {self.stage}, which gathers no parameters.")
+            raise LayoutError(
+                f"zero_gather={self.gather} needs zero_stage=3; got {self.stage}, which gathers no"
+                " parameters."
+            )
         if self.offload not in OFFLOAD:
             hint = did_you_mean(str(self.offload), OFFLOAD)
-            raise LayoutError(f'zero_offload must be none, optimizer or parameters; got "{self.offload}".{hint}')
+            raise LayoutError(
+                f'zero_offload must be none, optimizer or parameters; got "{self.offload}".{hint}'
+            )
         needed = {OPTIMIZER: 1, PARAMETERS: 3}.get(self.offload, 0)
         if self.stage < needed:
-            raise LayoutError(f"zero_offload={self.offload} needs zero_stage={needed}{' or more' if needed < 3 else ''}; got {self.stage}.")
+            raise LayoutError(
+                f"zero_offload={self.offload} needs"
+                f" zero_stage={needed}{' or more' if needed < 3 else ''}; got {self.stage}."
+            )
         if self.overlap_gather and self.stage not in (1, 2):
-            why = "which gathers no parameters" if self.stage == 0 else "which already gathers each block while the one before it runs"
-            raise LayoutError(f"zero_overlap_gather=true needs zero_stage=1 or 2; got {self.stage}, {why}.")
+            why = (
+                "which gathers no parameters"
+                if self.stage == 0
+                else "which already gathers each block while the one before it runs"
+            )
+            raise LayoutError(
+                f"zero_overlap_gather=true needs zero_stage=1 or 2; got {self.stage}, {why}."
+            )
         if self.reduce_scatter and self.stage == 0:
-            raise LayoutError("zero_reduce_scatter=true needs zero_stage=1 or more; got 0, where every rank needs the whole gradient.")
+            raise LayoutError(
+                "zero_reduce_scatter=true needs zero_stage=1 or more; got 0, where every rank needs"
+                " the whole gradient."
+            )
 
     @property
     def gathers_every_micro_batch(self) -> bool:
-        """True if data-parallel ranks communicate in every forward pass, so that they must run the same number of micro-batches."""
+        """True if data-parallel ranks communicate in every forward pass, so that they must run the
+        same number of micro-batches."""
         return MICRO_BATCH in (self.gather, self.gather_frozen)
 
     @property
@@ -136,4 +174,9 @@ class ZeroOptions:
         offloaded = "" if self.offload == NONE else f", {self.offload} offloaded"
         where = "" if self.shard_size is None else f" in groups of dp {self.shard_size}"
         gathered = ", gather overlapped" if self.overlap_gather else ""
-        return f"ZeRO-{self.stage}{where}" + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "") + gathered + offloaded
+        return (
+            f"ZeRO-{self.stage}{where}"
+            + (f" ({' and '.join(eager)} in every micro-batch)" if eager else "")
+            + gathered
+            + offloaded
+        )

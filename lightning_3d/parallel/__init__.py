@@ -1,1 +1,2 @@
-"""One package for each kind of parallelism, which never import each other, and the modules that they share."""
+"""One package for each kind of parallelism, which never import each other, and the modules that
+they share."""

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> None:
     """Replace `x`, contiguous, by its sum over the group, or the result of another operation.
 
-    A group of one rank sends nothing: in a `Mesh` it is one of gloo, and the host would wait for the GPU.
+    A group of one rank sends nothing: in a `Mesh` it is one of gloo, and the host would wait for
+    the GPU.
     """
     import torch.distributed as dist
 
@@ -36,9 +37,11 @@ def all_reduce_flat(x: Tensor, group: ProcessGroup | None, op: Any = None) -> No
 
 @under_way("all-gather", "part")
 def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
-    """Start to gather the parts of all ranks, equal in size, one after the other. Returns the work to wait for.
+    """Start to gather the parts of all ranks, equal in size, one after the other. Returns the work
+    to wait for.
 
-    A group of one rank sends nothing. torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`; the old name warns.
+    A group of one rank sends nothing. torch 2.13 renamed `all_gather_into_tensor` to
+    `all_gather_single`; the old name warns.
     """
     import torch.distributed as dist
 
@@ -55,9 +58,11 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
 
 @under_way("reduce-scatter", "whole")
 def reduce_scatter_flat(part: Tensor, whole: Tensor, group: ProcessGroup) -> Work:
-    """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait for.
+    """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait
+    for.
 
-    A group of one rank sends nothing. torch 2.13 renamed `reduce_scatter_tensor` to `reduce_scatter_single`; the old name warns.
+    A group of one rank sends nothing. torch 2.13 renamed `reduce_scatter_tensor` to
+    `reduce_scatter_single`; the old name warns.
     """
     import torch.distributed as dist
 

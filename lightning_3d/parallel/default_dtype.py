@@ -10,7 +10,8 @@ import torch
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make `dtype` the type of new floating-point tensors, and restore the one before at the end."""
+    """Make `dtype` the type of new floating-point tensors, and restore the one before at the
+    end."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,9 +1,11 @@
 """Collectives and messages of ranks on CPU, which gloo connects.
 
-Ranks of one host use shared memory (`host_channel`), once `Mesh.warm_up` has connected them. Others exchange sums and gathers between all
-pairs of ranks: gloo's own collectives pass messages round a ring, in n - 1 steps over n ranks or twice as many, and every step wakes
-threads in both neighbours. For the messages of a training step on CPU that is most of the time. So every rank sends to all others at once,
-and adds up what it receives itself, in the order of the ranks: all ranks get the same bits.
+Ranks of one host use shared memory (`host_channel`), once `Mesh.warm_up` has connected them. Others
+exchange sums and gathers between all pairs of ranks: gloo's own collectives pass messages round a
+ring, in n - 1 steps over n ranks or twice as many, and every step wakes threads in both neighbours.
+For the messages of a training step on CPU that is most of the time. So every rank sends to all
+others at once, and adds up what it receives itself, in the order of the ranks: all ranks get the
+same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import P2POp, ReduceOp, all_to_all_single, get_backend, get_rank, get_world_size
+from torch.distributed import (
+    P2POp,
+    ReduceOp,
+    all_to_all_single,
+    get_backend,
+    get_rank,
+    get_world_size,
+)
 
 from lightning_3d.compat.torch_fake import FAKE_GLOO
 from lightning_3d.parallel.host_channel import MOST_READ, HostChannel, channel_of
@@ -24,10 +33,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
 
-SMALL = 2**20  # bytes that a rank sends for the sum of a tensor; over more than two ranks a ring sends fewer
+# bytes that a rank sends for the sum of a tensor; over more than two ranks a ring sends fewer
+SMALL = 2**20
 
 # The functions below have the names of torch's, and are counted in tests in their place.
-_all_reduce, _reduce, _broadcast, _isend, _irecv = dist.all_reduce, dist.reduce, dist.broadcast, dist.isend, dist.irecv
+_all_reduce, _reduce, _broadcast, _isend, _irecv = (
+    dist.all_reduce,
+    dist.reduce,
+    dist.broadcast,
+    dist.isend,
+    dist.irecv,
+)
 _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
@@ -37,19 +53,26 @@ def uses_gloo(group: ProcessGroup | None) -> bool:
 
 
 def fits(x: Tensor, group: ProcessGroup | None) -> bool:
-    """True if `all_gather` and `reduce_scatter` support this tensor: on CPU, over ranks that use gloo."""
+    """True if `all_gather` and `reduce_scatter` support this tensor: on CPU, over ranks that use
+    gloo."""
     return x.device.type == "cpu" and uses_gloo(group) and get_world_size(group) > 1
 
 
 def fits_whole(x: Tensor, group: ProcessGroup | None) -> bool:
-    """True if `all_reduce` supports it: over shared memory or two ranks, or if the tensor is small."""
+    """True if `all_reduce` supports it: over shared memory or two ranks, or if the tensor is
+    small."""
     if not fits(x, group):
         return False
-    return _channel(x, group) is not None or get_world_size(group) == 2 or x.nbytes * (get_world_size(group) - 1) <= SMALL
+    return (
+        _channel(x, group) is not None
+        or get_world_size(group) == 2
+        or x.nbytes * (get_world_size(group) - 1) <= SMALL
+    )
 
 
 def _channel(x: Tensor, group: ProcessGroup | None) -> HostChannel | None:
-    """Return the channel through which a tensor travels; None where the ranks do not share memory, or the tensor is on a GPU."""
+    """Return the channel through which a tensor travels; None where the ranks do not share memory,
+    or the tensor is on a GPU."""
     return channel_of(group) if x.device.type == "cpu" else None
 
 
@@ -80,11 +103,14 @@ def all_gather(whole: Tensor, part: Tensor, group: ProcessGroup | None) -> Work:
     if channel is not None:
         return channel.all_gather(whole, part)  # type: ignore[return-value]
     copies = part.view(1, -1).expand(get_world_size(group), -1).contiguous()
-    return _Sent(all_to_all_single(whole.view(copies.shape), copies, group=group, async_op=True), copies)  # type: ignore[return-value]
+    return _Sent(
+        all_to_all_single(whole.view(copies.shape), copies, group=group, async_op=True), copies
+    )  # type: ignore[return-value]
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> Work:
-    """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait for."""
+    """Start to sum `whole` over the ranks and to give each rank its part. Returns the work to wait
+    for."""
     channel = _channel(part, group)
     if channel is not None:
         return channel.reduce_scatter(part, whole)  # type: ignore[return-value]
@@ -125,7 +151,8 @@ def scatter_sum_now(part: Tensor, whole: Tensor, group: ProcessGroup | None) -> 
 
 @under_way("all-reduce", "x")
 def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Work:
-    """Start to replace `x`, contiguous, on any device, by its sum over the group. Returns the work to wait for."""
+    """Start to replace `x`, contiguous, on any device, by its sum over the group. Returns the work
+    to wait for."""
     channel = _channel(x, group)
     if channel is not None and channel.size <= MOST_READ:
         return channel.start_all_reduce(x)  # type: ignore[return-value]
@@ -134,7 +161,8 @@ def start_all_reduce(x: Tensor, group: ProcessGroup | None) -> Work:
 
 @under_way("reduce", "x")
 def start_reduce(x: Tensor, owner: int, group: ProcessGroup | None) -> Work:
-    """Start to replace `x` on the global rank `owner` by its sum over the group. Elsewhere it is undefined then."""
+    """Start to replace `x` on the global rank `owner` by its sum over the group. Elsewhere it is
+    undefined then."""
     channel = _channel(x, group)
     if channel is not None:
         return channel.reduce(x, owner)  # type: ignore[return-value]
@@ -152,7 +180,11 @@ def start_broadcast(x: Tensor, source: int, group: ProcessGroup | None) -> Work:
 
 @under_way("all-to-all", "x")
 def start_all_to_all(
-    received: Tensor, x: Tensor, received_rows: Sequence[int] | None, sent_rows: Sequence[int] | None, group: ProcessGroup | None
+    received: Tensor,
+    x: Tensor,
+    received_rows: Sequence[int] | None,
+    sent_rows: Sequence[int] | None,
+    group: ProcessGroup | None,
 ) -> Work:
     """Start to exchange rows between all ranks of the group; None: equally many."""
     channel = _channel(received, group)
@@ -163,7 +195,11 @@ def start_all_to_all(
 
 @at_once("all-to-all", "x")
 def all_to_all(
-    received: Tensor, x: Tensor, received_rows: Sequence[int] | None, sent_rows: Sequence[int] | None, group: ProcessGroup | None
+    received: Tensor,
+    x: Tensor,
+    received_rows: Sequence[int] | None,
+    sent_rows: Sequence[int] | None,
+    group: ProcessGroup | None,
 ) -> None:
     """Exchange rows between all ranks of the group; None: equally many."""
     channel = _channel(received, group)
@@ -175,7 +211,8 @@ def all_to_all(
 
 @under_way("send", "x")
 def isend(x: Tensor, receiver: int, group: ProcessGroup | None, tag: int = 0) -> Work:
-    """Start to send `x`, contiguous, to a global rank. Returns the work to wait for before `x` changes."""
+    """Start to send `x`, contiguous, to a global rank. Returns the work to wait for before `x`
+    changes."""
     channel = _channel(x, group)
     if channel is not None:
         return channel.send(x, receiver, tag)  # type: ignore[return-value]
@@ -191,16 +228,25 @@ def irecv(x: Tensor, sender: int, group: ProcessGroup | None, tag: int = 0) -> W
     return _irecv(x, sender, group=group, tag=tag)  # type: ignore[return-value]
 
 
-def send_and_receive(x: Tensor, receiver: int, arriving: Tensor, sender: int, group: ProcessGroup, tag: int = 0) -> list[Work]:
-    """Start to send `x` to a global rank and to receive `arriving` from another, at once. Returns the works to wait for."""
+def send_and_receive(
+    x: Tensor, receiver: int, arriving: Tensor, sender: int, group: ProcessGroup, tag: int = 0
+) -> list[Work]:
+    """Start to send `x` to a global rank and to receive `arriving` from another, at once. Returns
+    the works to wait for."""
     if _channel(x, group) is not None:
         return [isend(x, receiver, group, tag), irecv(arriving, sender, group, tag)]
     return [_together(x, receiver, arriving, sender, group, tag)]  # type: ignore[list-item]
 
 
 @under_way("send and receive", "x")
-def _together(x: Tensor, receiver: int, arriving: Tensor, sender: int, group: ProcessGroup, tag: int) -> _All:
-    return _All(dist.batch_isend_irecv([P2POp(_isend, x, receiver, group, tag), P2POp(_irecv, arriving, sender, group, tag)]))
+def _together(
+    x: Tensor, receiver: int, arriving: Tensor, sender: int, group: ProcessGroup, tag: int
+) -> _All:
+    return _All(
+        dist.batch_isend_irecv(
+            [P2POp(_isend, x, receiver, group, tag), P2POp(_irecv, arriving, sender, group, tag)]
+        )
+    )
 
 
 class _All:

@@ -1,7 +1,9 @@
-"""Collectives and messages of a process group whose ranks are on one host, through shared memory; see `host_memory`.
+"""Collectives and messages of a process group whose ranks are on one host, through shared memory;
+see `host_memory`.
 
-Every rank writes what others need once, and reads and adds up what it needs itself, in the order of the ranks: all get the same bits.
-Nothing runs beside the computation, since the ranks of a CPU share its cores with whatever would. So `wait` does the reading.
+Every rank writes what others need once, and reads and adds up what it needs itself, in the order of
+the ranks: all get the same bits. Nothing runs beside the computation, since the ranks of a CPU
+share its cores with whatever would. So `wait` does the reading.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from lightning_3d.compat.flight_recorder import SharedMemoryCall, shared_memory_
 from lightning_3d.parallel.host_memory import Arrived, Neighbours, connect
 
 _LARGE = 1 << 16
-"""Bytes of a tensor from which more than two ranks sum it in two steps: each sums a part of it, and all gather the parts."""
+"""Bytes of a tensor from which more than two ranks sum it in two steps: each sums a part of it, and
+all gather the parts."""
 _NARROW = (torch.bfloat16, torch.float16)
 MOST_READ = 4
-"""Ranks up to which each reads the whole tensors of all others, where they do not wait for each other. A ring moves less for more ranks."""
+"""Ranks up to which each reads the whole tensors of all others, where they do not wait for each
+other. A ring moves less for more ranks."""
 
 
 class Arrival:
@@ -53,7 +57,8 @@ class Arrival:
 
 
 class HostChannel:
-    """Messages between the ranks of a group. All ranks of the group call its collectives in the same order.
+    """Messages between the ranks of a group. All ranks of the group call its collectives in the
+    same order.
 
     Args:
         neighbours: connections to the other ranks.
@@ -76,7 +81,8 @@ class HostChannel:
         return len(self._ranks)
 
     def all_reduce(self, x: Tensor, op: Any = ReduceOp.SUM) -> None:
-        """Replace `x`, contiguous, by its sum or maximum. All ranks of the group wait for each other here."""
+        """Replace `x`, contiguous, by its sum or maximum. All ranks of the group wait for each
+        other here."""
         if len(self._ranks) == 2 or x.nbytes < _LARGE:
             self.start_all_reduce(x, op).wait()
         else:
@@ -94,7 +100,12 @@ class HostChannel:
 
     def _in_two_steps(self, flat: Tensor, op: Any) -> Callable[[], None]:
         first, second = self._key(), self._key()
-        parts = _ranges([len(flat) // len(self._ranks) + (index < len(flat) % len(self._ranks)) for index in range(len(self._ranks))])
+        parts = _ranges(
+            [
+                len(flat) // len(self._ranks) + (index < len(flat) % len(self._ranks))
+                for index in range(len(self._ranks))
+            ]
+        )
         self._neighbours.post(self._others, first, flat)
 
         def finish() -> None:
@@ -134,7 +145,11 @@ class HostChannel:
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Arrival:
         """Gather the parts of all ranks in `whole`."""
-        call, key, rows = self._begin("all_gather", part), self._key(), whole.view(len(self._ranks), -1)
+        call, key, rows = (
+            self._begin("all_gather", part),
+            self._key(),
+            whole.view(len(self._ranks), -1),
+        )
         self._neighbours.post(self._others, key, part)
         rows[self._me].copy_(part.reshape(-1))
 
@@ -153,7 +168,13 @@ class HostChannel:
             return Arrival(call, None)
         return Arrival(call, lambda: self._read(source, key, flat))
 
-    def all_to_all(self, received: Tensor, x: Tensor, received_rows: Sequence[int] | None, sent_rows: Sequence[int] | None) -> Arrival:
+    def all_to_all(
+        self,
+        received: Tensor,
+        x: Tensor,
+        received_rows: Sequence[int] | None,
+        sent_rows: Sequence[int] | None,
+    ) -> Arrival:
         """Send rows of `x` to each rank, and receive rows of each; None: equally many."""
         call, key = self._begin("all_to_all", x), self._key()
         arriving, leaving = self._parts(received, received_rows), self._parts(x, sent_rows)
@@ -180,12 +201,18 @@ class HostChannel:
 
     def receive(self, x: Tensor, sender: int, tag: int = 0) -> Arrival:
         """Receive from one rank."""
-        call, key, flat = self._begin("recv", x, message=True), self._between(sender, self._neighbours.rank, tag), x.view(-1)
+        call, key, flat = (
+            self._begin("recv", x, message=True),
+            self._between(sender, self._neighbours.rank, tag),
+            x.view(-1),
+        )
         return Arrival(call, lambda: self._read(sender, key, flat))
 
     def _begin(self, kind: str, x: Tensor, *, message: bool = False) -> SharedMemoryCall:
         self._begun[message] += 1
-        call = SharedMemoryCall(self._group, self._purpose, self._begun[message], kind, tuple(x.shape), x.dtype, message)
+        call = SharedMemoryCall(
+            self._group, self._purpose, self._begun[message], kind, tuple(x.shape), x.dtype, message
+        )
         shared_memory_calls.append(call)
         return call
 
@@ -206,23 +233,33 @@ class HostChannel:
         arrived.release()
 
     def _take(self, rank: int, key: tuple[int, int], size: int) -> Arrived:
-        """Wait for a message of `size` bytes. Other sizes would be cut, or stretched, in silence."""
+        """Wait for a message of `size` bytes. Other sizes would be cut, or stretched, in
+        silence."""
         arrived = self._neighbours.take(rank, key)
         if len(arrived.content) != size:
             raise RuntimeError(
-                f"Rank {rank} sent {len(arrived.content)} bytes where this rank expects {size} (group {self._purpose or self._group}):"
-                " the ranks do not call the same collectives with tensors of the same size and type."
+                f"Rank {rank} sent {len(arrived.content)} bytes where this rank expects {size}"
+                f" (group {self._purpose or self._group}): the ranks do not call the same"
+                " collectives with tensors of the same size and type."
             )
         return arrived
 
     def _combine(self, key: tuple[int, int], size: int, own: Tensor, part: slice, op: Any) -> None:
-        """Sum a part of what all ranks have sent, `size` bytes each, in the order of the ranks, in `own`, which is this rank's."""
+        """Sum a part of what all ranks have sent, `size` bytes each, in the order of the ranks, in
+        `own`, which is this rank's."""
         arrived = {rank: self._take(rank, key, size) for rank in self._others}
-        terms = [arrived[rank].content.view(own.dtype)[part] if rank in arrived else own for rank in self._ranks]
+        terms = [
+            arrived[rank].content.view(own.dtype)[part] if rank in arrived else own
+            for rank in self._ranks
+        ]
         if op == ReduceOp.SUM and own.dtype in _NARROW and len(terms) > 2:  # added up in float32
             torch.sum(torch.stack(terms), 0, dtype=own.dtype, out=own)
         else:
-            pair: Any = {ReduceOp.SUM: torch.add, ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum}[op]
+            pair: Any = {
+                ReduceOp.SUM: torch.add,
+                ReduceOp.MAX: torch.maximum,
+                ReduceOp.MIN: torch.minimum,
+            }[op]
             total = terms[0]
             for index, term in enumerate(terms[1:], start=1):
                 # Until this rank's own term has been added, its memory must not be overwritten.
@@ -237,12 +274,16 @@ _connected: Any = None  # the world for which the ranks were connected
 
 
 def share(groups: Sequence[dist.ProcessGroup], timeout: timedelta) -> None:
-    """Let groups that are on one host communicate through shared memory. All ranks of the world call it, each with its groups."""
+    """Let groups that are on one host communicate through shared memory. All ranks of the world
+    call it, each with its groups."""
     global _neighbours, _connected
     world = dist.group.WORLD
     if _connected is not world:
         unshare()
-        _neighbours, _connected = connect(dist.get_rank(), dist.get_world_size(), timeout, _gather), world
+        _neighbours, _connected = (
+            connect(dist.get_rank(), dist.get_world_size(), timeout, _gather),
+            world,
+        )
     if _neighbours is not None:
         for group in groups:
             ranks = dist.get_process_group_ranks(group)
@@ -271,7 +312,8 @@ def channel_of(group: dist.ProcessGroup | None) -> HostChannel | None:
 
 
 def _let_go() -> None:
-    """Close the connections of a child process. Else a rank that has ended would seem to live as long as its loaders of data."""
+    """Close the connections of a child process. Else a rank that has ended would seem to live as
+    long as its loaders of data."""
     global _neighbours, _connected
     if _neighbours is not None:
         _neighbours.let_go()

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a small tensor in host memory. On an accelerator it starts at once and waits for what was launched before it, not for what
-    is launched later.
+    """A copy of a small tensor in host memory. On an accelerator it starts at once and waits for
+    what was launched before it, not for what is launched later.
 
     Args:
         tensor: the numbers, which must not change afterwards.
@@ -19,7 +19,9 @@ class HostCopy:
         self._copy = tensor
         if tensor.is_cuda:
             # Into pageable memory the copy would keep the host waiting.
-            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
             self._copied = torch.cuda.Event()
             self._copied.record()
 

@@ -1,12 +1,14 @@
 """Messages between ranks of one host through shared memory.
 
-gloo sends a message between two processes of a host through the network stack: it is copied four times, and threads of both sides are
-woken for every part. Here the sender writes it once, into memory that both processes map, and every receiver reads it there. A token on
-a Unix socket says where it is. The socket also carries the descriptor of the memory (`memfd_create`, `SCM_RIGHTS`), so no file is left
-behind by a process that is killed, and it reports a process that has ended. Small messages travel in the token.
+gloo sends a message between two processes of a host through the network stack: it is copied four
+times, and threads of both sides are woken for every part. Here the sender writes it once, into
+memory that both processes map, and every receiver reads it there. A token on a Unix socket says
+where it is. The socket also carries the descriptor of the memory (`memfd_create`, `SCM_RIGHTS`), so
+no file is left behind by a process that is killed, and it reports a process that has ended. Small
+messages travel in the token.
 
-A sender never waits for a receiver: it takes another buffer while the ones before are not read. Receivers set a byte in front of a
-buffer when they have read it, and the sender uses it again.
+A sender never waits for a receiver: it takes another buffer while the ones before are not read.
+Receivers set a byte in front of a buffer when they have read it, and the sender uses it again.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Arrived:
 
     Attributes:
         content: its bytes, in memory of the sender.
-        flags: memory in front of it. place: byte in it that says that this rank has read the message.
+        flags: memory in front of it. place: byte in it that says that this rank has read the
+            message.
     """
 
     content: Tensor
@@ -123,7 +126,13 @@ class Neighbours:
         timeout: longest wait for a message.
     """
 
-    def __init__(self, rank: int, connections: dict[int, socket.socket], called: Sequence[Sequence[int]], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        connections: dict[int, socket.socket],
+        called: Sequence[Sequence[int]],
+        timeout: timedelta,
+    ) -> None:
         self.rank = rank
         self._called = called
         self._seconds = timeout.total_seconds()
@@ -133,14 +142,18 @@ class Neighbours:
         self._filling = threading.Lock()
         for connection in connections.values():
             connection.setblocking(False)
-        atexit.register(self.close)  # others may still wait for a token for which a socket had no room
+        # others may still wait for a token for which a socket had no room
+        atexit.register(self.close)
 
     def join(self, ranks: Sequence[int]) -> bool:
         """True if all pairs of these ranks are connected. All of them get the same answer."""
-        return all(lower in self._called[upper] for lower in ranks for upper in ranks if lower < upper)
+        return all(
+            lower in self._called[upper] for lower in ranks for upper in ranks if lower < upper
+        )
 
     def post(self, ranks: Sequence[int], key: Key, message: Tensor) -> None:
-        """Send the bytes of a contiguous tensor on CPU, which may change as soon as this returns."""
+        """Send the bytes of a contiguous tensor on CPU, which may change as soon as this
+        returns."""
         content = message.detach().reshape(-1).view(torch.uint8)
         if len(content) <= _INLINE:
             token = _TOKEN.pack(*key, len(content), 0) + content.numpy().tobytes()
@@ -176,7 +189,8 @@ class Neighbours:
             self._send_late(peer)
 
     def _send_late(self, peer: _Peer) -> None:
-        """Send tokens until the socket has no more room. A receiver that has ended is noticed when something is expected from it."""
+        """Send tokens until the socket has no more room. A receiver that has ended is noticed when
+        something is expected from it."""
         while peer.late:
             token, descriptors = peer.late[0]
             try:
@@ -220,7 +234,8 @@ class Neighbours:
                 break
             except BlockingIOError:
                 self._await(rank, peer, started)
-            except ConnectionResetError:  # the rank ended and left messages unread; its own may still be there
+            except ConnectionResetError:
+                # the rank ended and left messages unread; its own may still be there
                 continue
         add_wait(time.perf_counter() - started)
         if found is None:
@@ -240,7 +255,11 @@ class Neighbours:
         channel, number, size, place = _TOKEN.unpack_from(token)
         if not place:
             content = bytearray(token[_TOKEN.size :])
-            return (channel, number), Arrived(torch.frombuffer(content, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8))
+            return (channel, number), Arrived(
+                torch.frombuffer(content, dtype=torch.uint8)
+                if size
+                else torch.empty(0, dtype=torch.uint8)
+            )
         if descriptors:
             room = os.fstat(descriptors[0]).st_size - _HEAD
             peer.maps[place] = _Memory(descriptors[0], room)
@@ -265,7 +284,8 @@ class Neighbours:
                 self._send_late(other)
 
     def close(self) -> None:
-        """Send late tokens, and close the connections. What was sent can still be read. Called when the process exits, too."""
+        """Send late tokens, and close the connections. What was sent can still be read. Called when
+        the process exits, too."""
         deadline = time.monotonic() + _LAST_SECONDS
         while any(peer.late for peer in self._peers.values()) and time.monotonic() < deadline:
             self._exchange_late(deadline)
@@ -297,7 +317,9 @@ class Neighbours:
         self._buffers.clear()
 
 
-def connect(rank: int, ranks: int, timeout: timedelta, gather: Callable[[Any], list[Any]]) -> Neighbours | None:
+def connect(
+    rank: int, ranks: int, timeout: timedelta, gather: Callable[[Any], list[Any]]
+) -> Neighbours | None:
     """Connect this rank to the others of its host. All ranks call it.
 
     Args:
@@ -310,12 +332,17 @@ def connect(rank: int, ranks: int, timeout: timedelta, gather: Callable[[Any], l
     """
     if not 1 < ranks <= MOST_RANKS:
         return None
-    address = f"\0lightning_3d-{uuid.uuid4().hex}"  # "\0": a name without a file, seen on this host only
+    # "\0": a name without a file, seen on this host only
+    address = f"\0lightning_3d-{uuid.uuid4().hex}"
     listener = _listen(address, ranks)
     with listener or nullcontext():
         addresses = gather(None if listener is None else address)
         lower = addresses[:rank] if listener is not None else []
-        found = {other: one for other, where in enumerate(lower) if where is not None and (one := _call(where, rank)) is not None}
+        found = {
+            other: one
+            for other, where in enumerate(lower)
+            if where is not None and (one := _call(where, rank)) is not None
+        }
         called = gather(sorted(found))
         callers = sum(rank in reached for reached in called)
         while listener is not None and callers:
@@ -327,7 +354,8 @@ def connect(rank: int, ranks: int, timeout: timedelta, gather: Callable[[Any], l
 
 
 def _listen(address: str, ranks: int) -> socket.socket | None:
-    """Wait for connections; None where the system has no such sockets, or no memory that can be sent through them."""
+    """Wait for connections; None where the system has no such sockets, or no memory that can be
+    sent through them."""
     try:
         os.close(os.memfd_create("lightning_3d"))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -352,5 +380,7 @@ def _call(address: str, rank: int) -> socket.socket | None:
 
 def _is_own(connection: socket.socket) -> bool:
     """True if the process at the other end is one of this user."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return bool(user == os.getuid())

@@ -1,12 +1,14 @@
 """From a `Layout` to process groups. The only module that creates groups.
 
-All groups are created when the mesh is built, by every rank, in the same order, so that no later code path can wait for a rank that does
-not take it. Groups of one rank exist too, so code need not check whether an axis is in use before it uses the group.
+All groups are created when the mesh is built, by every rank, in the same order, so that no later
+code path can wait for a rank that does not take it. Groups of one rank exist too, so code need not
+check whether an axis is in use before it uses the group.
 
-No two groups have the same ranks, but for those of `Mesh.outside_blocks` and the two directions of a pipeline: each gloo group costs three
-threads, one of which wakes up a hundred times a second, in every process. On NCCL a group costs nothing until it is used; then it makes a
-communicator, which holds some hundred MB of each GPU (NCCL issue 964), and another one for each pair that sends messages. So a group of one
-rank, and what is small and may wait, is gloo's.
+No two groups have the same ranks, but for those of `Mesh.outside_blocks` and the two directions of
+a pipeline: each gloo group costs three threads, one of which wakes up a hundred times a second, in
+every process. On NCCL a group costs nothing until it is used; then it makes a communicator, which
+holds some hundred MB of each GPU (NCCL issue 964), and another one for each pair that sends
+messages. So a group of one rank, and what is small and may wait, is gloo's.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _HOST_BACKENDS = ("gloo", "mpi", "fake", FAKE_GLOO)
 
 @dataclass(frozen=True)
 class ExpertNodes:
-    """Nodes with the ranks that share the experts of a stage, equally many on each. Experts are numbered node by node.
+    """Nodes with the ranks that share the experts of a stage, equally many on each. Experts are
+    numbered node by node.
 
     Attributes:
         across: group of one rank of each node, those with this rank's place on their node.
@@ -66,13 +69,14 @@ class ExpertNodes:
 class Mesh:
     """Process groups of one layout and this rank's coordinates.
 
-    The default process group must be initialized. Building a mesh is collective over the world and sends nothing yet;
-    `warm_up` connects.
+    The default process group must be initialized. Building a mesh is collective over the world and
+    sends nothing yet; `warm_up` connects.
 
     Args:
         layout: degrees and rank order.
         timeout: of collectives in the groups; None for the default of the backend.
-        node_size: ranks of each node, for the exchange of tokens between experts; None for one node.
+        node_size: ranks of each node, for the exchange of tokens between experts; None for one
+            node.
 
     Raises:
         LayoutError: the world has another number of ranks than the layout.
@@ -83,7 +87,9 @@ class Mesh:
         coordinates: index of this rank along each axis.
     """
 
-    def __init__(self, layout: Layout, *, timeout: timedelta | None = None, node_size: int | None = None) -> None:
+    def __init__(
+        self, layout: Layout, *, timeout: timedelta | None = None, node_size: int | None = None
+    ) -> None:
         layout.require_world_size(dist.get_world_size())
         self.layout = layout
         self.rank = dist.get_rank()
@@ -95,7 +101,8 @@ class Mesh:
         self._known.update((rank,) for rank in range(layout.world_size))
         self._known.add(tuple(range(layout.world_size)))
         self._on_host = dist.get_backend() in _HOST_BACKENDS
-        if self._on_host or layout.world_size > 1:  # a single rank sends nothing, and has small tensors in host memory
+        # a single rank sends nothing, and has small tensors in host memory
+        if self._on_host or layout.world_size > 1:
             self._by_ranks[tuple(range(layout.world_size))] = _world()
         for axes in GROUPS:
             self._create_missing(layout.groups(*axes), "+".join(axes))
@@ -123,14 +130,18 @@ class Mesh:
             }
         if not self._on_host and layout.dp * layout.cp > 1:
             self._apart["data control"] = self._second(("dp", "cp"), "data control", "gloo")
-        if not self._on_host and layout.world_size not in (1, layout.pp, layout.dp * layout.cp):  # else a group above has all ranks
-            self._apart["world control"] = self._second(("tp", "cp", "pp", "dp"), "world control", "gloo")
+        # else a group above has all ranks
+        if not self._on_host and layout.world_size not in (1, layout.pp, layout.dp * layout.cp):
+            self._apart["world control"] = self._second(
+                ("tp", "cp", "pp", "dp"), "world control", "gloo"
+            )
 
     @property
     def pipeline_up(self) -> dist.ProcessGroup:
         """Group over the ranks of the pipeline, for messages to a higher pipeline rank.
 
-        On NCCL it is a different group than `pipeline_down`, because the operations of one communicator wait for each other.
+        On NCCL it is a different group than `pipeline_down`, because the operations of one
+        communicator wait for each other.
         """
         return self._apart.get("up") or self.group("pp")
 
@@ -146,25 +157,37 @@ class Mesh:
 
     @property
     def data_control(self) -> dist.ProcessGroup:
-        """Group over the ranks of ("dp", "cp"), for small tensors in host memory (gloo), so that the host need not wait for the device."""
+        """Group over the ranks of ("dp", "cp"), for small tensors in host memory (gloo), so that
+        the host need not wait for the device."""
         return self._apart.get("data control") or self.group("dp", "cp")
 
     @property
     def world_control(self) -> dist.ProcessGroup:
-        """Group over all ranks, for small tensors in host memory (gloo), so that the host need not wait for the device."""
+        """Group over all ranks, for small tensors in host memory (gloo), so that the host need not
+        wait for the device."""
         if self._on_host:
             return _world()
-        return self._apart.get("world control") or (self.control if self.layout.world_size == self.layout.pp else self.data_control)
+        return self._apart.get("world control") or (
+            self.control if self.layout.world_size == self.layout.pp else self.data_control
+        )
 
     def shard_data(self, size: int | None) -> None:
-        """Let ZeRO shard over groups of neighbouring data-parallel ranks. Collective over the world; sends nothing yet.
+        """Let ZeRO shard over groups of neighbouring data-parallel ranks. Collective over the
+        world; sends nothing yet.
 
         Args:
-            size: data-parallel indices of a group, a divisor of dp (see `check_shard_size`); None: all of them.
+            size: data-parallel indices of a group, a divisor of dp (see `check_shard_size`); None:
+                all of them.
         """
         self._shard_size = size or self.layout.dp
-        shards, replicas = self.layout.shard_groups(self._shard_size), self.layout.replica_groups(self._shard_size)
-        self._shard_ranks, self._replica_ranks = _containing(self.rank, shards), _containing(self.rank, replicas)
+        shards, replicas = (
+            self.layout.shard_groups(self._shard_size),
+            self.layout.replica_groups(self._shard_size),
+        )
+        self._shard_ranks, self._replica_ranks = (
+            _containing(self.rank, shards),
+            _containing(self.rank, replicas),
+        )
         self._create_missing(shards, "shard")
         self._create_missing(replicas, "replicas")
         self._create_outside_blocks(shards)
@@ -175,12 +198,14 @@ class Mesh:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that ZeRO shards over: this rank's neighbours along ("dp", "cp"), or all of them."""
+        """Group of the ranks that ZeRO shards over: this rank's neighbours along ("dp", "cp"), or
+        all of them."""
         return self.group_for(self._shard_ranks)
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """Group of the ranks with the same shard as this one, one of each shard group; None if there is only one shard group."""
+        """Group of the ranks with the same shard as this one, one of each shard group; None if
+        there is only one shard group."""
         return self.group_for(self._replica_ranks) if len(self._replica_ranks) > 1 else None
 
     @property
@@ -190,7 +215,8 @@ class Mesh:
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that share the experts of this stage, in the order of `expert_index`."""
+        """Group of the ranks that share the experts of this stage, in the order of
+        `expert_index`."""
         return self.group_for(self._experts)
 
     @property
@@ -200,12 +226,18 @@ class Mesh:
 
     @property
     def expert_nodes(self) -> ExpertNodes | None:
-        """Nodes of the ranks that share the experts of this stage; None if they are on one, or unequally many on each."""
+        """Nodes of the ranks that share the experts of this stage; None if they are on one, or
+        unequally many on each."""
         nodes = self._expert_nodes
         if not nodes:
             return None
-        within, across = _containing(self.rank, nodes), _containing(self.rank, zip(*nodes, strict=True))
-        return ExpertNodes(self.group_for(across), self.group_for(within), len(nodes), nodes.index(within))
+        within, across = (
+            _containing(self.rank, nodes),
+            _containing(self.rank, zip(*nodes, strict=True)),
+        )
+        return ExpertNodes(
+            self.group_for(across), self.group_for(within), len(nodes), nodes.index(within)
+        )
 
     @property
     def expert_data_group(self) -> dist.ProcessGroup:
@@ -214,7 +246,8 @@ class Mesh:
 
     @property
     def expert_shard_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that ZeRO shards experts over: those of `expert_data_group` that are in one shard group."""
+        """Group of the ranks that ZeRO shards experts over: those of `expert_data_group` that are
+        in one shard group."""
         return self.group_for(self._expert_shard_ranks)
 
     @property
@@ -231,26 +264,33 @@ class Mesh:
         return self.layout.size(axis)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Global ranks of this rank's group over these axes, rising; along a single axis in the order of its index."""
+        """Global ranks of this rank's group over these axes, rising; along a single axis in the
+        order of its index."""
         return self.layout.group_of(self.rank, *axes)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """This rank's group over these axes, in any order; a member's group rank is its place in `ranks(*axes)`.
+        """This rank's group over these axes, in any order; a member's group rank is its place in
+        `ranks(*axes)`.
 
         Raises:
-            LookupError: there is none over this combination (see `GROUPS`): groups are never created on first use.
+            LookupError: there is none over this combination (see `GROUPS`): groups are never
+                created on first use.
         """
         try:
             ranks = self._by_axes[frozenset(axes)]
         except KeyError:
             known = ", ".join("+".join(axes) for axes in GROUPS)
-            raise LookupError(f"The mesh has no process group over {'+'.join(axes)}; it has {known}.") from None
+            raise LookupError(
+                f"The mesh has no process group over {'+'.join(axes)}; it has {known}."
+            ) from None
         return self.group_for(ranks)
 
     def create(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Create groups of global ranks. Collective over the world: every rank passes the same list.
+        """Create groups of global ranks. Collective over the world: every rank passes the same
+        list.
 
-        A group that exists already is used again. Groups that this rank is not in are created too, but not kept.
+        A group that exists already is used again. Groups that this rank is not in are created too,
+        but not kept.
         """
         self._create_missing(groups, "parameters")
 
@@ -266,23 +306,29 @@ class Mesh:
         try:
             return self._by_ranks[wanted]
         except KeyError:
-            raise LookupError(f"Rank {self.rank} has no process group of the ranks {wanted}: call Mesh.create first.") from None
+            raise LookupError(
+                f"Rank {self.rank} has no process group of the ranks {wanted}: call Mesh.create"
+                " first."
+            ) from None
 
     def outside_blocks(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group of the ranks of `group`, which are data-parallel, for messages that start while blocks compute.
+        """The group of the ranks of `group`, which are data-parallel, for messages that start while
+        blocks compute.
 
-        If these ranks are those of cp or of the experts, it is another one than theirs. A rank that gets a gradient later than the others
-        would start its messages in another order than they do.
+        If these ranks are those of cp or of the experts, it is another one than theirs. A rank that
+        gets a gradient later than the others would start its messages in another order than they
+        do.
         """
         return self._outside.get(_sorted(dist.get_process_group_ranks(group))) or group
 
     def warm_up(self) -> None:
-        """Use every group that a pipeline schedule uses, and every pair of pipeline neighbours, once, in the same order on all ranks.
+        """Use every group that a pipeline schedule uses, and every pair of pipeline neighbours,
+        once, in the same order on all ranks.
 
-        Communicators are made at their first use. When that happens in the middle of a pipeline schedule, different
-        ranks wait for different neighbours. One all-reduce of one number for each group, two messages for each pair. On gloo, where
-        a group that is not used later costs no memory, every group is used.
-        May be called again after `create`.
+        Communicators are made at their first use. When that happens in the middle of a pipeline
+        schedule, different ranks wait for different neighbours. One all-reduce of one number for
+        each group, two messages for each pair. On gloo, where a group that is not used later costs
+        no memory, every group is used. May be called again after `create`.
         """
         for group in (_world(), *self._created) if self._on_host else self._in_schedule():
             if dist.get_world_size(group) > 1:
@@ -295,12 +341,25 @@ class Mesh:
             self._message(upper, lower, self.pipeline_down)
 
     def _in_schedule(self) -> list[dist.ProcessGroup]:
-        """Groups of this rank whose collectives run inside a schedule, each once, in the same order on all ranks."""
-        ranks = [*(self.ranks(*axes) for axes in IN_SCHEDULE), self._shard_ranks, self._replica_ranks]
+        """Groups of this rank whose collectives run inside a schedule, each once, in the same order
+        on all ranks."""
+        ranks = [
+            *(self.ranks(*axes) for axes in IN_SCHEDULE),
+            self._shard_ranks,
+            self._replica_ranks,
+        ]
         if self.layout.ep > 1:
             ranks += [self._experts, self._expert_data, self._expert_shard_ranks]
-            ranks += [_containing(self.rank, split) for split in (self._expert_nodes, [*zip(*self._expert_nodes, strict=True)]) if split]
-        groups = [self.group_for(members) for members in dict.fromkeys(map(_sorted, ranks)) if len(members) > 1]
+            ranks += [
+                _containing(self.rank, split)
+                for split in (self._expert_nodes, [*zip(*self._expert_nodes, strict=True)])
+                if split
+            ]
+        groups = [
+            self.group_for(members)
+            for members in dict.fromkeys(map(_sorted, ranks))
+            if len(members) > 1
+        ]
         return [*groups, *(group for group in self._outside.values() if group is not None)]
 
     def destroy(self) -> None:
@@ -326,30 +385,49 @@ class Mesh:
                 self._by_ranks[ranks] = group
 
     def _create_outside_blocks(self, groups: Iterable[Iterable[int]]) -> None:
-        """Create a second group for each of these whose ranks also send messages inside blocks: those of cp, or of the experts."""
+        """Create a second group for each of these whose ranks also send messages inside blocks:
+        those of cp, or of the experts."""
         layout = self.layout
-        busy = {*map(_sorted, layout.groups("cp") if layout.cp > 1 else ()), *map(_sorted, layout.expert_groups() if layout.ep > 1 else ())}
+        busy = {
+            *map(_sorted, layout.groups("cp") if layout.cp > 1 else ()),
+            *map(_sorted, layout.expert_groups() if layout.ep > 1 else ()),
+        }
         for ranks in map(_sorted, groups):
             if ranks in busy and ranks not in self._outside:
                 self._outside[ranks] = self._new(ranks, "outside blocks")
 
-    def _new(self, ranks: tuple[int, ...], description: str, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A new group, None when this rank is not in it. All ranks call this for all groups, in the same order."""
-        group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, group_desc=description)
+    def _new(
+        self, ranks: tuple[int, ...], description: str, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """A new group, None when this rank is not in it. All ranks call this for all groups, in the
+        same order."""
+        group = dist.new_group(
+            list(ranks), timeout=self._timeout, backend=backend, group_desc=description
+        )
         if self.rank not in ranks:
             return None
         self._created.append(group)
         return group
 
     def _alone(self) -> dist.ProcessGroup:
-        """A group of this rank only, made when it is asked for: no other rank takes part. On NCCL it would cost a communicator."""
+        """A group of this rank only, made when it is asked for: no other rank takes part. On NCCL
+        it would cost a communicator."""
         backend = None if self._on_host else "gloo"
-        group = dist.new_group([self.rank], timeout=self._timeout, backend=backend, use_local_synchronization=True, group_desc="alone")
+        group = dist.new_group(
+            [self.rank],
+            timeout=self._timeout,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc="alone",
+        )
         self._created.append(group)
         return group
 
-    def _second(self, axes: tuple[str, ...], description: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Create a second group over this rank's ranks along these axes. All ranks create all of them."""
+    def _second(
+        self, axes: tuple[str, ...], description: str, backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """Create a second group over this rank's ranks along these axes. All ranks create all of
+        them."""
         own = [self._new(ranks, description, backend) for ranks in self.layout.groups(*axes)]
         return next(group for group in own if group is not None)
 
@@ -362,8 +440,9 @@ class Mesh:
 
 
 class StageMesh:
-    """One pipeline stage of a mesh as if no other stages existed: the same groups over tp, cp, dp and the experts, and a pipeline of one
-    process. The self-check builds a model over it that runs all `stages` of a pipeline one after the other on every rank.
+    """One pipeline stage of a mesh as if no other stages existed: the same groups over tp, cp, dp
+    and the experts, and a pipeline of one process. The self-check builds a model over it that runs
+    all `stages` of a pipeline one after the other on every rank.
 
     Args:
         mesh: the run's mesh.
@@ -405,12 +484,13 @@ class StageMesh:
 
 
 class TensorMesh(StageMesh):
-    """The tensor-parallel ranks of a mesh, with or without the context-parallel ones, as if there were no others: for a model that only
-    they share.
+    """The tensor-parallel ranks of a mesh, with or without the context-parallel ones, as if there
+    were no others: for a model that only they share.
 
     Args:
         mesh: the run's mesh.
-        tp: whether the tensor-parallel ranks shard the model. cp: whether the context-parallel ones split its sequences.
+        tp: whether the tensor-parallel ranks shard the model. cp: whether the context-parallel ones
+            split its sequences.
 
     Attributes:
         rank: number among these ranks.
@@ -465,7 +545,8 @@ def _containing(rank: int, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]
 
 
 def _neighbours(pipeline: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Pairs (lower, upper) of pipeline ranks that exchange messages; looped schedules join the last to the first."""
+    """Pairs (lower, upper) of pipeline ranks that exchange messages; looped schedules join the last
+    to the first."""
     pairs = list(zip(pipeline, pipeline[1:], strict=False))
     return [*pairs, (pipeline[0], pipeline[-1])] if len(pipeline) > 2 else pairs
 

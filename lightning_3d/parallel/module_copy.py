@@ -1,4 +1,5 @@
-"""Copies of modules for trials: hooks and replaced functions of a copy work on the copied modules, and on copies of what they remember."""
+"""Copies of modules for trials: hooks and replaced functions of a copy work on the copied modules,
+and on copies of what they remember."""
 
 from __future__ import annotations
 
@@ -16,11 +17,17 @@ Known = dict[int, Any]
 
 
 def deep_copy(module: nn.Module, memo: Known | None = None) -> Any:
-    """Copy `module` deeply; attributes that cannot be copied (locks, open files, results of computations) are shared with the copy.
+    """Copy `module` deeply; attributes that cannot be copied (locks, open files, results of
+    computations) are shared with the copy.
 
-    Modules outside of `module` that hooks refer to, such as the LightningModule, are shared as well.
+    Modules outside of `module` that hooks refer to, such as the LightningModule, are shared as
+    well.
     """
-    hooks = {id(table): (table, type(table)()) for child in module.modules() for table in hook_tables(child).values()}
+    hooks = {
+        id(table): (table, type(table)())
+        for child in module.modules()
+        for table in hook_tables(child).values()
+    }
     given = (memo or {}) | {key: empty for key, (_, empty) in hooks.items()}
     known = dict(given)
     try:
@@ -47,7 +54,11 @@ def _copy_of_code(value: Any, known: Known) -> Any:
         return MethodType(value.__func__, _copy_of_code(value.__self__, known))
     if isinstance(value, functools.partial):
         named = {key: _copy_of_code(item, known) for key, item in value.keywords.items()}
-        return functools.partial(_copy_of_code(value.func, known), *(_copy_of_code(item, known) for item in value.args), **named)
+        return functools.partial(
+            _copy_of_code(value.func, known),
+            *(_copy_of_code(item, known) for item in value.args),
+            **named,
+        )
     if isinstance(value, nn.Module) or is_of_lightning(value):  # outside of what is copied
         return value
     try:
@@ -58,7 +69,13 @@ def _copy_of_code(value: Any, known: Known) -> Any:
 
 def _copy_of_function(function: FunctionType, known: Known) -> FunctionType:
     cells = [known.setdefault(id(cell), CellType()) for cell in function.__closure__ or ()]
-    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    copied = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells),
+    )
     copied.__kwdefaults__ = function.__kwdefaults__
     known[id(function)] = copied
     vars(copied).update(vars(function))
@@ -73,7 +90,9 @@ def _copy_of_function(function: FunctionType, known: Known) -> FunctionType:
 
 def _without_copies(module: nn.Module, memo: Known) -> Known:
     """Find the attributes that cannot be copied, by id."""
-    scratch: Known = {id(value): value for value in (*module.parameters(), *module.buffers(), *module.modules())}
+    scratch: Known = {
+        id(value): value for value in (*module.parameters(), *module.buffers(), *module.modules())
+    }
     scratch |= memo
     found: Known = {}
     for child in module.modules():

@@ -26,7 +26,10 @@ def _getter(name: str) -> Callable[..., Any]:
 
 
 OF_THE_WHOLE = {
-    *map(_getter, ("shape", "ndim", "dtype", "layout", "is_sparse", "is_quantized", "itemsize", "nbytes")),
+    *map(
+        _getter,
+        ("shape", "ndim", "dtype", "layout", "is_sparse", "is_quantized", "itemsize", "nbytes"),
+    ),
     Tensor.size,
     Tensor.dim,
     Tensor.ndimension,
@@ -46,7 +49,18 @@ OF_THE_WHOLE = {
 
 OF_THE_PART = {
     *map(
-        _getter, ("device", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_xla", "is_mps")
+        _getter,
+        (
+            "device",
+            "requires_grad",
+            "grad_fn",
+            "is_leaf",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_xla",
+            "is_mps",
+        ),
     ),
     Tensor.get_device,
     Tensor.is_inference,
@@ -56,11 +70,17 @@ OF_THE_PART = {
 
 
 def is_scalar_operation(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """True if the operation treats all entries alike, and no trained number needs the gradient of all of them."""
+    """True if the operation treats all entries alike, and no trained number needs the gradient of
+    all of them."""
     values = [*args, *kwargs.values()]
-    if any(isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad) for value in values):
+    if any(
+        isinstance(value, Tensor) and (value.ndim > 0 or value.requires_grad) for value in values
+    ):
         return False
-    return all(isinstance(value, (int, float, bool, str, torch.dtype, type(None), Tensor)) for value in values)
+    return all(
+        isinstance(value, (int, float, bool, str, torch.dtype, type(None), Tensor))
+        for value in values
+    )
 
 
 ALIKE = {
@@ -99,19 +119,36 @@ ALIKE = {
 
 
 def changes_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Recognized by PyTorch's naming: `masked_fill_`, `__setitem__`, `__iadd__`, the setter of a property, `out=`."""
+    """Recognized by PyTorch's naming: `masked_fill_`, `__setitem__`, `__iadd__`, the setter of a
+    property, `out=`."""
     name = getattr(func, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__")
     return is_method or name in _IN_PLACE_OPERATORS or kwargs.get("out") is not None
 
 
-def with_target_first(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a function with the tensor that it changes as the first: those of `torch.nn.init` come with its name."""
+def with_target_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a function with the tensor that it changes as the first: those of
+    `torch.nn.init` come with its name."""
     kwargs = dict(kwargs or {})
     return (args, kwargs) if args or "tensor" not in kwargs else ((kwargs.pop("tensor"),), kwargs)
 
 
 _IN_PLACE_OPERATORS = {"__setitem__", "__set__"} | {
     f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
 }

@@ -1,4 +1,5 @@
-"""Sequence parallelism: how the hidden states between layers are split over the tensor-parallel ranks. No torch."""
+"""Sequence parallelism: how the hidden states between layers are split over the tensor-parallel
+ranks. No torch."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from typing import Any
 
 @dataclass
 class SequenceShards:
-    """Split of the sequence, shared by the pipeline stages, the layers and the dropout streams of one rank.
+    """Split of the sequence, shared by the pipeline stages, the layers and the dropout streams of
+    one rank.
 
     Attributes:
         ranks: of the tensor-parallel group.
-        length: tokens of the whole sequence in this forward; 0 while hidden states between layers are whole.
+        length: tokens of the whole sequence in this forward; 0 while hidden states between layers
+            are whole.
     """
 
     ranks: int = 1
@@ -26,7 +29,8 @@ class SequenceShards:
 
     @property
     def part(self) -> int:
-        """Tokens on each rank; if ranks do not divide the sequence, the last ones hold some padding."""
+        """Tokens on each rank; if ranks do not divide the sequence, the last ones hold some
+        padding."""
         return -(-self.length // self.ranks)
 
     def real(self, rank: int) -> int:
@@ -34,8 +38,8 @@ class SequenceShards:
         return min(self.part, max(self.length - rank * self.part, 0))
 
     def moment(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes a context with the length of now: a block that is recomputed may belong to an earlier call of the
-        model, with sequences of another length."""
+        """Return a function that makes a context with the length of now: a block that is recomputed
+        may belong to an earlier call of the model, with sequences of another length."""
         length = self.length
 
         @contextmanager

@@ -9,7 +9,8 @@ _MADE: dict[tuple[type, ...], type] = {}
 
 
 def combined(name: str, *bases: type) -> type:
-    """A class with these bases and the module of the last one, made once: a compiler treats objects of two classes as different."""
+    """A class with these bases and the module of the last one, made once: a compiler treats objects
+    of two classes as different."""
     made = _MADE.get(bases)
     if made is None:
         made = _MADE[bases] = type(name, bases, {"__module__": bases[-1].__module__})
@@ -17,7 +18,8 @@ def combined(name: str, *bases: type) -> type:
 
 
 class OwnForward:
-    """Mixin for an object whose `forward` the user has replaced, so that those of other mixins can call it."""
+    """Mixin for an object whose `forward` the user has replaced, so that those of other mixins can
+    call it."""
 
     own_forward: Callable[..., Any]
 
@@ -26,7 +28,8 @@ class OwnForward:
 
 
 def specialize(module: Any, mixin: type, **attributes: Any) -> None:
-    """Make `module` an instance of a subclass of its own class with `mixin` in front; names, hooks and isinstance stay."""
+    """Make `module` an instance of a subclass of its own class with `mixin` in front; names, hooks
+    and isinstance stay."""
     kind = type(module)
     if hasattr(mixin, "forward") and (own := vars(module).pop("forward", None)) is not None:
         kind, attributes["own_forward"] = combined(kind.__name__, OwnForward, kind), own

@@ -1,7 +1,9 @@
-"""What code changes while it runs: snapshots of all that it reaches, which can be compared and put back.
+"""What code changes while it runs: snapshots of all that it reaches, which can be compared and put
+back.
 
-Trials of modules leave nothing behind: what their code and hooks wrote, counted, appended or drew is as before. The proof of the loss
-runs the user's step again from the same state, and asks what it wrote.
+Trials of modules leave nothing behind: what their code and hooks wrote, counted, appended or drew
+is as before. The proof of the loss runs the user's step again from the same state, and asks what it
+wrote.
 """
 
 from __future__ import annotations
@@ -23,11 +25,21 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_3d.compat.torch import global_hooks
-from lightning_3d.models.reachable import TRUSTED, Named, home_of, hook_tables, is_core, is_of_others, is_trusted, parts_of
+from lightning_3d.models.reachable import (
+    TRUSTED,
+    Named,
+    home_of,
+    hook_tables,
+    is_core,
+    is_of_others,
+    is_trusted,
+    parts_of,
+)
 from lightning_3d.parallel.default_dtype import default_dtype
 
 OF_RANK = "attributes_of_rank"
-"""Attribute of a module with the names of those that `set_for_rank` has set: they belong to the rank."""
+"""Attribute of a module with the names of those that `set_for_rank` has set: they belong to the
+rank."""
 
 _MOST_VALUES = 200_000
 _MOST_BYTES = 2**28
@@ -59,17 +71,23 @@ def isolated_generators() -> Iterator[None]:
 
 @contextmanager
 def undone(module: nn.Module) -> Iterator[None]:
-    """Restore afterwards all that the code of a module reaches, and the generators of random numbers.
+    """Restore afterwards all that the code of a module reaches, and the generators of random
+    numbers.
 
-    That is containers, attributes, closures, globals and class attributes of the user's own code, tensors in them, and their gradients.
-    What a hook writes to a file, or keeps in a library, stays.
+    That is containers, attributes, closures, globals and class attributes of the user's own code,
+    tensors in them, and their gradients. What a hook writes to a file, or keeps in a library,
+    stays.
 
     Args:
         module: what is tried. A copy too reaches globals, classes, and what has no copy.
     """
     places = Places([("", module), *(("", hook) for _, hook in global_hooks())])
     before = places.now()
-    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    on_device = (
+        torch.cuda.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else None
+    )
     with isolated_generators():
         try:
             yield
@@ -80,11 +98,17 @@ def undone(module: nn.Module) -> Iterator[None]:
 
 
 def places_of_step(module: nn.Module) -> Places:
-    """Find what the user's step, model and hooks may change while they train, besides parameters, gradients and metrics.
+    """Find what the user's step, model and hooks may change while they train, besides parameters,
+    gradients and metrics.
 
     Objects of libraries and of this package stay as they are.
     """
-    hooks = [hook for child in module.modules() for table in hook_tables(child).values() for hook in table.values()]
+    hooks = [
+        hook
+        for child in module.modules()
+        for table in hook_tables(child).values()
+        for hook in table.values()
+    ]
     hooks += [hook for _, hook in global_hooks()]
     reached = [("hook", hook) for hook in hooks if is_of_others(hook)]
     return Places([*reached, ("self", module)], trains=True)
@@ -99,7 +123,8 @@ class _Place:
         read: function that returns its state.
         write: function that puts a state back.
         draws: whether it is a generator of random numbers.
-        named: "." for a state with the values of attributes, "[" for one with those of keys, "" for other states.
+        named: "." for a state with the values of attributes, "[" for one with those of keys, "" for
+            other states.
     """
 
     label: str
@@ -118,7 +143,8 @@ class Places:
 
     Args:
         values: with their labels.
-        trains: whether they belong to a model in training. Then gradients, objects of libraries and of this package stay as they are.
+        trains: whether they belong to a model in training. Then gradients, objects of libraries and
+            of this package stay as they are.
     """
 
     def __init__(self, values: list[tuple[str, Any]], *, trains: bool = False) -> None:
@@ -168,7 +194,11 @@ class Places:
             if not place.named:
                 found |= {} if _same(old, new) else {place.label: new}
                 continue
-            names = [name for name in {**old, **new} if not _same(old.get(name, _NOTHING), new.get(name, _NOTHING))]
+            names = [
+                name
+                for name in {**old, **new}
+                if not _same(old.get(name, _NOTHING), new.get(name, _NOTHING))
+            ]
             found |= {place.name(name): new.get(name) for name in names}
         return found
 
@@ -196,13 +226,19 @@ class Places:
         attributes, of_library = vars(module), is_core(type(module))
 
         def read() -> dict[str, Any]:
-            # The self-check runs in the first forward, and what it has set belongs to the rank, not to the step.
+            # The self-check runs in the first forward, and what it has set belongs to the rank, not
+            # to the step.
             stays = _TORCH_OWN | attributes.get(OF_RANK, set()) | {OF_RANK}
-            mine = {name: item for name, item in attributes.items() if name not in stays and not _is_of_package(name, item)}
+            mine = {
+                name: item
+                for name, item in attributes.items()
+                if name not in stays and not _is_of_package(name, item)
+            }
             return {name: _copied(item) for name, item in mine.items()}
 
         def delete(name: str) -> None:
-            # A library may note in a new attribute what it has installed, such as hooks, which stay.
+            # A library may note in a new attribute what it has installed, such as hooks, which
+            # stay.
             if not of_library:
                 del attributes[name]
 
@@ -212,7 +248,9 @@ class Places:
 
         self._places.append(_names(label, read, put, delete))
         buffers = module._buffers
-        self._places.append(_names(label, lambda: dict(buffers), buffers.__setitem__, buffers.__delitem__))
+        self._places.append(
+            _names(label, lambda: dict(buffers), buffers.__setitem__, buffers.__delitem__)
+        )
         for name, buffer in buffers.items():
             if buffer is not None:
                 self._add_tensor(f"{label}.{name}", buffer, limited=False)
@@ -221,13 +259,16 @@ class Places:
         return [(type(module).__name__, type(module)), *inside, *own]
 
     def _stays(self, value: Any) -> bool:
-        """Return whether an object is of a library or of this package, whose states belong to other things than the step."""
+        """Return whether an object is of a library or of this package, whose states belong to other
+        things than the step."""
         home = home_of(type(value))
         if isinstance(value, Named) or home == "builtins":
             return False
         if home.startswith("lightning_3d."):
             return True
-        if isinstance(value, (dict, functools.partial, random.Random, torch.Generator, Tensor)) or not hasattr(value, "__dict__"):
+        if isinstance(
+            value, (dict, functools.partial, random.Random, torch.Generator, Tensor)
+        ) or not hasattr(value, "__dict__"):
             return False
         return is_trusted(type(value)) or _is_installed(home.partition(".")[0])
 
@@ -238,14 +279,33 @@ class Places:
             self._add_named(label, value)
         elif isinstance(value, CellType):
             self._places.append(
-                _Place(label, lambda: _copied(value.cell_contents), lambda state: setattr(value, "cell_contents", _copied(state)))
+                _Place(
+                    label,
+                    lambda: _copied(value.cell_contents),
+                    lambda state: setattr(value, "cell_contents", _copied(state)),
+                )
             )
         elif isinstance(value, dict):
-            self._places.append(_Place(label, lambda: _items(value), lambda state: _refill_dict(value, state), named="["))
+            self._places.append(
+                _Place(
+                    label,
+                    lambda: _items(value),
+                    lambda state: _refill_dict(value, state),
+                    named="[",
+                )
+            )
         elif isinstance(value, (list, deque, bytearray)):
-            self._places.append(_Place(label, lambda: [_copied(item) for item in value], lambda state: _refill(value, state)))
+            self._places.append(
+                _Place(
+                    label,
+                    lambda: [_copied(item) for item in value],
+                    lambda state: _refill(value, state),
+                )
+            )
         elif isinstance(value, set):
-            self._places.append(_Place(label, lambda: set(value), lambda state: _refill_set(value, state)))
+            self._places.append(
+                _Place(label, lambda: set(value), lambda state: _refill_set(value, state))
+            )
         elif isinstance(value, torch.Generator):
             self._places.append(_Place(label, value.get_state, value.set_state, draws=True))  # type: ignore[arg-type]
         elif isinstance(value, random.Random):
@@ -253,18 +313,34 @@ class Places:
         elif hasattr(type(value), "bit_generator"):  # of NumPy
             numbers = value.bit_generator
             self._places.append(
-                _Place(label, lambda: copy.deepcopy(numbers.state), lambda state: setattr(numbers, "state", state), draws=True)
+                _Place(
+                    label,
+                    lambda: copy.deepcopy(numbers.state),
+                    lambda state: setattr(numbers, "state", state),
+                    draws=True,
+                )
             )
         elif isinstance(value, type):
             self._add_class(value)
         elif not isinstance(value, ModuleType) and hasattr(value, "__dict__"):
             attributes = vars(value)
-            self._places.append(_Place(label, lambda: _items(attributes), lambda state: _refill_dict(attributes, state), named="."))
+            self._places.append(
+                _Place(
+                    label,
+                    lambda: _items(attributes),
+                    lambda state: _refill_dict(attributes, state),
+                    named=".",
+                )
+            )
 
     def _add_tensor(self, label: str, tensor: Tensor, *, limited: bool = True) -> None:
         if tensor.is_leaf and tensor.requires_grad and not self._trains:
             self._places.append(
-                _Place(label, lambda: None if tensor.grad is None else tensor.grad.clone(), lambda state: setattr(tensor, "grad", state))
+                _Place(
+                    label,
+                    lambda: None if tensor.grad is None else tensor.grad.clone(),
+                    lambda state: setattr(tensor, "grad", state),
+                )
             )
         if isinstance(tensor, nn.Parameter) or tensor.is_meta or tensor.is_inference():
             return
@@ -279,7 +355,10 @@ class Places:
 
     def _add_named(self, label: str, named: Named) -> None:
         owner = named.owner if isinstance(named.owner, dict) else vars(named.owner)
-        if isinstance(named.owner, ModuleType) and named.owner.__name__.partition(".")[0] in TRUSTED:
+        if (
+            isinstance(named.owner, ModuleType)
+            and named.owner.__name__.partition(".")[0] in TRUSTED
+        ):
             return  # what libraries load late stays
         home = owner.get("__name__", label)
 
@@ -305,7 +384,10 @@ class Places:
 
 
 def _names(
-    label: str, read: Callable[[], dict[str, Any]], set_one: Callable[[str, Any], None], delete_one: Callable[[str], None]
+    label: str,
+    read: Callable[[], dict[str, Any]],
+    set_one: Callable[[str, Any], None],
+    delete_one: Callable[[str], None],
 ) -> _Place:
     """A place with names, of which each is set by itself."""
 
@@ -347,7 +429,12 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and one.device == other.device
+            and torch.equal(one, other)
+        )
     if isinstance(one, (list, deque, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, (int, float, complex, str, bytes, set, bytearray)):
@@ -356,7 +443,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_of_package(name: str, value: Any) -> bool:
-    """Return whether this package has set an attribute of a module, such as the `log` of a running step."""
+    """Return whether this package has set an attribute of a module, such as the `log` of a running
+    step."""
     function = getattr(value, "__func__", value)
     return name.startswith("_lightning_3d") or home_of(function).startswith("lightning_3d.")
 
@@ -378,7 +466,9 @@ def _items(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _refill_dict(into: dict[Any, Any], items: dict[Any, Any]) -> None:
-    if len(into) == len(items) and all(key in items and items[key] is value for key, value in dict.items(into)):
+    if len(into) == len(items) and all(
+        key in items and items[key] is value for key, value in dict.items(into)
+    ):
         return
     dict.clear(into)
     dict.update(into, _items(items))
@@ -390,7 +480,9 @@ def _refill_set(into: set[Any], members: set[Any]) -> None:
 
 
 def _refill(into: Any, items: list[Any]) -> None:
-    if len(into) == len(items) and all(one is other for one, other in zip(into, items, strict=True)):
+    if len(into) == len(items) and all(
+        one is other for one, other in zip(into, items, strict=True)
+    ):
         return
     into.clear()
     into.extend([_copied(item) for item in items])

@@ -1,4 +1,5 @@
-"""Time in work that is not shared out evenly, such as experts with more tokens than others: a rank that has more of it is not slow."""
+"""Time in work that is not shared out evenly, such as experts with more tokens than others: a rank
+that has more of it is not slow."""
 
 from __future__ import annotations
 

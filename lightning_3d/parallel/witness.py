@@ -1,4 +1,5 @@
-"""Lets a check see what a rank sends to other ranks within a step, and what it receives from them."""
+"""Lets a check see what a rank sends to other ranks within a step, and what it receives from
+them."""
 
 from __future__ import annotations
 

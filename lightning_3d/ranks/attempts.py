@@ -1,7 +1,9 @@
-"""Names for the attempts of a run in a store that outlives them: torchrun keeps its store when it restarts the ranks.
+"""Names for the attempts of a run in a store that outlives them: torchrun keeps its store when it
+restarts the ranks.
 
-Entries of an earlier attempt must not be mistaken for those of this one. torchrun's TORCHELASTIC_RESTART_COUNT does not distinguish
-attempts: a node does not increase it when it restarts its ranks only because a rank of another node failed (torch 2.13).
+Entries of an earlier attempt must not be mistaken for those of this one. torchrun's
+TORCHELASTIC_RESTART_COUNT does not distinguish attempts: a node does not increase it when it
+restarts its ranks only because a rank of another node failed (torch 2.13).
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ _POLL_SECONDS = 0.05
 
 
 def name_attempt(store: Any, rank: int, world_size: int, seconds: float = 1800.0) -> str:
-    """Agree on a name that all ranks of this attempt share and no other attempt has. Collective over the world.
+    """Agree on a name that all ranks of this attempt share and no other attempt has. Collective
+    over the world.
 
-    Every rank posts a random word and waits for the answer to that word. Rank 0 answers all words, old ones too, until all ranks have
-    confirmed.
+    Every rank posts a random word and waits for the answer to that word. Rank 0 answers all words,
+    old ones too, until all ranks have confirmed.
 
     Args:
         store: a `torch.distributed.Store`.
@@ -46,6 +49,9 @@ def name_attempt(store: Any, rank: int, world_size: int, seconds: float = 1800.0
                 answered.add(word)
         if time.monotonic() > deadline:
             absent = [key.rpartition("/")[2] for key in keys if not store.check([key])]
-            raise TimeoutError(f"Ranks {', '.join(absent) or '(some)'} of {world_size} have not joined the run within {seconds:g} s.")
+            raise TimeoutError(
+                f"Ranks {', '.join(absent) or '(some)'} of {world_size} have not joined the run"
+                f" within {seconds:g} s."
+            )
         time.sleep(_POLL_SECONDS)
     return mine

@@ -1,4 +1,5 @@
-"""Boards on which ranks post their failures: a folder on one machine, or a store that all ranks reach. Imports no torch."""
+"""Boards on which ranks post their failures: a folder on one machine, or a store that all ranks
+reach. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from lightning_3d.ranks.failure import Failure
 from lightning_3d.ranks.meeting_store import JOIN_SECONDS, connect_store, store_outlives_ranks
 
 FOLDER_VARIABLE = "LIGHTNING_3D_FAILURES"
-"""Environment variable with the folder that serves as board. The supervisor sets it for its ranks."""
+"""Environment variable with the folder that serves as board. The supervisor sets it for its
+ranks."""
 
 _KEY = "lightning_3d/failure"
 _SEEN = "lightning_3d/failure_seen"
@@ -32,10 +34,12 @@ class Board(Protocol):
         """Return the failure that is the cause; None as long as there is none."""
 
     def forget(self, rank: int) -> None:
-        """Clear the board, because `rank` and all other ranks caught the posted failure and train again."""
+        """Clear the board, because `rank` and all other ranks caught the posted failure and train
+        again."""
 
     def share(self, topic: str, rank: int, text: str) -> None:
-        """Let all ranks read a text of this rank. A later one takes the place of an earlier one; an empty one takes it away."""
+        """Let all ranks read a text of this rank. A later one takes the place of an earlier one; an
+        empty one takes it away."""
 
     def shared(self, topic: str) -> dict[int, str]:
         """Return the texts of a topic by rank."""
@@ -65,15 +69,18 @@ _ROOM = 2**14
 
 
 class FolderBoard:
-    """Board with one file for each failed rank in a folder of this machine. The supervisor prints the cause, so no rank does."""
+    """Board with one file for each failed rank in a folder of this machine. The supervisor prints
+    the cause, so no rank does."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def reserve(self, ranks: int) -> None:
-        """Keep room on the disk for the failures of all ranks: it may be full when they fail, and perhaps for that reason."""
+        """Keep room on the disk for the failures of all ranks: it may be full when they fail, and
+        perhaps for that reason."""
         for rank in range(ranks):
-            self._draft(rank).write_bytes(os.urandom(_ROOM))  # a file system that compresses would find room for zeros
+            # a file system that compresses would find room for zeros
+            self._draft(rank).write_bytes(os.urandom(_ROOM))
 
     def _draft(self, rank: int) -> Path:
         return self.folder / f"draft_{rank}.json"
@@ -88,12 +95,16 @@ class FolderBoard:
             return True
         with contextlib.suppress(FileExistsError):  # the first failure of a rank counts
             os.link(draft, path)
-        draft.unlink()  # writing it again would change the post, which is the same file (a hard link)
+        # writing it again would change the post, which is the same file (a hard link)
+        draft.unlink()
         return False
 
     def all(self) -> list[Failure]:
         """Return the failures of all ranks, earliest first."""
-        posts = [Failure(**json.loads(path.read_text("utf-8"))) for path in self.folder.glob("failure_*.json")]
+        posts = [
+            Failure(**json.loads(path.read_text("utf-8")))
+            for path in self.folder.glob("failure_*.json")
+        ]
         return sorted(posts, key=lambda failure: failure.time)
 
     def first(self) -> Failure | None:
@@ -122,18 +133,26 @@ class FolderBoard:
 class StoreBoard:
     """Board in a key of a store that all ranks reach, set by the first rank that fails.
 
-    A rank that only lost its connection to another rank waits a moment for that rank's own failure before it posts.
+    A rank that only lost its connection to another rank waits a moment for that rank's own failure
+    before it posts.
 
     Args:
         store: a `torch.distributed.Store`.
         world_size: number of ranks of the run.
-        serves: whether this process runs the store's server, and so must wait until the others have read.
+        serves: whether this process runs the store's server, and so must wait until the others have
+            read.
         patience: seconds to wait for the cause, and for readers.
         lasting: a store that outlives this attempt, if torchrun may restart the ranks.
     """
 
     def __init__(
-        self, store: Any, world_size: int, *, serves: bool = False, patience: float = 3.0, lasting: Any = None
+        self,
+        store: Any,
+        world_size: int,
+        *,
+        serves: bool = False,
+        patience: float = 3.0,
+        lasting: Any = None,
     ) -> None:
         self._store = store
         self._world_size = world_size
@@ -161,13 +180,15 @@ class StoreBoard:
         return Failure(**json.loads(text)) if text != self._past else None
 
     def forget(self, rank: int) -> None:
-        """Clear the board. Collective: no rank continues, so that none can fail again, before all ranks have cleared it."""
+        """Clear the board. Collective: no rank continues, so that none can fail again, before all
+        ranks have cleared it."""
         self._past = self._posted()
         rounds = -(-self._store.add(_FORGOTTEN, 1) // self._world_size)
         _poll(lambda: self._store.add(_FORGOTTEN, 0) >= rounds * self._world_size or None, 60.0)
 
     def broadcast(self, key: str, value: str, rank: int) -> str:
-        """Broadcast a value of rank 0 under a key. Collective over the world; rank 0 returns when all have read it."""
+        """Broadcast a value of rank 0 under a key. Collective over the world; rank 0 returns when
+        all have read it."""
         key = f"lightning_3d/{key}"
         if rank == 0:
             self._store.set(key, value)
@@ -180,9 +201,14 @@ class StoreBoard:
         return value
 
     def earlier_broadcast(self, key: str) -> str | None:
-        """Return the last value that rank 0 broadcast under a key in an earlier attempt; None where there is none."""
+        """Return the last value that rank 0 broadcast under a key in an earlier attempt; None where
+        there is none."""
         key = f"lightning_3d/{key}"
-        return self._lasting.get(key).decode() if self._lasting is not None and self._lasting.check([key]) else None
+        return (
+            self._lasting.get(key).decode()
+            if self._lasting is not None and self._lasting.check([key])
+            else None
+        )
 
     def share(self, topic: str, rank: int, text: str) -> None:
         self._store.set(f"lightning_3d/{topic}/{rank}", text)
@@ -192,7 +218,11 @@ class StoreBoard:
         if not self._store.check([f"lightning_3d/{topic}"]):
             return {}
         keys = {rank: f"lightning_3d/{topic}/{rank}" for rank in range(self._world_size)}
-        texts = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        texts = {
+            rank: self._store.get(key).decode()
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
         return {rank: text for rank, text in texts.items() if text}
 
     def _posted(self) -> str:
@@ -207,7 +237,8 @@ def _poll(look: Callable[[], Any], seconds: float) -> Any:
 
 
 def connect_board(rank: int, world_size: int, seconds: float = JOIN_SECONDS) -> Board:
-    """Connect to the board of this run: the supervisor's folder, else the store at MASTER_ADDR and MASTER_PORT.
+    """Connect to the board of this run: the supervisor's folder, else the store at MASTER_ADDR and
+    MASTER_PORT.
 
     The store has its own connection, which the ranks reach whether or not the process group is up.
 
@@ -223,4 +254,6 @@ def connect_board(rank: int, world_size: int, seconds: float = JOIN_SECONDS) -> 
     if world_size == 1 or "MASTER_ADDR" not in os.environ:
         return LocalBoard()
     store, lasting = connect_store(rank, world_size, seconds)
-    return StoreBoard(store, world_size, serves=rank == 0 and not store_outlives_ranks(), lasting=lasting)
+    return StoreBoard(
+        store, world_size, serves=rank == 0 and not store_outlives_ranks(), lasting=lasting
+    )

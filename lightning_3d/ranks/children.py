@@ -1,8 +1,10 @@
-"""The ranks that Lightning starts as children of rank 0 when a user runs their own script without torchrun.
+"""The ranks that Lightning starts as children of rank 0 when a user runs their own script without
+torchrun.
 
-Lightning's own observer kills rank 0 as soon as a child fails, whatever rank 0 is doing; the shell then sees exit code 137 and perhaps half
-a message. `Children` waits for the child's own message instead, and reports the failure of a child that left no message. No child outlives
-rank 0: the kernel kills them when it dies, and a script waits for them before it ends.
+Lightning's own observer kills rank 0 as soon as a child fails, whatever rank 0 is doing; the shell
+then sees exit code 137 and perhaps half a message. `Children` waits for the child's own message
+instead, and reports the failure of a child that left no message. No child outlives rank 0: the
+kernel kills them when it dies, and a script waits for them before it ends.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def _end_with(code: int, said: str) -> None:
         print(f"lightning_3d: {said}", file=sys.stderr, flush=True)
 
 
-@atexit.register  # with this module, which a script imports before it registers its own: the last one is called first
+# with this module, which a script imports before it registers its own: the last one is called first
+@atexit.register
 def _exit() -> None:
     if _exit_codes:
         flush_output()
@@ -76,9 +79,11 @@ class Children:
         self.reporter: Reporter | None = None
 
     def start(self, begin: Callable[[], Sequence[subprocess.Popen]]) -> None:
-        """Start the local ranks 1, 2, ... and watch them, both in a thread that lives as long as they do.
+        """Start the local ranks 1, 2, ... and watch them, both in a thread that lives as long as
+        they do.
 
-        The kernel ties a child to the thread that forked it, and the user may call `fit` in a thread that ends. Raises what `begin` raises.
+        The kernel ties a child to the thread that forked it, and the user may call `fit` in a
+        thread that ends. Raises what `begin` raises.
         """
         begun: Future[None] = Future()
 
@@ -96,14 +101,17 @@ class Children:
         thread = threading.Thread(target=work, name="lightning_3d-children", daemon=True)
         thread.start()
         begun.result()
-        # Called after `close`: a thread that is inside a store when the interpreter ends aborts the process.
+        # Called after `close`: a thread that is inside a store when the interpreter ends aborts the
+        # process.
         atexit.register(thread.join, PATIENCE_SECONDS)
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Wait for the children at the end of the script, and kill those that stay. After a failure of this rank they get less time.
+        """Wait for the children at the end of the script, and kill those that stay. After a failure
+        of this rank they get less time.
 
-        A script whose ranks do not all end with 0 does not end with 0 either, whatever they do after their last collective.
+        A script whose ranks do not all end with 0 does not end with 0 either, whatever they do
+        after their last collective.
         """
         failed = self._has_failed()
         self._closing.set()
@@ -113,27 +121,45 @@ class Children:
         left = self._running()
         for index in left:
             self._processes[index].kill()
-        failures = [(index, process.returncode) for index, process in enumerate(self._processes) if process.returncode]
+        failures = [
+            (index, process.returncode)
+            for index, process in enumerate(self._processes)
+            if process.returncode
+        ]
         if failed:
             own = [code for _, code in failures if code > 0]
-            if own and getattr(sys, "last_value", None) is None:  # this rank's script caught its exception; another's did not
+            # this rank's script caught its exception; another's did not
+            if own and getattr(sys, "last_value", None) is None:
                 _end_with(own[0], "")
         elif left:
             ranks = ", ".join(str(self._first_rank + index + 1) for index in left)
             _end_with(
                 1,
-                f"rank{'s' * (len(left) > 1)} {ranks} of {self._world_size} did not end within {LAST_SECONDS:g} s after rank"
-                f" {self._first_rank} reached the end of the script, and {'were' if len(left) > 1 else 'was'} killed.",
+                f"rank{'s' * (len(left) > 1)} {ranks} of {self._world_size} did not end within"
+                f" {LAST_SECONDS:g} s after rank {self._first_rank} reached the end of the script,"
+                f" and {'were' if len(left) > 1 else 'was'} killed.",
             )
         elif failures:
             index, code = failures[0]
-            how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-            said = f"rank {self._first_rank + index + 1} of {self._world_size} {how} after the last step that the ranks took together."
+            how = (
+                f"exited with code {code}"
+                if code > 0
+                else f"was killed by {signal.Signals(-code).name}"
+            )
+            said = (
+                f"rank {self._first_rank + index + 1} of {self._world_size} {how} after the last"
+                " step that the ranks took together."
+            )
             _end_with(max(code, 1), "" if self._spoken else said)
 
     def _has_failed(self) -> bool:
-        """Check whether the script ends by an uncaught exception, or before the ranks were connected."""
-        return self.reporter is None or self.reporter.has_failed or getattr(sys, "last_value", None) is not None
+        """Check whether the script ends by an uncaught exception, or before the ranks were
+        connected."""
+        return (
+            self.reporter is None
+            or self.reporter.has_failed
+            or getattr(sys, "last_value", None) is not None
+        )
 
     def _running(self) -> list[int]:
         return [index for index, process in enumerate(self._processes) if process.poll() is None]
@@ -161,7 +187,8 @@ class Children:
             self._end_unconnected(failure)
 
     def _end_unconnected(self, failure: Failure) -> None:
-        """End this process, which waits in a rendezvous that will never complete and cannot be interrupted."""
+        """End this process, which waits in a rendezvous that will never complete and cannot be
+        interrupted."""
         print(failure.message(self._world_size), file=sys.stderr, flush=True)
         for process in self._processes:
             process.kill()

@@ -1,4 +1,5 @@
-"""The place of this process among ranks that torchrun or SLURM started, and messages that one of them prints. Imports no torch."""
+"""The place of this process among ranks that torchrun or SLURM started, and messages that one of
+them prints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,11 +41,13 @@ class OutsideRank:
 
     @property
     def nodes(self) -> int:
-        return -(-self.world_size // self.local_world_size)  # the last node of an elastic run may have ranks without work
+        # the last node of an elastic run may have ranks without work
+        return -(-self.world_size // self.local_world_size)
 
 
 def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | None:
-    """Read from the environment which rank torchrun or SLURM (srun) started this process as; None if it was started by hand.
+    """Read from the environment which rank torchrun or SLURM (srun) started this process as; None
+    if it was started by hand.
 
     Raises:
         ConfigError: a variable is not a whole number.
@@ -54,9 +57,16 @@ def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | N
             world = int(environment["WORLD_SIZE"])
             local = int(environment.get("LOCAL_WORLD_SIZE", world))
             return OutsideRank(
-                int(environment["RANK"]), int(environment.get("LOCAL_RANK", 0)), world, local, "torchrun"
+                int(environment["RANK"]),
+                int(environment.get("LOCAL_RANK", 0)),
+                world,
+                local,
+                "torchrun",
             )
-        in_step = "SLURM_STEP_ID" in environment and environment.get("SLURM_JOB_NAME") not in _NOT_IN_SLURM_STEP
+        in_step = (
+            "SLURM_STEP_ID" in environment
+            and environment.get("SLURM_JOB_NAME") not in _NOT_IN_SLURM_STEP
+        )
         if in_step and "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
             nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", 1)))
             world = int(environment["SLURM_NTASKS"])
@@ -64,12 +74,16 @@ def outside_rank(environment: Mapping[str, str] = os.environ) -> OutsideRank | N
             local = int(environment.get("LOCAL_WORLD_SIZE", max(1, world // nodes)))
             return OutsideRank(int(environment["SLURM_PROCID"]), local_rank, world, local, "slurm")
     except ValueError as error:
-        raise ConfigError(f"The launcher's environment variables (RANK, WORLD_SIZE, ...) must be whole numbers: {error}.") from error
+        raise ConfigError(
+            "The launcher's environment variables (RANK, WORLD_SIZE, ...) must be whole numbers:"
+            f" {error}."
+        ) from error
     return None
 
 
 def leave_out_spare(outside: OutsideRank, used: int) -> None:
-    """Tell this process and the libraries in it, through the environment, that the run has its first `used` ranks only."""
+    """Tell this process and the libraries in it, through the environment, that the run has its
+    first `used` ranks only."""
     os.environ[_USED_VARIABLE] = str(used)
     os.environ["LOCAL_WORLD_SIZE"] = str(outside.local_world_size)
     if outside.launcher == "slurm":
@@ -86,7 +100,8 @@ def ranks_with_work() -> int | None:
 
 
 def set_master_address(outside: OutsideRank) -> None:
-    """Set MASTER_ADDR and MASTER_PORT if the launcher did not: ranks of SLURM derive them from the job.
+    """Set MASTER_ADDR and MASTER_PORT if the launcher did not: ranks of SLURM derive them from the
+    job.
 
     Raises:
         ConfigError: srun was started with options that Lightning does not support.
@@ -98,8 +113,12 @@ def set_master_address(outside: OutsideRank) -> None:
             cluster = SLURMEnvironment()
         except RuntimeError as error:  # options of srun that Lightning does not support
             raise ConfigError(str(error)) from error
-        if nodes := os.environ.get("SLURM_STEP_NODELIST"):  # a step may have fewer nodes than its job
+        # a step may have fewer nodes than its job
+        if nodes := os.environ.get("SLURM_STEP_NODELIST"):
             os.environ.setdefault("MASTER_ADDR", cluster.resolve_root_node_address(nodes))
         if "MASTER_PORT" not in os.environ:
             os.environ[CHOSEN_VARIABLE] = str(cluster.main_port)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = cluster.main_address, str(cluster.main_port)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
+            cluster.main_address,
+            str(cluster.main_port),
+        )

@@ -40,7 +40,8 @@ class Failure:
         lost_peer: whether it may only be the consequence of another rank's failure.
         time: seconds since the epoch.
         plain: whether the text is our own message, which is shown alone.
-        others_hang: whether the other ranks cannot end in order, because they wait for one that is gone or hangs.
+        others_hang: whether the other ranks cannot end in order, because they wait for one that is
+            gone or hangs.
     """
 
     rank: int
@@ -64,14 +65,19 @@ class Failure:
         """Write the message that is printed, once for the whole run."""
         if self.plain or self.exit_code == Lightning3DError.exit_code:
             return f"lightning_3d: {self.text}"
-        reason = " because another rank disappeared without an error (killed or out of memory?)" if self.lost_peer else ""
+        reason = (
+            " because another rank disappeared without an error (killed or out of memory?)"
+            if self.lost_peer
+            else ""
+        )
         return f"lightning_3d: rank {self.rank} of {world_size} failed{reason}:\n{self.text}"
 
 
 def cause_of(error: BaseException) -> BaseException:
     """Return the user's mistake that caused an exception, else the exception itself.
 
-    Objects that are half built when a mistake is found may raise again while they are torn down, and hide it.
+    Objects that are half built when a mistake is found may raise again while they are torn down,
+    and hide it.
     """
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, Lightning3DError):
@@ -80,7 +86,8 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return 2 for a mistake of the user, the code of a `SystemExit`, 128 + n after an interrupt or signal n, else 1."""
+    """Return 2 for a mistake of the user, the code of a `SystemExit`, 128 + n after an interrupt or
+    signal n, else 1."""
     if isinstance(error, Lightning3DError):
         return error.exit_code
     if (number := ending_signal(error)) is not None:
@@ -91,21 +98,26 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def ending_signal(error: BaseException) -> int | None:
-    """Return the signal that ended a fit in order, between two steps; None for any other exception."""
+    """Return the signal that ended a fit in order, between two steps; None for any other
+    exception."""
     is_one = any(kind.__name__ == "SIGTERMException" for kind in type(error).__mro__)
     return int(getattr(error, "signal_number", signal.SIGTERM)) if is_one else None
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Check whether an exception, or one that it was raised from, means that another rank is gone or that this one was asked to end.
+    """Check whether an exception, or one that it was raised from, means that another rank is gone
+    or that this one was asked to end.
 
-    torch reports lost ranks by a RuntimeError. An OSError is about a file, a pipe or a connection of the user's own.
+    torch reports lost ranks by a RuntimeError. An OSError is about a file, a pipe or a connection
+    of the user's own.
     """
     seen: BaseException | None = error
     while seen is not None:
         names = {kind.__name__ for kind in type(seen).__mro__}
         text = "" if isinstance(seen, OSError) else str(seen).lower()
-        if names.intersection(_NETWORK_ERRORS + _ENDINGS) or any(phrase in text for phrase in _LOST_PEER):
+        if names.intersection(_NETWORK_ERRORS + _ENDINGS) or any(
+            phrase in text for phrase in _LOST_PEER
+        ):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
@@ -116,9 +128,14 @@ def silent_end(exit_code: int, *, memory_kill: bool = False) -> str:
 
     Args:
         exit_code: as `subprocess` returns it.
-        memory_kill: whether the kernel has killed a process of this machine for lack of memory meanwhile.
+        memory_kill: whether the kernel has killed a process of this machine for lack of memory
+            meanwhile.
     """
-    how = f"it was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"it exited with code {exit_code}"
+    how = (
+        f"it was killed by {signal.Signals(-exit_code).name}"
+        if exit_code < 0
+        else f"it exited with code {exit_code}"
+    )
     hint = ""
     if exit_code == -signal.SIGKILL:
         hint = f", because the machine {MEMORY_RAN_OUT}," if memory_kill else " (out of memory?)"
@@ -128,8 +145,9 @@ def silent_end(exit_code: int, *, memory_kill: bool = False) -> str:
 def ignore_sigterm() -> None:
     """Ignore SIGTERM from now on, so that a process that has failed ends by itself.
 
-    Lightning's handler of SIGTERM broadcasts a tensor (2.6, `_SignalConnector._sigterm_notifier_fn`), which raises or
-    waits when the other ranks are gone, wherever this process happens to be.
+    Lightning's handler of SIGTERM broadcasts a tensor (2.6,
+    `_SignalConnector._sigterm_notifier_fn`), which raises or waits when the other ranks are gone,
+    wherever this process happens to be.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

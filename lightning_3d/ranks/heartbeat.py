@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-STARTING, STEP, EVALUATING, SAVING, BETWEEN = "starting", "training step", "evaluation", "saving a checkpoint", "between two steps"
+STARTING, STEP, EVALUATING, SAVING, BETWEEN = (
+    "starting",
+    "training step",
+    "evaluation",
+    "saving a checkpoint",
+    "between two steps",
+)
 """Phases of a run."""
 
 KEPT_STEPS = 50
@@ -17,13 +23,16 @@ TIMED_STEPS = 3
 
 
 class Heartbeat:
-    """The phase of a run, the action in it, and when that last changed. One thread writes, others read.
+    """The phase of a run, the action in it, and when that last changed. One thread writes, others
+    read.
 
     Attributes:
         phase: one of the phases above.
         step: number of the current or the last training step, 1 for the first.
-        action: (kind, stage, micro-batch) in the schedule, the latter two None where they do not apply.
-        waits_for: (global rank, message) that this rank waits for, if it waits for a message of the pipeline.
+        action: (kind, stage, micro-batch) in the schedule, the latter two None where they do not
+            apply.
+        waits_for: (global rank, message) that this rank waits for, if it waits for a message of the
+            pipeline.
         since: `time.monotonic()` of the last change.
         beats: number of changes.
     """
@@ -80,7 +89,8 @@ class Heartbeat:
         return median(self._seconds) if len(self._seconds) >= TIMED_STEPS else None
 
     def describe(self) -> str:
-        """Return phase and action in words, such as `training step 7: forward, stage 2, micro-batch 5`."""
+        """Return phase and action in words, such as `training step 7: forward, stage 2, micro-batch
+        5`."""
         where = f"{self.phase} {self.step}" if self.phase == STEP else self.phase
         if self.action is None:
             return where

@@ -1,4 +1,5 @@
-"""Lets the ranks of one machine talk over its loopback interface, so that nobody else can connect to them. Imports no torch."""
+"""Lets the ranks of one machine talk over its loopback interface, so that nobody else can connect
+to them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _PLACE = "lightning_3d/network"
 class GlooInterface:
     """The network interface of gloo, chosen unless the user has chosen one.
 
-    It is taken back at the end of a fit, because other programs that this process starts may have ranks on other machines.
+    It is taken back at the end of a fit, because other programs that this process starts may have
+    ranks on other machines.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,8 @@ class GlooInterface:
 def share_loopback(store: Any, rank: int, world_size: int, seconds: float) -> bool:
     """Check whether all ranks have the same loopback interface. Collective over the world.
 
-    Containers on one machine may each have their own, and the Trainer may have been given a wrong number of nodes.
+    Containers on one machine may each have their own, and the Trainer may have been given a wrong
+    number of nodes.
 
     Args:
         store: a `torch.distributed.Store` of this attempt, which all ranks have joined.
@@ -56,11 +59,15 @@ def share_loopback(store: Any, rank: int, world_size: int, seconds: float) -> bo
 
 
 def _loopback() -> str:
-    """Identify the loopback interface: the machine since it booted, and the network namespace. Empty where none can be used."""
+    """Identify the loopback interface: the machine since it booted, and the network namespace.
+    Empty where none can be used."""
     if sys.platform != "linux":
         return ""
     try:
         with socket.create_server(("127.0.0.1", 0)):
-            return f"{Path('/proc/sys/kernel/random/boot_id').read_text('utf-8').strip()} {os.readlink('/proc/self/ns/net')}"
+            return (
+                f"{Path('/proc/sys/kernel/random/boot_id').read_text('utf-8').strip()}"
+                f" {os.readlink('/proc/self/ns/net')}"
+            )
     except OSError:
         return ""

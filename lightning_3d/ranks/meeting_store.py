@@ -1,4 +1,5 @@
-"""The store at MASTER_ADDR and MASTER_PORT, in which the ranks of a run meet. Imports torch only when it connects.
+"""The store at MASTER_ADDR and MASTER_PORT, in which the ranks of a run meet. Imports torch only
+when it connects.
 
 The first ranks wait for the last, for a limited time. Then they name those that have not come.
 """
@@ -35,34 +36,40 @@ _connected: dict[tuple[str, ...], tuple[Any, Any]] = {}
 
 
 def store_outlives_ranks() -> bool:
-    """Check whether torchrun serves the store, and keeps its contents when it restarts the ranks."""
+    """Check whether torchrun serves the store, and keeps its contents when it restarts the
+    ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect_store(rank: int, world_size: int, seconds: float = JOIN_SECONDS) -> tuple[Any, Any]:
-    """Connect to the `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or torchrun. Collective over the world.
+    """Connect to the `torch.distributed.Store` at MASTER_ADDR and MASTER_PORT, served by rank 0 or
+    torchrun. Collective over the world.
 
-    One connection serves all fits and evaluations of a process: if rank 0 closed it in between, the others could reach a server that is
-    just closing.
+    One connection serves all fits and evaluations of a process: if rank 0 closed it in between, the
+    others could reach a server that is just closing.
 
     Args:
         seconds: time for all ranks to join.
 
     Returns:
-        This attempt's part of the store; and the whole store where it outlives the attempt, else None.
+        This attempt's part of the store; and the whole store where it outlives the attempt, else
+        None.
 
     Raises:
         ConfigError: see `explained_errors`. RendezvousError: ranks have not joined in time.
     """
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     key = (address, port, str(rank), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if key not in _connected:  # if it is, the world may be smaller now: an elastic run has left ranks out
+    # if it is, the world may be smaller now: an elastic run has left ranks out
+    if key not in _connected:
         _connected.clear()
         _connected[key] = _connect(address, port, rank, world_size, seconds)
     return _connected[key]
 
 
-def _connect(address: str, port: str, rank: int, world_size: int, seconds: float) -> tuple[Any, Any]:
+def _connect(
+    address: str, port: str, rank: int, world_size: int, seconds: float
+) -> tuple[Any, Any]:
     from torch.distributed import DistError, PrefixStore, TCPStore
 
     lasts = store_outlives_ranks()
@@ -72,7 +79,9 @@ def _connect(address: str, port: str, rank: int, world_size: int, seconds: float
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": not lasts}
         if serves and address in _LOOPBACK:
             options["master_listen_fd"] = _listen_here(int(port)).detach()
-        return TCPStore(address, int(port), world_size, serves, timedelta(seconds=seconds), **options)
+        return TCPStore(
+            address, int(port), world_size, serves, timedelta(seconds=seconds), **options
+        )
 
     with explained_errors(rank):
         try:
@@ -81,7 +90,10 @@ def _connect(address: str, port: str, rank: int, world_size: int, seconds: float
             if "timed out" not in str(error):
                 raise
             whose = "torchrun" if lasts else f"Rank 0 of {world_size}"
-            raise _unreachable(f"{whose} could not be reached at {address}:{port} {_within(seconds)} {_ADVICE}", rank) from None
+            raise _unreachable(
+                f"{whose} could not be reached at {address}:{port} {_within(seconds)} {_ADVICE}",
+                rank,
+            ) from None
     try:
         if lasts:
             part = PrefixStore(name_attempt(store, rank, world_size, seconds), store)
@@ -92,8 +104,12 @@ def _connect(address: str, port: str, rank: int, world_size: int, seconds: float
         raise RendezvousError(f"{error} {_ADVICE}") from None
     except DistError:
         if not lasts:  # rank 0, which serves the store, has ended, and has said why
-            raise RendezvousError(f"Rank 0 of {world_size} ended before all ranks had joined the run.") from None
-        raise _unreachable(f"{_absent([0], world_size)} {_within(seconds)} {_ADVICE}", rank) from None
+            raise RendezvousError(
+                f"Rank 0 of {world_size} ended before all ranks had joined the run."
+            ) from None
+        raise _unreachable(
+            f"{_absent([0], world_size)} {_within(seconds)} {_ADVICE}", rank
+        ) from None
     store.set_timeout(timedelta(seconds=_CALL_SECONDS))
     return part, store if lasts else None
 
@@ -116,7 +132,8 @@ def _listen_here(port: int) -> socket.socket:
 
 
 def _when_port_is_free(open_store: Callable[[], Any], place: str) -> Any:
-    """Serve a store as soon as an earlier attempt of the run, which may still be ending, has left the port.
+    """Serve a store as soon as an earlier attempt of the run, which may still be ending, has left
+    the port.
 
     Raises:
         RuntimeError: the port is still taken after `PORT_SECONDS`, or cannot be used.
@@ -129,15 +146,19 @@ def _when_port_is_free(open_store: Callable[[], Any], place: str) -> Any:
             if "EADDRINUSE" not in str(error) or time.monotonic() > deadline:
                 raise
         if not announced:
-            words = f"lightning_3d: waiting up to {PORT_SECONDS:.0f} s for {place}, where another process listens"
+            words = (
+                f"lightning_3d: waiting up to {PORT_SECONDS:.0f} s for {place}, where another"
+                " process listens"
+            )
             print(words, file=sys.stderr, flush=True)
         announced = True
         time.sleep(_POLL_SECONDS)
 
 
 _ADVICE = (
-    "Look at the logs of the ranks that are missing: they may not have been started, may still import or read files, or cannot reach this"
-    " address. To wait longer, set trainer.rendezvous_timeout."
+    "Look at the logs of the ranks that are missing: they may not have been started, may still"
+    " import or read files, or cannot reach this address. To wait longer, set"
+    " trainer.rendezvous_timeout."
 )
 
 
@@ -154,7 +175,8 @@ def _join(store: Any, rank: int, world_size: int, seconds: float) -> None:
 
 
 def _unreachable(text: str, rank: int) -> RendezvousError:
-    """Make an error where rank 0 is missing, which alone prints the others. One rank of each machine prints this one."""
+    """Make an error where rank 0 is missing, which alone prints the others. One rank of each
+    machine prints this one."""
     if rank == 1 or os.environ.get("LOCAL_RANK") == "0":
         print(f"lightning_3d: {text}", file=sys.stderr, flush=True)
     return RendezvousError(text)
@@ -162,8 +184,14 @@ def _unreachable(text: str, rank: int) -> RendezvousError:
 
 def _absent(ranks: Iterable[int], world_size: int) -> str:
     names = [str(rank) for rank in ranks]
-    shown = [*names[:_MOST_NAMED], *([f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else [])]
-    return f"Rank{'s' * (len(names) > 1)} {listed(shown)} of {world_size} {'has' if len(names) == 1 else 'have'} not joined the run"
+    shown = [
+        *names[:_MOST_NAMED],
+        *([f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []),
+    ]
+    return (
+        f"Rank{'s' * (len(names) > 1)} {listed(shown)} of {world_size}"
+        f" {'has' if len(names) == 1 else 'have'} not joined the run"
+    )
 
 
 def _within(seconds: float) -> str:

@@ -12,12 +12,18 @@ _VMSTAT = Path("/proc/vmstat")
 
 
 def kills() -> int:
-    """Count the processes that the kernel has killed for lack of memory, in this process's control group and on the whole machine.
+    """Count the processes that the kernel has killed for lack of memory, in this process's control
+    group and on the whole machine.
 
-    Linux counts them in `memory.events` of a control group (version 2), and in `/proc/vmstat`. 0 where neither can be read.
+    Linux counts them in `memory.events` of a control group (version 2), and in `/proc/vmstat`. 0
+    where neither can be read.
     """
     own = _counts(CGROUP / _own_group() / "memory.events").get("oom_kill", 0)
-    return max(own, _counts(CGROUP / "memory.events").get("oom_kill", 0), _counts(_VMSTAT).get("oom_kill", 0))
+    return max(
+        own,
+        _counts(CGROUP / "memory.events").get("oom_kill", 0),
+        _counts(_VMSTAT).get("oom_kill", 0),
+    )
 
 
 def _own_group() -> str:

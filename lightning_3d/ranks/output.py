@@ -1,4 +1,5 @@
-"""Standard output and error that survive a full disk, a closed pipe and a lost terminal: output is not worth a run. Imports no torch."""
+"""Standard output and error that survive a full disk, a closed pipe and a lost terminal: output is
+not worth a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from typing import Any
 
 _NAMES = {1: "stdout", 2: "stderr"}
 _LASTING = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe that nobody reads and of a terminal that was closed. A full disk may have space again."""
+"""Errors of a pipe that nobody reads and of a terminal that was closed. A full disk may have space
+again."""
 
 
 class _SurvivingFile(io.FileIO):
-    """A standard descriptor. What cannot be written is dropped, and the other standard stream says so once."""
+    """A standard descriptor. What cannot be written is dropped, and the other standard stream says
+    so once."""
 
     _said = False
 
@@ -39,7 +42,10 @@ class _SurvivingFile(io.FileIO):
         number = self.fileno()
         if not self._said:
             self._said = True
-            words = f"lightning_3d: cannot write to {_NAMES[number]} ({error.strerror}). The run continues without this output.\n"
+            words = (
+                f"lightning_3d: cannot write to {_NAMES[number]} ({error.strerror}). The run"
+                " continues without this output.\n"
+            )
             with contextlib.suppress(OSError):
                 os.write(3 - number, words.encode())
         if error.errno in _LASTING:
@@ -47,9 +53,11 @@ class _SurvivingFile(io.FileIO):
 
 
 def survive_output() -> None:
-    """Let all that is written to `sys.stdout` and `sys.stderr` survive, for the rest of this process.
+    """Let all that is written to `sys.stdout` and `sys.stderr` survive, for the rest of this
+    process.
 
-    A stream that a notebook or a test has put there stays. Where a descriptor was closed from the start, Python has None.
+    A stream that a notebook or a test has put there stays. Where a descriptor was closed from the
+    start, Python has None.
     """
     for number, name in _NAMES.items():
         stream = getattr(sys, name)
@@ -66,13 +74,21 @@ def survive_output() -> None:
 
 
 def surviving_stream(number: int, like: io.TextIOWrapper | None = None) -> io.TextIOWrapper:
-    """Open a standard descriptor for text, with the buffers and the encoding of another stream; without one, by lines in UTF-8."""
+    """Open a standard descriptor for text, with the buffers and the encoding of another stream;
+    without one, by lines in UTF-8."""
     raw = _SurvivingFile(number, "w", closefd=False)
     if like is None:
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "replace", line_buffering=True)
     buffer: Any = raw if like.write_through else io.BufferedWriter(raw)
-    errors = "backslashreplace" if like.errors == "strict" else like.errors  # a character that an encoding lacks ends no run either
-    return io.TextIOWrapper(buffer, like.encoding, errors, line_buffering=like.line_buffering, write_through=like.write_through)
+    # a character that an encoding lacks ends no run either
+    errors = "backslashreplace" if like.errors == "strict" else like.errors
+    return io.TextIOWrapper(
+        buffer,
+        like.encoding,
+        errors,
+        line_buffering=like.line_buffering,
+        write_through=like.write_through,
+    )
 
 
 def flush_output() -> None:

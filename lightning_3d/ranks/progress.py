@@ -1,7 +1,9 @@
-"""What a command is doing, on stderr: a bar in a terminal; elsewhere a line at the start, and one every ten seconds.
+"""What a command is doing, on stderr: a bar in a terminal; elsewhere a line at the start, and one
+every ten seconds.
 
-Library code names its tasks with `task`, which shows nothing unless a command has turned it on with `shown`. LIGHTNING_3D_PROGRESS=0 turns
-it off. The ranks of a command inherit the setting; of these only rank 0 shows its tasks.
+Library code names its tasks with `task`, which shows nothing unless a command has turned it on with
+`shown`. LIGHTNING_3D_PROGRESS=0 turns it off. The ranks of a command inherit the setting; of these
+only rank 0 shows its tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Advance = Callable[[float], None]
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Show tasks in this context, and in processes that are started there, unless the user has turned that off."""
+    """Show tasks in this context, and in processes that are started there, unless the user has
+    turned that off."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = before or "1"
     try:
@@ -61,7 +64,9 @@ def _bar(what: str, total: float | None, unit: str) -> Iterator[Advance]:
     tqdm.monitor_interval = 0  # no thread: ranks may be forked while a bar is shown
     form: dict[str, Any] = {"bar_format": "{desc} ..."} if total is None and not unit else {}
     scale = {"unit": "B", "unit_scale": True} if unit == "B" else {"unit": f" {unit}"}
-    with tqdm(total=total, desc=what, file=sys.stderr, leave=False, dynamic_ncols=True, **scale, **form) as bar:
+    with tqdm(
+        total=total, desc=what, file=sys.stderr, leave=False, dynamic_ncols=True, **scale, **form
+    ) as bar:
 
         def advance(done: float) -> None:
             bar.update(done)

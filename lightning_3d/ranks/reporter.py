@@ -1,12 +1,14 @@
-"""Report a failing rank with one message: find who failed first, choose who prints it, and end the other ranks.
+"""Report a failing rank with one message: find who failed first, choose who prints it, and end the
+other ranks.
 
-When a rank raises, its connections close, and within milliseconds the other ranks fail too. Their messages about closed connections would
-hide the cause. Every rank therefore posts its failure on a board that all ranks share, before anything is torn down. The first post that is
-not about a lost peer is the cause and is printed once. The others end quietly, with its exit code.
+When a rank raises, its connections close, and within milliseconds the other ranks fail too. Their
+messages about closed connections would hide the cause. Every rank therefore posts its failure on a
+board that all ranks share, before anything is torn down. The first post that is not about a lost
+peer is the cause and is printed once. The others end quietly, with its exit code.
 
-The board is a folder where one process supervises the ranks of a machine (`lightning_3d.ranks.supervisor`), and a store that all
-ranks reach everywhere else (torchrun, SLURM, a user's own script with Lightning's launcher). Importing this module
-imports no torch.
+The board is a folder where one process supervises the ranks of a machine
+(`lightning_3d.ranks.supervisor`), and a store that all ranks reach everywhere else (torchrun,
+SLURM, a user's own script with Lightning's launcher). Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -23,12 +25,19 @@ from typing import Any, ClassVar, NoReturn, TextIO
 
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.ranks.boards import Board, connect_board
-from lightning_3d.ranks.failure import Failure, cause_of, ending_signal, exit_code_of, ignore_sigterm
+from lightning_3d.ranks.failure import (
+    Failure,
+    cause_of,
+    ending_signal,
+    exit_code_of,
+    ignore_sigterm,
+)
 from lightning_3d.ranks.meeting_store import JOIN_SECONDS
 from lightning_3d.ranks.process_ties import die_with, outlive_parent
 
 PARENT_VARIABLE = "LIGHTNING_3D_PARENT"
-"""Environment variable with the process id of rank 0, for ranks that it started itself and that must not outlive it."""
+"""Environment variable with the process id of rank 0, for ranks that it started itself and that
+must not outlive it."""
 
 STORE_SECONDS = 5.0
 """Longest time that the end of this process waits for a call of a store."""
@@ -38,27 +47,37 @@ ORPHAN_SECONDS = 2.0
 
 
 class FailureReporter:
-    """Reports the failure of this rank: posts it, prints it if it is the cause, and ends this process when another rank has failed.
+    """Reports the failure of this rank: posts it, prints it if it is the cause, and ends this
+    process when another rank has failed.
 
-    A strategy calls `watch` when its ranks are up, `note` at the first sight of an exception (before connections are
-    torn down) and `close` at the end of its teardown. The exception itself propagates to the user's script; if
-    nothing catches it, an exception hook prints nothing where another rank is the cause.
+    A strategy calls `watch` when its ranks are up, `note` at the first sight of an exception
+    (before connections are torn down) and `close` at the end of its teardown. The exception itself
+    propagates to the user's script; if nothing catches it, an exception hook prints nothing where
+    another rank is the cause.
 
     Args:
         board: board that all ranks share.
         rank: global rank of this process.
         world_size: number of ranks of the run.
-        grace: seconds for this process to end by itself after another rank failed; then it is killed, because it may wait in a
-            collective forever.
-        parent: process that started this rank and that it must not outlive; None if a launcher ensures this. The kernel kills
-            this rank when the parent dies; only rank 1 watches by itself between `watch` and `close`, to report what happened.
+        grace: seconds for this process to end by itself after another rank failed; then it is
+            killed, because it may wait in a collective forever.
+        parent: process that started this rank and that it must not outlive; None if a launcher
+            ensures this. The kernel kills this rank when the parent dies; only rank 1 watches by
+            itself between `watch` and `close`, to report what happened.
     """
 
     record: ClassVar[Callable[[int, str], Any] | None] = None
-    """Function that records exit code and message where this process is ended at once, by a thread; `finally` blocks do not run then."""
+    """Function that records exit code and message where this process is ended at once, by a thread;
+    `finally` blocks do not run then."""
 
     def __init__(
-        self, board: Board, rank: int, world_size: int, *, grace: float = 15.0, parent: int | None = None
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        *,
+        grace: float = 15.0,
+        parent: int | None = None,
     ) -> None:
         self._board = board
         self._rank = rank
@@ -66,7 +85,8 @@ class FailureReporter:
         self._grace = grace
         self._parent = parent
         self._noted: Failure | None = None
-        self._cause: Failure | None = None  # failure of another rank; kept here because the board may be gone when this rank fails
+        # failure of another rank; kept here because the board may be gone when this rank fails
+        self._cause: Failure | None = None
         self._posted = False
         self._shows = False
         self._printed = False
@@ -93,7 +113,9 @@ class FailureReporter:
             self._previous_hook = sys.excepthook
             sys.excepthook = self._on_uncaught
             self._untie()
-            watcher = threading.Thread(target=self._watch, name="lightning_3d-failures", daemon=True)
+            watcher = threading.Thread(
+                target=self._watch, name="lightning_3d-failures", daemon=True
+            )
             watcher.start()
             atexit.register(_end_thread, watcher, self._closed)
 
@@ -102,15 +124,18 @@ class FailureReporter:
         try:
             try:
                 job()
-            except BaseException as error:  # SystemExit and KeyboardInterrupt are handled in the same way
+            except BaseException as error:
+                # SystemExit and KeyboardInterrupt are handled in the same way
                 ignore_sigterm()
                 return self.finish(error)
-        except BaseException as error:  # from a handler of SIGTERM that ran just before it was replaced
+        except BaseException as error:
+            # from a handler of SIGTERM that ran just before it was replaced
             return self.finish(error)
         return 0
 
     def note(self, error: BaseException) -> None:
-        """Post an exception. Later calls change nothing: later exceptions are consequences of the first one."""
+        """Post an exception. Later calls change nothing: later exceptions are consequences of the
+        first one."""
         if self._noted is None:
             self._noted = Failure.of(error, self._rank)
         if not self._posted:
@@ -118,8 +143,10 @@ class FailureReporter:
             self._posted = True
 
     def finish(self, error: BaseException, stream: TextIO | None = None) -> int:
-        """Note an exception, print it if this rank is the one to print, and return the exit code of the cause."""
-        if exit_code_of(error) == 0 or ending_signal(error) is not None:  # sys.exit() is no failure, and neither is a signal
+        """Note an exception, print it if this rank is the one to print, and return the exit code of
+        the cause."""
+        # sys.exit() is no failure, and neither is a signal
+        if exit_code_of(error) == 0 or ending_signal(error) is not None:
             return exit_code_of(error)
         self.note(error)
         assert self._noted is not None
@@ -136,7 +163,8 @@ class FailureReporter:
         return cause.message(self._world_size) if cause is not None else ""
 
     def speak_for(self, failure: Failure) -> None:
-        """Post and print the end of another rank that reported no error; do nothing if a cause is known."""
+        """Post and print the end of another rank that reported no error; do nothing if a cause is
+        known."""
         if self._first() is None and self._board.post(failure):
             print(failure.message(self._world_size), file=sys.stderr, flush=True)
 
@@ -146,14 +174,16 @@ class FailureReporter:
         return self._board
 
     def end_all(self, text: str) -> None:
-        """End this process from another thread than the one that trains, and so all ranks, with a message that is printed once."""
+        """End this process from another thread than the one that trains, and so all ranks, with a
+        message that is printed once."""
         failure = Failure(self._rank, 1, text, False, time.time(), plain=True, others_hang=True)
         if self._first() is None and self._board.post(failure):
             print(failure.message(self._world_size), file=sys.stderr, flush=True)
         self._end_at_once(failure)
 
     def close(self) -> None:
-        """Stop watching. After a failure the exception hook stays, because the exception is still propagating."""
+        """Stop watching. After a failure the exception hook stays, because the exception is still
+        propagating."""
         self._closed.set()
         if self._noted is None:
             self._tie()
@@ -165,20 +195,28 @@ class FailureReporter:
         """True once this rank has noted an exception."""
         return self._noted is not None
 
-    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         ignore_sigterm()
         code = self.finish(error)
         self._tie()
         raise SystemExit(code)
 
     def _untie(self) -> None:
-        """Let rank 1 outlive rank 0 by a moment. Only in the main thread: a tie to a parent belongs to a thread."""
-        if self._parent is not None and self._rank == 1 and threading.current_thread() is threading.main_thread():
+        """Let rank 1 outlive rank 0 by a moment. Only in the main thread: a tie to a parent belongs
+        to a thread."""
+        if (
+            self._parent is not None
+            and self._rank == 1
+            and threading.current_thread() is threading.main_thread()
+        ):
             outlive_parent()
             self._speaks_for_parent = True
 
     def _tie(self) -> None:
-        """Tie rank 1 to its parent again: from here on nothing watches, not even in destructors that wait for other ranks."""
+        """Tie rank 1 to its parent again: from here on nothing watches, not even in destructors
+        that wait for other ranks."""
         if self._speaks_for_parent and threading.current_thread() is threading.main_thread():
             assert self._parent is not None
             self._speaks_for_parent = False
@@ -204,7 +242,8 @@ class FailureReporter:
     def _first(self) -> Failure | None:
         try:
             return self._board.first()
-        except (RuntimeError, OSError, ValueError):  # the store or folder is gone, or half gone, with the process that owned it
+        except (RuntimeError, OSError, ValueError):
+            # the store or folder is gone, or half gone, with the process that owned it
             return None
 
     def _watch(self) -> None:
@@ -222,15 +261,18 @@ class FailureReporter:
 
 
 def _end_thread(thread: threading.Thread, closed: threading.Event) -> None:
-    """End a watcher before the interpreter does: a thread that is inside a store at that moment aborts the process (SIGABRT)."""
+    """End a watcher before the interpreter does: a thread that is inside a store at that moment
+    aborts the process (SIGABRT)."""
     closed.set()
     thread.join(STORE_SECONDS)
 
 
 def show_refusals_plainly() -> None:
-    """Print an uncaught `Lightning3DError` without a traceback and exit with code 2, in a user's own script.
+    """Print an uncaught `Lightning3DError` without a traceback and exit with code 2, in a user's
+    own script.
 
-    For errors before ranks are connected; from then on a `FailureReporter` decides. Under a launcher only rank 0 prints.
+    For errors before ranks are connected; from then on a `FailureReporter` decides. Under a
+    launcher only rank 0 prints.
     """
     if getattr(sys.excepthook, "shows_refusals", False):
         return
@@ -242,7 +284,8 @@ def show_refusals_plainly() -> None:
             previous(kind, error, trace)
             return
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            # Not sys.stderr: torch's own hook replaces it by a buffer that a SystemExit never flushes.
+            # Not sys.stderr: torch's own hook replaces it by a buffer that a SystemExit never
+            # flushes.
             print(f"lightning_3d: {refusal}", file=sys.__stderr__, flush=True)
         if not hasattr(sys, "ps1"):  # at a Python prompt, the session continues
             raise SystemExit(refusal.exit_code)
@@ -253,7 +296,8 @@ def show_refusals_plainly() -> None:
 
 
 def _has_outlived_a_failure() -> bool:
-    """Check whether this process caught a failure that it had posted: the hook of that time is still in place."""
+    """Check whether this process caught a failure that it had posted: the hook of that time is
+    still in place."""
     hook: Any = sys.excepthook
     while hook is not None:
         reporter = getattr(hook, "__self__", None)

@@ -14,7 +14,8 @@ from typing import Any
 from lightning_3d.errors import ConfigError
 
 VARIABLE = "LIGHTNING_3D_VERIFY"
-"""1: verify this script. Otherwise the name of a role, in the processes that a verification starts."""
+"""1: verify this script. Otherwise the name of a role, in the processes that a verification
+starts."""
 _FOLDER, _STEPS = f"{VARIABLE}_FOLDER", f"{VARIABLE}_STEPS"
 
 RANKS, ONE, NUDGED = "ranks", "one", "nudged"
@@ -48,7 +49,11 @@ class Role:
     def current(cls, environment: Mapping[str, str] = os.environ) -> Role | None:
         """The role of this process; None outside a verification."""
         name = environment.get(VARIABLE, "")
-        return cls(name, Path(environment[_FOLDER]), int(environment[_STEPS])) if name in _MEANINGS else None
+        return (
+            cls(name, Path(environment[_FOLDER]), int(environment[_STEPS]))
+            if name in _MEANINGS
+            else None
+        )
 
     def environment(self) -> dict[str, str]:
         """Variables that give a process this role."""
@@ -79,17 +84,23 @@ class Role:
 
 
 def expect_hand_over() -> None:
-    """Say at the end of a script that asks for its verification, and made no strategy, that nothing was verified: exit code 2."""
+    """Say at the end of a script that asks for its verification, and made no strategy, that nothing
+    was verified: exit code 2."""
     if os.environ.get(VARIABLE) == "1":
         atexit.register(_end_unverified)
 
 
 def _end_unverified() -> None:
-    if getattr(sys, "last_value", None) is not None or not Path(sys.argv[0]).name.endswith(".py") or "lightning_3d.__main__" in sys.modules:
+    if (
+        getattr(sys, "last_value", None) is not None
+        or not Path(sys.argv[0]).name.endswith(".py")
+        or "lightning_3d.__main__" in sys.modules
+    ):
         return
     print(
-        f"lightning_3d: nothing was verified: with {VARIABLE}=1, this script made no Lightning3DStrategy. It needs a"
-        ' Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"), devices=8) that fits.',
+        f"lightning_3d: nothing was verified: with {VARIABLE}=1, this script made no"
+        ' Lightning3DStrategy. It needs a Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"),'
+        " devices=8) that fits.",
         file=sys.stderr,
     )
     sys.stdout.flush()
@@ -98,7 +109,8 @@ def _end_unverified() -> None:
 
 
 def hand_over() -> None:
-    """Replace this process by `lightning-3d verify` of its own script, if the user asks for that in the environment.
+    """Replace this process by `lightning-3d verify` of its own script, if the user asks for that in
+    the environment.
 
     Raises:
         ConfigError: a launcher started this process, or it runs no script.
@@ -107,19 +119,24 @@ def hand_over() -> None:
         return
     if any(name in os.environ for name in _LAUNCHED):
         raise ConfigError(
-            f"{VARIABLE}=1 verifies a script that is started with python, not by a launcher: run {VARIABLE}=1 python mine.py. For train.py,"
-            " run lightning-3d verify KEY=VALUE."
+            f"{VARIABLE}=1 verifies a script that is started with python, not by a launcher: run"
+            f" {VARIABLE}=1 python mine.py. For train.py, run lightning-3d verify KEY=VALUE."
         )
     words = script_words(sys.orig_argv, sys.argv)
     named = 2 if words[0] == "-m" else 1
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "lightning_3d", "verify", *words[:named], "--", *words[named:]], environment)
+    os.execve(
+        sys.executable,
+        [sys.executable, "-m", "lightning_3d", "verify", *words[:named], "--", *words[named:]],
+        environment,
+    )
 
 
 def script_words(original: list[str], arguments: list[str]) -> list[str]:
-    """Find the words that name the running script, and its arguments, in the command line of this process.
+    """Find the words that name the running script, and its arguments, in the command line of this
+    process.
 
     Args:
         original: `sys.orig_argv`.
@@ -135,6 +152,6 @@ def script_words(original: list[str], arguments: list[str]) -> list[str]:
     if head and head[-1].endswith(".py"):
         return [head[-1], *rest]
     raise ConfigError(
-        f"{VARIABLE}=1 needs a script, because each run starts it from its beginning. Write the code to a file, and run {VARIABLE}=1 python"
-        " mine.py."
+        f"{VARIABLE}=1 needs a script, because each run starts it from its beginning. Write the"
+        f" code to a file, and run {VARIABLE}=1 python mine.py."
     )

@@ -1,8 +1,9 @@
 """Start the ranks of a run on this machine, and stop them all when one fails.
 
-`launch` is the supervisor. It runs in the process that the user started, imports the heavy libraries once and forks the ranks, which
-starts eight of them in about a second instead of twenty. Where a fork is not safe (CUDA, threads), ranks are fresh interpreters. Under
-torchrun and SLURM the ranks exist already: see `outside_rank`.
+`launch` is the supervisor. It runs in the process that the user started, imports the heavy
+libraries once and forks the ranks, which starts eight of them in about a second instead of twenty.
+Where a fork is not safe (CUDA, threads), ranks are fresh interpreters. Under torchrun and SLURM the
+ranks exist already: see `outside_rank`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from lightning_3d.ranks.process_ties import belong_to, tied_interpreters
 from lightning_3d.ranks.reporter import FailureReporter
 
 SAVE_SECONDS = 300.0
-"""Time for ranks to end after a signal to the run: they finish a step and save. A second SIGTERM or SIGINT stops them at once."""
+"""Time for ranks to end after a signal to the run: they finish a step and save. A second SIGTERM or
+SIGINT stops them at once."""
 
 _ONE_REQUEST_SECONDS = 0.5
-"""Signals so soon after the first one are the same request: timeout(1) sends two, and a terminal that closes sends several."""
+"""Signals so soon after the first one are the same request: timeout(1) sends two, and a terminal
+that closes sends several."""
 
 GRACE_SECONDS = 8.0
 """Time for ranks to end by themselves after SIGTERM, before SIGKILL."""
@@ -86,16 +89,28 @@ class Ranks:
     kills_before: int = field(default_factory=kills)
 
     def start(self, board: Path) -> None:
-        """Start all ranks, with environment variables like torchrun's and each in its own process group."""
+        """Start all ranks, with environment variables like torchrun's and each in its own process
+        group."""
         context = multiprocessing.get_context("fork" if self.fork else "spawn")
         if self.fork:
             gc.collect()
-            gc.freeze()  # imported objects never change; if the collector touched their memory pages, forked ranks would copy them
+            # imported objects never change; if the collector touched their memory pages, forked
+            # ranks would copy them
+            gc.freeze()
         port = self.held.enter_context(_reserved_port())
         with tied_interpreters() if not self.fork else contextlib.nullcontext():
             for rank in range(self.count):
-                environment = rank_environment(rank, self.count, port) | {FOLDER_VARIABLE: str(board)}
-                arguments = (self.job, self.arguments, environment, self.logs, self.threads, os.getpid())
+                environment = rank_environment(rank, self.count, port) | {
+                    FOLDER_VARIABLE: str(board)
+                }
+                arguments = (
+                    self.job,
+                    self.arguments,
+                    environment,
+                    self.logs,
+                    self.threads,
+                    os.getpid(),
+                )
                 process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank}")  # type: ignore[attr-defined]
                 process.start()
                 self.processes.append(process)
@@ -126,7 +141,8 @@ class Ranks:
                     os.kill(pid, signal_number)
 
     def send_to_ranks(self, signal_number: int) -> None:
-        """Send a signal to the ranks alone: the data loaders' workers must run until the ranks have finished their step."""
+        """Send a signal to the ranks alone: the data loaders' workers must run until the ranks have
+        finished their step."""
         for rank in self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid or 0, signal_number)
@@ -146,8 +162,13 @@ class Ranks:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun sets for a rank on one machine; gloo then listens on this machine only."""
-    interface = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+    """Return the environment variables that torchrun sets for a rank on one machine; gloo then
+    listens on this machine only."""
+    interface = (
+        {"GLOO_SOCKET_IFNAME": "lo"}
+        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
+        else {}
+    )
     return interface | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -172,14 +193,16 @@ def launch(
 ) -> Outcome:
     """Run `job(*arguments)` in `count` ranks on this machine until all have ended.
 
-    The first rank that fails ends the run: the others get SIGTERM, and SIGKILL after `grace` seconds. SIGINT and SIGTERM
-    are passed on, SIGHUP as SIGTERM. If this process is killed, the kernel kills the ranks (Linux).
+    The first rank that fails ends the run: the others get SIGTERM, and SIGKILL after `grace`
+    seconds. SIGINT and SIGTERM are passed on, SIGHUP as SIGTERM. If this process is killed, the
+    kernel kills the ranks (Linux).
 
     Args:
         job: see `Ranks`.
         arguments: see `Ranks`.
         count: number of ranks.
-        logs: folder for the output of ranks other than 0, in `rank_N.log`; rank 0 prints to the terminal.
+        logs: folder for the output of ranks other than 0, in `rank_N.log`; rank 0 prints to the
+            terminal.
         fork: see `Ranks` and `can_fork`.
         threads: see `Ranks`.
         grace: seconds between SIGTERM and SIGKILL.
@@ -208,7 +231,8 @@ def launch(
 
 
 def can_fork() -> bool:
-    """Check whether ranks may be forked from this process: only if it has a single thread, which the fork keeps.
+    """Check whether ranks may be forked from this process: only if it has a single thread, which
+    the fork keeps.
 
     The caller, who knows the accelerator, excludes CUDA in the parent.
     """
@@ -222,17 +246,27 @@ def cores() -> int:
 
 
 def _interrupted(ranks: Ranks, received: list[int], grace: float) -> Outcome:
-    """Pass a signal on, let the ranks end in order, and return the exit code that a shell expects."""
+    """Pass a signal on, let the ranks end in order, and return the exit code that a shell
+    expects."""
     number = received[0]
     ranks.send_to_ranks(signal.SIGTERM if number == signal.SIGHUP else number)
     if number == signal.SIGINT:
-        words = "lightning_3d: SIGINT: the ranks finish their step and save a checkpoint. Press Ctrl-C again to stop at once."
+        words = (
+            "lightning_3d: SIGINT: the ranks finish their step and save a checkpoint. Press Ctrl-C"
+            " again to stop at once."
+        )
         print(words, file=sys.stderr, flush=True)
     deadline = time.monotonic() + SAVE_SECONDS
     while ranks.running and time.monotonic() < deadline and len(received) == 1:
         ranks.wait(0.2)
         if ranks.ended:  # they end together
-            deadline = min(deadline, max(when for when, _ in ranks.ended.values()) - time.time() + time.monotonic() + grace)
+            deadline = min(
+                deadline,
+                max(when for when, _ in ranks.ended.values())
+                - time.time()
+                + time.monotonic()
+                + grace,
+            )
     if len(ranks.ended) == ranks.count and not any(code for _, code in ranks.ended.values()):
         return Outcome(0)  # the run had ended before the signal reached its ranks
     ranks.stop(grace if len(received) == 1 else 0.0)
@@ -249,9 +283,14 @@ def _has_failed(ranks: Ranks, board: FolderBoard) -> bool:
 def _failed(ranks: Ranks, board: FolderBoard, grace: float) -> Outcome:
     """End the run and find the cause."""
     dead = [(when, rank, code) for rank, (when, code) in ranks.ended.items() if code != 0]
-    if all(code > 0 for _, _, code in dead):  # ranks that lost a peer may end before the rank that failed has posted
+    # ranks that lost a peer may end before the rank that failed has posted
+    if all(code > 0 for _, _, code in dead):
         deadline = time.monotonic() + _SETTLE_SECONDS
-        while ranks.running and all(post.lost_peer for post in board.all()) and time.monotonic() < deadline:
+        while (
+            ranks.running
+            and all(post.lost_peer for post in board.all())
+            and time.monotonic() < deadline
+        ):
             ranks.wait(0.1)
     ranks.stop(grace)
     posts = board.all()
@@ -260,7 +299,8 @@ def _failed(ranks: Ranks, board: FolderBoard, grace: float) -> Outcome:
         if rank not in posted:
             posts.append(Failure(rank, 1, _silent_end(ranks, rank, code), False, when))
     causes = sorted(posts, key=lambda post: (post.lost_peer, post.time))
-    by_signal = causes[0].exit_code > 128 and causes[0].lost_peer  # a signal to one rank ended all of them: nothing to report
+    # a signal to one rank ended all of them: nothing to report
+    by_signal = causes[0].exit_code > 128 and causes[0].lost_peer
     message = None if by_signal else causes[0].message(ranks.count)
     return Outcome(causes[0].exit_code, message)
 
@@ -268,12 +308,19 @@ def _failed(ranks: Ranks, board: FolderBoard, grace: float) -> Outcome:
 def _silent_end(ranks: Ranks, rank: int, code: int) -> str:
     """Describe the end of a rank that reported no error, with the end of its log."""
     log = ranks.logs / f"rank_{rank}.log"
-    tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() if log.is_file() else ""
-    return silent_end(code, memory_kill=kills() > ranks.kills_before) + (f" The end of {log}:\n{tail}" if tail else "")
+    tail = (
+        log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        if log.is_file()
+        else ""
+    )
+    return silent_end(code, memory_kill=kills() > ranks.kills_before) + (
+        f" The end of {log}:\n{tail}" if tail else ""
+    )
 
 
 def end_signals() -> list[int]:
-    """Return the signals that ask a run to end. SIGHUP is not one of them where this process was started to ignore it, by nohup."""
+    """Return the signals that ask a run to end. SIGHUP is not one of them where this process was
+    started to ignore it, by nohup."""
     numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -282,7 +329,8 @@ def end_signals() -> list[int]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the requests to end this run instead of acting on them. SIGHUP repeats none: nobody sends it twice on purpose."""
+    """Collect the requests to end this run instead of acting on them. SIGHUP repeats none: nobody
+    sends it twice on purpose."""
     received: list[int] = []
     again = 0.0
 
@@ -306,7 +354,8 @@ def _signals() -> Iterator[list[int]]:
 def _reserved_port() -> Iterator[int]:
     """Reserve a port until rank 0 listens on it.
 
-    The socket is bound but does not listen; with SO_REUSEADDR on both sides, rank 0 can listen on the port and others cannot get it.
+    The socket is bound but does not listen; with SO_REUSEADDR on both sides, rank 0 can listen on
+    the port and others cannot get it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -328,7 +377,9 @@ def _run_rank(
     """Run the job in a rank, and exit with the code of its failure, which the supervisor prints."""
     belong_to(supervisor)
     for number in end_signals():
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     os.environ.update(environment)
     survive_output()
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -1,9 +1,11 @@
-"""Find checkpoints by the names of their folders alone. Imports no torch: launchers look for checkpoints too.
+"""Find checkpoints by the names of their folders alone. Imports no torch: launchers look for
+checkpoints too.
 
-A save fills `.NAME.saving`, with the manifest as the last file, and then renames it to NAME. If NAME exists, the two are exchanged in one
-step; file systems that cannot exchange need two renames, between which the old one is `.NAME.replaced`. A folder whose name begins with
-a dot is not a checkpoint. At a URL nothing is renamed: the manifest names the folder with the other files, and NAME is a checkpoint once
-its manifest exists.
+A save fills `.NAME.saving`, with the manifest as the last file, and then renames it to NAME. If
+NAME exists, the two are exchanged in one step; file systems that cannot exchange need two renames,
+between which the old one is `.NAME.replaced`. A folder whose name begins with a dot is not a
+checkpoint. At a URL nothing is renamed: the manifest names the folder with the other files, and
+NAME is a checkpoint once its manifest exists.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from lightning_3d.storage.remote_path import Place, RemotePath
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 AVERAGE_DECAY = "average_decay"
-"""Key of a manifest: decay of the average of weights in the checkpoint. Missing if there is none."""
+"""Key of a manifest: decay of the average of weights in the checkpoint. Missing if there is
+none."""
 RUN = "run"
-"""Key of a manifest: id of the run of the command line that wrote the checkpoint. Missing if another program did."""
+"""Key of a manifest: id of the run of the command line that wrote the checkpoint. Missing if
+another program did."""
 SAVING, REPLACED, REMOVED = "saving", "replaced", "removed"
 
 
@@ -31,7 +35,8 @@ def aside(path: Path, purpose: str) -> Path:
 
 
 def data_folder(manifest: str) -> str:
-    """Read from a manifest in which folder of the checkpoint its files are; "" if they are next to the manifest.
+    """Read from a manifest in which folder of the checkpoint its files are; "" if they are next to
+    the manifest.
 
     Raises:
         ValueError: it is not a manifest.
@@ -43,24 +48,31 @@ def data_folder(manifest: str) -> str:
 
 
 def how_to_convert(path: Place) -> str:
-    """Explain how to convert a path that looks like the checkpoint of another program; empty for others."""
+    """Explain how to convert a path that looks like the checkpoint of another program; empty for
+    others."""
     if isinstance(path, RemotePath):
         return ""
     names = ("meta.pt", "latest", "*_model_states.pt", "checkpoint/*_model_states.pt")
     looks = path.is_file() or any(next(path.glob(name), None) for name in names)
-    return f" To convert a checkpoint of Lightning or DeepSpeed: lightning-3d import {path} --output NEW" if looks else ""
+    return (
+        f" To convert a checkpoint of Lightning or DeepSpeed: lightning-3d import {path}"
+        " --output NEW"
+        if looks
+        else ""
+    )
 
 
 def no_average(path: object) -> str:
     """Explain that a checkpoint has no average of weights."""
     return (
-        f"{path} has no average of weights. A run with trainer.average_decay=0.999 keeps one, and so does the callback"
-        " lightning_3d.ExponentialAverage. Use the weights themselves."
+        f"{path} has no average of weights. A run with trainer.average_decay=0.999 keeps one, and"
+        " so does the callback lightning_3d.ExponentialAverage. Use the weights themselves."
     )
 
 
 def recover(path: Path | RemotePath) -> None:
-    """Finish the save of a process that was killed between two renames. Any process may do this, several at once."""
+    """Finish the save of a process that was killed between two renames. Any process may do this,
+    several at once."""
     if isinstance(path, RemotePath):
         return
     before, after = aside(path, REPLACED), aside(path, SAVING)
@@ -95,7 +107,8 @@ class Found:
 
 
 def found_in(folder: Place) -> list[Found]:
-    """Find the complete checkpoints in a folder, most steps first; with equal steps, the latest first."""
+    """Find the complete checkpoints in a folder, most steps first; with equal steps, the latest
+    first."""
     return sorted(_found(folder), reverse=True)
 
 
@@ -105,15 +118,20 @@ def checkpoints_in(folder: Place) -> list[Place]:
 
 
 def steps_of(checkpoint: Place) -> int:
-    """Read the optimizer step of a checkpoint. Raises ValueError or OSError if it is not a checkpoint."""
+    """Read the optimizer step of a checkpoint. Raises ValueError or OSError if it is not a
+    checkpoint."""
     return int(json.loads((checkpoint / MANIFEST).read_text("utf-8"))["global_step"])
 
 
 def saved_config(checkpoint: Place) -> dict[str, Any] | None:
-    """Read the configuration of the run that saved a checkpoint; None if it has none, or cannot be read."""
+    """Read the configuration of the run that saved a checkpoint; None if it has none, or cannot be
+    read."""
     try:
         inside = data_folder((checkpoint / MANIFEST).read_text("utf-8"))
-        state = json.loads(((checkpoint / inside if inside else checkpoint) / TRAINER).read_text("utf-8"), object_hook=_plain)
+        state = json.loads(
+            ((checkpoint / inside if inside else checkpoint) / TRAINER).read_text("utf-8"),
+            object_hook=_plain,
+        )
     except (OSError, ValueError):
         return None
     config = state.get("config") if isinstance(state, dict) else None
@@ -121,8 +139,13 @@ def saved_config(checkpoint: Place) -> dict[str, Any] | None:
 
 
 def is_of_a_run(config: Any) -> bool:
-    """Check whether an entry "config" of a checkpoint is the configuration of a run: a module of a user may have one of its own."""
-    return isinstance(config, dict) and isinstance(config.get("optimizer"), dict) and isinstance(config.get("trainer"), dict)
+    """Check whether an entry "config" of a checkpoint is the configuration of a run: a module of a
+    user may have one of its own."""
+    return (
+        isinstance(config, dict)
+        and isinstance(config.get("optimizer"), dict)
+        and isinstance(config.get("trainer"), dict)
+    )
 
 
 def _plain(packed: dict[str, Any]) -> Any:
@@ -144,8 +167,14 @@ def manifests_in(folder: Place) -> Iterator[Place]:
 def _found(folder: Place) -> Iterator[Found]:
     for manifest in manifests_in(folder):
         try:
-            written = manifest.modified() if isinstance(manifest, RemotePath) else manifest.stat().st_mtime
+            written = (
+                manifest.modified()
+                if isinstance(manifest, RemotePath)
+                else manifest.stat().st_mtime
+            )
             known = json.loads(manifest.read_text("utf-8"))
-            yield Found(int(known["global_step"]), written, manifest.parent, str(known.get(RUN, "")))
+            yield Found(
+                int(known["global_step"]), written, manifest.parent, str(known.get(RUN, ""))
+            )
         except (OSError, ValueError, KeyError, TypeError):  # it is being removed, or not ours
             continue

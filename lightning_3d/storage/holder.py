@@ -41,11 +41,21 @@ class Holder:
 
     @classmethod
     def of(cls, marker: Any) -> Holder | None:
-        """Return the holder that a marker names, whatever else is in it; None where it names none."""
-        if not (isinstance(marker, Mapping) and isinstance(marker.get("process"), int) and isinstance(marker.get("host"), str)):
+        """Return the holder that a marker names, whatever else is in it; None where it names
+        none."""
+        if not (
+            isinstance(marker, Mapping)
+            and isinstance(marker.get("process"), int)
+            and isinstance(marker.get("host"), str)
+        ):
             return None
         since = marker.get("since", 0.0)
-        return cls(marker["process"], marker["host"], str(marker.get("user", "")), since if isinstance(since, (int, float)) else 0.0)
+        return cls(
+            marker["process"],
+            marker["host"],
+            str(marker.get("user", "")),
+            since if isinstance(since, (int, float)) else 0.0,
+        )
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:
@@ -60,7 +70,8 @@ class Holder:
         return asdict(self)
 
     def write(self, path: Path) -> None:
-        """Name this holder in a lock file. On a full disk the name is missing, but the lock holds."""
+        """Name this holder in a lock file. On a full disk the name is missing, but the lock
+        holds."""
         with suppress(OSError):
             path.write_text(json.dumps(self.facts()), "utf-8")
 
@@ -92,7 +103,10 @@ class Holder:
         Args:
             other: how to use another folder, for example "set hydra.run.dir to another folder".
         """
-        return f"Wait until it ends, stop it (kill {self.process}{'' if self.is_here else f' on {self.host}'}), or {other}."
+        return (
+            "Wait until it ends, stop it (kill"
+            f" {self.process}{'' if self.is_here else f' on {self.host}'}), or {other}."
+        )
 
 
 def moment(seconds: float) -> str:

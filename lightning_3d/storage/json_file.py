@@ -25,7 +25,8 @@ def read_text(path: Path | RemotePath) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file beside its place and rename it: readers never see a part of it, and a failure leaves the earlier file.
+    """Write a text file beside its place and rename it: readers never see a part of it, and a
+    failure leaves the earlier file.
 
     A device or a pipe is written itself, and so is the file to which a link leads.
     """

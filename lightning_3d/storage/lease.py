@@ -1,4 +1,5 @@
-"""A lock for a folder of an object store, which has no locks: a marker that its holder keeps renewing."""
+"""A lock for a folder of an object store, which has no locks: a marker that its holder keeps
+renewing."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from lightning_3d.storage.remote_path import RemotePath
 
 _NAME = ".lightning_3d.lock"
 _RENEWED_SECONDS, _DEAD_SECONDS = 10.0, 60.0
-"""Interval at which a marker changes, and time without a change after which its holder counts as dead. No clocks are compared."""
+"""Interval at which a marker changes, and time without a change after which its holder counts as
+dead. No clocks are compared."""
 
 
 class Lease:
-    """Holds a folder of checkpoints until `release`. After a process was killed, its folder is free at once on the same machine, elsewhere
-    after a minute.
+    """Holds a folder of checkpoints until `release`. After a process was killed, its folder is free
+    at once on the same machine, elsewhere after a minute.
 
-    In stores that can create a file only if it does not exist (S3, GCS), one of several processes succeeds; in others, two that start
-    within the same second may both succeed.
+    In stores that can create a file only if it does not exist (S3, GCS), one of several processes
+    succeeds; in others, two that start within the same second may both succeed.
 
     Args:
         folder: URL of the folder.
@@ -38,7 +40,11 @@ class Lease:
 
     def __init__(self, folder: RemotePath, patience_seconds: float) -> None:
         self._folder, self._path = folder, folder / _NAME
-        self._own = {"token": uuid.uuid4().hex, "machine": _machine(), **Holder.this_process().facts()}
+        self._own = {
+            "token": uuid.uuid4().hex,
+            "machine": _machine(),
+            **Holder.this_process().facts(),
+        }
         self._beats = 0
         self._ended = threading.Event()
         self._lost = False
@@ -89,7 +95,8 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEWED_SECONDS):
-            with suppress(OSError):  # the store does not answer; other processes get no answer either
+            # the store does not answer; other processes get no answer either
+            with suppress(OSError):
                 if not self._is_own():
                     self._lost = True
                     return
@@ -98,10 +105,12 @@ class Lease:
                     self._path.write_bytes(self._marker())
 
     def check(self) -> None:
-        """Raise CheckpointError if another run took over the folder, because this one seemed to be dead."""
+        """Raise CheckpointError if another run took over the folder, because this one seemed to be
+        dead."""
         if self._lost:
             raise CheckpointError(
-                f"Another run took over {self._folder}, so this run no longer writes there. Give each run its own folder."
+                f"Another run took over {self._folder}, so this run no longer writes there. Give"
+                " each run its own folder."
             )
 
     def release(self) -> None:
@@ -114,9 +123,13 @@ class Lease:
 
 
 def _machine() -> str:
-    """Identify this boot of this machine and its process id namespace; empty where that is not known."""
+    """Identify this boot of this machine and its process id namespace; empty where that is not
+    known."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+            f" {os.readlink('/proc/self/ns/pid')}"
+        )
     except OSError:
         return ""
 
@@ -135,7 +148,15 @@ def _is_gone(marker: dict[str, Any]) -> bool:
 
 
 def explain_held(holder: Holder | None) -> str:
-    """Say that a folder of checkpoints is held: the rest of a message that begins with the folder."""
+    """Say that a folder of checkpoints is held: the rest of a message that begins with the
+    folder."""
     who = f" ({holder.describe()})" if holder is not None else ""
-    what = holder.what_to_do("set another folder") if holder is not None else "Wait until it ends, or set another folder."
-    return f"belongs to another run that has not ended{who}. Two runs cannot write their checkpoints into one folder. {what}"
+    what = (
+        holder.what_to_do("set another folder")
+        if holder is not None
+        else "Wait until it ends, or set another folder."
+    )
+    return (
+        f"belongs to another run that has not ended{who}. Two runs cannot write their checkpoints"
+        f" into one folder. {what}"
+    )

@@ -1,4 +1,5 @@
-"""Locks of files: one process at a time works in a folder, and the kernel frees its lock however the process ends. Imports no torch."""
+"""Locks of files: one process at a time works in a folder, and the kernel frees its lock however
+the process ends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,18 +23,21 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of file systems without locks, as some clusters mount them."""
 
 _kept: dict[tuple[int, Path], FileLock] = {}
-"""Locks that a process keeps until it ends, by its id: a forked child has none of its parent's locks."""
+"""Locks that a process keeps until it ends, by its id: a forked child has none of its parent's
+locks."""
 
 
 class FileLock:
-    """A lock of a file (flock, also over NFS), held until `release` or the end of the process. Forked children do not inherit it.
+    """A lock of a file (flock, also over NFS), held until `release` or the end of the process.
+    Forked children do not inherit it.
 
     On a file system without locks it is always acquired, so it protects nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # A soft lock, which filelock would use where there is no flock, survives a process that is killed.
+        # A soft lock, which filelock would use where there is no flock, survives a process that is
+        # killed.
         self._lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
 
     def acquire(self) -> bool:
@@ -58,8 +62,8 @@ class FileLock:
         """Free the lock. Later calls do nothing.
 
         Args:
-            remove: whether to remove the file too. It is removed while the lock is held, so that a waiting process notices that the file is
-                gone.
+            remove: whether to remove the file too. It is removed while the lock is held, so that a
+                waiting process notices that the file is gone.
         """
         if remove:
             self.path.unlink(missing_ok=True)
@@ -67,7 +71,8 @@ class FileLock:
 
 
 def keep(path: Path) -> bool:
-    """Acquire the lock of a file until this process ends. Returns True also where this process has it already.
+    """Acquire the lock of a file until this process ends. Returns True also where this process has
+    it already.
 
     Raises:
         OSError: the file cannot be opened for writing.
@@ -83,7 +88,8 @@ def keep(path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool | None:
-    """Check whether a process holds the lock of a file; None where the file or the file system does not show it."""
+    """Check whether a process holds the lock of a file; None where the file or the file system does
+    not show it."""
     if not path.is_file():
         return None
     probe = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
@@ -98,7 +104,8 @@ def is_held(path: Path) -> bool | None:
 
 
 def hold(folder: Place, patience_seconds: float | None = None) -> FolderLock | Lease:
-    """Hold a folder of checkpoints, on the disk or at a URL. Raises as `FolderLock` and `Lease` do."""
+    """Hold a folder of checkpoints, on the disk or at a URL. Raises as `FolderLock` and `Lease`
+    do."""
     if isinstance(folder, RemotePath):
         return Lease(folder, _PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
     return FolderLock(folder, patience_seconds)
@@ -117,7 +124,9 @@ class FolderLock:
 
     def __init__(self, folder: Path, patience_seconds: float | None = None) -> None:
         self._lock = FileLock(folder / _NAME)
-        deadline = time.monotonic() + (_PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
+        deadline = time.monotonic() + (
+            _PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             while not self._lock.acquire():
@@ -125,7 +134,9 @@ class FolderLock:
                     raise CheckpointError(f"{folder} {explain_held(Holder.read(folder / _NAME))}")
                 time.sleep(0.2)
         except OSError as error:
-            raise StorageError(f"Cannot write checkpoints to {folder}: {error.strerror}.") from error
+            raise StorageError(
+                f"Cannot write checkpoints to {folder}: {error.strerror}."
+            ) from error
         self._held = True
 
     def check(self) -> None:

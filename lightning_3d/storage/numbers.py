@@ -1,20 +1,24 @@
-"""Sizes as people read them: memory in binary units (GiB), files and traffic in decimal ones (GB). Pure Python."""
+"""Sizes as people read them: memory in binary units (GiB), files and traffic in decimal ones (GB).
+Pure Python."""
 
 from __future__ import annotations
 
 
 def show_bytes(size: float) -> str:
-    """Show bytes of files or messages with three digits, in the largest decimal unit that leaves a number of at least 1: `16.1 GB`."""
+    """Show bytes of files or messages with three digits, in the largest decimal unit that leaves a
+    number of at least 1: `16.1 GB`."""
     return _scaled(size, 1000, ("B", "kB", "MB", "GB", "TB"))
 
 
 def show_memory(size: float) -> str:
-    """Show bytes of memory with three digits, in the largest binary unit that leaves a number of at least 1: `16.1 GiB`."""
+    """Show bytes of memory with three digits, in the largest binary unit that leaves a number of at
+    least 1: `16.1 GiB`."""
     return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def gibibytes(size: float) -> str:
-    """Show bytes of memory in GiB (2**30 bytes) with one decimal, for sizes that stand next to each other: `74.5 GiB`."""
+    """Show bytes of memory in GiB (2**30 bytes) with one decimal, for sizes that stand next to each
+    other: `74.5 GiB`."""
     return f"{size / 2**30:.1f} GiB"
 
 

@@ -1,4 +1,5 @@
-"""Pieces of remote files on the disk of a node, which its processes share: bounded, fetched once, least recently used ones first out.
+"""Pieces of remote files on the disk of a node, which its processes share: bounded, fetched once,
+least recently used ones first out.
 
 The folder of a cache:
 
@@ -7,8 +8,9 @@ The folder of a cache:
     partial           the piece that is being written
     locks/            `used.lock` guards all changes in the folder; the others are held while a piece is fetched
 
-A piece is written under another name and renamed, so a process that is killed leaves no half piece. Readers read a piece as a whole, and a
-piece that is removed meanwhile stays readable for them. Imports no torch.
+A piece is written under another name and renamed, so a process that is killed leaves no half piece.
+Readers read a piece as a whole, and a piece that is removed meanwhile stays readable for them.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _CHECKSUM = 4
 _STRIPES = 1024
 """Number of locks of pieces. Two pieces that share a lock are fetched one after the other."""
 _KEPT = 0.9
-"""Share of the limit to which a full cache shrinks, so that the oldest pieces are not looked for with each new one."""
+"""Share of the limit to which a full cache shrinks, so that the oldest pieces are not looked for
+with each new one."""
 THREADS = 8
 """Pieces that a process fetches at the same time."""
 
@@ -57,12 +60,17 @@ class PieceCache:
 
     @classmethod
     def of(cls, folder: Path, limit: int, row: int) -> PieceCache:
-        """Choose the size of pieces: the smallest power of two that holds a row and lets the cache have a manageable number of pieces.
+        """Choose the size of pieces: the smallest power of two that holds a row and lets the cache
+        have a manageable number of pieces.
 
         Args:
             row: bytes that are read at a time.
         """
-        return cls(folder, limit, 1 << (max(SMALLEST_PIECE, row, -(-limit // _MOST_PIECES)) - 1).bit_length())
+        return cls(
+            folder,
+            limit,
+            1 << (max(SMALLEST_PIECE, row, -(-limit // _MOST_PIECES)) - 1).bit_length(),
+        )
 
     def prepare(self) -> None:
         """Create the folder and check that it can be used.
@@ -81,7 +89,8 @@ class PieceCache:
         """Report an error of the disk in one message that names the folder.
 
         Args:
-            kind: `UnreachableData` while a run reads; `DataError` before it starts, when the user can still choose another folder.
+            kind: `UnreachableData` while a run reads; `DataError` before it starts, when the user
+                can still choose another folder.
 
         Raises:
             DataError: of this kind.
@@ -93,21 +102,26 @@ class PieceCache:
 
     @contextmanager
     def locked(self, name: str, kind: type[DataError] = UnreachableData) -> Iterator[None]:
-        """Hold a lock of this cache, and wait for it if need be. The kernel frees it if the process ends. Raises as `usable`."""
+        """Hold a lock of this cache, and wait for it if need be. The kernel frees it if the process
+        ends. Raises as `usable`."""
         with self.usable(kind):
-            descriptor = os.open(self.folder / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(
+                self.folder / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
         try:
             with self.usable(kind):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too, and must not keep it
+                # a process that was forked meanwhile has the descriptor too, and must not keep it
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
 
     def load(self, path: Path, size: int) -> bytes | None:
-        """Read a piece, which becomes the most recently used one. None: it is not there, or is damaged."""
+        """Read a piece, which becomes the most recently used one. None: it is not there, or is
+        damaged."""
         try:
             contents = path.read_bytes()
         except OSError:
@@ -134,7 +148,9 @@ class PieceCache:
                 used = self._used()
                 if used + len(contents) > self.limit:
                     used = self._shrink(len(contents))
-                self._note(used + len(contents))  # before the piece: after a kill in between, the number is too large, never too small
+                # before the piece: after a kill in between, the number is too large, never too
+                # small
+                self._note(used + len(contents))
                 partial.write_bytes(contents)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 partial.replace(path)
@@ -144,12 +160,14 @@ class PieceCache:
                 raise
 
     def room(self) -> int:
-        """Return the bytes that the cache has and those that are free on its disk. Raises `DataError` as `usable`."""
+        """Return the bytes that the cache has and those that are free on its disk. Raises
+        `DataError` as `usable`."""
         with self.locked("used.lock", DataError), self.usable(DataError):
             return shutil.disk_usage(self.folder).free + self._used()
 
     def _used(self) -> int:
-        """Read the bytes of all pieces; count them after a boot, before which the machine may have lost what was written last."""
+        """Read the bytes of all pieces; count them after a boot, before which the machine may have
+        lost what was written last."""
         try:
             number, boot = (self.folder / "used").read_text().split()
             if boot == _boot():
@@ -169,7 +187,8 @@ class PieceCache:
                 yield found.st_mtime_ns, found.st_size, entry.path
 
     def _shrink(self, room: int) -> int:
-        """Remove the pieces that were not used for the longest time, and return the bytes that are left."""
+        """Remove the pieces that were not used for the longest time, and return the bytes that are
+        left."""
         pieces = sorted(self._pieces())
         used = sum(size for _, size, _ in pieces)
         target = min(int(self.limit * _KEPT), self.limit - room)
@@ -211,7 +230,8 @@ class CachedFile:
         return b"".join(self.piece(number) for number in numbers)[start - first : end - first]
 
     def piece(self, number: int) -> bytes:
-        """Return a piece. One process of the node fetches it if it is not in the cache; others wait.
+        """Return a piece. One process of the node fetches it if it is not in the cache; others
+        wait.
 
         Raises:
             UnreachableData: it cannot be fetched, or the cache cannot be written.
@@ -226,8 +246,12 @@ class CachedFile:
                 try:
                     found = self.url.fetch(start, end)
                 except OSError as error:
-                    reader = f"Rank {os.environ['RANK']}" if "RANK" in os.environ else "This process"
-                    raise UnreachableData(f"{reader} cannot read training data: {unreachable(error)}.") from None
+                    reader = (
+                        f"Rank {os.environ['RANK']}" if "RANK" in os.environ else "This process"
+                    )
+                    raise UnreachableData(
+                        f"{reader} cannot read training data: {unreachable(error)}."
+                    ) from None
                 self.cache.store(path, found)
         return found
 
@@ -254,8 +278,11 @@ Piece = tuple[CachedFile, int]
 
 
 def fetch_together(pieces: Sequence[Piece]) -> None:
-    """Fetch the pieces that are not in the cache, several at the same time. Raises as `CachedFile.piece`."""
-    missing = [(file, number) for file, number in dict.fromkeys(pieces) if not file.is_cached(number)]
+    """Fetch the pieces that are not in the cache, several at the same time. Raises as
+    `CachedFile.piece`."""
+    missing = [
+        (file, number) for file, number in dict.fromkeys(pieces) if not file.is_cached(number)
+    ]
     failed = threading.Event()
 
     def fetch(piece: Piece) -> None:

@@ -1,8 +1,10 @@
-"""URLs that fsspec supports (s3://, gs://, hf://, memory://, ...), with the few methods of `pathlib.Path` that checkpoints need.
+"""URLs that fsspec supports (s3://, gs://, hf://, memory://, ...), with the few methods of
+`pathlib.Path` that checkpoints need.
 
-Imports no torch, and imports a backend (s3fs, gcsfs, ...) at its first use. Credentials and endpoints come from the backend's own defaults
-and from fsspec's configuration (`FSSPEC_S3_ENDPOINT_URL`, ~/.config/fsspec). An object store has no folders and no rename: a file appears
-as a whole when it is closed.
+Imports no torch, and imports a backend (s3fs, gcsfs, ...) at its first use. Credentials and
+endpoints come from the backend's own defaults and from fsspec's configuration
+(`FSSPEC_S3_ENDPOINT_URL`, ~/.config/fsspec). An object store has no folders and no rename: a file
+appears as a whole when it is closed.
 """
 
 from __future__ import annotations
@@ -28,15 +30,22 @@ WEB = ("http", "https")
 _UPLOADED = 64 * 2**20
 """Bytes of one part of an upload. S3 accepts 10,000 parts, which makes 671 GB."""
 _FETCHED = 8 * 2**20
-"""Bytes of one request in large reads. Several are in flight at a time if the backend supports that."""
+"""Bytes of one request in large reads. Several are in flight at a time if the backend supports
+that."""
 _BLOCK, _BLOCKS = 256 * 2**10, 8
 """Bytes and number of cached blocks from which small reads are served."""
 _BACKENDS: set[Any] = set()
-"""Backends in use. They are kept, because fsspec frees those of the parent in a forked process (a worker of a loader), and so closes
-connections that the parent uses: the next read of the parent would wait until its time is over."""
-_LOGGERS = tuple(map(logging.getLogger, ("fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs", "azure", "httpx", "httpx2")))
-"""Loggers of backends and their clients. At INFO, which Hydra sets for all, botocore reports where it found credentials, and httpx2 (of
-hf://) and azure report every request."""
+"""Backends in use. They are kept, because fsspec frees those of the parent in a forked process (a
+worker of a loader), and so closes connections that the parent uses: the next read of the parent
+would wait until its time is over."""
+_LOGGERS = tuple(
+    map(
+        logging.getLogger,
+        ("fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs", "azure", "httpx", "httpx2"),
+    )
+)
+"""Loggers of backends and their clients. At INFO, which Hydra sets for all, botocore reports where
+it found credentials, and httpx2 (of hf://) and azure report every request."""
 
 
 @dataclass(frozen=True, order=True)
@@ -108,7 +117,8 @@ class RemotePath:
         return int(self._info()["size"])
 
     def modified(self) -> float:
-        """Time of the last change in seconds since the epoch; 0 where the store does not know it."""
+        """Time of the last change in seconds since the epoch; 0 where the store does not know
+        it."""
         try:
             with self._asked(fresh=True) as (system, path):
                 return float(system.modified(path).timestamp())
@@ -119,7 +129,11 @@ class RemotePath:
         """Yield the entries of a folder; none where it does not exist."""
         try:
             with self._asked(fresh=True) as (system, path):
-                names = {found.rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False) if found.rstrip("/") != path}
+                names = {
+                    found.rstrip("/").rpartition("/")[2]
+                    for found in system.ls(path, detail=False)
+                    if found.rstrip("/") != path
+                }
         except (FileNotFoundError, NotADirectoryError):
             return
         for name in sorted(names):
@@ -129,28 +143,38 @@ class RemotePath:
     def is_pattern(self) -> bool:
         """Check whether the URL has one of the signs *, ? and [, the host of a web server aside."""
         inside = self.url.partition("://")[2]
-        return SIGNS.search(inside.partition("/")[2] if self.protocol in WEB else inside) is not None
+        return (
+            SIGNS.search(inside.partition("/")[2] if self.protocol in WEB else inside) is not None
+        )
 
     def glob(self) -> dict[Self, bool]:
-        """List what matches this URL, which must be a pattern, in the order in which `pathlib` sorts paths; True for folders.
+        """List what matches this URL, which must be a pattern, in the order in which `pathlib`
+        sorts paths; True for folders.
 
-        As in `glob.glob`, `**` stands for any folders, and `*` matches no dot at the beginning of a name. A folder that cannot be listed
-        is an error.
+        As in `glob.glob`, `**` stands for any folders, and `*` matches no dot at the beginning of a
+        name. A folder that cannot be listed is an error.
         """
-        url = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in self.url.split("/"))
+        url = "/".join(
+            part if part == "**" else re.sub(r"\*+", "*", part) for part in self.url.split("/")
+        )
         with self._asked(fresh=True) as (system, _):
             pattern = str(system._strip_protocol(url)).rstrip("/")
             entries = matches(system, pattern)
         protocol, inside = f"{self.protocol}://", url.partition("://")[2]
-        start, fixed = protocol + inside[: _first_sign(inside)], _first_sign(pattern)  # of the URL, and of the same place in the backend
+        # of the URL, and of the same place in the backend
+        start, fixed = protocol + inside[: _first_sign(inside)], _first_sign(pattern)
         names = sorted(entries, key=lambda name: name.split("/"))
         return {replace(self, url=start + name[fixed:]): entries[name] for name in names}
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of all files below, by relative path, as the store lists them; listings may lag behind."""
+        """Return the bytes of all files below, by relative path, as the store lists them; listings
+        may lag behind."""
         try:
             with self._asked(fresh=True) as (system, path):
-                return {name[len(path) :].lstrip("/"): info["size"] for name, info in system.find(path, detail=True).items()}
+                return {
+                    name[len(path) :].lstrip("/"): info["size"]
+                    for name, info in system.find(path, detail=True).items()
+                }
         except FileNotFoundError:
             return {}
 
@@ -172,7 +196,8 @@ class RemotePath:
             upload.close()
 
     def create(self, contents: bytes) -> None:
-        """Create a file that must not exist. Where the store can do that in one step (S3, GCS), one of several processes succeeds.
+        """Create a file that must not exist. Where the store can do that in one step (S3, GCS), one
+        of several processes succeeds.
 
         Raises:
             FileExistsError: it exists.
@@ -214,15 +239,26 @@ class RemotePath:
             starts = list(range(start, end, _FETCHED)) or [start]
             ends = [min(end, first + _FETCHED) for first in starts]
             if len(starts) == 1:
-                return bytes(system.cat_file(path, start=start, end=end, **self._limits(system.cat_file)))
-            return b"".join(system.cat_ranges([path] * len(starts), starts, ends, on_error="raise", **self._limits(system.cat_ranges)))
+                return bytes(
+                    system.cat_file(path, start=start, end=end, **self._limits(system.cat_file))
+                )
+            return b"".join(
+                system.cat_ranges(
+                    [path] * len(starts),
+                    starts,
+                    ends,
+                    on_error="raise",
+                    **self._limits(system.cat_ranges),
+                )
+            )
 
     def _limits(self, request: Callable[..., Any]) -> dict[str, Any]:
         """Return further arguments of a request that reads; none by default."""
         return {}
 
     def require_backend(self) -> None:
-        """Check that the backend is installed. Starts no threads, so that ranks can still be forked from this process.
+        """Check that the backend is installed. Starts no threads, so that ranks can still be forked
+        from this process.
 
         Raises:
             CheckpointError: fsspec does not know the protocol, or its package is not installed.
@@ -231,7 +267,8 @@ class RemotePath:
 
         if "::" in self.url.partition("://")[0]:
             raise CheckpointError(
-                f"{self.url} is a chain of file systems (::), which may show outdated files. Use only the last URL of the chain."
+                f"{self.url} is a chain of file systems (::), which may show outdated files. Use"
+                " only the last URL of the chain."
             )
         try:
             fsspec.get_filesystem_class(self.protocol)
@@ -264,18 +301,22 @@ class RemotePath:
 
 @contextmanager
 def backend_call(url: str) -> Iterator[None]:
-    """Call a backend: no other thread forks meanwhile, and errors become `OSError`s that name the URL."""
+    """Call a backend: no other thread forks meanwhile, and errors become `OSError`s that name the
+    URL."""
     with FORKS.closed():
         try:
             yield
         except (FileNotFoundError, FileExistsError, NotADirectoryError, CheckpointError):
             raise
         except Exception as error:  # botocore, aiohttp and others raise their own classes
-            raise OSError(f"{url}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+            raise OSError(
+                f"{url}: {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
 
 
 def _hush_backends() -> None:
-    """Raise the loggers of backends from INFO to WARNING. A level that the user chose for one of them, or DEBUG for all, is kept.
+    """Raise the loggers of backends from INFO to WARNING. A level that the user chose for one of
+    them, or DEBUG for all, is kept.
 
     Every request does this, because the first ones come before Hydra configures its logging.
     """
@@ -324,7 +365,11 @@ def _missing(protocol: str, error: Exception) -> str:
 
     known = known_implementations.get(protocol)
     if known is None:
-        return f'fsspec does not support "{protocol}://".' if isinstance(error, ValueError) else f"{error}"
+        return (
+            f'fsspec does not support "{protocol}://".'
+            if isinstance(error, ValueError)
+            else f"{error}"
+        )
     package = known["class"].partition(".")[0]
     if package == "fsspec":
         return f"{known.get('err', error)}."
@@ -340,7 +385,8 @@ class Upload:
             system, inside = path.system()
             try:
                 self._file = system.open(inside, "wb", block_size=_UPLOADED)
-            except FileNotFoundError:  # a missing folder. Object stores report a missing bucket later; none is created
+            except FileNotFoundError:
+                # a missing folder. Object stores report a missing bucket later; none is created
                 system.makedirs(inside.rpartition("/")[0], exist_ok=True)
                 self._file = system.open(inside, "wb", block_size=_UPLOADED)
         self._open = True
@@ -364,14 +410,16 @@ class Upload:
         if self._open:
             self._open = False
             discard: Callable[[], None] | None = getattr(self._file, "discard", None)
-            with suppress(Exception), backend_call(self.name):  # it failed before, and that was reported
+            # it failed before, and that was reported
+            with suppress(Exception), backend_call(self.name):
                 self._file.closed = True  # otherwise the garbage collector would upload it
                 if discard is not None:
                     discard()
 
 
 class _Ranges(io.RawIOBase):
-    """A file that fetches only the ranges that are read: small reads by cached blocks, large ones directly."""
+    """A file that fetches only the ranges that are read: small reads by cached blocks, large ones
+    directly."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path, self._at = path, 0
@@ -417,7 +465,9 @@ class _Ranges(io.RawIOBase):
 
     def _block(self, number: int) -> bytes:
         if number not in self._blocks:
-            self._blocks[number] = self._path.fetch(number * _BLOCK, min((number + 1) * _BLOCK, self._end()))
+            self._blocks[number] = self._path.fetch(
+                number * _BLOCK, min((number + 1) * _BLOCK, self._end())
+            )
         self._blocks.move_to_end(number)
         while len(self._blocks) > _BLOCKS:
             self._blocks.popitem(last=False)

@@ -1,4 +1,5 @@
-"""URLs whose reads are repeated after errors that pass: a server that is overloaded, a connection that breaks. Imports no torch."""
+"""URLs whose reads are repeated after errors that pass: a server that is overloaded, a connection
+that breaks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,14 +21,23 @@ _REQUEST_SECONDS = 60.0
 """Time that a request may take, in backends that can limit it."""
 _PASSING = (408, 425, 429)
 """Responses of HTTP from 400 to 499 that may differ a moment later."""
-_PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, CheckpointError, NotImplementedError, TypeError)
+_PERMANENT = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+    CheckpointError,
+    NotImplementedError,
+    TypeError,
+)
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, order=True)
 class SteadyPath(RemotePath):
-    """A URL to read from. Errors that may pass are followed by further attempts, with waits that grow; then the error is raised.
+    """A URL to read from. Errors that may pass are followed by further attempts, with waits that
+    grow; then the error is raised.
 
     Attributes:
         attempts: number of attempts at most: 9 take a minute, 5 take 8 seconds.
@@ -66,20 +76,30 @@ class SteadyPath(RemotePath):
     def _fetch_exactly(self, start: int, end: int) -> bytes:
         found = super().fetch(start, end)
         if len(found) > end - start:
-            raise NotImplementedError(f"{self.url}: the server sends whole files: it does not support requests for a range of bytes.")
+            raise NotImplementedError(
+                f"{self.url}: the server sends whole files: it does not support requests for a"
+                " range of bytes."
+            )
         if len(found) < end - start:
-            raise OSError(f"{self.url}: {plural(len(found), 'byte')} came for the {end - start} from byte {start} on.")
+            raise OSError(
+                f"{self.url}: {plural(len(found), 'byte')} came for the {end - start} from byte"
+                f" {start} on."
+            )
         return found
 
     @override
     def _limits(self, request: Callable[..., Any]) -> dict[str, Any]:
-        """Limit the time of a request that a backend runs in its event loop: its methods are wrappers, which take the limit."""
+        """Limit the time of a request that a backend runs in its event loop: its methods are
+        wrappers, which take the limit."""
         return {"timeout": _REQUEST_SECONDS} if hasattr(request, "__wrapped__") else {}
 
     def facts(self) -> str:
-        """Describe this version of the file by what the store says of it: its size and, where it has them, its hash and time of change."""
+        """Describe this version of the file by what the store says of it: its size and, where it
+        has them, its hash and time of change."""
         info = self._info()
-        return "|".join(f"{key}={info[key]}" for key in ("size", *_VERSIONS) if info.get(key) is not None)
+        return "|".join(
+            f"{key}={info[key]}" for key in ("size", *_VERSIONS) if info.get(key) is not None
+        )
 
     def _steadily(self, read: Callable[[], _Result]) -> _Result:
         wait = FIRST_WAIT_SECONDS
@@ -95,14 +115,26 @@ class SteadyPath(RemotePath):
         raise AssertionError("the last attempt returns or raises")
 
 
-_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "Content-MD5", "LastModified", "last_modified", "Last-Modified", "mtime", "updated")
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "Content-MD5",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "mtime",
+    "updated",
+)
 """Keys under which backends have a hash of a file, its version or the time of its last change."""
 
 
 def _origin(url: str, error: BaseException) -> BaseException:
     """Return the error that a backend raised.
 
-    `RemotePath` wraps it, and fsspec reports any failure of HTTP to look at a file, a broken connection too, as `FileNotFoundError`.
+    `RemotePath` wraps it, and fsspec reports any failure of HTTP to look at a file, a broken
+    connection too, as `FileNotFoundError`.
     """
     if error.__cause__ is not None and str(error).startswith(f"{url}: "):
         error = error.__cause__
@@ -124,18 +156,24 @@ def _named(url: str, origin: BaseException, attempts: int) -> OSError:
     if isinstance(origin, FileNotFoundError) or getattr(origin, "status", None) in (404, 410):
         return FileNotFoundError(url)
     own = str(origin).startswith(f"{url}: ")
-    text = without_secrets(" ".join((str(origin) if own else f"{url}: {type(origin).__name__}: {origin}").split())).rstrip(".")
+    text = without_secrets(
+        " ".join((str(origin) if own else f"{url}: {type(origin).__name__}: {origin}").split())
+    ).rstrip(".")
     return OSError(f"{text} ({attempts} attempts)" if attempts > 1 else text)
 
 
 _WEB = r"\b(?:https?|wss?|ftps?)://"
-_CREDENTIALS = re.compile(rf"(?i)({_WEB}(?=[^/\s'\"]*@)|\w+://(?=[^/\s'\"]*:[^/\s'\"]*@))[^/\s'\"]*@")
+_CREDENTIALS = re.compile(
+    rf"(?i)({_WEB}(?=[^/\s'\"]*@)|\w+://(?=[^/\s'\"]*:[^/\s'\"]*@))[^/\s'\"]*@"
+)
 _QUERY = re.compile(rf"(?i)({_WEB}[^\s'\"?]*|\w+://[^\s'\"]*?(?=\?[^\s'\"/]*=))\?[^\s'\")]*")
 
 
 def without_secrets(text: str) -> str:
-    """Remove from the URLs in a text what may be secret: user and password, and the query, which signs the URLs of some stores.
+    """Remove from the URLs in a text what may be secret: user and password, and the query, which
+    signs the URLs of some stores.
 
-    A ? begins a query in a URL of a web server. In others, it may be a sign of a pattern, unless NAME= follows.
+    A ? begins a query in a URL of a web server. In others, it may be a sign of a pattern, unless
+    NAME= follows.
     """
     return _QUERY.sub(r"\1?...", _CREDENTIALS.sub(r"\1...@", text))

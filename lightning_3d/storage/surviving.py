@@ -23,10 +23,19 @@ class Surviving:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         if not isinstance(error, OSError):
             return False
         if not self._warned:
             self._warned = True
-            warnings.warn(f"Cannot write to {self._path}; training continues and {self._part} will be missing: {error}", stacklevel=3)
+            warnings.warn(
+                f"Cannot write to {self._path}; training continues and {self._part} will be"
+                f" missing: {error}",
+                stacklevel=3,
+            )
         return True

@@ -1,7 +1,7 @@
 """What a pattern matches in a backend of fsspec.
 
-`glob` of fsspec takes a folder that cannot be listed for an empty one, so that files would be missed in silence. It also lists folders that
-do not match. Pure Python.
+`glob` of fsspec takes a folder that cannot be listed for an empty one, so that files would be
+missed in silence. It also lists folders that do not match. Pure Python.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ SIGNS = re.compile(r"[*?\[]")
 def matches(system: Any, pattern: str) -> dict[str, bool]:
     """List what matches a path in a backend; True for folders.
 
-    As in `glob.glob`, `**` stands for any folders, and a sign matches no dot at the beginning of a name. One request for each folder that
-    matches the beginning of the pattern.
+    As in `glob.glob`, `**` stands for any folders, and a sign matches no dot at the beginning of a
+    name. One request for each folder that matches the beginning of the pattern.
 
     Raises:
-        Exception: a folder cannot be listed, of the class that the backend chooses. One that does not exist is empty.
+        Exception: a folder cannot be listed, of the class that the backend chooses. One that does
+            not exist is empty.
     """
     parts = pattern.split("/")
     first = next(place for place, part in enumerate(parts) if SIGNS.search(part))
-    return dict(_below(_Folders(system), "".join(f"{part}/" for part in parts[:first]), parts[first:]))
+    return dict(
+        _below(_Folders(system), "".join(f"{part}/" for part in parts[:first]), parts[first:])
+    )
 
 
 class _Folders:
@@ -39,14 +42,19 @@ class _Folders:
         self._listed: dict[str, dict[str, bool]] = {}
 
     def entries(self, folder: str) -> dict[str, bool]:
-        """Return the names in a folder; True for folders. The folder ends with a slash, unless it is the root of a store without one."""
+        """Return the names in a folder; True for folders. The folder ends with a slash, unless it
+        is the root of a store without one."""
         if folder not in self._listed:
             try:
                 listed = self._system.ls(folder.rstrip("/") or folder, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 listed = []
             found = {info["name"].rstrip("/"): info["type"] == "directory" for info in listed}
-            self._listed[folder] = {path.rpartition("/")[2]: kind for path, kind in found.items() if path.strip("/") != folder.strip("/")}
+            self._listed[folder] = {
+                path.rpartition("/")[2]: kind
+                for path, kind in found.items()
+                if path.strip("/") != folder.strip("/")
+            }
         return self._listed[folder]
 
 

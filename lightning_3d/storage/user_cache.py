@@ -12,7 +12,8 @@ def default_cache() -> Path:
 
 
 def home() -> Path:
-    """Return the home folder. A user id without one, as in some containers, gets one below the folder for temporary files.
+    """Return the home folder. A user id without one, as in some containers, gets one below the
+    folder for temporary files.
 
     That becomes HOME, because libraries ask for a home folder too.
     """

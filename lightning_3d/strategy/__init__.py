@@ -1,4 +1,5 @@
-"""`Lightning3DStrategy`, which builds the model of a rank from the packages below and runs its steps."""
+"""`Lightning3DStrategy`, which builds the model of a rank from the packages below and runs its
+steps."""
 
 from lightning_3d.strategy.lightning_cli import lightning_3d
 from lightning_3d.strategy.recorded.script import play_role

@@ -1,4 +1,5 @@
-"""Builds this rank's part of the user's model, and puts backend, engine and step runner around it."""
+"""Builds this rank's part of the user's model, and puts backend, engine and step runner around
+it."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class ModelSources:
         plan: the user's parallel plan, for a model that declares none; "auto" drafts one.
         pipeline_module: name of the submodule that is parallelized; None where one has a plan.
         self_check: "auto", "always" or "never".
-        seed: of weights made from meta and of dropout; None takes the one of `seed_everything`, or 0.
+        seed: of weights made from meta and of dropout; None takes the one of `seed_everything`, or
+            0.
     """
 
     plan: dict[str, Any] | str | None = None
@@ -71,7 +73,8 @@ class BuildOptions:
 
     Attributes:
         fp8: whether linear layers of blocks multiply in float8.
-        micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough of them.
+        micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule
+            enough of them.
         split_batch: the user's own function, for batches that cannot be split along dimension 0.
         rows: how the rows of a global batch are dealt to ranks.
     """
@@ -92,7 +95,8 @@ class Surroundings:
     Attributes:
         precision: Lightning's plugin.
         materialize: function that gives parameters on meta values, as `initialize` does.
-        shape_only: whether tensors have no values (a dry run), so that checks of values are left out.
+        shape_only: whether tensors have no values (a dry run), so that checks of values are left
+            out.
         equal_copies: see `make_backend`.
     """
 
@@ -104,27 +108,48 @@ class Surroundings:
     equal_copies: bool = False
 
 
-def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings) -> BuiltModel:
-    """Turn the user's module into this rank's part of it, in place, and put backend, engine and step runner around it.
+def build(
+    module: pl.LightningModule,
+    mesh: Mesh,
+    device: torch.device,
+    options: BuildOptions,
+    around: Surroundings,
+) -> BuiltModel:
+    """Turn the user's module into this rank's part of it, in place, and put backend, engine and
+    step runner around it.
 
     A module that an earlier Trainer partitioned for the same layout keeps its parts.
 
     Raises:
-        PlanError, LayoutError, ConfigError, CheckpointError: see `assemble` and `Partition.hand_over`.
+        PlanError, LayoutError, ConfigError, CheckpointError: see `assemble` and
+            `Partition.hand_over`.
     """
     earlier = Partition.of(module)
-    with isolated_generators():  # the order of samples is drawn from the generators as they are on one process
-        parts = _assemble(module, mesh, device, options, around) if earlier is None else earlier.hand_over(mesh.layout, options.model)
+    # the order of samples is drawn from the generators as they are on one process
+    with isolated_generators():
+        parts = (
+            _assemble(module, mesh, device, options, around)
+            if earlier is None
+            else earlier.hand_over(mesh.layout, options.model)
+        )
     model, precision = options.model, precision_of(str(around.precision.precision))
     sends_tokens = mesh.layout.ep > 1
-    compilation = Compilation(device, model.schedule, len(parts.blocks), in_order=sends_tokens) if model.blocks.compile else None
+    compilation = (
+        Compilation(device, model.schedule, len(parts.blocks), in_order=sends_tokens)
+        if model.blocks.compile
+        else None
+    )
     multiply_in_float8(parts.blocks, on=options.fp8)
     # The backend before the engine, which calls it after each backward.
     stages = list(parts.parameters.values())
     how = {"shape_only": around.shape_only, "equal_copies": around.equal_copies}
-    backend = make_backend(options.zero, mesh, parts.specs, stages=stages, precision=precision, **how)
+    backend = make_backend(
+        options.zero, mesh, parts.specs, stages=stages, precision=precision, **how
+    )
     # Hooks that measure memory inside a block would break the graph of a compiled one.
-    recorder = around.tracer.connect(module, device, mesh.layout, model.schedule, operations=not model.blocks.compile)
+    recorder = around.tracer.connect(
+        module, device, mesh.layout, model.schedule, operations=not model.blocks.compile
+    )
     engine = PipelineEngine(
         mesh,
         parts.assignment,
@@ -139,9 +164,13 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
     )
     reads = HookReads(module, parts, mesh, zero_stage=options.zero.stage)
     known = KnownValues(device, wanted=device.type != "cpu" and not around.shape_only)
-    runner = _make_runner(module, parts, mesh, device, options, around, engine, backend, known, reads)
+    runner = _make_runner(
+        module, parts, mesh, device, options, around, engine, backend, known, reads
+    )
     hooks = GradientHooks(module, mesh, parts.specs, backend, options.zero)
-    splitter = BatchSplitter(mesh, device, model.schedule, options.zero, options.micro_batch_size, options.split_batch)
+    splitter = BatchSplitter(
+        mesh, device, model.schedule, options.zero, options.micro_batch_size, options.split_batch
+    )
     guard = None if around.shape_only else around.guard
     proof = LossProof(
         module,
@@ -178,13 +207,20 @@ def build(module: pl.LightningModule, mesh: Mesh, device: torch.device, options:
 
 
 def proves_loss(options: BuildOptions, around: Surroundings) -> bool:
-    """Return whether the first step compares the loss of a micro-batch with those of its parts. The capacity of experts depends on all
-    tokens of a micro-batch, so that parts of it may keep other tokens."""
+    """Return whether the first step compares the loss of a micro-batch with those of its parts. The
+    capacity of experts depends on all tokens of a micro-batch, so that parts of it may keep other
+    tokens."""
     declared = options.model.loss.reduction is not None or options.sources.self_check == "never"
     return not (declared or around.shape_only or options.model.experts.capacity_factor is not None)
 
 
-def _assemble(module: pl.LightningModule, mesh: Mesh, device: torch.device, options: BuildOptions, around: Surroundings) -> LocalModel:
+def _assemble(
+    module: pl.LightningModule,
+    mesh: Mesh,
+    device: torch.device,
+    options: BuildOptions,
+    around: Surroundings,
+) -> LocalModel:
     """Assemble the parts of a whole module, and arrange for its self-check.
 
     Raises:
@@ -193,9 +229,23 @@ def _assemble(module: pl.LightningModule, mesh: Mesh, device: torch.device, opti
     refuse_skipped_blocks(module, mesh.layout, options.zero.stage)
     sources, alone = options.sources, around.shape_only
     checked = alone or sources.self_check != "never"
-    chosen = choose_plan(module, mesh, sources.plan, sources.pipeline_module, alone=alone, checked=checked)
-    check = SelfCheck("never" if alone else sources.self_check, mesh, options.model, device, required=chosen.drafted)
-    frozen = FrozenChecks("never" if alone else sources.self_check, mesh, options.model.cp_kind, device, drafted=chosen.drafted)
+    chosen = choose_plan(
+        module, mesh, sources.plan, sources.pipeline_module, alone=alone, checked=checked
+    )
+    check = SelfCheck(
+        "never" if alone else sources.self_check,
+        mesh,
+        options.model,
+        device,
+        required=chosen.drafted,
+    )
+    frozen = FrozenChecks(
+        "never" if alone else sources.self_check,
+        mesh,
+        options.model.cp_kind,
+        device,
+        drafted=chosen.drafted,
+    )
     try:
         parts = assemble(
             module,
@@ -203,7 +253,8 @@ def _assemble(module: pl.LightningModule, mesh: Mesh, device: torch.device, opti
             options.model,
             seed=sources.seed if sources.seed is not None else global_seed(),
             device=device,
-            weights_device=torch.device("cpu") if options.zero.stage == 3 else None,  # where ZeRO-3 shards them, before they go to `device`
+            # where ZeRO-3 shards them, before they go to `device`
+            weights_device=torch.device("cpu") if options.zero.stage == 3 else None,
             materialize=around.materialize,
             user_plan=chosen.plan,
             pipeline_module=chosen.name,
@@ -232,10 +283,18 @@ def _make_runner(
     reads: HookReads,
 ) -> StepRunner:
     weights = LossWeights(options.model.loss)
-    weigh_loss(module, weights, context_of(mesh, options.model.cp_kind) if mesh.size("cp") > 1 else None)
+    weigh_loss(
+        module, weights, context_of(mesh, options.model.cp_kind) if mesh.size("cp") > 1 else None
+    )
     check = None
     if mesh.size("tp") > 1:
-        check = partial(check_replicated_gradients, parts.module, parts.module_specs, mesh.group("tp"), backend.local_gradient)
+        check = partial(
+            check_replicated_gradients,
+            parts.module,
+            parts.module_specs,
+            mesh.group("tp"),
+            backend.local_gradient,
+        )
     return StepRunner(
         module,
         engine,
@@ -255,7 +314,15 @@ def _make_runner(
 
 @contextmanager
 def _step_context(precision: Precision, known: KnownValues, hook: str) -> Iterator[None]:
-    """A context for one call of the user's step: of Lightning's precision plugin, and in training of the values that the host knows."""
-    names = {"training": "train_step_context", "validation": "val_step_context", "test": "test_step_context"}
-    with getattr(precision, names.get(hook, "predict_step_context"))(), known.following() if hook == "training" else nullcontext():
+    """A context for one call of the user's step: of Lightning's precision plugin, and in training
+    of the values that the host knows."""
+    names = {
+        "training": "train_step_context",
+        "validation": "val_step_context",
+        "test": "test_step_context",
+    }
+    with (
+        getattr(precision, names.get(hook, "predict_step_context"))(),
+        known.following() if hook == "training" else nullcontext(),
+    ):
         yield

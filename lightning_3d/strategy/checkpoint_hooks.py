@@ -81,12 +81,14 @@ class CheckpointHooks(RankHooks):
 
     @property
     def built(self) -> BuiltModel:
-        """This rank's part of the model with everything that trains it. Raises RuntimeError before it is built."""
+        """This rank's part of the model with everything that trains it. Raises RuntimeError before
+        it is built."""
         return require(self._built, "a model", BUILT)
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too; 0 nothing."""
+        """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3
+        parameters too; 0 nothing."""
         raise NotImplementedError
 
     @property
@@ -102,39 +104,57 @@ class CheckpointHooks(RankHooks):
 
     def _local_state(self) -> LocalState:
         built = self.built
-        return LocalState(self.user_module, built.parts.specs, self.mesh, built.backend, self.root_device)
+        return LocalState(
+            self.user_module, built.parts.specs, self.mesh, built.backend, self.root_device
+        )
 
     def _hold_checkpoint_folders(self, trainer: pl.Trainer) -> None:
-        """Lock the folders of this fit's checkpoint callbacks against other runs, and let callbacks see checkpoints still being written."""
-        folders = [str(folder) for folder in (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks) if folder]
+        """Lock the folders of this fit's checkpoint callbacks against other runs, and let callbacks
+        see checkpoints still being written."""
+        folders = [
+            str(folder)
+            for folder in (
+                getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks
+            )
+            if folder
+        ]
         for folder in folders:
             if "/file:/" in folder:
-                raise ConfigError(f"Lightning reads file://... as a relative path ({folder}). Write dirpath without file://.")
+                raise ConfigError(
+                    f"Lightning reads file://... as a relative path ({folder}). Write dirpath"
+                    " without file://."
+                )
         self._store.hold(self.broadcast(folders))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback.file_exists = partial(self._exists, callback)  # type: ignore[method-assign]
 
     def _exists(self, callback: ModelCheckpoint, *args: Any, **kwargs: Any) -> bool:
-        """Take the place of `ModelCheckpoint.file_exists`, with which the callback finds a free name."""
+        """Take the place of `ModelCheckpoint.file_exists`, with which the callback finds a free
+        name."""
         self._store.wait()
         return type(callback).file_exists(callback, *args, **kwargs)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Describe the optimizer: class and hyperparameters. Every rank writes the tensors of its shard itself."""
+        """Describe the optimizer: class and hyperparameters. Every rank writes the tensors of its
+        shard itself."""
         return describe_optimizer(optimizer, self.built.group_names)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint. Where the storage fails during a fit, training warns and continues; see `on_train_end`."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint. Where the storage fails during a fit, training warns and continues;
+        see `on_train_end`."""
         if self._has_failed_alone():
             why = "because this rank has failed and the other ranks cannot take part in saving one"
             warnings.warn(f"No checkpoint is written, {why}.", stacklevel=2)
             return
         if storage_options is not None:
             raise ConfigError(
-                "storage_options is not supported: Lightning3DStrategy writes checkpoint folders itself, not through a CheckpointIO."
+                "storage_options is not supported: Lightning3DStrategy writes checkpoint folders"
+                " itself, not through a CheckpointIO."
             )
         with self.heartbeat.during(SAVING):
             self._save(checkpoint, filepath)
@@ -142,7 +162,8 @@ class CheckpointHooks(RankHooks):
     def _save(self, checkpoint: dict[str, Any], filepath: Any) -> None:
         module, backend = self.user_module, self.built.backend
         if backend.average is not None:
-            backend.average.hide()  # a signal may end the run during a validation, whose last save follows
+            # a signal may end the run during a validation, whose last save follows
+            backend.average.hide()
         about: dict[str, Any] = {
             "layout": self.mesh.layout.name,
             "schedule": self.schedule,
@@ -162,21 +183,33 @@ class CheckpointHooks(RankHooks):
         if position is not None:
             remove_loader_states(checkpoint)
             checkpoint[LOADERS] = share_positions(position, self.mesh)
-        told_to_end = isinstance(sys.exception(), SIGTERMException)  # the exit code of SIGTERM stays, even where the save fails
-        training = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
-        links = any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)
+        # the exit code of SIGTERM stays, even where the save fails
+        told_to_end = isinstance(sys.exception(), SIGTERMException)
+        training = (
+            trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
+        )
+        links = any(
+            getattr(callback, "save_last", None) == "link"
+            for callback in trainer.checkpoint_callbacks
+        )
         if not training and not told_to_end:
             mode = SaveMode.REQUIRED
         else:
             mode = SaveMode.BLOCKING if self._at_once or links else SaveMode.BACKGROUND
-        self._store.save(self.broadcast(str(filepath)), checkpoint, self._local_state(), backend, about, mode)
+        self._store.save(
+            self.broadcast(str(filepath)), checkpoint, self._local_state(), backend, about, mode
+        )
 
     def _place_in_data(self, trainer: pl.Trainer) -> tuple[Position | None, list[dict[str, Any]]]:
-        """Return the states of the training loaders, and those of the samplers that determine their order."""
-        return training_position(trainer), [order.state() for order in orders_in(trainer.train_dataloader)]
+        """Return the states of the training loaders, and those of the samplers that determine their
+        order."""
+        return training_position(trainer), [
+            order.state() for order in orders_in(trainer.train_dataloader)
+        ]
 
     def _has_finite_weights(self, trainer: pl.Trainer, filepath: Any) -> bool:
-        """Return whether the weights of a fit may be saved. Weights of a failed fit that are not finite are skipped with a warning.
+        """Return whether the weights of a fit may be saved. Weights of a failed fit that are not
+        finite are skipped with a warning.
 
         Raises:
             NonFiniteError: the weights are not finite.
@@ -184,7 +217,9 @@ class CheckpointHooks(RankHooks):
         if self.guard.how == IGNORE or trainer.state.fn != TrainerFn.FITTING or self._built is None:
             return True
         try:
-            weights = [value for _, value in trained_weights(trainer.lightning_module, self._built.backend)]
+            weights = [
+                value for _, value in trained_weights(trainer.lightning_module, self._built.backend)
+            ]
             require_finite_weights(weights, self.root_device, filepath)
         except NonFiniteError as error:
             if trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -194,7 +229,8 @@ class CheckpointHooks(RankHooks):
         return True
 
     def _has_equal_replicas(self, trainer: pl.Trainer) -> bool:
-        """Return whether ranks hold the same weights where they should. A failed fit whose ranks differ is not saved, with a warning.
+        """Return whether ranks hold the same weights where they should. A failed fit whose ranks
+        differ is not saved, with a warning.
 
         Raises:
             ReplicaError: ranks differ.
@@ -203,7 +239,10 @@ class CheckpointHooks(RankHooks):
         if check is None or built is None or trainer.state.fn != TrainerFn.FITTING:
             return True
         interrupted = trainer.state.status == TrainerStatus.INTERRUPTED
-        return agrees(partial(check.before_checkpoint, built, trainer.global_step, self._store.outcome.saved), interrupted=interrupted)
+        return agrees(
+            partial(check.before_checkpoint, built, trainer.global_step, self._store.outcome.saved),
+            interrupted=interrupted,
+        )
 
     @contextmanager
     def saving_at_once(self) -> Iterator[None]:
@@ -215,13 +254,19 @@ class CheckpointHooks(RankHooks):
             self._at_once = False
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load Lightning's state; tensors are read later, by slices. `weights_only` has no effect: there are no pickles."""
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load Lightning's state; tensors are read later, by slices. `weights_only` has no effect:
+        there are no pickles."""
         checkpoint = self._store.load(self.broadcast(finished_requeue(str(checkpoint_path))))
         batches = checkpoint.pop(BATCHES, None)
         orders = checkpoint.pop(ORDERS, None)
         loaders = checkpoint.pop(LOADERS, None)
-        if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        if (
+            self.lightning_module is None
+            or self.lightning_module.trainer.state.fn != TrainerFn.FITTING
+        ):
             return checkpoint
         if orders or loaders is not None:  # else a data module knows the position
             correct_epoch(checkpoint)
@@ -234,7 +279,9 @@ class CheckpointHooks(RankHooks):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         trainer = self.user_module.trainer
-        evaluates_average = trainer.state.fn != TrainerFn.FITTING and average_of(trainer) is not None
+        evaluates_average = (
+            trainer.state.fn != TrainerFn.FITTING and average_of(trainer) is not None
+        )
         load_weights(checkpoint, self._local_state(), strict=strict, average=evaluates_average)
         if self.zero_stage < 3 and averages(trainer) and isinstance(checkpoint, dict):
             checkpoint.update(local_states(checkpoint, self._local_state()))
@@ -249,7 +296,8 @@ class CheckpointHooks(RankHooks):
 
     @override
     def on_train_start(self) -> None:
-        """Restore the position in the data and the random number generators, when a fit resumes a checkpoint."""
+        """Restore the position in the data and the random number generators, when a fit resumes a
+        checkpoint."""
         resumed, self._resumed_from = self._resumed_from, None
         self._data_at_end = None
         if self.lightning_module is None:
@@ -257,11 +305,22 @@ class CheckpointHooks(RankHooks):
         trainer = self.lightning_module.trainer
         if resumed is not None:
             self._resume_data(trainer, *resumed)
-        if self._check_space:  # here, because callbacks know by now what an earlier fit has left there
-            require_space(trainer, self.lightning_module, self.built.parts.specs, self.mesh, self.built.backend)
+        # here, because callbacks know by now what an earlier fit has left there
+        if self._check_space:
+            require_space(
+                trainer,
+                self.lightning_module,
+                self.built.parts.specs,
+                self.mesh,
+                self.built.backend,
+            )
 
     def _resume_data(
-        self, trainer: pl.Trainer, generators: Tensor | None, batches: float | None, loaders: dict[str, Any] | None
+        self,
+        trainer: pl.Trainer,
+        generators: Tensor | None,
+        batches: float | None,
+        loaders: dict[str, Any] | None,
     ) -> None:
         """Continue the epoch of a checkpoint at its position."""
 
@@ -270,7 +329,11 @@ class CheckpointHooks(RankHooks):
             for order in orders_in(trainer.train_dataloader):
                 order.restore_own()
 
-        position = own_position(loaders, training_loaders(trainer), self.mesh) if loaders is not None else None
+        position = (
+            own_position(loaders, training_loaders(trainer), self.mesh)
+            if loaders is not None
+            else None
+        )
         skip_to_next_batch(trainer, batches, restore_generators, position)
         for order in orders_in(trainer.train_dataloader):
             order.continue_epoch()
@@ -283,7 +346,8 @@ class CheckpointHooks(RankHooks):
         Raises:
             NotSaved: that save failed, and no other complete checkpoint is as new.
         """
-        self._data_at_end = self._place_in_data(self.user_module.trainer)  # after the fit, loaders forget it
+        # after the fit, loaders forget it
+        self._data_at_end = self._place_in_data(self.user_module.trainer)
         self._store.wait()
         self._store.outcome.require_saved()
 
@@ -295,7 +359,10 @@ class CheckpointHooks(RankHooks):
         number, missing, saved = ending_signal(exception), outcome.missing, outcome.saved
         if number is None and saved is None:
             return
-        lines = [f"{signal.Signals(number).name if number else 'Failed'}: the fit stopped after step {trainer.global_step}."]
+        lines = [
+            f"{signal.Signals(number).name if number else 'Failed'}: the fit stopped after step"
+            f" {trainer.global_step}."
+        ]
         if missing is not None:
             lines.append(f"The checkpoint {missing.path} could not be written: {missing.reason}")
         if saved is None:

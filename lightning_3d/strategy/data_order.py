@@ -1,9 +1,11 @@
 """The order of samples of one process, distributed over data-parallel ranks.
 
-Lightning gives the loaders of a distributed strategy a `DistributedSampler`, which shuffles by its own seed and so in another order than
-the loader does on one process. Here every rank draws the order of the loader's own sampler, from random number generators in the state
-they have on one process. Data rank r of R reads samples r, r + R, r + 2R, ... of it (an elastic run: whole micro-batches, see
-`MicroBatchRows`): global batch k holds the rows of batch k of one process with the same global batch.
+Lightning gives the loaders of a distributed strategy a `DistributedSampler`, which shuffles by its
+own seed and so in another order than the loader does on one process. Here every rank draws the
+order of the loader's own sampler, from random number generators in the state they have on one
+process. Data rank r of R reads samples r, r + R, r + 2R, ... of it (an elastic run: whole
+micro-batches, see `MicroBatchRows`): global batch k holds the rows of batch k of one process with
+the same global batch.
 """
 
 from __future__ import annotations
@@ -33,29 +35,34 @@ _STATE_BYTES = 64 * 1024
 _HOST = torch.device("cpu")
 
 DISTRIBUTED = "distributed"
-"""Stands for a state: the order of Lightning's DistributedSampler, in which checkpoints without a state were saved."""
+"""Stands for a state: the order of Lightning's DistributedSampler, in which checkpoints without a
+state were saved."""
 
 
 class OneProcessOrder(DistributedSampler[Any]):
     """One data-parallel rank's samples of the order that a sampler gives on one process.
 
-    Where generators differ between ranks when an epoch begins (a data set that draws random numbers advances them unequally), all ranks
-    take the state of rank 0. Where they are equal, drawing the order advances them as on one process: a sampler that has a generator of its
-    own, or whose samples all ranks read, is read no further than the batches need. It may draw more at its end (`RandomSampler` does).
+    Where generators differ between ranks when an epoch begins (a data set that draws random numbers
+    advances them unequally), all ranks take the state of rank 0. Where they are equal, drawing the
+    order advances them as on one process: a sampler that has a generator of its own, or whose
+    samples all ranks read, is read no further than the batches need. It may draw more at its end
+    (`RandomSampler` does).
 
     Args:
         sampler: sampler of the user's loader.
         data: data set that the sampler was made for.
-        drop_last: whether to drop the last samples; else the first samples are repeated until all ranks have equally many.
+        drop_last: whether to drop the last samples; else the first samples are repeated until all
+            ranks have equally many.
         device: device of small tensors for collectives.
         seed: seed of the order `DISTRIBUTED`.
         rows: how the rows of the order are dealt to ranks; None deals them one by one.
 
-    Communicates when it is made and in `set_epoch`, which Lightning calls on all ranks, unless the sampler is sequential. Iterating
-    does not communicate.
+    Communicates when it is made and in `set_epoch`, which Lightning calls on all ranks, unless the
+    sampler is sequential. Iterating does not communicate.
 
     Attributes:
-        checksum: checksum of what was drawn last, equal on all ranks that have read as much of the same data; 0 before.
+        checksum: checksum of what was drawn last, equal on all ranks that have read as much of the
+            same data; 0 before.
 
     Raises:
         DataError: the sampler has no length.
@@ -77,10 +84,14 @@ class OneProcessOrder(DistributedSampler[Any]):
             length = len(sampler)
         except TypeError:
             raise DataError(
-                f"The sampler {type(sampler).__name__} has no __len__, so its samples cannot be distributed over data-parallel ranks. Add"
-                " __len__, or set Trainer(use_distributed_sampler=False) and let the sampler return the samples of its own rank."
+                f"The sampler {type(sampler).__name__} has no __len__, so its samples cannot be"
+                " distributed over data-parallel ranks. Add __len__, or set"
+                " Trainer(use_distributed_sampler=False) and let the sampler return the samples of"
+                " its own rank."
             ) from None
-        super().__init__(range(length), num_replicas, rank, shuffle=False, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+        super().__init__(
+            range(length), num_replicas, rank, shuffle=False, seed=seed, drop_last=drop_last
+        )  # type: ignore[arg-type]
         self.sampler = sampler
         self._rows = rows or MicroBatchRows(num_replicas, num_replicas)
         self.checksum = 0
@@ -125,8 +136,13 @@ class OneProcessOrder(DistributedSampler[Any]):
         return {"epoch": self.epoch, "start": self._start, "own": _own_state(self.sampler)}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Draw the order of epoch `state["epoch"]` from the same random numbers as before; later epochs are drawn as usual."""
-        self.epoch, self._resumed_start, self._own_then = state["epoch"], state["start"], state["own"]
+        """Draw the order of epoch `state["epoch"]` from the same random numbers as before; later
+        epochs are drawn as usual."""
+        self.epoch, self._resumed_start, self._own_then = (
+            state["epoch"],
+            state["start"],
+            state["own"],
+        )
         self.restore_own()
 
     def restore_own(self) -> None:
@@ -140,7 +156,11 @@ class OneProcessOrder(DistributedSampler[Any]):
 
     def _meet(self) -> None:
         """Remember the states of rank 0's generators that other ranks do not share."""
-        self._common = {} if isinstance(self.sampler, SequentialSampler) else _unequal_states(_read(self.sampler), self._device)
+        self._common = (
+            {}
+            if isinstance(self.sampler, SequentialSampler)
+            else _unequal_states(_read(self.sampler), self._device)
+        )
 
     def _order(self) -> Iterator[Any]:
         self.checksum = 0
@@ -153,8 +173,9 @@ class OneProcessOrder(DistributedSampler[Any]):
     def _drawn_order(self) -> Iterator[Any]:
         """Draw the order of this epoch.
 
-        A loader that is read a second time in an epoch continues from the generators where the first reading ended: ranks may have drawn
-        different random numbers since, and a resumed epoch must find the same order.
+        A loader that is read a second time in an epoch continues from the generators where the
+        first reading ended: ranks may have drawn different random numbers since, and a resumed
+        epoch must find the same order.
         """
         mine = json.loads(_read(self.sampler))
         first = self._after is None
@@ -167,7 +188,8 @@ class OneProcessOrder(DistributedSampler[Any]):
         if first:
             self._start = json.dumps(start)
         samples = iter(self.sampler)
-        # What is drawn from generators that others use, too, is drawn now, while they are equal on all ranks.
+        # What is drawn from generators that others use, too, is drawn now, while they are equal on
+        # all ranks.
         lazy = has_own or (self.num_replicas == 1 and again is None and not self._common)
         drawn = list(islice(samples, 1 if lazy else len(self.sampler)))
         self._after = _read(self.sampler)
@@ -190,15 +212,25 @@ class OneProcessOrder(DistributedSampler[Any]):
         _set(self.sampler, before)
         known = isinstance(self.sampler, RandomSampler)
         rank_zero_warn(
-            "The checkpoint does not contain the random state that determined the order of samples in its epoch. "
-            + ("The rest of this epoch uses the order of Lightning's DistributedSampler. If the seed is the same, that order is correct for"
-               " checkpoints of Lightning's DDP and of old lightning_3d releases." if known else
-               f"In this epoch, some samples of {type(self.sampler).__name__} may be read twice, and others not at all.")
+            "The checkpoint does not contain the random state that determined the order of samples"
+            " in its epoch. "
+            + (
+                "The rest of this epoch uses the order of Lightning's DistributedSampler. If the"
+                " seed is the same, that order is correct for checkpoints of Lightning's DDP and of"
+                " old lightning_3d releases."
+                if known
+                else (
+                    f"In this epoch, some samples of {type(self.sampler).__name__} may be read"
+                    " twice, and others not at all."
+                )
+            )
             + " Later epochs have the same order as on one process."
         )
         if not known:
             return order
-        return torch.randperm(len(self._data), generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        return torch.randperm(
+            len(self._data), generator=torch.Generator().manual_seed(self.seed + self.epoch)
+        ).tolist()
 
 
 def sampler_maker(
@@ -208,13 +240,16 @@ def sampler_maker(
 
     Args:
         device: device of this rank.
-        resumed: function that returns the state that the next sampler of a training loader resumes, if any.
+        resumed: function that returns the state that the next sampler of a training loader resumes,
+            if any.
         rows: how the rows of a training loader are dealt to ranks.
     """
 
     def make(sampler: Any, dataset: Any, *, training: bool, **arguments: Any) -> OneProcessOrder:
         dealt = rows if training else None
-        order = OneProcessOrder(sampler, dataset, **arguments, device=device, seed=global_seed(), rows=dealt)
+        order = OneProcessOrder(
+            sampler, dataset, **arguments, device=device, seed=global_seed(), rows=dealt
+        )
         state = resumed() if training else None
         if state is not None:
             order.resume(state)
@@ -224,41 +259,57 @@ def sampler_maker(
 
 
 def orders_in(loaders: Any) -> list[OneProcessOrder]:
-    """Find the samplers of this kind in loaders in any nesting. That of a batch sampler of the user's own is inside it."""
+    """Find the samplers of this kind in loaders in any nesting. That of a batch sampler of the
+    user's own is inside it."""
     found = []
     for loader in tree_leaves(loaders):
-        samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+        samplers = (
+            getattr(loader, "sampler", None),
+            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+        )
         found += [sampler for sampler in samplers if isinstance(sampler, OneProcessOrder)][:1]
     return found
 
 
 def require_equal_orders(loaders: Any, device: torch.device) -> None:
-    """Refuse ranks that drew different orders, which would read some samples twice and others not at all.
+    """Refuse ranks that drew different orders, which would read some samples twice and others not
+    at all.
 
     One all-reduce over all ranks.
 
     Raises:
         DataError: on all ranks.
     """
-    orders = [order for order in orders_in(loaders) if not isinstance(order.sampler, SequentialSampler)]
+    orders = [
+        order for order in orders_in(loaders) if not isinstance(order.sampler, SequentialSampler)
+    ]
     if not orders or not dist.is_initialized():
         return
     checksums = torch.tensor([order.checksum for order in orders], dtype=torch.int64, device=device)
     extremes = torch.cat([checksums, -checksums])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     highest, lowest = extremes[: len(orders)], -extremes[len(orders) :]
-    differing = next((order for order, differs in zip(orders, (highest != lowest).tolist(), strict=True) if differs), None)
+    differing = next(
+        (
+            order
+            for order, differs in zip(orders, (highest != lowest).tolist(), strict=True)
+            if differs
+        ),
+        None,
+    )
     if differing is not None:
         raise DataError(
-            f"The sampler {type(differing.sampler).__name__} orders the samples differently on different ranks. Every rank must draw the"
-            " same order, because the strategy selects each rank's samples from it. Use the same seed for the sampler on all ranks, and do"
-            " not read the loader on only one rank when an epoch begins. If the sampler returns only the samples of its own rank, set"
-            " Trainer(use_distributed_sampler=False)."
+            f"The sampler {type(differing.sampler).__name__} orders the samples differently on"
+            " different ranks. Every rank must draw the same order, because the strategy selects"
+            " each rank's samples from it. Use the same seed for the sampler on all ranks, and do"
+            " not read the loader on only one rank when an epoch begins. If the sampler returns"
+            " only the samples of its own rank, set Trainer(use_distributed_sampler=False)."
         )
 
 
 def reset_unequal_generators(reset: Callable[[], Any], device: torch.device) -> None:
-    """Reset the generators whose state differs between ranks; others stay as they are. Two small collectives over all ranks.
+    """Reset the generators whose state differs between ranks; others stay as they are. Two small
+    collectives over all ranks.
 
     Args:
         reset: function that puts all generators into the state after `seed_everything`.
@@ -272,8 +323,11 @@ def reset_unequal_generators(reset: Callable[[], Any], device: torch.device) -> 
         _set(None, json.dumps(before | {name: after[name] for name in unequal}))
 
 
-def resumed_orders(saved: Sequence[dict[str, Any] | None] | None, epoch: int) -> Iterator[dict[str, Any] | None]:
-    """States that the samplers of the training loaders `resume`, one after the other, from the entry of a checkpoint.
+def resumed_orders(
+    saved: Sequence[dict[str, Any] | None] | None, epoch: int
+) -> Iterator[dict[str, Any] | None]:
+    """States that the samplers of the training loaders `resume`, one after the other, from the
+    entry of a checkpoint.
 
     Args:
         saved: the entry; None for a checkpoint without it.
@@ -297,12 +351,20 @@ def _unequal_states(mine: str, device: torch.device) -> dict[str, Any]:
     """Rank 0's states of the generators whose state differs between ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
-    row = torch.frombuffer(bytearray(mine.encode().ljust(_STATE_BYTES)), dtype=torch.uint8).to(device)
+    row = torch.frombuffer(bytearray(mine.encode().ljust(_STATE_BYTES)), dtype=torch.uint8).to(
+        device
+    )
     dist.broadcast(row, 0)
     own, common = json.loads(mine), json.loads(bytes(row.tolist()))
-    unequal = torch.tensor([own[name] != common[name] for name in sorted(own)], dtype=torch.int32, device=device)
+    unequal = torch.tensor(
+        [own[name] != common[name] for name in sorted(own)], dtype=torch.int32, device=device
+    )
     dist.all_reduce(unequal, op=dist.ReduceOp.MAX)
-    return {name: common[name] for name, differs in zip(sorted(own), unequal.tolist(), strict=True) if differs}
+    return {
+        name: common[name]
+        for name, differs in zip(sorted(own), unequal.tolist(), strict=True)
+        if differs
+    }
 
 
 def _read(sampler: Any) -> str:
@@ -320,7 +382,11 @@ def _set(sampler: Any, states: str) -> None:
 
 def _own_state(sampler: Any) -> str | None:
     generator = getattr(sampler, "generator", None)
-    return base64.b64encode(bytes(generator.get_state().tolist())).decode() if isinstance(generator, torch.Generator) else None
+    return (
+        base64.b64encode(bytes(generator.get_state().tolist())).decode()
+        if isinstance(generator, torch.Generator)
+        else None
+    )
 
 
 def _set_own_state(sampler: Any, state: str) -> None:

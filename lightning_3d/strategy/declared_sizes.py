@@ -16,7 +16,8 @@ def declared_sizes(module: nn.Module, plan: ParallelPlan, layout: Layout) -> Mod
     """Read the sizes of a model; those that its configuration does not have are None.
 
     Args:
-        layout: layout whose stages stand for the number of blocks where the plan does not name them.
+        layout: layout whose stages stand for the number of blocks where the plan does not name
+            them.
     """
     return ModelSizes(
         heads=declared_number(module, "num_attention_heads"),
@@ -28,7 +29,8 @@ def declared_sizes(module: nn.Module, plan: ParallelPlan, layout: Layout) -> Mod
 
 
 def declared_number(module: nn.Module, *names: str) -> int | None:
-    """Return the first of these fields of the configuration (of the text part, if it has several) that is a whole number."""
+    """Return the first of these fields of the configuration (of the text part, if it has several)
+    that is a whole number."""
     config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = (getattr(config, name, None) for name in names)
@@ -36,6 +38,7 @@ def declared_number(module: nn.Module, *names: str) -> int | None:
 
 
 def _experts_of_layer(module: nn.Module, plan: ParallelPlan) -> int | None:
-    """Return the number of experts of a layer, for a configuration that has it under another name."""
+    """Return the number of experts of a layer, for a configuration that has it under another
+    name."""
     found = (getattr(module.get_submodule(name), "num_experts", None) for name in plan.experts)
     return next((count for count in found if isinstance(count, int)), None)

@@ -1,4 +1,5 @@
-"""Computes a step twice and compares all bits, to find a device whose arithmetic is wrong now and then."""
+"""Computes a step twice and compares all bits, to find a device whose arithmetic is wrong now and
+then."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ _MOST_NAMED = 4
 
 
 class DoubleCheck:
-    """Runs every n-th step of a rank twice, before the optimizer steps, and compares what every rank computes.
+    """Runs every n-th step of a rank twice, before the optimizer steps, and compares what every
+    rank computes.
 
-    Where the runs differ, a third one tells whether the fault is gone: then the gradients of the two runs that agree are used. A device
-    that makes the same mistake each time is not found; comparing replicas (`ReplicaCheck`) finds some of those.
+    Where the runs differ, a third one tells whether the fault is gone: then the gradients of the
+    two runs that agree are used. A device that makes the same mistake each time is not found;
+    comparing replicas (`ReplicaCheck`) finds some of those.
 
     Args:
         module: this rank's part of the user's module.
@@ -33,14 +36,25 @@ class DoubleCheck:
         layers: see `StepRecorder`.
 
     Attributes:
-        every: number of steps between those that run twice; None runs none twice. The first step of a fit never does: it checks and
-            prepares what later steps do not.
+        every: number of steps between those that run twice; None runs none twice. The first step of
+            a fit never does: it checks and prepares what later steps do not.
     """
 
     def __init__(
-        self, module: nn.Module, repeatable: RepeatableStep, backend: DataParallelBackend, device: torch.device, *, layers: bool
+        self,
+        module: nn.Module,
+        repeatable: RepeatableStep,
+        backend: DataParallelBackend,
+        device: torch.device,
+        *,
+        layers: bool,
     ) -> None:
-        self._module, self._repeatable, self._backend, self._device = module, repeatable, backend, device
+        self._module, self._repeatable, self._backend, self._device = (
+            module,
+            repeatable,
+            backend,
+            device,
+        )
         self._layers = layers
         self.begin_fit(None)
 
@@ -48,12 +62,18 @@ class DoubleCheck:
         """Begin a fit, in which every so many steps one runs twice.
 
         Raises:
-            ConfigError: the device is a GPU, and its kernels may add in any order: two healthy runs could differ.
+            ConfigError: the device is a GPU, and its kernels may add in any order: two healthy runs
+                could differ.
         """
-        if every is not None and self._device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        if (
+            every is not None
+            and self._device.type == "cuda"
+            and not torch.are_deterministic_algorithms_enabled()
+        ):
             raise ConfigError(
-                "trainer.rerun_every_n_steps compares two runs of a step bit for bit, so GPUs need deterministic kernels: attention and"
-                " others add in any order by default. Set +trainer.extra.deterministic=true (in a script: Trainer(deterministic=True)), or"
+                "trainer.rerun_every_n_steps compares two runs of a step bit for bit, so GPUs need"
+                " deterministic kernels: attention and others add in any order by default. Set"
+                " +trainer.extra.deterministic=true (in a script: Trainer(deterministic=True)), or"
                 " trainer.rerun_every_n_steps=null."
             )
         self.every = every
@@ -87,7 +107,10 @@ class DoubleCheck:
         if recorder is None:
             return computed
         if not _everywhere(self._repeatable.can_repeat, self._device):
-            rank_zero_warn("A step cannot run twice (rerun_every_n_steps): training_step writes into the tensors of its batch.")
+            rank_zero_warn(
+                "A step cannot run twice (rerun_every_n_steps): training_step writes into the"
+                " tensors of its batch."
+            )
             self.every = None
             return computed
         first = self._taken(recorder, computed)
@@ -117,14 +140,21 @@ def _everywhere(true_here: bool, device: torch.device) -> bool:
     return not false.item()
 
 
-def _message(first: list[Event], second: list[Event], steps: int, device: torch.device, *, transient: bool) -> str:
-    """Name the ranks that computed different results from what they had, and did not receive them. Collective."""
+def _message(
+    first: list[Event], second: list[Event], steps: int, device: torch.device, *, transient: bool
+) -> str:
+    """Name the ranks that computed different results from what they had, and did not receive them.
+    Collective."""
     found = first_difference(first, second)
     own = None if found is None else (found.what, found.arrived)
     everyone: list[tuple[str, tuple[str, bool] | None]] = [("", None)] * dist.get_world_size()
     dist.all_gather_object(everyone, (f"{socket.gethostname()}, {device}", own))
     differ = [(rank, host, *what) for rank, (host, what) in enumerate(everyone) if what is not None]
-    wrong = [f"rank {rank} ({host}), first in {what}" for rank, host, what, arrived in differ if not arrived]
+    wrong = [
+        f"rank {rank} ({host}), first in {what}"
+        for rank, host, what, arrived in differ
+        if not arrived
+    ]
     more = [f"{len(wrong) - _MOST_NAMED} more"] if len(wrong) > _MOST_NAMED else []
     who = listed([*wrong[:_MOST_NAMED], *more], last="and on")
     if not wrong:
@@ -132,17 +162,19 @@ def _message(first: list[Event], second: list[Event], steps: int, device: torch.
     begin = f"Step {steps + 1} was computed twice, and the results differ on {who}."
     if transient:
         return (
-            f"{begin} A third run agrees with one of them: the fault was transient. Training continues with the result that two runs agree"
-            " on. If the same device is named again, take it out of use."
+            f"{begin} A third run agrees with one of them: the fault was transient. Training"
+            " continues with the result that two runs agree on. If the same device is named again,"
+            " take it out of use."
         )
     often = ""
     if 2 * len(wrong) > len(everyone):
         often = (
-            " With so many ranks, an operation of the model may not be deterministic: torch.use_deterministic_algorithms(True) names such"
-            " operations."
+            " With so many ranks, an operation of the model may not be deterministic:"
+            " torch.use_deterministic_algorithms(True) names such operations."
         )
     return (
-        f"{begin} A third run differs too: the fault is persistent. The optimizer did not take this step.{often} Take the device out of"
-        " use, and resume the newest checkpoint. To train without this check, set trainer.rerun_every_n_steps=null (in a script:"
+        f"{begin} A third run differs too: the fault is persistent. The optimizer did not take this"
+        f" step.{often} Take the device out of use, and resume the newest checkpoint. To train"
+        " without this check, set trainer.rerun_every_n_steps=null (in a script:"
         ' Lightning3DStrategy(reliability={"rerun_every_n_steps": None})).'
     )

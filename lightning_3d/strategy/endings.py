@@ -14,14 +14,16 @@ class Ending(Enum):
     """The ending of a fit; NORMAL while it runs."""
 
     NORMAL = auto()
-    """Without an error, or with a last checkpoint that could not be written: the model is whole and ranks can communicate."""
+    """Without an error, or with a last checkpoint that could not be written: the model is whole and
+    ranks can communicate."""
 
     TOGETHER = auto()
-    """With an error that all ranks raise at the same place (SIGTERM, a step that is not finite, ranks that differ), so that they can still
-    communicate."""
+    """With an error that all ranks raise at the same place (SIGTERM, a step that is not finite,
+    ranks that differ), so that they can still communicate."""
 
     ALONE = auto()
-    """With an error of which the other ranks know nothing: any collective would wait for them until its timeout."""
+    """With an error of which the other ranks know nothing: any collective would wait for them until
+    its timeout."""
 
     @classmethod
     def by(cls, error: BaseException) -> Ending:

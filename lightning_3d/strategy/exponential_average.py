@@ -1,4 +1,5 @@
-"""The callback that keeps an exponential moving average of the weights, in every layout and at every ZeRO stage."""
+"""The callback that keeps an exponential moving average of the weights, in every layout and at
+every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -16,17 +17,22 @@ from lightning_3d.strategy.rank_hooks import RankHooks
 
 
 class ExponentialAverage(pl.Callback):
-    """Keeps an exponential moving average (EMA) of the trained weights, in every layout and at every ZeRO stage.
+    """Keeps an exponential moving average (EMA) of the trained weights, in every layout and at
+    every ZeRO stage.
 
-    After each optimizer step it becomes decay * average + (1 - decay) * weights. It begins as the weights after the first step. Saved
-    buffers of floating-point numbers (running statistics, for example) are averaged too; the others, such as counts, keep their values.
-    This is what Lightning's `EMAWeightAveraging(decay)` computes on one process, except that it averages counts too.
+    After each optimizer step it becomes decay * average + (1 - decay) * weights. It begins as the
+    weights after the first step. Saved buffers of floating-point numbers (running statistics, for
+    example) are averaged too; the others, such as counts, keep their values. This is what
+    Lightning's `EMAWeightAveraging(decay)` computes on one process, except that it averages counts
+    too.
 
-    Each rank averages the elements that its optimizer steps, so with ZeRO 1 to 3 the average takes 1 / (dp * cp) of its size.
+    Each rank averages the elements that its optimizer steps, so with ZeRO 1 to 3 the average takes
+    1 / (dp * cp) of its size.
 
-    A validation during a fit uses the average. Checkpoints have weights and average, and a fit resumes both in any layout. A validation,
-    test or prediction with `ckpt_path` reads the average of the checkpoint. After the fit the module has the weights;
-    `load_full_state_dict(path, average=True)` reads the average.
+    A validation during a fit uses the average. Checkpoints have weights and average, and a fit
+    resumes both in any layout. A validation, test or prediction with `ckpt_path` reads the average
+    of the checkpoint. After the fit the module has the weights; `load_full_state_dict(path,
+    average=True)` reads the average.
 
     Args:
         decay: at least 0 and below 1. 0.999 averages about the last 1000 steps.
@@ -44,8 +50,8 @@ class ExponentialAverage(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, RankHooks):
             raise ConfigError(
-                f"ExponentialAverage needs Lightning3DStrategy; the strategy is {type(trainer.strategy).__name__}. Use EMAWeightAveraging"
-                " of Lightning."
+                "ExponentialAverage needs Lightning3DStrategy; the strategy is"
+                f" {type(trainer.strategy).__name__}. Use EMAWeightAveraging of Lightning."
             )
 
     @override
@@ -55,7 +61,8 @@ class ExponentialAverage(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         average = _kept(trainer)
-        if average is not None and trainer.global_step > self._step:  # else further batches of the step follow
+        # else further batches of the step follow
+        if average is not None and trainer.global_step > self._step:
             self._step = trainer.global_step
             average.update()
 
@@ -80,13 +87,17 @@ def average_of(trainer: pl.Trainer) -> ExponentialAverage | None:
     """
     found = [callback for callback in trainer.callbacks if isinstance(callback, ExponentialAverage)]  # type: ignore[attr-defined]
     if len(found) > 1:
-        raise ConfigError("There are several ExponentialAverage callbacks, and checkpoints have one average. Use one of them.")
+        raise ConfigError(
+            "There are several ExponentialAverage callbacks, and checkpoints have one average. Use"
+            " one of them."
+        )
     return found[0] if found else None
 
 
 @contextmanager
 def showing_average(trainer: pl.Trainer) -> Iterator[None]:
-    """Context in which the average of a fit, if it keeps one, is in the place of the weights. Collective."""
+    """Context in which the average of a fit, if it keeps one, is in the place of the weights.
+    Collective."""
     average = _kept(trainer)
     if average is not None:
         average.show()

@@ -1,4 +1,5 @@
-"""Finds the first layer whose output or gradient is not finite, by computing a failed step again with hooks on every layer."""
+"""Finds the first layer whose output or gradient is not finite, by computing a failed step again
+with hooks on every layer."""
 
 from __future__ import annotations
 
@@ -45,17 +46,23 @@ class Sighting:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Place in the flow of data: forward before backward, and the backward from the last stage to the first."""
+        """Place in the flow of data: forward before backward, and the backward from the last stage
+        to the first."""
         forward = self.what == OUTPUT
-        return (0 if forward else 1, self.micro_batch, self.stage if forward else -self.stage, self.rank)
+        return (
+            0 if forward else 1,
+            self.micro_batch,
+            self.stage if forward else -self.stage,
+            self.rank,
+        )
 
     @property
     def words(self) -> str:
         first, last = self.rows
         rows = f"row {first}" if first == last else f"rows {first} to {last}"
         return (
-            f"the {self.what} of {self.layer} (rank {self.rank}, stage {self.stage}, micro-batch {self.micro_batch}: {rows} of the batch of"
-            f" data-parallel rank {self.data_rank})"
+            f"the {self.what} of {self.layer} (rank {self.rank}, stage {self.stage}, micro-batch"
+            f" {self.micro_batch}: {rows} of the batch of data-parallel rank {self.data_rank})"
         )
 
 
@@ -76,22 +83,29 @@ class Repeated:
         """A sentence about it."""
         if self.finite:
             return (
-                " Computed again from the same numbers, the step is finite: look for a device that computes wrongly (lightning-3d selftest,"
-                " trainer.rerun_every_n_steps)."
+                " Computed again from the same numbers, the step is finite: look for a device that"
+                " computes wrongly (lightning-3d selftest, trainer.rerun_every_n_steps)."
             )
         if not self.first:
-            return " No layer's output or gradient is infinite or NaN: look at the loss function, and at what follows the layers."
+            return (
+                " No layer's output or gradient is infinite or NaN: look at the loss function, and"
+                " at what follows the layers."
+            )
         shown = [one.words for one in self.first[:_MOST_NAMED]]
         more = len(self.first) - len(shown)
-        return f" The first that is not finite is {listed([*shown, *([f'{more} more'] if more else [])])}."
+        return (
+            " The first that is not finite is"
+            f" {listed([*shown, *([f'{more} more'] if more else [])])}."
+        )
 
 
 def repeat_failed_step(built: RankOfModel) -> Repeated | None:
-    """Compute the step again, before the optimizer steps, and look at every layer. Collective over the world.
+    """Compute the step again, before the optimizer steps, and look at every layer. Collective over
+    the world.
 
     Returns:
-        What it showed; None where the step cannot be repeated, because it was not remembered on all ranks, or changed its batch, or
-        where hooks would make compiled blocks compile again.
+        What it showed; None where the step cannot be repeated, because it was not remembered on all
+        ranks, or changed its batch, or where hooks would make compiled blocks compile again.
     """
     mesh = built.mesh
     if built.compilation is not None or not can_repeat(built):
@@ -137,7 +151,15 @@ def _watched(built: RankOfModel) -> Iterator[dict[str, Sighting]]:
             _, stage, micro_batch = heartbeat.action or ("", 0, 0)
             number = micro_batch or 0
             span = (number * rows, (number + 1) * rows - 1)
-            seen[what] = Sighting(what, names[module], built.mesh.rank, stage or 0, number, span, built.mesh.index("dp"))
+            seen[what] = Sighting(
+                what,
+                names[module],
+                built.mesh.rank,
+                stage or 0,
+                number,
+                span,
+                built.mesh.index("dp"),
+            )
 
     def look(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         if not runs_now(module):
@@ -153,7 +175,8 @@ def _watched(built: RankOfModel) -> Iterator[dict[str, Sighting]]:
             see(GRADIENT, module)
 
     def begins_here(inputs: Any) -> bool:
-        """Whether what a layer gets is finite. Before their first block, later stages compute with placeholders, from token ids on."""
+        """Whether what a layer gets is finite. Before their first block, later stages compute with
+        placeholders, from token ids on."""
         floats = _floats(inputs)
         _, stage, _ = heartbeat.action or ("", 0, 0)
         return not any(map(_is_bad, floats)) and (bool(floats) or stage == 0)
@@ -171,4 +194,8 @@ def _is_bad(tensor: Tensor) -> bool:
 
 def _floats(output: Any) -> list[Tensor]:
     """Plain tensors only: to look at those that are in parts on several ranks would communicate."""
-    return [tensor for tensor in tensors_of(output) if type(tensor) is Tensor and tensor.is_floating_point() and tensor.numel()]
+    return [
+        tensor
+        for tensor in tensors_of(output)
+        if type(tensor) is Tensor and tensor.is_floating_point() and tensor.numel()
+    ]

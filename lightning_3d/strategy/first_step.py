@@ -1,4 +1,5 @@
-"""Explains errors of the user's code up to the first optimizer step, where a layout may be the reason for them."""
+"""Explains errors of the user's code up to the first optimizer step, where a layout may be the
+reason for them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class FirstStep:
         """Note that the optimizer has stepped."""
         self._stepped = True
 
-    def explain(self, error: BaseException, mesh: Mesh | None, built: BuiltModel | None, zero_stage: int) -> FirstStepError | None:
+    def explain(
+        self, error: BaseException, mesh: Mesh | None, built: BuiltModel | None, zero_stage: int
+    ) -> FirstStepError | None:
         """Return an error that explains one of the user's code; None for all others. Local.
 
         Args:
@@ -75,7 +78,8 @@ class FirstStep:
 
 
 def _may_be_of_layout(error: BaseException) -> bool:
-    """Whether an error may be the consequence of a layout: none of this package, of a machine, or of a rank that is gone."""
+    """Whether an error may be the consequence of a layout: none of this package, of a machine, or
+    of a rank that is gone."""
     of_machine = isinstance(error, OSError) or is_out_of_memory(error) or "CUDA error" in str(error)
     known = isinstance(cause_of(error), Lightning3DError)
     return isinstance(error, Exception) and not (of_machine or known or is_lost_peer(error))
@@ -87,14 +91,19 @@ def _what(error: BaseException, line: Line, *, notes: bool) -> Iterator[str]:
     Args:
         notes: whether to show what was added to the error: it is about the code of the model.
     """
-    texts = [f"{type(error).__name__}: {error}", *(getattr(error, "__notes__", ()) if notes else ())]
+    texts = [
+        f"{type(error).__name__}: {error}",
+        *(getattr(error, "__notes__", ()) if notes else ()),
+    ]
     yield from (text.strip().replace("\n", "\n  ") for text in texts)
     raised = list(lines_of(error))[-1]
     if raised.frame is not line.frame:
         yield f"raised at {raised}"
 
 
-def _differences(error: BaseException, mesh: Mesh, built: BuiltModel | None, zero_stage: int) -> list[str]:
+def _differences(
+    error: BaseException, mesh: Mesh, built: BuiltModel | None, zero_stage: int
+) -> list[str]:
     """List what the user's code finds here, and does not find on one process."""
     layout = mesh.layout
     found: list[str] = []
@@ -103,21 +112,34 @@ def _differences(error: BaseException, mesh: Mesh, built: BuiltModel | None, zer
         found += _rows(built)
     if layout.pp > 1:
         found.append(
-            f"With pp = {layout.pp}, this rank has the parameters of pipeline rank {mesh.index('pp')}. Others have no values here, their"
-            " .grad is None, and attributes that other stages write are missing. Only the last stage has the model's output."
+            f"With pp = {layout.pp}, this rank has the parameters of pipeline rank"
+            f" {mesh.index('pp')}. Others have no values here, their .grad is None, and attributes"
+            " that other stages write are missing. Only the last stage has the model's output."
         )
     if layout.cp > 1:
-        found.append(f"With cp = {layout.cp}, the model's layers get 1/{layout.cp} of the tokens of each row.")
+        found.append(
+            f"With cp = {layout.cp}, the model's layers get 1/{layout.cp} of the tokens of each"
+            " row."
+        )
     if layout.dp > 1:
-        found.append(f"With dp = {layout.dp}, this rank reads 1/{layout.dp} of the rows of a global batch.")
+        found.append(
+            f"With dp = {layout.dp}, this rank reads 1/{layout.dp} of the rows of a global batch."
+        )
     if zero_stage > 0 and layout.dp > 1:
-        values = ", and parameters have no values outside of the calls of their layers" if zero_stage == 3 else ""
-        found.append(f"With zero_stage={zero_stage}, the reduced gradients are not in .grad{values}.")
+        values = (
+            ", and parameters have no values outside of the calls of their layers"
+            if zero_stage == 3
+            else ""
+        )
+        found.append(
+            f"With zero_stage={zero_stage}, the reduced gradients are not in .grad{values}."
+        )
     return found
 
 
 def _shard(error: BaseException, built: BuiltModel) -> Iterator[str]:
-    """Name a parameter of which this rank has a part: the one that the error is most likely about."""
+    """Name a parameter of which this rank has a part: the one that the error is most likely
+    about."""
     cut = {name: spec for name, spec in built.parts.specs.items() if spec.is_cut}
     if not cut:
         return
@@ -128,7 +150,10 @@ def _shard(error: BaseException, built: BuiltModel) -> Iterator[str]:
 
     name = max(cut, key=lambda one: likely(cut[one]))
     here, whole = tuple(cut[name].local_shape), tuple(cut[name].global_shape)
-    yield f"This rank has shards of parameters: '{name}' has the shape {here} here, and {whole} in the whole model."
+    yield (
+        f"This rank has shards of parameters: '{name}' has the shape {here} here, and {whole} in"
+        " the whole model."
+    )
 
 
 def _rows(built: BuiltModel) -> Iterator[str]:
@@ -136,13 +161,15 @@ def _rows(built: BuiltModel) -> Iterator[str]:
     rows, count, entries = built.split
     if count > 1:
         yield (
-            f"training_step gets {rows} of the {rows * count} rows of this rank's batch at a time, in {count} micro-batches: {entries}."
-            " If one of these belongs to all rows, split the batch by a function of your own (split_batch=)."
+            f"training_step gets {rows} of the {rows * count} rows of this rank's batch at a time,"
+            f" in {count} micro-batches: {entries}. If one of these belongs to all rows, split the"
+            " batch by a function of your own (split_batch=)."
         )
 
 
 def _advice(layout: Layout, built: BuiltModel | None) -> str:
-    """Say how to find out whether the layout is the reason, and which layouts have fewer differences."""
+    """Say how to find out whether the layout is the reason, and which layouts have fewer
+    differences."""
     ways = []
     if layout.tp * layout.pp * layout.cp * layout.ep > 1:
         ways.append(f"the layout dp{layout.world_size}, where every rank has the whole model")
@@ -151,6 +178,7 @@ def _advice(layout: Layout, built: BuiltModel | None) -> str:
         ways.append(f"micro_batch_size={rows * count}, a micro-batch of all rows")
     instead = f" Otherwise use {' or '.join(ways)}." if ways else ""
     return (
-        'Run the script with Trainer(strategy="auto", devices=1): if it fails there too, repair that line.' + instead + " Compare both with"
+        'Run the script with Trainer(strategy="auto", devices=1): if it fails there too, repair'
+        " that line." + instead + " Compare both with"
         f" `lightning-3d verify SCRIPT`. {TRACEBACK_VARIABLE}=1 shows the traceback."
     )

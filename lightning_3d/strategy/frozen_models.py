@@ -1,10 +1,12 @@
-"""Frozen models outside the trained one (the reference of DPO, a teacher): with tensor parallelism, each rank has a shard of them.
+"""Frozen models outside the trained one (the reference of DPO, a teacher): with tensor parallelism,
+each rank has a shard of them.
 
-Their layers are rewritten like those of the trained model, from their own plans. What they return is what the trained model returns: logits
-report the full vocabulary and are gathered when they are read. With ZeRO 3, their blocks are gathered one at a time, as are those of the
-trained model (`find_frozen_blocks`). With context parallelism, causal language models in which only attention mixes tokens run on this
-rank's part of each sequence. They are not pipelined (all of it is on the last stage), and experts are sharded over the tensor-parallel
-ranks alone.
+Their layers are rewritten like those of the trained model, from their own plans. What they return
+is what the trained model returns: logits report the full vocabulary and are gathered when they are
+read. With ZeRO 3, their blocks are gathered one at a time, as are those of the trained model
+(`find_frozen_blocks`). With context parallelism, causal language models in which only attention
+mixes tokens run on this rank's part of each sequence. They are not pipelined (all of it is on the
+last stage), and experts are sharded over the tensor-parallel ranks alone.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _WORTH_A_LINE = 2**20
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A frozen model that is sharded over the tensor-parallel ranks, or whose sequences the context-parallel ranks split.
+    """A frozen model that is sharded over the tensor-parallel ranks, or whose sequences the
+    context-parallel ranks split.
 
     Attributes:
         name: name in the user's module.
@@ -56,16 +59,23 @@ class FrozenModel:
     split: bool
 
     def specs(self, mesh: Mesh | StageMesh) -> dict[str, ShardSpec]:
-        """Specify the shards of the parameters of the whole model, by name in the user's module. Without gradients, none are summed."""
+        """Specify the shards of the parameters of the whole model, by name in the user's module.
+        Without gradients, none are summed."""
         if not self.sharded:
             return {}
         inner = shard_specs(self.module, self.plan, mesh.size("tp"), mesh.index("tp"))
         return {f"{self.name}.{key}": replace(spec, tp_grad_sum=()) for key, spec in inner.items()}
 
     def shard(
-        self, root: nn.Module, specs: Mapping[str, ShardSpec], mesh: Mesh | StageMesh, random: RandomState, context: ContextParallel
+        self,
+        root: nn.Module,
+        specs: Mapping[str, ShardSpec],
+        mesh: Mesh | StageMesh,
+        random: RandomState,
+        context: ContextParallel,
     ) -> None:
-        """Leave this rank's shard of the model, in place; nothing where `root` no longer has it, on earlier stages.
+        """Leave this rank's shard of the model, in place; nothing where `root` no longer has it, on
+        earlier stages.
 
         Args:
             specs: of the parameters that are here, by name in `root`.
@@ -80,26 +90,44 @@ class FrozenModel:
             return
         streams = ModelStreams(random, self.module, self.name) if random.enabled else None
         prefix = f"{self.name}."
-        inner = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
-        rewrite(self.module, self.plan, inner, TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), streams))
+        inner = {
+            name.removeprefix(prefix): spec
+            for name, spec in specs.items()
+            if name.startswith(prefix)
+        }
+        rewrite(
+            self.module,
+            self.plan,
+            inner,
+            TensorParallel(mesh.group("tp"), mesh.size("tp"), mesh.index("tp"), streams),
+        )
         choose_products(self.module, self.plan)
 
 
 def find_frozen_models(
-    root: nn.Module, trained: str, layout: Layout, user_plan: Mapping[str, Any] | None = None, *, cp_kind: str = "ring"
+    root: nn.Module,
+    trained: str,
+    layout: Layout,
+    user_plan: Mapping[str, Any] | None = None,
+    *,
+    cp_kind: str = "ring",
 ) -> list[FrozenModel]:
-    """Find the frozen models that tensor-parallel ranks can shard, or whose sequences context-parallel ranks can split: those of causal
-    language models in which only attention mixes tokens. A warning names each one that is not sharded, why, and what it costs.
+    """Find the frozen models that tensor-parallel ranks can shard, or whose sequences
+    context-parallel ranks can split: those of causal language models in which only attention mixes
+    tokens. A warning names each one that is not sharded, why, and what it costs.
 
     Args:
         root: the user's whole module.
         trained: name of the model that is trained.
         layout: layout of the run.
-        user_plan: the user's plan of that model, which is also that of frozen models of the same class.
+        user_plan: the user's plan of that model, which is also that of frozen models of the same
+            class.
         cp_kind: how context-parallel ranks attend to each other's tokens.
     """
     found = []
-    for name, module, given in _frozen_with_plans(root, trained, user_plan) if layout.tp * layout.cp > 1 else ():
+    for name, module, given in (
+        _frozen_with_plans(root, trained, user_plan) if layout.tp * layout.cp > 1 else ()
+    ):
         plan, sharded = _plan_or_none(module, given), False
         try:
             if layout.tp > 1:
@@ -107,7 +135,9 @@ def find_frozen_models(
                 plan, sharded = _fitting_plan(module, layout.tp, given), True
         except (PlanError, LayoutError, ConfigError) as error:
             rank_zero_warn(_stays_whole(name, module, layout.tp, error))
-        split = layout.cp > 1 and _splits(module, plan, Layout(tp=layout.tp if sharded else 1, cp=layout.cp), cp_kind)
+        split = layout.cp > 1 and _splits(
+            module, plan, Layout(tp=layout.tp if sharded else 1, cp=layout.cp), cp_kind
+        )
         if sharded or split:
             found.append(FrozenModel(name, module, plan, given is None, sharded, split))
     return found
@@ -122,8 +152,11 @@ def _splits(module: nn.Module, plan: ParallelPlan, layout: Layout, cp_kind: str)
     return mixes_by_attention(module, find_blocks(module, plan))
 
 
-def find_frozen_blocks(root: nn.Module, trained: str, user_plan: Mapping[str, Any] | None = None) -> list[list[nn.Module]]:
-    """Find the blocks of each frozen model, in the order in which they are called; see `find_frozen_models` for the arguments."""
+def find_frozen_blocks(
+    root: nn.Module, trained: str, user_plan: Mapping[str, Any] | None = None
+) -> list[list[nn.Module]]:
+    """Find the blocks of each frozen model, in the order in which they are called; see
+    `find_frozen_models` for the arguments."""
     models = _frozen_with_plans(root, trained, user_plan)
     found = (find_blocks(module, _plan_or_none(module, given)) for _, module, given in models)
     return [blocks for blocks in found if blocks]
@@ -156,7 +189,8 @@ def _frozen_with_plans(
 def _frozen_parts(
     module: nn.Module, name: str, trained: str, is_model: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost frozen models outside the trained one. A large frozen module without a model in it counts as one."""
+    """Yield the outermost frozen models outside the trained one. A large frozen module without a
+    model in it counts as one."""
     if name == trained:
         return
     around = not name or trained.startswith(f"{name}.")
@@ -165,7 +199,9 @@ def _frozen_parts(
         yield name, module
         return
     children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
-    inner = [part for key, child in children for part in _frozen_parts(child, key, trained, is_model)]
+    inner = [
+        part for key, child in children for part in _frozen_parts(child, key, trained, is_model)
+    ]
     yield from inner
     if frozen and not inner and _count(module) >= _WORTH_A_LINE and "." not in name:
         yield name, module
@@ -193,11 +229,16 @@ def _refuse_shared(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _stays_whole(name: str, module: nn.Module, tp: int, error: Exception) -> str:
-    why = "it declares no tensor-parallel plan." if isinstance(error, NoPlanError) else " ".join(str(error).split())
+    why = (
+        "it declares no tensor-parallel plan."
+        if isinstance(error, NoPlanError)
+        else " ".join(str(error).split())
+    )
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     return (
-        f"The frozen model '{name}' ({type(module).__name__}, {_count(module):,} parameters) is not sharded over the {tp}"
-        f" tensor-parallel ranks: {why} Each of them holds all of it, {show_memory(size)} instead of about {show_memory(size / tp)}."
+        f"The frozen model '{name}' ({type(module).__name__}, {_count(module):,} parameters) is not"
+        f" sharded over the {tp} tensor-parallel ranks: {why} Each of them holds all of it,"
+        f" {show_memory(size)} instead of about {show_memory(size / tp)}."
     )
 
 

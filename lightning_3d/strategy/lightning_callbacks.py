@@ -1,4 +1,5 @@
-"""Adapts Lightning's callbacks that copy the module, or assume that each rank has a batch of its own."""
+"""Adapts Lightning's callbacks that copy the module, or assume that each rank has a batch of its
+own."""
 
 from __future__ import annotations
 
@@ -9,18 +10,24 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, ThroughputMonitor, WeightAveraging
+from lightning.pytorch.callbacks import (
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 
 from lightning_3d.compat.lightning import throughputs_of
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 
 AVERAGING = (WeightAveraging, StochasticWeightAveraging)
-"""Callbacks that copy the module in their `setup` and average the parameters of the copy with those that are trained."""
+"""Callbacks that copy the module in their `setup` and average the parameters of the copy with those
+that are trained."""
 
 
 def defer_averaging(trainer: pl.Trainer) -> None:
-    """Delay the `setup` of callbacks that copy the module until `set_up_callbacks`, when this rank has its part of the module.
+    """Delay the `setup` of callbacks that copy the module until `set_up_callbacks`, when this rank
+    has its part of the module.
 
     Called before Lightning sets up callbacks.
     """
@@ -41,8 +48,11 @@ def set_up_callbacks(trainer: pl.Trainer, layout: Layout) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ThroughputMonitor):
             for throughput in throughputs_of(callback):
-                if "compute" not in vars(throughput):  # else an earlier fit or test has corrected it
-                    throughput.compute = partial(_shared_rates, throughput.compute, layout.tp * layout.pp * layout.cp)
+                # else an earlier fit or test has corrected it
+                if "compute" not in vars(throughput):
+                    throughput.compute = partial(
+                        _shared_rates, throughput.compute, layout.tp * layout.pp * layout.cp
+                    )
 
 
 def forget_deferred(trainer: pl.Trainer) -> None:
@@ -61,7 +71,8 @@ def _later(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _model_is_built(module: pl.LightningModule) -> Iterator[None]:
-    """Make `configure_model` count as not overridden: `WeightAveraging.setup` would call it again and warn about a whole model."""
+    """Make `configure_model` count as not overridden: `WeightAveraging.setup` would call it again
+    and warn about a whole model."""
     own = vars(module).get("configure_model")
     module.configure_model = MethodType(pl.LightningModule.configure_model, module)  # type: ignore[method-assign]
     try:
@@ -72,22 +83,29 @@ def _model_is_built(module: pl.LightningModule) -> Iterator[None]:
             module.configure_model = own  # type: ignore[method-assign]
 
 
-def _shared_rates(compute: Callable[[], dict[str, float]], ranks_of_a_batch: int) -> dict[str, float]:
-    """Correct the rates of a `Throughput`, where `ranks_of_a_batch` ranks work on the same rows (tp * pp * cp).
+def _shared_rates(
+    compute: Callable[[], dict[str, float]], ranks_of_a_batch: int
+) -> dict[str, float]:
+    """Correct the rates of a `Throughput`, where `ranks_of_a_batch` ranks work on the same rows (tp
+    * pp * cp).
 
-    Lightning counts the rows of one rank as the work of one device, and multiplies by the number of ranks. Ranks that share rows count
-    them once each, so that both rates are too large by their number.
+    Lightning counts the rows of one rank as the work of one device, and multiplies by the number of
+    ranks. Ranks that share rows count them once each, so that both rates are too large by their
+    number.
     """
     shared = ("_per_sec", "mfu")
-    return {key: value / ranks_of_a_batch if key.endswith(shared) else value for key, value in compute().items()}
+    return {
+        key: value / ranks_of_a_batch if key.endswith(shared) else value
+        for key, value in compute().items()
+    }
 
 
 # Checkpoints
 
 
 def without_average(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint without the average of `StochasticWeightAveraging`, because it is only one rank's part, stored in the callback's
-    plain state."""
+    """Copy a checkpoint without the average of `StochasticWeightAveraging`, because it is only one
+    rank's part, stored in the callback's plain state."""
     states = dict(checkpoint.get("callbacks") or {})
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and callback.state_key in states:
@@ -107,13 +125,16 @@ def restore_average(trainer: pl.Trainer, checkpoint: MutableMapping[str, Any]) -
             state = states[callback.state_key]
             if state["n_averaged"] > 0:
                 raise ConfigError(
-                    "This checkpoint was written after StochasticWeightAveraging began to average, and training cannot resume from it:"
-                    " Lightning could not restore the scheduler of the averaging. Resume from a checkpoint of an epoch before"
-                    " swa_epoch_start, or use EMAWeightAveraging or WeightAveraging, which resume from any epoch."
+                    "This checkpoint was written after StochasticWeightAveraging began to average,"
+                    " and training cannot resume from it: Lightning could not restore the scheduler"
+                    " of the averaging. Resume from a checkpoint of an epoch before"
+                    " swa_epoch_start, or use EMAWeightAveraging or WeightAveraging, which resume"
+                    " from any epoch."
                 )
             state["average_model_state"] = callback.state_dict()["average_model_state"]
 
 
 def averages(trainer: pl.Trainer) -> bool:
-    """Return whether a callback needs the tensors of a checkpoint themselves, to restore its average from them."""
+    """Return whether a callback needs the tensors of a checkpoint themselves, to restore its
+    average from them."""
     return any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
-"""The strategy under the name that LightningCLI users write: `--trainer.strategy=lightning_3d --trainer.strategy.layout=tp2_pp2`.
+"""The strategy under the name that LightningCLI users write: `--trainer.strategy=lightning_3d
+--trainer.strategy.layout=tp2_pp2`.
 
-Lightning's registry maps names to strategies without arguments. As soon as an argument follows, jsonargparse (4.39 to 4.49) looks for a
-subclass of `Strategy` whose class has the name that was given; so there is one.
+Lightning's registry maps names to strategies without arguments. As soon as an argument follows,
+jsonargparse (4.39 to 4.49) looks for a subclass of `Strategy` whose class has the name that was
+given; so there is one.
 """
 
 from lightning_3d.strategy.strategy import Lightning3DStrategy

@@ -37,7 +37,8 @@ class LocalModel:
         state: what gates and engine share.
         size: parameters of the whole model.
         routers: of a mixture of experts.
-        frozen_blocks: blocks of each frozen model outside the pipelined module, in the order in which they are called.
+        frozen_blocks: blocks of each frozen model outside the pipelined module, in the order in
+            which they are called.
         lost: whether a fit failed while only other ranks had the values of some parameters.
     """
 
@@ -57,15 +58,21 @@ class LocalModel:
     def module_specs(self) -> dict[str, ShardSpec]:
         """Shards of the pipelined module's parameters, by name inside it."""
         prefix = f"{self.name}." if self.name else ""
-        return {name.removeprefix(prefix): spec for name, spec in self.specs.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): spec
+            for name, spec in self.specs.items()
+            if name.startswith(prefix)
+        }
 
     def after_optimizer_step(self) -> None:
-        """Update the biases of routers, which change after each optimizer step without a gradient."""
+        """Update the biases of routers, which change after each optimizer step without a
+        gradient."""
         if self.routers is not None:
             self.routers.update_biases()
 
     def after_skipped_step(self) -> None:
-        """Forget the loads of experts by which `after_optimizer_step` would have changed the biases of routers."""
+        """Forget the loads of experts by which `after_optimizer_step` would have changed the biases
+        of routers."""
         if self.routers is not None:
             self.routers.forget_loads()
 
@@ -93,22 +100,30 @@ class Partition:
 
     @classmethod
     def of(cls, root: nn.Module) -> Partition | None:
-        """Find the partition of `root`; None if `root` is whole or was rebuilt after it was partitioned."""
+        """Find the partition of `root`; None if `root` is whole or was rebuilt after it was
+        partitioned."""
         found = vars(root).get(PARTITION)
-        return found if found is not None and _submodule(root, found.parts.name) is found.parts.module else None
+        return (
+            found
+            if found is not None and _submodule(root, found.parts.name) is found.parts.module
+            else None
+        )
 
     @staticmethod
     def require_kept(root: nn.Module) -> None:
-        """Refuse a module that was partitioned, and in which the pipelined module or a sharded layer has been replaced since.
+        """Refuse a module that was partitioned, and in which the pipelined module or a sharded
+        layer has been replaced since.
 
         Raises:
             ConfigError: names what was replaced.
         """
         if PARTITION in vars(root) and Partition.of(root) is None:
             raise ConfigError(
-                "The model was replaced after it was sharded for this layout. Did configure_model build it again? That would discard the"
-                " trained weights: begin configure_model with `if self.model is not None: return`. To change the model after a fit (for"
-                " example with merge_and_unload), save a checkpoint, load it on one process with load_full_state_dict, and change it there."
+                "The model was replaced after it was sharded for this layout. Did configure_model"
+                " build it again? That would discard the trained weights: begin configure_model"
+                " with `if self.model is not None: return`. To change the model after a fit (for"
+                " example with merge_and_unload), save a checkpoint, load it on one process with"
+                " load_full_state_dict, and change it there."
             )
         found = Partition.of(root)
         if found is None:
@@ -117,13 +132,15 @@ class Partition:
             there = _submodule(root, name)
             if there is not layer and not (there is None and found.is_outside(name)):
                 raise ConfigError(
-                    f"The layer '{name}' was replaced after it was sharded for {found.mesh.layout}; the new layer does not communicate with"
-                    " other ranks. To change a model after a fit (for example with merge_and_unload), save a checkpoint, load it on one"
+                    f"The layer '{name}' was replaced after it was sharded for {found.mesh.layout};"
+                    " the new layer does not communicate with other ranks. To change a model after"
+                    " a fit (for example with merge_and_unload), save a checkpoint, load it on one"
                     " process with load_full_state_dict, and change it there."
                 )
 
     def is_outside(self, name: str) -> bool:
-        """Return whether a layer is of another model than the pipelined one, a frozen one that the user may remove."""
+        """Return whether a layer is of another model than the pipelined one, a frozen one that the
+        user may remove."""
         return not f"{name}.".startswith(f"{self.parts.name}." if self.parts.name else "")
 
     def suits(self, layout: Layout, schedule: str) -> bool:
@@ -138,38 +155,44 @@ class Partition:
         """
         if self.parts.lost:
             raise ConfigError(
-                "A fit of this module with zero_stage=3 failed, and its weights are still sharded across ranks. Rebuild the module and load"
-                " the last checkpoint with ckpt_path=, or keep using the same Trainer."
+                "A fit of this module with zero_stage=3 failed, and its weights are still sharded"
+                " across ranks. Rebuild the module and load the last checkpoint with ckpt_path=, or"
+                " keep using the same Trainer."
             )
         if not self.suits(layout, options.schedule):
             raise ConfigError(
-                f"An earlier Trainer partitioned this module for {self.mesh.layout} and {self.options.schedule}; it cannot be partitioned"
-                f" again for {layout} and {options.schedule}. Use the earlier layout and schedule, or save a checkpoint, rebuild"
-                " the module and load the checkpoint with ckpt_path=."
+                f"An earlier Trainer partitioned this module for {self.mesh.layout} and"
+                f" {self.options.schedule}; it cannot be partitioned again for {layout} and"
+                f" {options.schedule}. Use the earlier layout and schedule, or save a checkpoint,"
+                " rebuild the module and load the checkpoint with ckpt_path=."
             )
         given, stages = options.stages, [len(blocks) for blocks in self.parts.assignment.layers]
         stages[-1] -= self.parts.plan.ahead
         if given is not None and list(given) != stages:
             raise ConfigError(
-                f"An earlier Trainer partitioned this module into stages of {stages} blocks; it cannot be partitioned again for"
-                f" stages={list(given)}. Use the same stages, or save a checkpoint, rebuild the module and load it with ckpt_path=."
+                f"An earlier Trainer partitioned this module into stages of {stages} blocks; it"
+                f" cannot be partitioned again for stages={list(given)}. Use the same stages, or"
+                " save a checkpoint, rebuild the module and load it with ckpt_path=."
             )
         if options.experts.node_size != self.options.experts.node_size:
             rank_zero_warn(
-                f"The experts of this module keep moe_node_size={self.options.experts.node_size} of an earlier Trainer. Rebuild the module"
-                " to change it."
+                f"The experts of this module keep moe_node_size={self.options.experts.node_size} of"
+                " an earlier Trainer. Rebuild the module to change it."
             )
         if differences := self.options.blocks.differences(options.blocks, tp=layout.tp):
             rank_zero_warn(
-                f"The blocks of this module keep the options of an earlier Trainer ({'; '.join(differences)}). Rebuild the module to change"
-                " them."
+                "The blocks of this module keep the options of an earlier Trainer"
+                f" ({'; '.join(differences)}). Rebuild the module to change them."
             )
         if self.parts.routers is not None:
             self.parts.routers.use(options.experts)
-        if not defer_heads(self.parts.module, options.loss_chunks) and options.loss_chunks != self.options.loss_chunks:
+        if (
+            not defer_heads(self.parts.module, options.loss_chunks)
+            and options.loss_chunks != self.options.loss_chunks
+        ):
             rank_zero_warn(
-                f"The output head of this module keeps loss_chunks={self.options.loss_chunks} of an earlier Trainer. Rebuild the module to"
-                " change it."
+                f"The output head of this module keeps loss_chunks={self.options.loss_chunks} of an"
+                " earlier Trainer. Rebuild the module to change it."
             )
         if layout.cp > 1:
             context = context_of(self.mesh, options.cp_kind)
@@ -178,7 +201,8 @@ class Partition:
         return self.parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
-        """Share the partition: a copied module (weight averaging) communicates with the same ranks."""
+        """Share the partition: a copied module (weight averaging) communicates with the same
+        ranks."""
         return self
 
 

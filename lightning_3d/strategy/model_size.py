@@ -33,7 +33,8 @@ class ModelSize:
     Attributes:
         parameters: all parameters.
         types: class name of each module, by the module's name.
-        modes: number of modules in training mode (True) and evaluation mode (False), without the root.
+        modes: number of modules in training mode (True) and evaluation mode (False), without the
+            root.
     """
 
     parameters: tuple[Counted, ...] = ()
@@ -48,12 +49,17 @@ class ModelSize:
         for name, parameter in root.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
             found[id(parameter)] = parameter
-        counted = (Counted(tuple(names[key]), one.numel(), one.requires_grad) for key, one in found.items())
+        counted = (
+            Counted(tuple(names[key]), one.numel(), one.requires_grad) for key, one in found.items()
+        )
         types = {name: type(module).__name__ for name, module in root.named_modules()}
-        return cls(tuple(counted), types, Counter(module.training for module in list(root.modules())[1:]))
+        return cls(
+            tuple(counted), types, Counter(module.training for module in list(root.modules())[1:])
+        )
 
     def count(self, module: str = "", *, trained: bool = False) -> int:
-        """Count the elements of the parameters of a module, by default of the root; with `trained`, only of those that have gradients."""
+        """Count the elements of the parameters of a module, by default of the root; with `trained`,
+        only of those that have gradients."""
         prefix = f"{module}." if module else ""
         return sum(
             one.numel
@@ -63,9 +69,17 @@ class ModelSize:
 
 
 def share_of_rank(module: nn.Module, backend: DataParallelBackend) -> dict[str, int]:
-    """Return the number of elements that this rank keeps of each parameter of its part `module`, by the parameter's first name.
+    """Return the number of elements that this rank keeps of each parameter of its part `module`, by
+    the parameter's first name.
 
-    With ZeRO-3, a rank keeps a part of each parameter, and the others only while it computes with them.
+    With ZeRO-3, a rank keeps a part of each parameter, and the others only while it computes with
+    them.
     """
-    sharded = {shard.name: part.numel() for shard in backend.weight_shards() if isinstance(part := shard.values["weight"], Tensor)}
-    return {name: sharded.get(name, parameter.numel()) for name, parameter in module.named_parameters()}
+    sharded = {
+        shard.name: part.numel()
+        for shard in backend.weight_shards()
+        if isinstance(part := shard.values["weight"], Tensor)
+    }
+    return {
+        name: sharded.get(name, parameter.numel()) for name, parameter in module.named_parameters()
+    }

@@ -34,20 +34,27 @@ def _sizes(trainer: pl.Trainer) -> Sizes | None:
     names = {id(parameter): name for name, parameter in built.module.named_parameters()}
 
     def here(module: str) -> int:
-        return sum(share[names[id(parameter)]] for parameter in built.module.get_submodule(module).parameters())
+        return sum(
+            share[names[id(parameter)]]
+            for parameter in built.module.get_submodule(module).parameters()
+        )
 
     split = sum(share.values()) < size.count()
     return Sizes(size.count, here, size.types, size.modes, split)
 
 
 def _show_share(sizes: Sizes) -> None:
-    share, whole = (get_human_readable_count(number).strip() for number in (sizes.share(""), sizes.whole()))
+    share, whole = (
+        get_human_readable_count(number).strip() for number in (sizes.share(""), sizes.whole())
+    )
     rank_zero_info(f"Rank 0 keeps {share} of the {whole} parameters of the model.")
 
 
-def _without_example(on_fit_start: Callable[..., None], trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Summarize without the sizes of inputs and outputs where layers of the model are on several ranks, or the module has no forward:
-    Lightning would call all of it."""
+def _without_example(
+    on_fit_start: Callable[..., None], trainer: pl.Trainer, module: pl.LightningModule
+) -> None:
+    """Summarize without the sizes of inputs and outputs where layers of the model are on several
+    ranks, or the module has no forward: Lightning would call all of it."""
     layout: Any = getattr(trainer.strategy, "layout", None)
     if layout is None or (layout.pp == 1 and is_overridden("forward", module)):
         on_fit_start(trainer, module)

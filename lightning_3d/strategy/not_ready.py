@@ -6,8 +6,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-BUILT = "the model of this rank is built when trainer.fit, validate, test or predict begins (in setup)"
-CONNECTED = "ranks are connected when trainer.fit, validate, test or predict begins (in setup_environment)"
+BUILT = (
+    "the model of this rank is built when trainer.fit, validate, test or predict begins (in setup)"
+)
+CONNECTED = (
+    "ranks are connected when trainer.fit, validate, test or predict begins (in setup_environment)"
+)
 ATTACHED = "pass the strategy to a Trainer, and call trainer.fit, validate, test or predict"
 
 

@@ -1,4 +1,5 @@
-"""Explains on one rank that memory ran out: what it asked for, what it holds, and what is largest."""
+"""Explains on one rank that memory ran out: what it asked for, what it holds, and what is
+largest."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ _MOST_NAMED = 5
 
 
 def explain(
-    error: BaseException, built: BuiltModel | None, activity: str, rank: int, device: torch.device, folder: Path
+    error: BaseException,
+    built: BuiltModel | None,
+    activity: str,
+    rank: int,
+    device: torch.device,
+    folder: Path,
 ) -> OutOfMemory | None:
     """Return an error whose message explains that memory ran out; None for any other error. Local.
 
@@ -36,8 +42,8 @@ def explain(
         return None
     asked = bytes_asked(error)
     lines = [
-        f"Rank {rank} ({socket.gethostname()}, {device}) {MEMORY_RAN_OUT} ({activity}){_place(error)}."
-        + (f" It asked for {_size(asked)}." if asked else "")
+        f"Rank {rank} ({socket.gethostname()}, {device}) {MEMORY_RAN_OUT}"
+        f" ({activity}){_place(error)}." + (f" It asked for {_size(asked)}." if asked else "")
     ]
     lines += _held(built, device) if built is not None else []
     if device.type == "cuda":
@@ -45,8 +51,9 @@ def explain(
         if write_gpu_memory(picture):
             lines.append(f"All blocks of its memory are in {picture}, for pytorch.org/memory_viz.")
     lines.append(
-        "To need less, set parallelism.recompute=full, a smaller parallelism.micro_batch_size, a higher parallelism.zero_stage, or a larger"
-        " tp or pp. lightning-3d plan and dryrun predict the memory of a layout (docs/memory.md)."
+        "To need less, set parallelism.recompute=full, a smaller parallelism.micro_batch_size, a"
+        " higher parallelism.zero_stage, or a larger tp or pp. lightning-3d plan and dryrun predict"
+        " the memory of a layout (docs/memory.md)."
     )
     return OutOfMemory("\n".join(lines))
 
@@ -63,11 +70,16 @@ def _held(built: BuiltModel, device: torch.device) -> list[str]:
     named = dict(built.module.named_parameters())
     sizes = {
         "weights": _bytes([*named.values(), *held["parameters"]], device),
-        "gradients": _bytes([*held["gradients"], *(p.grad for p in named.values() if p.grad is not None)], device),
+        "gradients": _bytes(
+            [*held["gradients"], *(p.grad for p in named.values() if p.grad is not None)], device
+        ),
         "optimizer": _bytes(held["optimizer"], device),
     }
     if device.type == "cuda":
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        allocated, reserved = (
+            torch.cuda.memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+        )
         free, total = torch.cuda.mem_get_info(device)
         sizes["activations and other tensors"] = max(0, allocated - sum(sizes.values()))
         sizes["unused parts of the allocator"] = reserved - allocated
@@ -77,13 +89,20 @@ def _held(built: BuiltModel, device: torch.device) -> list[str]:
         "It holds:",
         *(f"  {name:<30} {_size(size):>11}" for name, size in sizes.items()),
         "Its largest weights:",
-        *(f"  {name} {tuple(parameter.shape)}, {_size(parameter.nbytes)}" for name, parameter in largest),
+        *(
+            f"  {name} {tuple(parameter.shape)}, {_size(parameter.nbytes)}"
+            for name, parameter in largest
+        ),
     ]
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of the storages of tensors on a device, each once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.device == device}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device == device
+    }
     return sum(storages.values())
 
 

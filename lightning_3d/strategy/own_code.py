@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NamedTuple
 
-_LIBRARIES = frozenset({"lightning_3d", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "transformers", "deepspeed", "peft"})
+_LIBRARIES = frozenset(
+    {
+        "lightning_3d",
+        "torch",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "transformers",
+        "deepspeed",
+        "peft",
+    }
+)
 
 
 class Line(NamedTuple):
@@ -29,7 +40,8 @@ class Line(NamedTuple):
 
 
 def own_line(error: BaseException) -> Line | None:
-    """Find the innermost line of the user's own code, or of a package that he uses; None where only libraries ran."""
+    """Find the innermost line of the user's own code, or of a package that he uses; None where only
+    libraries ran."""
     lines = [line for line in lines_of(error) if not _is_library(line)]
     here = [line for line in lines if "-packages" not in line.file]
     return next(reversed(here or lines), None)
@@ -40,7 +52,12 @@ def lines_of(error: BaseException) -> Iterator[Line]:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        yield Line(code.co_filename, trace.tb_lineno, getattr(code, "co_qualname", code.co_name), trace.tb_frame)
+        yield Line(
+            code.co_filename,
+            trace.tb_lineno,
+            getattr(code, "co_qualname", code.co_name),
+            trace.tb_frame,
+        )
         trace = trace.tb_next
 
 

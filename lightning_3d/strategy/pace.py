@@ -21,12 +21,14 @@ _MOST_NAMED = 4
 
 
 class Pace:
-    """The pace of one rank, compared with that of its peers every `WINDOW` steps: one all-gather of a number. Collective when it is made.
+    """The pace of one rank, compared with that of its peers every `WINDOW` steps: one all-gather of
+    a number. Collective when it is made.
 
-    On a CPU, the time inside the actions of the schedule counts, without what it waits for others, and without experts that are sharded
-    over ranks, because some have more tokens than others: the median of the steps of a window, so
-    that another program that runs for a moment accuses nobody. On a GPU, that would need the host to
-    wait for the device; there, a product of two matrices is timed on the device instead, and read a window later.
+    On a CPU, the time inside the actions of the schedule counts, without what it waits for others,
+    and without experts that are sharded over ranks, because some have more tokens than others: the
+    median of the steps of a window, so that another program that runs for a moment accuses nobody.
+    On a GPU, that would need the host to wait for the device; there, a product of two matrices is
+    timed on the device instead, and read a window later.
 
     Args:
         mesh: process groups.
@@ -38,12 +40,16 @@ class Pace:
         slowest: the slowest rank of the last window; None before the first, and without peers.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, recorder: Recorder, factor: float, steps: int) -> None:
+    def __init__(
+        self, mesh: Mesh, device: torch.device, recorder: Recorder, factor: float, steps: int
+    ) -> None:
         self._mesh, self._device, self._recorder = mesh, device, recorder
         self._factor, self._steps_slow = factor, steps
         stages: dict[int, list[int]] = {}
         for rank in range(mesh.layout.world_size):
-            stages.setdefault(mesh.layout.coordinates(rank)["pp"] if device.type == "cpu" else 0, []).append(rank)
+            stages.setdefault(
+                mesh.layout.coordinates(rank)["pp"] if device.type == "cpu" else 0, []
+            ).append(rank)
         hosts: list[str] = [""] * mesh.layout.world_size
         dist.all_gather_object(hosts, socket.gethostname())
         self._judge = SlowRanks([tuple(ranks) for ranks in stages.values()], factor, steps, hosts)
@@ -70,25 +76,36 @@ class Pace:
             self._warn(slow)
 
     def _exchange(self) -> list[float] | None:
-        """Gather the paces of all ranks. On a GPU those of the window before, which need no wait any more."""
+        """Gather the paces of all ranks. On a GPU those of the window before, which need no wait
+        any more."""
         if self._probe is None:
             seconds, self._seconds = self._seconds, []
             return _gather(median(seconds), self._mesh, self._device).tolist()
         earlier, last = self._pending, self._probe.read()
-        self._pending = None if last is None else _gather(last, self._mesh, self._device).to("cpu", non_blocking=True)
+        self._pending = (
+            None
+            if last is None
+            else _gather(last, self._mesh, self._device).to("cpu", non_blocking=True)
+        )
         self._probe.begin()
         return earlier.tolist() if earlier is not None and bool(earlier.all()) else None
 
     def _warn(self, slow: list[SlowRank]) -> None:
         devices: list[str] = [""] * self._mesh.layout.world_size
         dist.all_gather_object(devices, str(self._device))
-        named = [f"rank {one.rank} ({one.host}, {devices[one.rank]}) takes {one.factor:.2f} times as long" for one in slow[:_MOST_NAMED]]
+        named = [
+            f"rank {one.rank} ({one.host}, {devices[one.rank]}) takes {one.factor:.2f} times as"
+            " long"
+            for one in slow[:_MOST_NAMED]
+        ]
         peers = slow[0].peers
         rank_zero_warn(
-            f"Slow: {listed(named)} to compute as {'its peer' if len(peers) == 1 else 'the median of its peers'} with the same work"
-            f" (rank{'s' * (len(peers) > 1)} {' '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}), for"
-            f" {self._steps_slow} steps."
-            " All other ranks wait for it. Look for other programs, a throttled or failing device: lightning-3d doctor."
+            f"Slow: {listed(named)} to compute as"
+            f" {'its peer' if len(peers) == 1 else 'the median of its peers'} with the same work"
+            f" (rank{'s' * (len(peers) > 1)}"
+            f" {' '.join(map(str, peers[:8]))}{' ...' if len(peers) > 8 else ''}), for"
+            f" {self._steps_slow} steps. All other ranks wait for it. Look for other programs, a"
+            " throttled or failing device: lightning-3d doctor."
         )
 
 
@@ -118,7 +135,8 @@ class _GpuProbe:
         self._events = begin, end
 
     def read(self) -> float | None:
-        """Return the seconds of the last measurement: 0.0 if it has not ended, None if there was none."""
+        """Return the seconds of the last measurement: 0.0 if it has not ended, None if there was
+        none."""
         if self._events is None:
             return None
         begin, end = self._events

@@ -1,4 +1,5 @@
-"""The shard of every parameter that a rank holds, and the groups that share replicated parameters."""
+"""The shard of every parameter that a rank holds, and the groups that share replicated
+parameters."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ from lightning_3d.parallel.tensor import (
 
 
 def by_stage(root: nn.Module, owners: Owners, pp_rank: int) -> dict[int, list[nn.Parameter]]:
-    """Collect the parameters that each of this rank's stages uses; one that is tied within the rank belongs to both of its stages."""
-    parameters: dict[int, list[nn.Parameter]] = {chunk.stage: [] for chunk in owners.assignment.chunks_of(pp_rank)}
+    """Collect the parameters that each of this rank's stages uses; one that is tied within the rank
+    belongs to both of its stages."""
+    parameters: dict[int, list[nn.Parameter]] = {
+        chunk.stage: [] for chunk in owners.assignment.chunks_of(pp_rank)
+    }
     for name, parameter in root.named_parameters(remove_duplicate=False):
         for stage in owners.stages_of(name):
             if stage in parameters:
@@ -39,7 +43,8 @@ class Owners:
     assignment: StageAssignment
 
     def stages_of(self, name: str) -> list[int]:
-        """Stages that use the parameter called `name`; the last one for parameters outside the pipelined module."""
+        """Stages that use the parameter called `name`; the last one for parameters outside the
+        pipelined module."""
         last = self.assignment.stages - 1
         if last == 0:
             return [0]
@@ -55,14 +60,23 @@ class Owners:
         if any(f"{inner}.".startswith(f"{part}.") for part in self.plan.after):
             return [last]
         raise PlanError(
-            f"The parameter '{name}' is in no module of the pipeline plan (before: {', '.join(self.plan.before)}; blocks:"
-            f" {self.plan.layers}; after: {', '.join(self.plan.after)}). Add the module that holds it to the plan's 'pp' part,"
+            f"The parameter '{name}' is in no module of the pipeline plan (before:"
+            f" {', '.join(self.plan.before)}; blocks: {self.plan.layers}; after:"
+            f" {', '.join(self.plan.after)}). Add the module that holds it to the plan's 'pp' part,"
             " at the position where it runs."
         )
 
     def ranks_of(self, names: Iterable[str]) -> tuple[int, ...]:
         """Pipeline ranks that hold a parameter known under these names."""
-        return tuple(sorted({self.assignment.rank_of_stage[stage] for name in names for stage in self.stages_of(name)}))
+        return tuple(
+            sorted(
+                {
+                    self.assignment.rank_of_stage[stage]
+                    for name in names
+                    for stage in self.stages_of(name)
+                }
+            )
+        )
 
 
 def all_specs(
@@ -75,13 +89,19 @@ def all_specs(
     regions: SequenceRegions | None,
     outside: Mapping[str, ShardSpec],
 ) -> dict[str, ShardSpec]:
-    """Specify the shard of every parameter of the whole model, under each of its names (tied parameters have several).
+    """Specify the shard of every parameter of the whole model, under each of its names (tied
+    parameters have several).
 
     Args:
-        outside: shards of parameters outside the pipelined module that are not replicated, by full name.
+        outside: shards of parameters outside the pipelined module that are not replicated, by full
+            name.
     """
     prefix = f"{name}." if name else ""
-    inner = shard_specs(module, plan, mesh.size("tp"), mesh.index("tp"), regions) if mesh.size("tp") > 1 else {}
+    inner = (
+        shard_specs(module, plan, mesh.size("tp"), mesh.index("tp"), regions)
+        if mesh.size("tp") > 1
+        else {}
+    )
     inner |= expert_specs(module, plan, mesh.layout.ep, mesh.expert_index, mesh.index("tp"))
     names_of: dict[int, list[str]] = {}
     for full_name, parameter in root.named_parameters(remove_duplicate=False):
@@ -90,7 +110,11 @@ def all_specs(
     parameters = dict(root.named_parameters(remove_duplicate=False))
     for aliases in names_of.values():
         canonical = aliases[0]
-        spec = inner.get(canonical.removeprefix(prefix)) if canonical.startswith(prefix) else outside.get(canonical)
+        spec = (
+            inner.get(canonical.removeprefix(prefix))
+            if canonical.startswith(prefix)
+            else outside.get(canonical)
+        )
         if spec is None:
             spec = replicated(canonical, tuple(parameters[canonical].shape), mesh.size("tp"))
         spec = replace(spec, name=canonical, pp_replicas=owners.ranks_of(aliases))
@@ -100,9 +124,11 @@ def all_specs(
 
 
 def create_groups(specs: Iterable[ShardSpec], mesh: Mesh) -> None:
-    """Create the groups for partial gradients within tp and for parameters with copies on two stages.
+    """Create the groups for partial gradients within tp and for parameters with copies on two
+    stages.
 
-    Collective over the world: all ranks pass the same list, and create the groups in the same order.
+    Collective over the world: all ranks pass the same list, and create the groups in the same
+    order.
     """
     specs = list(specs)
     layout = mesh.layout

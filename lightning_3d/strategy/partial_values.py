@@ -1,7 +1,9 @@
-"""What a model leaves for the user's step after its call, and this rank has only a part of: refused where the step reads it.
+"""What a model leaves for the user's step after its call, and this rank has only a part of: refused
+where the step reads it.
 
-With pipeline stages, the states of layers that a model of Transformers returns are those of this rank's layers. With tensor parallelism, an
-attribute that a block writes, or an output next to the logits, may be that of this rank's heads, columns or tokens.
+With pipeline stages, the states of layers that a model of Transformers returns are those of this
+rank's layers. With tensor parallelism, an attribute that a block writes, or an output next to the
+logits, may be that of this rank's heads, columns or tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from lightning_3d.strategy.self_check.partial import Remnant, entries
 
 
 class PartialValues:
-    """Takes the place of such values between the model's call and the end of the step or the next call.
+    """Takes the place of such values between the model's call and the end of the step or the next
+    call.
 
     Args:
         parts: this rank's part of the model.
@@ -31,7 +34,8 @@ class PartialValues:
         self._module, self._state, self._layout = parts.module, parts.state, layout
         self._layers, self._stages = parts.plan.layers, parts.assignment.stages
         self._is_library = is_transformers_model(parts.module) and any(
-            kind.__module__.startswith("transformers.models.") for kind in type(parts.module).__mro__
+            kind.__module__.startswith("transformers.models.")
+            for kind in type(parts.module).__mro__
         )
         self._outputs: set[str] = set()
         self._attributes: list[tuple[nn.Module, str, str]] = []
@@ -50,7 +54,13 @@ class PartialValues:
                 self._outputs.add(names[0])
                 continue
             for path, module in self._modules(names[0]):
-                self._attributes.append((module, names[1], f"the attribute '{names[1]}' of '{path or type(self._module).__name__}'"))
+                self._attributes.append(
+                    (
+                        module,
+                        names[1],
+                        f"the attribute '{names[1]}' of '{path or type(self._module).__name__}'",
+                    )
+                )
 
     def _modules(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         """The modules that a path names; `*` is the number of each block."""
@@ -67,19 +77,27 @@ class PartialValues:
 
     def _hide(self, module: nn.Module, args: Any, output: Any) -> Any:
         chunk = self._state.chunk
-        if module is not self._module or chunk is None or not chunk.is_last or isinstance(output, Unknown):
+        if (
+            module is not self._module
+            or chunk is None
+            or not chunk.is_last
+            or isinstance(output, Unknown)
+        ):
             return output
         for owner, name, what in self._attributes:
             if name in vars(owner) or name in owner._buffers:
                 self._state.left.put_away(owner, name, Partial(what, self._reason()))
         replaced = {key: self._replaced(key, value) for key, value in entries(output)}
-        return _with_entries(output, {key: value for key, value in replaced.items() if value is not None})
+        return _with_entries(
+            output, {key: value for key, value in replaced.items() if value is not None}
+        )
 
     def _reason(self) -> str:
         return (
-            f"In {self._layout}, a rank has a part of it (of its heads, columns or tokens), or gradients through it would differ from those"
-            " of one process. Outputs of whole blocks and the output of the model are the same on all ranks: compute the term from them, or"
-            f" use a layout with dp alone, for example dp{self._layout.world_size}."
+            f"In {self._layout}, a rank has a part of it (of its heads, columns or tokens), or"
+            " gradients through it would differ from those of one process. Outputs of whole blocks"
+            " and the output of the model are the same on all ranks: compute the term from them,"
+            f" or use a layout with dp alone, for example dp{self._layout.world_size}."
         )
 
     def _replaced(self, key: Any, value: Any) -> Any:
@@ -92,13 +110,22 @@ class PartialValues:
         # In evaluation, generate() reads the cache, which is right for this rank.
         if "attentions" in str(key) and self._layout.tp > 1:
             return Partial(what, self._reason())
-        if str(key) == "past_key_values" and torch.is_grad_enabled() and self._layout.tp * self._layout.pp > 1:
+        if (
+            str(key) == "past_key_values"
+            and torch.is_grad_enabled()
+            and self._layout.tp * self._layout.pp > 1
+        ):
             return Partial(what, self._reason())
-        of_layers = isinstance(value, (tuple, list)) and any(isinstance(item, Tensor) for item in value)
+        of_layers = isinstance(value, (tuple, list)) and any(
+            isinstance(item, Tensor) for item in value
+        )
         return self._of_layers(what, value, every="router" not in str(key)) if of_layers else None
 
-    def _of_layers(self, what: str, values: tuple[Any, ...] | list[Any], *, every: bool) -> tuple[Any, ...] | Partial | None:
-        """The states of all layers: one entry for each layer, and perhaps one for what enters the first layer. None: all are here.
+    def _of_layers(
+        self, what: str, values: tuple[Any, ...] | list[Any], *, every: bool
+    ) -> tuple[Any, ...] | Partial | None:
+        """The states of all layers: one entry for each layer, and perhaps one for what enters the
+        first layer. None: all are here.
 
         Args:
             every: whether each layer has an entry.
@@ -108,12 +135,16 @@ class PartialValues:
         if not missing:
             return None
         reason = (
-            f"With pp = {self._layout.pp}, it is on an earlier pipeline stage than the loss. The states of the last {own} of"
-            f" {chunk.layers.stop} layers are on the last stage. Read one of them, for example [-1], or use a layout with pp = 1."
+            f"With pp = {self._layout.pp}, it is on an earlier pipeline stage than the loss. The"
+            f" states of the last {own} of {chunk.layers.stop} layers are on the last stage. Read"
+            " one of them, for example [-1], or use a layout with pp = 1."
         )
         if not every or self._stages != self._layout.pp or len(values) not in (own, own + 1):
             return Partial(what, reason)
-        return (*(Partial(f"entry {number} of {what}", reason) for number in range(missing)), *values)
+        return (
+            *(Partial(f"entry {number} of {what}", reason) for number in range(missing)),
+            *values,
+        )
 
 
 def _with_entries(output: Any, replaced: Mapping[Any, Any]) -> Any:

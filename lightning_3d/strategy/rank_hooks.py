@@ -1,4 +1,5 @@
-"""Lightning's hooks about ranks: their number, their place on the mesh, and collectives between them."""
+"""Lightning's hooks about ranks: their number, their place on the mesh, and collectives between
+them."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class RankHooks(ParallelStrategy):
     @property
     def _node_size(self) -> int | None:
         """Ranks of each node, for the exchange of tokens between experts; None for one node."""
-        return self.options.experts.node_size or (self.num_processes if self.num_nodes > 1 else None)
+        return self.options.experts.node_size or (
+            self.num_processes if self.num_nodes > 1 else None
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -72,7 +75,8 @@ class RankHooks(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True. Lightning asks for this attribute by name: without it neither samplers nor `sync_dist` know of several ranks."""
+        """True. Lightning asks for this attribute by name: without it neither samplers nor
+        `sync_dist` know of several ranks."""
         return True
 
     @property
@@ -106,12 +110,14 @@ class RankHooks(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a `DistributedSampler` that gives ranks with the same data-parallel index the same batches."""
+        """Arguments of a `DistributedSampler` that gives ranks with the same data-parallel index
+        the same batches."""
         return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed the workers of a data loader as Lightning does, and let them end with this rank, however it ends."""
+        """Seed the workers of a data loader as Lightning does, and let them end with this rank,
+        however it ends."""
         seed_workers(dataloader, int(self.distributed_sampler_kwargs["rank"]))
         tie_workers(dataloader)
         return dataloader
@@ -120,7 +126,8 @@ class RankHooks(ParallelStrategy):
         """Choose data parallelism over all ranks where no layout was passed.
 
         Raises:
-            LayoutError: the layout has another number of ranks than the Trainer, or ZeRO's shard size does not divide them.
+            LayoutError: the layout has another number of ranks than the Trainer, or ZeRO's shard
+                size does not divide them.
         """
         world_size = ranks_with_work() or self.num_nodes * self.num_processes
         if self.layout is None:
@@ -129,28 +136,44 @@ class RankHooks(ParallelStrategy):
         self.layout.require_world_size(world_size)
 
     def _watch_ranks(self) -> None:
-        """Report this rank's failure to the others, and end when they report theirs, until `teardown`."""
+        """Report this rank's failure to the others, and end when they report theirs, until
+        `teardown`."""
         survive_output()
         if self._failures is None:
-            self._failures = FailureReporter.connect(self.global_rank, self.world_size, self.reliability.rendezvous_timeout)
+            self._failures = FailureReporter.connect(
+                self.global_rank, self.world_size, self.reliability.rendezvous_timeout
+            )
             children = getattr(self._launcher, "children", None)
             if children is not None:
                 children.reporter = self._failures
             self._failures.watch()
 
     def _watch_progress(self, folder: str, save_seconds: float) -> None:
-        """End all ranks when they do not get on any more, until `teardown`. Collective over the world.
+        """End all ranks when they do not get on any more, until `teardown`. Collective over the
+        world.
 
         Args:
             folder: folder of the run, where the ranks write what they did.
             save_seconds: time limit of a save.
         """
         limit = self.reliability.hang_timeout
-        if self._failures is None or self.world_size == 1 or limit is None or self._watchdog is not None:
+        if (
+            self._failures is None
+            or self.world_size == 1
+            or limit is None
+            or self._watchdog is not None
+        ):
             return
         allowed = partial(seconds_allowed, self.heartbeat, limit, save_seconds)
         processes = self._all_gather_objects(Process.own())
-        self._watchdog = Watchdog(self.heartbeat, allowed, self._failures, self.global_rank, processes, Path(folder) / "hang")
+        self._watchdog = Watchdog(
+            self.heartbeat,
+            allowed,
+            self._failures,
+            self.global_rank,
+            processes,
+            Path(folder) / "hang",
+        )
         self._watchdog.start()
 
     def _all_gather_objects(self, mine: Any) -> list[Any]:
@@ -169,14 +192,20 @@ class RankHooks(ParallelStrategy):
             self._failures = None
 
     def _connect_mesh(self, timeout: timedelta) -> None:
-        """Create the process groups, or take those of an earlier Trainer's strategy, which the layers of the module use."""
+        """Create the process groups, or take those of an earlier Trainer's strategy, which the
+        layers of the module use."""
         if self._mesh is not None:
             return
         layout = require(self.layout, "a layout", ATTACHED)
         earlier = Partition.of(self.lightning_module) if self.lightning_module is not None else None
-        kept = earlier.mesh if earlier is not None and earlier.suits(layout, self.schedule) else None
-        self._mesh = Mesh(layout, timeout=timeout, node_size=self._node_size) if kept is None else kept
-        if earlier is None or kept is None or not earlier.parts.lost:  # else this Trainer is refused, and the earlier one goes on
+        kept = (
+            earlier.mesh if earlier is not None and earlier.suits(layout, self.schedule) else None
+        )
+        self._mesh = (
+            Mesh(layout, timeout=timeout, node_size=self._node_size) if kept is None else kept
+        )
+        # else this Trainer is refused, and the earlier one goes on
+        if earlier is None or kept is None or not earlier.parts.lost:
             self._mesh.shard_data(self.zero.shard_size)
         if kept is None or self.zero.shard_size is not None:
             self._mesh.warm_up()
@@ -185,12 +214,18 @@ class RankHooks(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(tensor, group, sync_grads) if self._may_communicate("all_gather") else tensor
+        return (
+            super().all_gather(tensor, group, sync_grads)
+            if self._may_communicate("all_gather")
+            else tensor
+        )
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._may_communicate("barrier"):
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+            dist.barrier(
+                device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None
+            )
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -202,11 +237,16 @@ class RankHooks(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all ranks. Tensor, context and pipeline replicas hold equal values, so that a mean is the mean over data ranks."""
+        """Reduce over all ranks. Tensor, context and pipeline replicas hold equal values, so that a
+        mean is the mean over data ranks."""
         if not isinstance(tensor, Tensor) or not self._may_communicate("reduce"):
             return tensor
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
+        op = (
+            getattr(dist.ReduceOp, reduce_op.upper())
+            if isinstance(reduce_op, str) and not mean
+            else reduce_op
+        )
         if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
             group = self.mesh.group("dp")  # a sum must count what replicas hold once
         result = tensor.clone()
@@ -214,7 +254,8 @@ class RankHooks(ParallelStrategy):
         return result / dist.get_world_size(group) if mean else result
 
     def _refuse_inside_step(self, what: str) -> None:
-        """Refuse a collective inside the user's step, which not all ranks run equally often. Raises ConfigError."""
+        """Refuse a collective inside the user's step, which not all ranks run equally often. Raises
+        ConfigError."""
         raise NotImplementedError
 
     def _may_communicate(self, what: str) -> bool:
@@ -227,13 +268,19 @@ class RankHooks(ParallelStrategy):
         return dist.is_initialized() and not self._has_failed_alone()
 
     def _has_failed_alone(self) -> bool:
-        """Return whether a callback communicates because of an exception (to save a checkpoint) that other ranks do not know of.
+        """Return whether a callback communicates because of an exception (to save a checkpoint)
+        that other ranks do not know of.
 
-        They cannot take part. Lightning calls callbacks before the strategy, so the failure is reported here. All ranks see
-        SIGTERM, and a step that is not finite, together.
+        They cannot take part. Lightning calls callbacks before the strategy, so the failure is
+        reported here. All ranks see SIGTERM, and a step that is not finite, together.
         """
         error = sys.exception()
-        if error is None or Ending.by(error) is not Ending.ALONE or self.world_size == 1 or self.lightning_module is None:
+        if (
+            error is None
+            or Ending.by(error) is not Ending.ALONE
+            or self.world_size == 1
+            or self.lightning_module is None
+        ):
             return False
         if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
             return False

@@ -34,7 +34,8 @@ P = ParamSpec("P")
 
 
 def suggest_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate an `__init__`: an unknown keyword argument is refused with the nearest known one. Its signature stays visible."""
+    """Decorate an `__init__`: an unknown keyword argument is refused with the nearest known one.
+    Its signature stays visible."""
     known = [name for name in signature(init).parameters if name != "self"]
 
     @wraps(init)
@@ -43,7 +44,10 @@ def suggest_arguments(init: Callable[P, None]) -> Callable[P, None]:
             if name not in known:
                 show_refusals_plainly()
                 owner = type(args[0]).__name__
-                raise ConfigError(f'{owner} has no argument "{name}".{did_you_mean(name, known)} It has {listed(known)}.')
+                raise ConfigError(
+                    f'{owner} has no argument "{name}".{did_you_mean(name, known)} It has'
+                    f" {listed(known)}."
+                )
         init(*args, **kwargs)
 
     return checked
@@ -54,51 +58,64 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
     module = trainer.lightning_module
     if not module.automatic_optimization:
         raise ConfigError(
-            "automatic_optimization=False is not supported: Lightning3DStrategy runs forward, backward and optimizer step itself. Return"
-            " the loss from training_step instead."
+            "automatic_optimization=False is not supported: Lightning3DStrategy runs forward,"
+            " backward and optimizer step itself. Return the loss from training_step instead."
         )
     if is_overridden("backward", module):
         raise ConfigError(
-            "The module overrides backward, which Lightning3DStrategy never calls: it runs the backward of each micro-batch itself."
-            " Move that code to training_step, on_before_optimizer_step or configure_gradient_clipping."
+            "The module overrides backward, which Lightning3DStrategy never calls: it runs the"
+            " backward of each micro-batch itself. Move that code to training_step,"
+            " on_before_optimizer_step or configure_gradient_clipping."
         )
     if is_overridden("optimizer_zero_grad", module):
         raise ConfigError(
-            "The module overrides optimizer_zero_grad, which Lightning3DStrategy never calls: it removes all gradients after each optimizer"
-            " step. Change gradients in on_before_optimizer_step, or keep what you need of them in a tensor of your own."
+            "The module overrides optimizer_zero_grad, which Lightning3DStrategy never calls: it"
+            " removes all gradients after each optimizer step. Change gradients in"
+            " on_before_optimizer_step, or keep what you need of them in a tensor of your own."
         )
-    lazy = [name for name, parameter in module.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    lazy = [
+        name
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, UninitializedParameter)
+    ]
     if lazy:
         raise ConfigError(
-            f"{listed(lazy[:4])} {'have' if len(lazy) > 1 else 'has'} no shape before the first forward, so it cannot be sharded. Run the"
-            " model once on a row of data before trainer.fit, or use layers with known sizes."
+            f"{listed(lazy[:4])} {'have' if len(lazy) > 1 else 'has'} no shape before the first"
+            " forward, so it cannot be sharded. Run the model once on a row of data before"
+            " trainer.fit, or use layers with known sizes."
         )
-    averaged = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    averaged = any(
+        isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks
+    )  # type: ignore[attr-defined]
     if averaged and StochasticWeightAveraging.pl_module_contains_batch_norm(module):
         raise ConfigError(
-            "StochasticWeightAveraging ends with a pass over the data that recomputes the statistics of batch norms, and each rank would"
-            " see only its own micro-batches. Use WeightAveraging or EMAWeightAveraging, which average the statistics."
+            "StochasticWeightAveraging ends with a pass over the data that recomputes the"
+            " statistics of batch norms, and each rank would see only its own micro-batches. Use"
+            " WeightAveraging or EMAWeightAveraging, which average the statistics."
         )
 
 
 def refuse_surroundings(environment: Mapping[str, str]) -> None:
     """Refuse a process that `accelerate launch` started for FSDP, by its environment variables.
 
-    Transformers reads them too: inside `from_pretrained`, each node would load the weights on its first rank only.
+    Transformers reads them too: inside `from_pretrained`, each node would load the weights on its
+    first rank only.
 
     Raises:
         ConfigError: with what works.
     """
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on"):
         raise ConfigError(
-            "accelerate launch started this process for FSDP (ACCELERATE_USE_FSDP=true), but Lightning3DStrategy shards the model itself."
-            " Use torchrun, or accelerate launch --multi_gpu with a configuration without FSDP. ZeRO-3 (zero_stage=3) is this"
+            "accelerate launch started this process for FSDP (ACCELERATE_USE_FSDP=true), but"
+            " Lightning3DStrategy shards the model itself. Use torchrun, or accelerate launch"
+            " --multi_gpu with a configuration without FSDP. ZeRO-3 (zero_stage=3) is this"
             " strategy's counterpart of FSDP."
         )
 
 
 def refuse_skipped_blocks(module: nn.Module, layout: Layout, zero_stage: int) -> None:
-    """Refuse a model that skips blocks at random (LayerDrop) where ranks need each other in a block: each could skip another one.
+    """Refuse a model that skips blocks at random (LayerDrop) where ranks need each other in a
+    block: each could skip another one.
 
     Raises:
         ConfigError: with what works.
@@ -108,67 +125,89 @@ def refuse_skipped_blocks(module: nn.Module, layout: Layout, zero_stage: int) ->
     for child in module.modules():
         if (rate := _layerdrop(child)) > 0:
             raise ConfigError(
-                f"{type(child).__name__} skips blocks at random (layerdrop={rate}), each rank others. With tp, pp, cp, ep or zero_stage=3"
-                " ranks must run the same blocks. Set layerdrop=0 in the model's configuration, or use data parallelism alone, with"
+                f"{type(child).__name__} skips blocks at random (layerdrop={rate}), each rank"
+                " others. With tp, pp, cp, ep or zero_stage=3 ranks must run the same blocks. Set"
+                " layerdrop=0 in the model's configuration, or use data parallelism alone, with"
                 " zero_stage=2 or less."
             )
 
 
 def _layerdrop(module: nn.Module) -> float:
-    """Return the largest rate at which a module skips blocks, by its own attribute or those of its configuration.
+    """Return the largest rate at which a module skips blocks, by its own attribute or those of its
+    configuration.
 
-    The configuration of a decoder may also name the rate of an encoder that is not there (`encoder_layerdrop`).
+    The configuration of a decoder may also name the rate of an encoder that is not there
+    (`encoder_layerdrop`).
     """
     config = getattr(module, "config", None)
-    rates = [getattr(module, "layerdrop", 0), *(getattr(config, name, 0) for name in ("layerdrop", "speech_encoder_layerdrop"))]
+    rates = [
+        getattr(module, "layerdrop", 0),
+        *(getattr(config, name, 0) for name in ("layerdrop", "speech_encoder_layerdrop")),
+    ]
     return max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
 
 
 def refuse_callbacks(trainer: pl.Trainer, zero_stage: int) -> None:
-    """Refuse a callback that this strategy cannot fit with, before any callback is set up. Raises ConfigError."""
+    """Refuse a callback that this strategy cannot fit with, before any callback is set up. Raises
+    ConfigError."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _CALLBACK_REFUSALS.items():
             if isinstance(callback, kind):
                 raise ConfigError(f"{type(callback).__name__} {reason}")
         if zero_stage == 3 and isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise ConfigError(
-                f"{type(callback).__name__} averages parameters between batches, when each rank holds only a shard of them (zero_stage=3)."
-                " Use lightning_3d.ExponentialAverage, which averages shards, or zero_stage=2."
+                f"{type(callback).__name__} averages parameters between batches, when each rank"
+                " holds only a shard of them (zero_stage=3). Use lightning_3d.ExponentialAverage,"
+                " which averages shards, or zero_stage=2."
             )
-    if average_of(trainer) is not None and any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    if average_of(trainer) is not None and any(
+        isinstance(callback, WeightAveraging) for callback in trainer.callbacks
+    ):  # type: ignore[attr-defined]
         raise ConfigError(
-            "ExponentialAverage (trainer.average_decay) and WeightAveraging would both put their average in the place of the weights for a"
-            " validation. Use one of them."
+            "ExponentialAverage (trainer.average_decay) and WeightAveraging would both put their"
+            " average in the place of the weights for a validation. Use one of them."
         )
 
 
 _CALLBACK_REFUSALS: dict[type, str] = {
-    BaseFinetuning: "unfreezes parameters during a fit, which is not supported: their gradients would not be reduced, and the"
-    " optimizer has no state for them. Train in two fits, and unfreeze between them.",
-    ModelPruning: "replaces parameters by masked ones before the model is sharded, and the parallel plan does not name those. Prune"
-    " after the fit.",
-    BatchSizeFinder: "increases the batch size until one rank runs out of memory, while the others wait for it. Choose the batch size"
-    " yourself, and a micro_batch_size that fits in memory.",
+    BaseFinetuning: (
+        "unfreezes parameters during a fit, which is not supported: their gradients would not be"
+        " reduced, and the optimizer has no state for them. Train in two fits, and unfreeze between"
+        " them."
+    ),
+    ModelPruning: (
+        "replaces parameters by masked ones before the model is sharded, and the parallel plan does"
+        " not name those. Prune after the fit."
+    ),
+    BatchSizeFinder: (
+        "increases the batch size until one rank runs out of memory, while the others wait for it."
+        " Choose the batch size yourself, and a micro_batch_size that fits in memory."
+    ),
 }
 """Ends of messages that begin with the name of a callback of this kind."""
 
 
 @contextmanager
 def optimizers_of_a_stage(pp_rank: int) -> Iterator[None]:
-    """Wrap `configure_optimizers`, because the errors that torch and Lightning raise there do not mention stages, or recommend what this
-    strategy refuses.
+    """Wrap `configure_optimizers`, because the errors that torch and Lightning raise there do not
+    mention stages, or recommend what this strategy refuses.
 
-    An optimizer that gets no parameters at all (`filter(lambda p: p.requires_grad, ...)` on a stage that is frozen) is made with one
-    group without parameters. Other errors are explained.
+    An optimizer that gets no parameters at all (`filter(lambda p: p.requires_grad, ...)` on a stage
+    that is frozen) is made with one group without parameters. Other errors are explained.
     """
     try:
         with _empty_lists_allowed():
             yield
     except Exception as error:
-        reason = next((text for sign, text in _OPTIMIZER_REFUSALS.items() if sign in str(error)), None)
+        reason = next(
+            (text for sign, text in _OPTIMIZER_REFUSALS.items() if sign in str(error)), None
+        )
         if reason is None:
             raise
-        raise ConfigError(f"configure_optimizers {reason.format(where=f'on pipeline rank {pp_rank}', cause=_cause(error))}") from error
+        raise ConfigError(
+            "configure_optimizers"
+            f" {reason.format(where=f'on pipeline rank {pp_rank}', cause=_cause(error))}"
+        ) from error
 
 
 def _cause(error: BaseException) -> str:
@@ -180,14 +219,19 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def _empty_lists_allowed() -> Iterator[None]:
-    """Let optimizers made in here take an empty list, which torch refuses, as one group without parameters, which it accepts."""
+    """Let optimizers made in here take an empty list, which torch refuses, as one group without
+    parameters, which it accepts."""
     original = Optimizer.__init__
 
     def initialize(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
         parameters = params if isinstance(params, Tensor) else list(params)
         if any(isinstance(value, AbsentValue) for value in tensors_of(parameters)):
             raise TypeError("one of the params is NoneType")  # as where a module has None
-        original(self, [{"params": []}] if isinstance(parameters, list) and not parameters else parameters, defaults)
+        original(
+            self,
+            [{"params": []}] if isinstance(parameters, list) and not parameters else parameters,
+            defaults,
+        )
 
     Optimizer.__init__ = initialize  # type: ignore[method-assign]
     try:
@@ -197,34 +241,47 @@ def _empty_lists_allowed() -> Iterator[None]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:
-    """Refuse several optimizers, and a fit that trains nothing on any rank. One all-reduce of a number over all ranks.
+    """Refuse several optimizers, and a fit that trains nothing on any rank. One all-reduce of a
+    number over all ranks.
 
     Raises:
         ConfigError: on all ranks.
     """
     if len(optimizers) != 1:
         raise ConfigError(
-            f"configure_optimizers returned {len(optimizers)} optimizers; Lightning3DStrategy drives exactly one. Use"
-            " parameter groups of one optimizer instead."
+            f"configure_optimizers returned {len(optimizers)} optimizers; Lightning3DStrategy"
+            " drives exactly one. Use parameter groups of one optimizer instead."
         )
-    trained = sum(parameter.requires_grad for group in optimizers[0].param_groups for parameter in group["params"])
+    trained = sum(
+        parameter.requires_grad
+        for group in optimizers[0].param_groups
+        for parameter in group["params"]
+    )
     total = torch.tensor(trained, device=device)
     dist.all_reduce(total)
     if not total.item():
         raise ConfigError(
-            "The optimizer of configure_optimizers trains nothing: it has no parameter with requires_grad=True on any rank. Unfreeze what"
-            " you want to train before trainer.fit, and pass self.parameters(): frozen ones are skipped."
+            "The optimizer of configure_optimizers trains nothing: it has no parameter with"
+            " requires_grad=True on any rank. Unfreeze what you want to train before trainer.fit,"
+            " and pass self.parameters(): frozen ones are skipped."
         )
 
 
 _OPTIMIZER_REFUSALS = {
-    "one of the params is NoneType": "passed a parameter that does not exist {where}: parameters outside the pipelined model are on"
-    " the last stage only. Select parameters from self.named_parameters().",
-    "multiple optimizers is only supported": "returned several optimizers; Lightning3DStrategy drives exactly one. Use parameter"
-    " groups of one optimizer instead.",
-    "requires the cpu_adam op": "made DeepSpeedCPUAdam, whose C++ code is compiled at its first use on a machine, and that failed"
-    " ({cause}). It needs a C++ compiler with OpenMP and ninja. torch.optim.AdamW with fused=True needs neither and is as fast"
-    " (with the app: optimizer.name=adamw optimizer.fused=true).",
+    "one of the params is NoneType": (
+        "passed a parameter that does not exist {where}: parameters outside the pipelined model are"
+        " on the last stage only. Select parameters from self.named_parameters()."
+    ),
+    "multiple optimizers is only supported": (
+        "returned several optimizers; Lightning3DStrategy drives exactly one. Use parameter"
+        " groups of one optimizer instead."
+    ),
+    "requires the cpu_adam op": (
+        "made DeepSpeedCPUAdam, whose C++ code is compiled at its first use on a machine, and that"
+        " failed ({cause}). It needs a C++ compiler with OpenMP and ninja. torch.optim.AdamW with"
+        " fused=True needs neither and is as fast (with the app: optimizer.name=adamw"
+        " optimizer.fused=true)."
+    ),
 }
-"""Ends of messages that begin with "configure_optimizers", by a part of the message of torch (2.11 to 2.13), Lightning (2.6) or
-DeepSpeed (0.19)."""
+"""Ends of messages that begin with "configure_optimizers", by a part of the message of torch (2.11
+to 2.13), Lightning (2.6) or DeepSpeed (0.19)."""

@@ -1,4 +1,5 @@
-"""Changes of the strategy's arguments in a run that `lightning-3d verify` compares with another run."""
+"""Changes of the strategy's arguments in a run that `lightning-3d verify` compares with another
+run."""
 
 from __future__ import annotations
 
@@ -14,15 +15,31 @@ from lightning_3d.ranks.role import ALONE, ALONE_WHOLE, Role, hand_over
 
 P = ParamSpec("P")
 
-_TURNED_OFF = {**PLAIN_VALUES, "fp8": False, "compile": False, "zero_overlap_gather": False, "trace_every_n_steps": None}
-_KEPT_ALONE = ("plan", "pipeline_module", "self_check", "split_batch", "seed", "sequence_parallel", "nonfinite", "loss_reduction")
+_TURNED_OFF = {
+    **PLAIN_VALUES,
+    "fp8": False,
+    "compile": False,
+    "zero_overlap_gather": False,
+    "trace_every_n_steps": None,
+}
+_KEPT_ALONE = (
+    "plan",
+    "pipeline_module",
+    "self_check",
+    "split_batch",
+    "seed",
+    "sequence_parallel",
+    "nonfinite",
+    "loss_reduction",
+)
 
 notes: list[str] = []
 """What was changed in the script of this process, for the user."""
 
 
 def suit_role(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate the strategy's `__init__`: change its arguments as the role of this process needs."""
+    """Decorate the strategy's `__init__`: change its arguments as the role of this process
+    needs."""
     form = signature(init)
 
     @wraps(init)
@@ -43,7 +60,9 @@ def changed_arguments(given: dict[str, Any], role: Role) -> dict[str, Any]:
     """Return the strategy's arguments in a run that is compared, `self` included."""
     off = [name for name, value in _TURNED_OFF.items() if given.get(name, value) != value]
     if off:
-        notes.append(f"without {listed(off)}, which plain PyTorch does not have or which only changes speed")
+        notes.append(
+            f"without {listed(off)}, which plain PyTorch does not have or which only changes speed"
+        )
     given |= {name: _TURNED_OFF[name] for name in off}
     if role.name not in (ALONE, ALONE_WHOLE):
         return given

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def judge_spike(built: RankOfModel, guard: StepGuard, step: StepResult) -> None:
-    """Report a loss that jumps; skip the optimizer step, or compute the step again, if the guard is to. Call it before the optimizer steps.
+    """Report a loss that jumps; skip the optimizer step, or compute the step again, if the guard is
+    to. Call it before the optimizer steps.
 
     The loss is the same on all ranks, so that all take the same branches.
 
@@ -36,7 +37,8 @@ def judge_spike(built: RankOfModel, guard: StepGuard, step: StepResult) -> None:
 
 
 def _run_again(built: RankOfModel, step: StepResult) -> str:
-    """Compute the step again, and keep the second result. Returns a sentence about it. Collective over the world."""
+    """Compute the step again, and keep the second result. Returns a sentence about it. Collective
+    over the world."""
     if not can_repeat(built):
         return " It cannot be computed again, because the step changes its batch."
     first, computed = step.loss, built.repeatable.again()
@@ -44,6 +46,7 @@ def _run_again(built: RankOfModel, step: StepResult) -> str:
     if step.loss == first:
         return " Computed again, it is the same to the last bit: look at the data of this step."
     return (
-        f" Computed again from the same numbers, it is {step.loss:.9g}: the arithmetic was wrong the first time. The second result is used."
-        " Look for a device that computes wrongly (lightning-3d selftest, trainer.rerun_every_n_steps)."
+        f" Computed again from the same numbers, it is {step.loss:.9g}: the arithmetic was wrong"
+        " the first time. The second result is used. Look for a device that computes wrongly"
+        " (lightning-3d selftest, trainer.rerun_every_n_steps)."
     )

@@ -1,7 +1,9 @@
-"""Lightning3DStrategy: trains an unmodified LightningModule over tensor, pipeline and data-parallel ranks.
+"""Lightning3DStrategy: trains an unmodified LightningModule over tensor, pipeline and data-parallel
+ranks.
 
-Every hook is a few lines that delegate. When `setup` begins, `build` makes a `BuiltModel`. This runs the user's step over micro-batches
-(`step`) and owns gradients and optimizer (`zero`). `rank_hooks` and `checkpoint_hooks` have the hooks about ranks and checkpoints.
+Every hook is a few lines that delegate. When `setup` begins, `build` makes a `BuiltModel`. This
+runs the user's step over micro-batches (`step`) and owns gradients and optimizer (`zero`).
+`rank_hooks` and `checkpoint_hooks` have the hooks about ranks and checkpoints.
 """
 
 from __future__ import annotations
@@ -71,7 +73,11 @@ from lightning_3d.strategy.endings import Ending
 from lightning_3d.strategy.exponential_average import average_of
 from lightning_3d.strategy.first_step import FirstStep
 from lightning_3d.strategy.float8 import require_fp8
-from lightning_3d.strategy.lightning_callbacks import defer_averaging, forget_deferred, set_up_callbacks
+from lightning_3d.strategy.lightning_callbacks import (
+    defer_averaging,
+    forget_deferred,
+    set_up_callbacks,
+)
 from lightning_3d.strategy.local_model import LocalModel, Partition
 from lightning_3d.strategy.model_summary import show_whole_model
 from lightning_3d.strategy.nonfinite import StepGuard
@@ -97,64 +103,83 @@ from lightning_3d.weights.initialize import initialize
 
 
 class Lightning3DStrategy(CheckpointHooks):
-    """Tensor x pipeline x data x context x expert parallelism with ZeRO, for `Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"))`.
+    """Tensor x pipeline x data x context x expert parallelism with ZeRO, for
+    `Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"))`.
 
-    The user's module needs no change. Its model is a Transformers causal LM, or any module with a parallel plan; its steps run once per
-    micro-batch and stage.
+    The user's module needs no change. Its model is a Transformers causal LM, or any module with a
+    parallel plan; its steps run once per micro-batch and stage.
 
     Args:
-        layout: name such as "tp2_pp2_dp2", or a `Layout`. None: data parallelism over all ranks. `lightning_3d.planned` can choose it.
-        micro_batch_size: rows of a micro-batch. None: the whole batch of a rank, split only if the schedule needs several micro-batches.
-        schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case: "GPipe", "1F1B", "Interleaved1F1B",
-            "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
+        layout: name such as "tp2_pp2_dp2", or a `Layout`. None: data parallelism over all ranks.
+            `lightning_3d.planned` can choose it.
+        micro_batch_size: rows of a micro-batch. None: the whole batch of a rank, split only if the
+            schedule needs several micro-batches.
+        schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case:
+            "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+            "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
         vp: stages per pipeline rank. None: the vp of the layout, or the default of the schedule.
-        stages: number of blocks of each pipeline stage, in the order of the stages, such as [18, 21, 21, 20]. None: balanced by FLOPs and
-            parameters.
-        zero_stage: what data-parallel ranks shard. 0: nothing (DeepSpeed is not used), 1: optimizer state (by DeepSpeed),
-            2: also gradients, 3: also parameters.
-        zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are reduced and parameters gathered, and
-            what is kept in host memory, see `ZeroOptions`.
-        zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a node; a divisor of dp, such that ep
-            divides zero_shard_size * tp * cp. The groups of so many ranks hold replicas. None: all data-parallel ranks shard.
-        zero_overlap_gather: whether the next forward begins while the parameters of a step are still gathered, with zero_stage 1 or 2.
-        cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see `parallel.context`.
-        recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel: what happens around the forward of
+        stages: number of blocks of each pipeline stage, in the order of the stages, such as [18,
+            21, 21, 20]. None: balanced by FLOPs and parameters.
+        zero_stage: what data-parallel ranks shard. 0: nothing (DeepSpeed is not used), 1: optimizer
+            state (by DeepSpeed), 2: also gradients, 3: also parameters.
+        zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are
+            reduced and parameters gathered, and what is kept in host memory, see `ZeroOptions`.
+        zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a
+            node; a divisor of dp, such that ep divides zero_shard_size * tp * cp. The groups of so
+            many ranks hold replicas. None: all data-parallel ranks shard.
+        zero_overlap_gather: whether the next forward begins while the parameters of a step are
+            still gathered, with zero_stage 1 or 2.
+        cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see
+            `parallel.context`.
+        recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel:
+        what happens around the forward of
             the model's blocks, see `BlockOptions`.
-        loss_chunks: n computes the loss that a causal LM of Transformers computes from labels with 1/n of the memory of its logits; "auto":
-            8, or fewer where the logits are small.
+        loss_chunks: n computes the loss that a causal LM of Transformers computes from labels with
+            1/n of the memory of its logits; "auto": 8, or fewer where the logits are small.
         label_smoothing, z_loss: terms of that loss in training, see `LossOptions`.
-        loss_reduction: what the loss of a step is: "mean" (over its rows or target tokens), "sum" (over its rows), or "accumulate", which
-            takes the mean over micro-batches of any loss. None: a mean, and where a batch is split the first step of a fit proves it.
-        fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`; needs Trainer(precision="bf16-true").
-        moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is balanced, see `ExpertOptions`.
+        loss_reduction: what the loss of a step is: "mean" (over its rows or target tokens), "sum"
+            (over its rows), or "accumulate", which takes the mean over micro-batches of any loss.
+            None: a mean, and where a batch is split the first step of a fit proves it.
+        fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`;
+            needs Trainer(precision="bf16-true").
+        moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is
+            balanced, see `ExpertOptions`.
         moe_node_size: how tokens travel to their experts, see `ExpertOptions`.
-        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds: how checkpoints are loaded and
+        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous,
+        checkpoint_timeout_seconds: how checkpoints are loaded and
             saved, see `CheckpointOptions`.
-        checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints of its callbacks do not fit on the
-            local disk.
+        checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints
+            of its callbacks do not fit on the local disk.
         order: rank order, innermost axis first. None: ("tp", "cp", "pp", "dp").
-        plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module: (inputs, outputs)}}. "auto" derives it
-            from the flow of data through the model, and trains only if the self-check passes.
-        self_check: when to compare the rewritten model with the whole one before its first forward (with tp, pp, cp or ep above 1).
-            "auto": unless this combination of model, plan, layout and versions has passed before; "always"; "never". See
-            docs/your_model.md.
-        elastic: name of the layout with all ranks, if `layout` is the smaller one of an elastic run (`lightning_3d.fitting_layout`). Micro-
-            batches then have the rows and random numbers that they have with all ranks. Needs `micro_batch_size`.
+        plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module:
+            (inputs, outputs)}}. "auto" derives it from the flow of data through the model, and
+            trains only if the self-check passes.
+        self_check: when to compare the rewritten model with the whole one before its first forward
+            (with tp, pp, cp or ep above 1). "auto": unless this combination of model, plan, layout
+            and versions has passed before; "always"; "never". See docs/your_model.md.
+        elastic: name of the layout with all ranks, if `layout` is the smaller one of an elastic run
+            (`lightning_3d.fitting_layout`). Micro- batches then have the rows and random numbers
+            that they have with all ranks. Needs `micro_batch_size`.
         pipeline_module: name of the submodule to parallelize, if several have a plan.
-        split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along dimension 0.
-        trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what each rank did when, and what it held in
-            memory. None: only steps requested with `trace_next_step()`.
-        nonfinite: what to do when the loss or the gradient norm of a step is not finite. "stop" raises `NonFiniteError` on all ranks before
-            the optimizer steps, "skip" skips the optimizer step, "ignore" steps anyway.
-        seed: seed of weights initialized from the meta device and of dropout. None: the seed of `seed_everything`, or 0.
+        split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along
+            dimension 0.
+        trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what
+            each rank did when, and what it held in memory. None: only steps requested with
+            `trace_next_step()`.
+        nonfinite: what to do when the loss or the gradient norm of a step is not finite. "stop"
+            raises `NonFiniteError` on all ranks before the optimizer steps, "skip" skips the
+            optimizer step, "ignore" steps anyway.
+        seed: seed of weights initialized from the meta device and of dropout. None: the seed of
+            `seed_everything`, or 0.
         timeout: timeout of collectives. None: 30 minutes.
-        reliability: what watches over the run between checkpoints, a `Reliability` or a mapping of its attributes, such as
-            {"hang_timeout": 300}.
+        reliability: what watches over the run between checkpoints, a `Reliability` or a mapping of
+            its attributes, such as {"hang_timeout": 300}.
 
     Attributes:
 
     Raises:
-        LayoutError, PlanError, ConfigError, DataError: the message says what is wrong and what works.
+        LayoutError, PlanError, ConfigError, DataError: the message says what is wrong and what
+            works.
     """
 
     @suggest_arguments
@@ -216,15 +241,36 @@ class Lightning3DStrategy(CheckpointHooks):
         show_refusals_plainly()
         hush_tree_warning()
         find_last_at_urls()
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        )
         if micro_batch_size is not None and micro_batch_size < 1:
             raise LayoutError(f"micro_batch_size must be at least 1; got {micro_batch_size}.")
         self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
-        zero = ZeroOptions(zero_stage, zero_reduce, zero_gather, zero_reduce_scatter, zero_offload, zero_shard_size, zero_overlap_gather)
-        blocks = BlockOptions(recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel)
-        experts = ExpertOptions(moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size)
+        zero = ZeroOptions(
+            zero_stage,
+            zero_reduce,
+            zero_gather,
+            zero_reduce_scatter,
+            zero_offload,
+            zero_shard_size,
+            zero_overlap_gather,
+        )
+        blocks = BlockOptions(
+            recompute,
+            recompute_every,
+            recompute_keep,
+            offload_activations,
+            compile,
+            sequence_parallel,
+        )
+        experts = ExpertOptions(
+            moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size
+        )
         loss = LossOptions(label_smoothing, z_loss, loss_reduction)
-        self.options = ModelOptions(self.schedule, blocks, experts, cp_kind, stages, loss_chunks, loss)
+        self.options = ModelOptions(
+            self.schedule, blocks, experts, cp_kind, stages, loss_chunks, loss
+        )
         self.options.require_suit(self.layout or Layout())
         zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
         self.zero = zero.over(self.layout) if self.layout is not None else zero
@@ -239,10 +285,15 @@ class Lightning3DStrategy(CheckpointHooks):
         watched = self.reliability
         spikes = LossSpikes(watched.loss_spike_score) if watched.loss_spikes != IGNORE else None
         self.guard = StepGuard(nonfinite, watched.nonfinite_in_a_row, spikes, watched.loss_spikes)
-        self._sources = ModelSources(check_plan(plan, check_mode(self_check)), pipeline_module, self_check, seed)
+        self._sources = ModelSources(
+            check_plan(plan, check_mode(self_check)), pipeline_module, self_check, seed
+        )
         check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
         self._store_options = CheckpointOptions(
-            checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous, checkpoint_timeout_seconds
+            checkpoint_verify,
+            checkpoint_fall_back,
+            checkpoint_asynchronous,
+            checkpoint_timeout_seconds,
         )
         self._store = CheckpointStore(self._store_options)
         self._check_space = checkpoint_check_space
@@ -260,7 +311,8 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3 parameters too; 0 nothing."""
+        """ZeRO stage: 1 shards the optimizer's state over data-parallel ranks, 2 gradients too, 3
+        parameters too; 0 nothing."""
         return self.zero.stage
 
     @property
@@ -280,8 +332,8 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @property
     def last_step(self) -> StepResult | None:
-        """The numbers of the latest batch or optimizer step, the same on every rank; None before the first. Whoever reads one of them while
-        the step runs waits for the device."""
+        """The numbers of the latest batch or optimizer step, the same on every rank; None before
+        the first. Whoever reads one of them while the step runs waits for the device."""
         return self._last_step
 
     @property
@@ -306,7 +358,8 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @property
     def parameter_counts(self) -> tuple[int, int]:
-        """Parameters of the whole model, and those that this rank keeps. A tied parameter counts once."""
+        """Parameters of the whole model, and those that this rank keeps. A tied parameter counts
+        once."""
         return self.built.parts.size.count(), sum(self.built.share.values())
 
     # Ranks and processes
@@ -314,7 +367,8 @@ class Lightning3DStrategy(CheckpointHooks):
     @override
     def _configure_launcher(self) -> None:
         refuse_surroundings(os.environ)
-        precision_of(str(self.precision_plugin.precision), fp8=self.fp8)  # refuses what is unknown, before any rank starts
+        # refuses what is unknown, before any rank starts
+        precision_of(str(self.precision_plugin.precision), fp8=self.fp8)
         if self.fp8:
             require_fp8(self.root_device)
         self._settle_layout()
@@ -330,7 +384,10 @@ class Lightning3DStrategy(CheckpointHooks):
             wait_for_memory(self.root_device, self.reliability.held_memory_timeout)
         record_collectives()
         join_seconds = self.reliability.rendezvous_timeout
-        reset_unequal_generators(connect_process_group(self, self._timeout, join_seconds, self._interface), self.root_device)
+        reset_unequal_generators(
+            connect_process_group(self, self._timeout, join_seconds, self._interface),
+            self.root_device,
+        )
         agree_on_cpu_threads(self.root_device)
         trainer = self.user_module.trainer if self.lightning_module is not None else None
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
@@ -343,7 +400,8 @@ class Lightning3DStrategy(CheckpointHooks):
         if trainer is not None:
             self._watch_progress(trainer.default_root_dir, self._store_options.timeout_seconds)
         if trainer is not None and fitting:
-            # Before Lightning calls `setup` of callbacks, where those that average copy the module: it is still whole.
+            # Before Lightning calls `setup` of callbacks, where those that average copy the module:
+            # it is still whole.
             refuse_callbacks(trainer, self.zero_stage)
             defer_averaging(trainer)
 
@@ -352,7 +410,8 @@ class Lightning3DStrategy(CheckpointHooks):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Run `configure_model` on the meta device, so that no rank ever holds the whole model in memory."""
+        """Run `configure_model` on the meta device, so that no rank ever holds the whole model in
+        memory."""
         with torch.device("meta"):
             yield
 
@@ -362,13 +421,22 @@ class Lightning3DStrategy(CheckpointHooks):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refuse_unsupported(trainer)
-        keep_sample_order(trainer, sampler_maker(self.root_device, lambda: next(self._resumed_orders, None), self.micro_batch_rows))
+        keep_sample_order(
+            trainer,
+            sampler_maker(
+                self.root_device, lambda: next(self._resumed_orders, None), self.micro_batch_rows
+            ),
+        )
         predicts = self.zero.stage == 3 or self.mesh.layout.ep > 1
-        join_fetchers(trainer, end_together(self.mesh, predicts=predicts) if self.world_size > 1 else None)
+        join_fetchers(
+            trainer, end_together(self.mesh, predicts=predicts) if self.world_size > 1 else None
+        )
         self._build()
         self.built.begin_fit()
         self._pace = self._make_pace()
-        self._replicas = ReplicaCheck(self.reliability.check_replicas_every_n_steps, self.root_device)
+        self._replicas = ReplicaCheck(
+            self.reliability.check_replicas_every_n_steps, self.root_device
+        )
         self.built.twice.begin_fit(self.reliability.rerun_every_n_steps)
         if fitting:
             self.setup_optimizers(trainer)
@@ -387,20 +455,35 @@ class Lightning3DStrategy(CheckpointHooks):
         if self._built is None or not self._built.is_of(module):
             self.model = self.precision_plugin.convert_module(module)
             options = BuildOptions(
-                self.options, self.zero, self._sources, self.fp8, self.micro_batch_size, self._split_batch, self.micro_batch_rows
+                self.options,
+                self.zero,
+                self._sources,
+                self.fp8,
+                self.micro_batch_size,
+                self._split_batch,
+                self.micro_batch_rows,
             )
             how = self._shape_only, self._on_accelerator
-            around = Surroundings(self.precision_plugin, self._tracer, self.guard, self._materialize, *how)
+            around = Surroundings(
+                self.precision_plugin, self._tracer, self.guard, self._materialize, *how
+            )
             self._built = build(module, self.mesh, self.root_device, options, around)
         self.model_to_device()
 
     def _make_pace(self) -> Pace | None:
-        """Make what compares the pace of the ranks, unless nobody wants to know or there is one rank."""
+        """Make what compares the pace of the ranks, unless nobody wants to know or there is one
+        rank."""
         watched = self.reliability
         if watched.slow_rank_factor is None or self.world_size == 1 or self._shape_only:
             return None
         count_waits()
-        return Pace(self.mesh, self.root_device, self._tracer.recorder, watched.slow_rank_factor, watched.slow_rank_steps)
+        return Pace(
+            self.mesh,
+            self.root_device,
+            self._tracer.recorder,
+            watched.slow_rank_factor,
+            watched.slow_rank_steps,
+        )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -408,9 +491,11 @@ class Lightning3DStrategy(CheckpointHooks):
         with optimizers_of_a_stage(self.mesh.index("pp")):
             super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.root_device)
-        built.group_names = name_groups(built.module, self.optimizers[0])  # before the backend replaces the parameters in the groups
+        # before the backend replaces the parameters in the groups
+        built.group_names = name_groups(built.module, self.optimizers[0])
         self.optimizers = [built.backend.prepare(built.module, self.optimizers[0])]
-        # Gradients are made inside training_step, after this strategy zeroed them; Lightning would wipe them between it and the step.
+        # Gradients are made inside training_step, after this strategy zeroed them; Lightning would
+        # wipe them between it and the step.
         built.module.optimizer_zero_grad = _keep_gradients  # type: ignore[method-assign]
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
 
@@ -422,8 +507,11 @@ class Lightning3DStrategy(CheckpointHooks):
     # Steps
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device. Of a training batch, the host keeps the values by which models choose their attention."""
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move a batch to the device. Of a training batch, the host keeps the values by which
+        models choose their attention."""
         if not self.user_module.trainer.training:
             return super().batch_to_device(batch, device, dataloader_idx)
         self._first_step.begin_batch()
@@ -432,7 +520,8 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of all micro-batches, and reduce gradients before an optimizer step."""
+        """Run forward and backward of all micro-batches, and reduce gradients before an optimizer
+        step."""
         batch, *rest = (*args, *kwargs.values())
         built = self.built
         step = built.module.trainer.global_step
@@ -448,11 +537,13 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @property
     def trace_every_n_steps(self) -> int | None:
-        """Every how many optimizer steps one is traced; None: only steps requested with `trace_next_step()`."""
+        """Every how many optimizer steps one is traced; None: only steps requested with
+        `trace_next_step()`."""
         return self._tracer.every
 
     def trace_next_step(self) -> None:
-        """Trace the next optimizer step, whatever `trace_every_n_steps` is. Call it on all ranks, for example from a callback's hook."""
+        """Trace the next optimizer step, whatever `trace_every_n_steps` is. Call it on all ranks,
+        for example from a callback's hook."""
         self._tracer.trace_next_step()
 
     @override
@@ -473,22 +564,30 @@ class Lightning3DStrategy(CheckpointHooks):
             return self.built.evaluate(hook, batch, tuple(rest))
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the precision plugin's hooks before and after the backward. The backward itself already ran inside `training_step`."""
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Call the precision plugin's hooks before and after the backward. The backward itself
+        already ran inside `training_step`."""
         with self.built.hooks.watching():
             closure_loss = self.precision_plugin.pre_backward(closure_loss, self.user_module)
             return self.precision_plugin.post_backward(closure_loss, self.user_module)
 
     @override
     def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: pl.LightningModule | Module | None = None, **kwargs: Any
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
     ) -> Any:
         with self.built.reads.paused():  # a user's `optimizer_step` is a hook, too
             return self._optimizer_step(optimizer, closure)
 
     def _optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         built = self.built
-        # Hooks before the optimizer must not run in a step that is then skipped, and see the logged values of their own step.
+        # Hooks before the optimizer must not run in a step that is then skipped, and see the logged
+        # values of their own step.
         built.defers = has_outputs(closure) and not has_hooks_before_optimizer(built.module.trainer)
         try:
             result = closure()  # runs training_step, which sets the step
@@ -515,11 +614,17 @@ class Lightning3DStrategy(CheckpointHooks):
         return result
 
     def _clip_gradients(
-        self, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: str | None = "norm"
+        self,
+        optimizer: Optimizer,
+        clip_val: float | None = 0.0,
+        gradient_clip_algorithm: str | None = "norm",
     ) -> None:
         """Clip by the norm over all ranks, or by value."""
         if clip_val and clip_val > 0:
-            self.built.clip(float(clip_val), str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)))
+            self.built.clip(
+                float(clip_val),
+                str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)),
+            )
 
     # The end
 
@@ -530,13 +635,17 @@ class Lightning3DStrategy(CheckpointHooks):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Report the exception to the other ranks before any connection is closed, so that the cause is shown once and no rank waits.
+        """Report the exception to the other ranks before any connection is closed, so that the
+        cause is shown once and no rank waits.
 
-        SIGTERM, and a step that is not finite, end all ranks together: a save that is under way is finished first.
+        SIGTERM, and a step that is not finite, end all ranks together: a save that is under way is
+        finished first.
         """
         self._ending = Ending.by(exception)
         if self._mesh is None and self._failures is None:
-            return  # this rank was not connected yet: there is nothing to report, and no one to report it to
+            # this rank was not connected yet: there is nothing to report, and no one to report it
+            # to
+            return
         if self._ending is Ending.TOGETHER:
             self._store.finish()  # before the message, which names the newest checkpoint
         self._report_end(exception)
@@ -544,24 +653,38 @@ class Lightning3DStrategy(CheckpointHooks):
             self._failures.note(self._explained(exception))
 
     def _explained(self, exception: BaseException) -> BaseException:
-        """Return an error that explains that memory ran out, or why code fails in this layout; any other exception as it is."""
+        """Return an error that explains that memory ran out, or why code fails in this layout; any
+        other exception as it is."""
         folder = Path(self.user_module.trainer.default_root_dir)
-        lacks = explain(exception, self._built, self.heartbeat.describe(), self.global_rank, self.root_device, folder)
-        return lacks or self._first_step.explain(exception, self._mesh, self._built, self.zero_stage) or exception
+        lacks = explain(
+            exception,
+            self._built,
+            self.heartbeat.describe(),
+            self.global_rank,
+            self.root_device,
+            folder,
+        )
+        return (
+            lacks
+            or self._first_step.explain(exception, self._mesh, self._built, self.zero_stage)
+            or exception
+        )
 
     @override
     def teardown(self) -> None:
         if self._built is not None:
             average = self._built.backend.average
             if average is not None and (self._ending is not Ending.ALONE or self.world_size == 1):
-                average.hide()  # a validation failed while the average was in the place of the weights
+                # a validation failed while the average was in the place of the weights
+                average.hide()
             self._built.close(whole=self._ending is Ending.NORMAL)
         self._stop_watching()  # a rank that ends from here on is no failure any more
         self._interface.restore()
         self._store.close(failed=self._ending is Ending.ALONE)
         module = self.lightning_module
         if module is not None:
-            if self._mesh is not None:  # else the launch failed, before Lightning attached the module
+            # else the launch failed, before Lightning attached the module
+            if self._mesh is not None:
                 forget_deferred(module.trainer)
             vars(module).pop("optimizer_zero_grad", None)
             if any(parameter.is_meta for parameter in module.parameters()):
@@ -571,7 +694,9 @@ class Lightning3DStrategy(CheckpointHooks):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("lightning_3d", cls, description=(cls.__doc__ or "").splitlines()[0])
+        strategy_registry.register(
+            "lightning_3d", cls, description=(cls.__doc__ or "").splitlines()[0]
+        )
 
 
 def _keep_gradients(*args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,8 @@ _WRITES = ("log_metrics", "save", "finalize", "after_save_checkpoint")
 
 
 def survive_loggers(loggers: Iterable[Logger]) -> None:
-    """Turn the first error of the storage of each logger into a warning and ignore its later ones. Does nothing the second time."""
+    """Turn the first error of the storage of each logger into a warning and ignore its later ones.
+    Does nothing the second time."""
     for logger in loggers:
         for name in _WRITES:
             method = getattr(logger, name)
@@ -29,7 +30,10 @@ def _surviving(logger: Logger, method: Callable[..., Any]) -> Callable[..., Any]
         except OSError as error:
             if not getattr(logger, "_has_warned", False):
                 logger._has_warned = True  # type: ignore[attr-defined]
-                rank_zero_warn(f"{type(logger).__name__} cannot write; training continues and some numbers will be missing: {error}")
+                rank_zero_warn(
+                    f"{type(logger).__name__} cannot write; training continues and some numbers"
+                    f" will be missing: {error}"
+                )
             return None
 
     write.survives = True  # type: ignore[attr-defined]

@@ -20,7 +20,8 @@ Round = tuple[float, float]
 
 
 def clock_name() -> str:
-    """Name of this process's clock: the same for processes whose `perf_counter` has the same origin.
+    """Name of this process's clock: the same for processes whose `perf_counter` has the same
+    origin.
 
     These are the processes of one machine since it booted, in containers too.
     """
@@ -33,7 +34,8 @@ def clock_name() -> str:
 
 
 def meet(device: torch.device) -> list[Round]:
-    """Run some all-reduces of one number; return when this rank entered and left each. Collective over the world."""
+    """Run some all-reduces of one number; return when this rank entered and left each. Collective
+    over the world."""
     rounds = []
     number = torch.zeros(1, device=device)
     for _ in range(ROUNDS):
@@ -44,12 +46,16 @@ def meet(device: torch.device) -> list[Round]:
     return rounds
 
 
-def clock_offsets(clocks: Sequence[str], rounds: Sequence[Sequence[Round]]) -> list[tuple[float, float]]:
-    """Compute, by rank, the seconds to subtract from its times to get rank 0's, and the possible error.
+def clock_offsets(
+    clocks: Sequence[str], rounds: Sequence[Sequence[Round]]
+) -> list[tuple[float, float]]:
+    """Compute, by rank, the seconds to subtract from its times to get rank 0's, and the possible
+    error.
 
-    No rank leaves a sum before every rank has entered it. With `o` the offset of a clock, every pair of ranks and every round gives
-    `entered - left of the other <= o <= left - entered of the other`; the result is the middle of the range that all of them allow. The
-    bounds are as far apart as two messages take.
+    No rank leaves a sum before every rank has entered it. With `o` the offset of a clock, every
+    pair of ranks and every round gives `entered - left of the other <= o <= left - entered of the
+    other`; the result is the middle of the range that all of them allow. The bounds are as far
+    apart as two messages take.
 
     Args:
         clocks: by rank, from `clock_name`.

@@ -36,7 +36,8 @@ class Marks:
             torch.cuda.synchronize(self.device)
 
     def mark(self) -> Any:
-        """Return a mark of this moment; on a GPU, of the moment when the current stream gets here."""
+        """Return a mark of this moment; on a GPU, of the moment when the current stream gets
+        here."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -44,9 +45,14 @@ class Marks:
         return event
 
     def is_in_main_stream(self) -> bool:
-        """Return whether the current stream is the one that computes: a wait in another one holds nothing up."""
+        """Return whether the current stream is the one that computes: a wait in another one holds
+        nothing up."""
         return not self.on_gpu or torch.cuda.current_stream(self.device) == self._stream
 
     def seconds(self, mark: Any) -> float:
         """Convert a mark to seconds of this machine's `perf_counter`."""
-        return mark if isinstance(mark, float) else self._origin[0] + self._origin[1].elapsed_time(mark) / 1000
+        return (
+            mark
+            if isinstance(mark, float)
+            else self._origin[0] + self._origin[1].elapsed_time(mark) / 1000
+        )

@@ -69,10 +69,11 @@ def _unpack(kept: Any) -> Tensor:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Meter of all tensors in host memory that are alive, each storage once, from its first appearance in an operation until it is freed.
+    """Meter of all tensors in host memory that are alive, each storage once, from its first
+    appearance in an operation until it is freed.
 
-    Memory that torch did not allocate does not count: mapped files of data, and the buffers through which ranks of one machine send
-    messages (`parallel/host_memory.py`), which several ranks map.
+    Memory that torch did not allocate does not count: mapped files of data, and the buffers through
+    which ranks of one machine send messages (`parallel/host_memory.py`), which several ranks map.
 
     Attributes:
         peak: largest number of bytes that were alive at an operation.
@@ -82,7 +83,8 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Let what a step compiles run compiled: with other modes, torch 2.11 to 2.13 runs it eagerly, or fails with `fullgraph=True`."""
+        """Let what a step compiles run compiled: with other modes, torch 2.11 to 2.13 runs it
+        eagerly, or fails with `fullgraph=True`."""
         return True
 
     def __init__(self) -> None:
@@ -96,7 +98,8 @@ class LiveBytes(TorchDispatchMode):
         """Count tensors that were there before.
 
         Args:
-            resized: True if their storages may shrink and grow (`Unit` in parallel/zero/parameter_units.py).
+            resized: True if their storages may shrink and grow (`Unit` in
+                parallel/zero/parameter_units.py).
         """
         for tensor in tensors:
             self._see_storage(tensor)
@@ -104,10 +107,17 @@ class LiveBytes(TorchDispatchMode):
         self._resized = list(dict.fromkeys(self._resized))
         self.peak = max(self.peak, self._now)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         for kind in types:
             if is_traceable_wrapper_subclass_type(kind):
-                return NotImplemented  # the class itself computes with its inner tensors, in operations that arrive here
+                # the class itself computes with its inner tensors, in operations that arrive here
+                return NotImplemented
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):  # an operation that writes into a tensor returns it
             self._see_storage(result)
@@ -154,10 +164,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 class MemoryWatch:
-    """Meter of the memory of one rank during a step. Activations are all bytes in no other category at the peak.
+    """Meter of the memory of one rank during a step. Activations are all bytes in no other category
+    at the peak.
 
-    On a GPU, the peak is that of the allocator since the process began. On a CPU, it is that of all tensors during the watched parts of
-    the step.
+    On a GPU, the peak is that of the allocator since the process began. On a CPU, it is that of all
+    tensors during the watched parts of the step.
 
     Args:
         module: this rank's part of the model.

@@ -1,13 +1,17 @@
-"""Times of messages between ranks: when each started, when it had arrived, and when this rank waited for it.
+"""Times of messages between ranks: when each started, when it had arrived, and when this rank
+waited for it.
 
-The functions that start messages are decorated with `under_way` or `at_once` (`parallel.collectives`, `parallel.gloo_exchange`). They cost
-a comparison while no step is traced. What torch.compile makes of collectives, DeepSpeed's own messages, and agreements of a
-few numbers that call torch.distributed directly are not seen.
+The functions that start messages are decorated with `under_way` or `at_once`
+(`parallel.collectives`, `parallel.gloo_exchange`). They cost a comparison while no step is traced.
+What torch.compile makes of collectives, DeepSpeed's own messages, and agreements of a few numbers
+that call torch.distributed directly are not seen.
 
 When a message has arrived is known
 - on NCCL from an event on a stream of its own, which waits for it,
-- on gloo from the thread that carries it, except for reduce-scatters and messages between two ranks,
-- otherwise when this rank has waited for it. In shared memory it reads the message then, but what it reads may have been there for long.
+- on gloo from the thread that carries it, except for reduce-scatters and messages between two
+  ranks,
+- otherwise when this rank has waited for it. In shared memory it reads the message then, but what
+  it reads may have been there for long.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ def follow(log: MessageLog | None) -> None:
 
 
 def under_way(operation: str, tensor: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function that starts a message and returns the work to wait for. Its parameter `group` is the process group.
+    """Decorate a function that starts a message and returns the work to wait for. Its parameter
+    `group` is the process group.
 
     Args:
         operation: name of the message.
@@ -53,7 +58,9 @@ def at_once(operation: str, tensor: str) -> Callable[[Callable[P, R]], Callable[
     return _decorated(operation, tensor, lambda log: log.waited)
 
 
-def _decorated(operation: str, tensor: str, way: Callable[[MessageLog], Callable[..., Any]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def _decorated(
+    operation: str, tensor: str, way: Callable[[MessageLog], Callable[..., Any]]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
@@ -64,7 +71,9 @@ def _decorated(operation: str, tensor: str, way: Callable[[MessageLog], Callable
             given = signature.bind(*args, **kwargs).arguments
             if dist.get_world_size(given["group"]) == 1:
                 return function(*args, **kwargs)
-            result: R = way(_followed)(operation, given[tensor], given["group"], lambda: function(*args, **kwargs))
+            result: R = way(_followed)(
+                operation, given[tensor], given["group"], lambda: function(*args, **kwargs)
+            )
             return result
 
         return call
@@ -98,7 +107,13 @@ class MessageLog:
         self._notes: list[_Note] = []
         self._streams: dict[str, Any] = {}
 
-    def started(self, operation: str, x: torch.Tensor, group: dist.ProcessGroup | None, start: Callable[[], Any]) -> Any:
+    def started(
+        self,
+        operation: str,
+        x: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        start: Callable[[], Any],
+    ) -> Any:
         """Start a message. Returns the work to wait for."""
         note = self._note(operation, x, group)
         work = start()
@@ -109,7 +124,13 @@ class MessageLog:
             note.arrived = self._mark_apart(note.group, work)
         return UnderWay(work, note, self.mark, x)
 
-    def waited(self, operation: str, x: torch.Tensor, group: dist.ProcessGroup | None, run: Callable[[], Any]) -> Any:
+    def waited(
+        self,
+        operation: str,
+        x: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        run: Callable[[], Any],
+    ) -> Any:
         """Run a message to its end."""
         note = self._note(operation, x, group)
         result = run()
@@ -122,7 +143,8 @@ class MessageLog:
         self._notes = []
 
     def take(self) -> list[Transfer]:
-        """Return the messages that have arrived, and forget all. On a GPU, `Marks.settle` comes first."""
+        """Return the messages that have arrived, and forget all. On a GPU, `Marks.settle` comes
+        first."""
         done = [note for note in self._notes if note.arrived is not None or note.wait is not None]
         self._notes = []
         return [self._transfer(note) for note in done]
@@ -163,20 +185,36 @@ class MessageLog:
             return self._marks.mark()
 
     def _transfer(self, note: _Note) -> Transfer:
-        wait = None if note.wait is None else (self._marks.seconds(note.wait[0]), self._marks.seconds(note.wait[1]))
+        wait = (
+            None
+            if note.wait is None
+            else (self._marks.seconds(note.wait[0]), self._marks.seconds(note.wait[1]))
+        )
         arrived = None if note.arrived is None else self._marks.seconds(note.arrived)
         # A callback may run a moment later than the wait returns.
         end = min(time for time in (arrived, wait and wait[1]) if time is not None)
         start = self._marks.seconds(note.start)
         launched = start if note.launched is None else min(note.launched, end)
-        return Transfer(note.operation, note.group, note.ranks, note.size, start, launched, end, wait, arrived is not None)
+        return Transfer(
+            note.operation,
+            note.group,
+            note.ranks,
+            note.size,
+            start,
+            launched,
+            end,
+            wait,
+            arrived is not None,
+        )
 
 
 class UnderWay:
-    """Work of a message that is recorded. Keeps the message's tensor until the engine has waited: NCCL's own work would have, if nothing
-    else had waited for it before."""
+    """Work of a message that is recorded. Keeps the message's tensor until the engine has waited:
+    NCCL's own work would have, if nothing else had waited for it before."""
 
-    def __init__(self, work: Any, note: _Note, mark: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
+    def __init__(
+        self, work: Any, note: _Note, mark: Callable[[torch.Tensor], Any], x: torch.Tensor
+    ) -> None:
         self._work, self._note, self._mark, self._x = work, note, mark, x
 
     def wait(self) -> Any:

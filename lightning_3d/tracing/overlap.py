@@ -6,7 +6,16 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_3d.tracing.trace import BACKWARD, FORWARD, INPUT_GRADIENT, OPTIMIZER, WEIGHT_GRADIENT, Event, RankTrace, Transfer
+from lightning_3d.tracing.trace import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    OPTIMIZER,
+    WEIGHT_GRADIENT,
+    Event,
+    RankTrace,
+    Transfer,
+)
 
 COMPUTES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, OPTIMIZER)
 """Kinds of events in which a rank computes, except while it waits for a message."""
@@ -57,11 +66,16 @@ def hidden_by_kind(ranks: Iterable[RankTrace]) -> dict[str, Hidden]:
 
 
 def computing_spans(events: Iterable[Event], transfers: Iterable[Transfer]) -> list[Span]:
-    """Return the times in which a rank computes: inside of its actions, but not while it starts a message or waits for one."""
+    """Return the times in which a rank computes: inside of its actions, but not while it starts a
+    message or waits for one."""
     transfers = list(transfers)
     active = union((event.start, event.end) for event in events if event.kind in COMPUTES)
     waits = [transfer.wait for transfer in transfers if transfer.wait is not None]
-    starts = [(transfer.start, transfer.launched) for transfer in transfers if transfer.start < transfer.launched]
+    starts = [
+        (transfer.start, transfer.launched)
+        for transfer in transfers
+        if transfer.start < transfer.launched
+    ]
     return without(active, union([*waits, *starts]))
 
 
@@ -106,8 +120,10 @@ def length_within(start: float, end: float, spans: Sequence[Span]) -> float:
 
 
 def summary(ranks: Iterable[RankTrace]) -> list[str]:
-    """Describe each kind of messages in a line, such as "all-reduce over dp: 24 messages, hidden 83 %"."""
+    """Describe each kind of messages in a line, such as "all-reduce over dp: 24 messages, hidden 83
+    %"."""
     return [
-        f"{kind}: {one.messages} message{'s' * (one.messages != 1)}, {one.size / 2**20:.2f} MiB, hidden {one.share:.0%}"
+        f"{kind}: {one.messages} message{'s' * (one.messages != 1)}, {one.size / 2**20:.2f} MiB,"
+        f" hidden {one.share:.0%}"
         for kind, one in hidden_by_kind(ranks).items()
     ]

@@ -1,8 +1,10 @@
 """Run a model's own initializers for one tensor at a time.
 
-The model is copied module by module into a blueprint whose tensors are all on meta: a blueprint of any model costs kilobytes. To draw one
-tensor, only this tensor of the blueprint is materialized. Then the initializers of its module and of the modules around it run, in the
-order of an ordinary construction. All other tensors that they write are on meta, which costs nothing and draws no random numbers.
+The model is copied module by module into a blueprint whose tensors are all on meta: a blueprint of
+any model costs kilobytes. To draw one tensor, only this tensor of the blueprint is materialized.
+Then the initializers of its module and of the modules around it run, in the order of an ordinary
+construction. All other tensors that they write are on meta, which costs nothing and draws no random
+numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.compat.peft_layers import adapters_of, is_lora, lora_initializations, lora_variant, own
+from lightning_3d.compat.peft_layers import (
+    adapters_of,
+    is_lora,
+    lora_initializations,
+    lora_variant,
+    own,
+)
 from lightning_3d.compat.torch import storage_key, watch_operations
 from lightning_3d.compat.transformers import is_transformers_model
 from lightning_3d.errors import ConfigError
@@ -45,7 +53,8 @@ OVERWRITING = frozenset(
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor in a module: in `_parameters`, in `_buffers`, or (kind "") a plain attribute."""
+    """The place of a tensor in a module: in `_parameters`, in `_buffers`, or (kind "") a plain
+    attribute."""
 
     module: nn.Module
     kind: str
@@ -67,7 +76,8 @@ class Target:
 
     Attributes:
         name: first name in the module tree.
-        slots: its places. A tied parameter is initialized in its first place only, a shared buffer in all of them.
+        slots: its places. A tied parameter is initialized in its first place only, a shared buffer
+            in all of them.
         blank: meta tensor that is there until the value is drawn.
     """
 
@@ -92,8 +102,10 @@ class Blueprint:
     """A full-sized copy of a model on meta, with its initializers.
 
     Args:
-        root: the model. It is not changed, and may be partitioned and rewritten afterwards: names stay the same.
-        specs: global shapes by name, for a model that is already sharded; a tensor without an entry has its own shape.
+        root: the model. It is not changed, and may be partitioned and rewritten afterwards: names
+            stay the same.
+        specs: global shapes by name, for a model that is already sharded; a tensor without an entry
+            has its own shape.
 
     Attributes:
         targets: every parameter, and every buffer or plain attribute on meta, by each of its names.
@@ -108,15 +120,17 @@ class Blueprint:
         self._modules: list[tuple[str, nn.Module, nn.Module | None]] = []
         self._calls: list[Call] = []
         self._calls_of: dict[str, list[int]] = {}
-        self._parameters_of: dict[int, list[Target]] = {}  # id of a copied module -> parameters that it owns
+        # id of a copied module -> parameters that it owns
+        self._parameters_of: dict[int, list[Target]] = {}
         self._read: set[str] = set()  # targets that some initializer reads
-        self._overwritten: dict[str, int] = {}  # target -> the last call known to begin by overwriting all of it
+        # target -> the last call known to begin by overwriting all of it
+        self._overwritten: dict[str, int] = {}
         self._lora = lora_initializations(root)
         self._copy(root, "", None)
 
     def prepare(self, names: Iterable[str]) -> None:
-        """Find the initializers of these tensors, and run each once on meta to see after which one earlier ones are
-        wasted.
+        """Find the initializers of these tensors, and run each once on meta to see after which one
+        earlier ones are wasted.
 
         Raises:
             ConfigError: an initializer cannot run on a model whose tensors are on meta.
@@ -135,31 +149,39 @@ class Blueprint:
             self._overwritten.update(dict.fromkeys(notes.overwritten(), index))
             self._read |= notes.read
 
-    def _adapters(self, name: str, module: nn.Module, initializer: nn.Module | None) -> Iterator[Call]:
-        """Yield PEFT's initialization of a LoRA layer. The adapters themselves are made like any `nn.Linear`."""
+    def _adapters(
+        self, name: str, module: nn.Module, initializer: nn.Module | None
+    ) -> Iterator[Call]:
+        """Yield PEFT's initialization of a LoRA layer. The adapters themselves are made like any
+        `nn.Linear`."""
         for adapter in adapters_of(module) if is_lora(module) else ():
             how = self._lora.get(adapter, True)
             if (variant := lora_variant(module)) is not None:
                 raise ConfigError(
-                    f"LoRA with {variant} computes adapters of '{name}' from weights that are on the meta device. Use plain LoRA,"
-                    f" {BUILD_IN_MEMORY}"
+                    f"LoRA with {variant} computes adapters of '{name}' from weights that are on"
+                    f" the meta device. Use plain LoRA, {BUILD_IN_MEMORY}"
                 )
             if how is not True and how is not False and how != "gaussian":
                 raise ConfigError(
-                    f"init_lora_weights={how!r} computes the adapters of '{name}' from weights that are on the meta device. Use True, False"
-                    f" or 'gaussian', {BUILD_IN_MEMORY}"
+                    f"init_lora_weights={how!r} computes the adapters of '{name}' from weights that"
+                    f" are on the meta device. Use True, False or 'gaussian', {BUILD_IN_MEMORY}"
                 )
-            yield Call(f"LoRA of '{name}'", partial(cast(Any, module).reset_lora_parameters, adapter, how))
+            yield Call(
+                f"LoRA of '{name}'", partial(cast(Any, module).reset_lora_parameters, adapter, how)
+            )
 
     def siblings(self, target: Target) -> list[Target]:
         """All parameters of the module that owns `target`, including it."""
         return self._parameters_of[id(target.owner)]
 
     def depends_on_siblings(self, target: Target) -> bool:
-        """Return whether an initializer computes parameters of this module from one another (`self.b.copy_(2 * self.a)`)."""
+        """Return whether an initializer computes parameters of this module from one another
+        (`self.b.copy_(2 * self.a)`)."""
         return any(sibling.name in self._read for sibling in self.siblings(target))
 
-    def draw(self, targets: Sequence[Target], dtypes: Sequence[torch.dtype], seed: int) -> list[Tensor | None]:
+    def draw(
+        self, targets: Sequence[Target], dtypes: Sequence[torch.dtype], seed: int
+    ) -> list[Tensor | None]:
         """Draw the values of some tensors on CPU: only they are real while their initializers run.
 
         A tensor that no initializer writes, or not all of it, comes back as None.
@@ -179,27 +201,34 @@ class Blueprint:
         try:
             for call in calls:
                 _run(self._calls[call])
-            return [self._written(target, tensor) for target, tensor in zip(targets, drawn, strict=True)]
+            return [
+                self._written(target, tensor) for target, tensor in zip(targets, drawn, strict=True)
+            ]
         finally:
             for target in targets:
                 for slot in target.slots:
                     slot.put(target.blank)
 
     def _written(self, target: Target, placed: Tensor) -> Tensor | None:
-        """The value that initializers gave a tensor, which they may have replaced; None if part of it is unwritten."""
+        """The value that initializers gave a tensor, which they may have replaced; None if part of
+        it is unwritten."""
         value = next((now for slot in target.slots if (now := slot.get()) is not placed), placed)
         if target.name in self._overwritten or value is not placed:
             return value
         return value if value.is_floating_point() and not value.isnan().any() else None
 
     def _program(self, target: Target) -> list[int]:
-        """Calls that may write a tensor: of its module and of the modules around it, without those that are overwritten later."""
+        """Calls that may write a tensor: of its module and of the modules around it, without those
+        that are overwritten later."""
         modules = _with_ancestors([target.name])
         first = self._overwritten.get(target.name, 0)
-        return [call for module in modules for call in self._calls_of.get(module, ()) if call >= first]
+        return [
+            call for module in modules for call in self._calls_of.get(module, ()) if call >= first
+        ]
 
     def _copy(self, module: nn.Module, name: str, initializer: nn.Module | None) -> nn.Module:
-        """Copy `module` and its submodules. `initializer` is the copy of the nearest module that initializes others."""
+        """Copy `module` and its submodules. `initializer` is the copy of the nearest module that
+        initializes others."""
         if id(module) in self._copies:
             return self._copies[id(module)]
         copy = object.__new__(type(module))
@@ -213,7 +242,9 @@ class Blueprint:
         for key, child in module._modules.items():
             # A model's own initializers ran before PEFT put adapters into it.
             around = initializer if key == "base_layer" or not is_lora(module) else None
-            copy._modules[key] = None if child is None else self._copy(child, f"{prefix}{key}", around)
+            copy._modules[key] = (
+                None if child is None else self._copy(child, f"{prefix}{key}", around)
+            )
         self._modules.append((name, copy, initializer))
         return copy
 
@@ -231,7 +262,8 @@ class Blueprint:
                 self._parameters_of.setdefault(id(copy), []).append(new)
 
     def _copy_others(self, module: nn.Module, copy: nn.Module, prefix: str) -> None:
-        """Buffers, and plain attributes that are tensors on meta. Buffers in memory become blanks, never targets."""
+        """Buffers, and plain attributes that are tensors on meta. Buffers in memory become blanks,
+        never targets."""
         copy._buffers.update(module._buffers)
         for slot, tensor in other_tensors(module):
             here = Slot(copy, slot.kind, slot.key)
@@ -239,7 +271,9 @@ class Blueprint:
                 here.put(torch.empty_like(tensor, device="meta"))
                 continue
             name = f"{prefix}{slot.key}"
-            target = self._targets_by_id.setdefault(id(tensor), Target(name, [], torch.empty_like(tensor)))
+            target = self._targets_by_id.setdefault(
+                id(tensor), Target(name, [], torch.empty_like(tensor))
+            )
             target.slots.append(here)
             here.put(target.blank)
             self.targets[name] = target
@@ -248,16 +282,20 @@ class Blueprint:
         shape = self._specs[name].global_shape if name in self._specs else parameter.shape
         empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
         blank = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        # Some initializers look at attributes (Mamba's `_no_reinit`); Transformers' own flag would make them skip it.
-        vars(blank).update({key: value for key, value in vars(parameter).items() if key != "_is_hf_initialized"})
+        # Some initializers look at attributes (Mamba's `_no_reinit`); Transformers' own flag would
+        # make them skip it.
+        vars(blank).update(
+            {key: value for key, value in vars(parameter).items() if key != "_is_hf_initialized"}
+        )
         return blank
 
 
 class _Notes:
-    """Callback of `watch_operations`: records what one initializer does to the blanks of the targets.
+    """Callback of `watch_operations`: records what one initializer does to the blanks of the
+    targets.
 
-    That it overwrites a tensor is certain; that it does not is no proof, because functions of `torch.nn.init` may pass
-    over tensors on meta (`trunc_normal_` since torch 2.13).
+    That it overwrites a tensor is certain; that it does not is no proof, because functions of
+    `torch.nn.init` may pass over tensors on meta (`trunc_normal_` since torch 2.13).
     """
 
     def __init__(self, watched: dict[int, Target]) -> None:
@@ -289,9 +327,10 @@ def _run(call: Call) -> None:
         call.run()
     except Exception as error:
         raise ConfigError(
-            f"{call.label} could not run with one tensor in memory and all others on the meta device"
-            f" ({type(error).__name__}: {error}). Let it fill parameters in place (nn.init.normal_(self.weight), ...)"
-            f" without reading those of other modules, {BUILD_IN_MEMORY}"
+            f"{call.label} could not run with one tensor in memory and all others on the meta"
+            f" device ({type(error).__name__}: {error}). Let it fill parameters in place"
+            " (nn.init.normal_(self.weight), ...) without reading those of other modules,"
+            f" {BUILD_IN_MEMORY}"
         ) from error
 
 
@@ -304,19 +343,22 @@ def _construction(name: str, module: nn.Module, initializer: nn.Module | None) -
 
 
 def _model_wide(name: str, module: nn.Module, initializer: nn.Module | None) -> Iterator[Call]:
-    """Yield what a model does to a module once all exist: Transformers' `_init_weights(module)`, or `init_weights()`."""
+    """Yield what a model does to a module once all exist: Transformers' `_init_weights(module)`, or
+    `init_weights()`."""
     hook = None if initializer is None else _module_hook(initializer)
     if hook is not None:
         label = f"{type(initializer).__name__}.{hook.__name__}({type(module).__name__}) of '{name}'"
         yield Call(label, lambda: hook(module))
     function: Any = own(module, "init_weights")
-    # That of Transformers only walks over all modules, as we do, and skips those it has flagged, as we must not.
+    # That of Transformers only walks over all modules, as we do, and skips those it has flagged, as
+    # we must not.
     if _required_arguments(function) == 0 and not is_transformers_model(module):
         yield Call(f"{type(module).__name__}.init_weights() of '{name}'", function)
 
 
 def _module_hook(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """The method of `module` that initializes any module passed to it, as in `self.apply(self._init_weights)`."""
+    """The method of `module` that initializes any module passed to it, as in
+    `self.apply(self._init_weights)`."""
     for hook in ("_init_weights", "init_weights"):
         function = own(module, hook)
         if _required_arguments(function) == 1:
@@ -328,9 +370,15 @@ def _required_arguments(function: Any) -> int | None:
     """Number of required arguments of a method; None if it is not callable."""
     if not callable(function) or isinstance(function, nn.Module):
         return None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
     parameters = inspect.signature(function).parameters.values()
-    return sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters)
+    return sum(
+        parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters
+    )
 
 
 def other_tensors(module: nn.Module) -> Iterator[tuple[Slot, Tensor]]:
@@ -371,7 +419,8 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the CPU generators that an initializer may use: torch, Python, and NumPy if it is loaded."""
+    """Seed the CPU generators that an initializer may use: torch, Python, and NumPy if it is
+    loaded."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):

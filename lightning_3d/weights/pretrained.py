@@ -1,7 +1,8 @@
 """Pretrained weights: every rank reads only its own slices from safetensors files.
 
-`load_pretrained(model, folder)` marks a model that is on the meta device; `initialize` fills it after it was partitioned and sharded.
-Every rank reads for itself, and ranks do not communicate. A rank has its own shards in memory, and maps one file at a time.
+`load_pretrained(model, folder)` marks a model that is on the meta device; `initialize` fills it
+after it was partitioned and sharded. Every rank reads for itself, and ranks do not communicate. A
+rank has its own shards in memory, and maps one file at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.compat.peft_layers import own, plain_name
-from lightning_3d.compat.transformers import is_transformers_model, may_be_left_over, may_be_missing, renamed
+from lightning_3d.compat.transformers import (
+    is_transformers_model,
+    may_be_left_over,
+    may_be_missing,
+    renamed,
+)
 from lightning_3d.errors import CheckpointError, listed
 from lightning_3d.models.pretrained_config import refuse_shapes
 from lightning_3d.models.safetensors_folder import FLOATS, StoredTensor, find_folder, read_tensors
@@ -27,7 +33,8 @@ M = TypeVar("M", bound=nn.Module)
 _MARK = "_lightning_3d_pretrained"
 
 Stored = tuple[StoredValue, ...]
-"""Places of a parameter's value; several for tied parameters that were saved under each of their names."""
+"""Places of a parameter's value; several for tied parameters that were saved under each of their
+names."""
 
 
 @dataclass(frozen=True)
@@ -39,35 +46,44 @@ class Pretrained:
 
 
 def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = True) -> M:
-    """Load weights into `model` from a folder that `save_pretrained` of Transformers wrote (`model.safetensors`, or several files).
+    """Load weights into `model` from a folder that `save_pretrained` of Transformers wrote
+    (`model.safetensors`, or several files).
 
-    Parameters on the meta device, such as all that `configure_model` builds, are read later: when the strategy or `initialize` creates the
-    weights, each rank reads only its own slices. Parameters that are already in memory are overwritten at once. You may add adapters before
-    or after this call.
+    Parameters on the meta device, such as all that `configure_model` builds, are read later: when
+    the strategy or `initialize` creates the weights, each rank reads only its own slices.
+    Parameters that are already in memory are overwritten at once. You may add adapters before or
+    after this call.
 
     Args:
-        model: a Transformers model, or any module whose names are those in the files. For Transformers models, names of older versions
-            work as in `from_pretrained`.
+        model: a Transformers model, or any module whose names are those in the files. For
+            Transformers models, names of older versions work as in `from_pretrained`.
         path: a folder, or the name of a Hugging Face hub model that was downloaded before.
-        strict: whether to refuse parameters that are not stored and stored tensors that the model does not have. If False, missing
-            parameters are initialized from the seed (or kept, if they are in memory), and unknown tensors are ignored.
+        strict: whether to refuse parameters that are not stored and stored tensors that the model
+            does not have. If False, missing parameters are initialized from the seed (or kept, if
+            they are in memory), and unknown tensors are ignored.
 
     Returns:
         `model` itself.
 
     Raises:
-        CheckpointError: the folder is missing, damaged or incomplete, contains only pickles, or its names do not match the model.
+        CheckpointError: the folder is missing, damaged or incomplete, contains only pickles, or its
+            names do not match the model.
         ConfigError: shapes differ.
     """
     inner = own(model, "get_base_model")
-    target: nn.Module = inner() if callable(inner) else model  # PEFT's wrapper has no weights of its own
+    # PEFT's wrapper has no weights of its own
+    target: nn.Module = inner() if callable(inner) else model
     mark = Pretrained(find_folder(path), strict)
     reader = Reader()
     for name, stored in _match(target, mark).items():
         tensor = _tensor(target, name)
         if not tensor.is_meta:
             with torch.no_grad():
-                tensor.copy_(reader.read(stored, replicated(name, tensor.shape, 1), tensor.dtype, tensor.device))
+                tensor.copy_(
+                    reader.read(
+                        stored, replicated(name, tensor.shape, 1), tensor.dtype, tensor.device
+                    )
+                )
     object.__setattr__(target, _MARK, mark)
     return model
 
@@ -79,7 +95,8 @@ def forget_pretrained(root: nn.Module) -> None:
 
 
 def stored_values(root: nn.Module) -> dict[str, Stored]:
-    """Find the stored values of parameters and saved buffers of marked modules, by first name in `root`, which is whole.
+    """Find the stored values of parameters and saved buffers of marked modules, by first name in
+    `root`, which is whole.
 
     Raises:
         CheckpointError, ConfigError: see `load_pretrained`.
@@ -110,7 +127,8 @@ def _saved(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _match(module: nn.Module, mark: Pretrained) -> dict[str, Stored]:
-    """Find the stored value of each parameter and saved buffer of a whole module, by first name. Adapters are left out."""
+    """Find the stored value of each parameter and saved buffer of a whole module, by first name.
+    Adapters are left out."""
     plain = {name: plain_name(module, name) for name, _ in _saved(module)}
     known = {name for name in plain.values() if name is not None}
     available, unexpected = _available(module, read_tensors(mark.folder), known)
@@ -121,7 +139,11 @@ def _match(module: nn.Module, mark: Pretrained) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     missing = []
     for names in tied.values():
-        stored = tuple(available[name] for name in dict.fromkeys(str(plain[name]) for name in names) if name in available)
+        stored = tuple(
+            available[name]
+            for name in dict.fromkeys(str(plain[name]) for name in names)
+            if name in available
+        )
         if stored:
             found[names[0]] = stored
         elif not may_be_missing(module, str(plain[names[0]])):
@@ -129,17 +151,29 @@ def _match(module: nn.Module, mark: Pretrained) -> dict[str, Stored]:
     if mark.strict and (missing or unexpected):
         raise _other_names(module, mark.folder, missing, unexpected)
     shapes = {name: tuple(_tensor(module, name).shape) for name in found}
-    refuse_shapes({name: (shape, stored.shape) for name, shape in shapes.items() for stored in found[name]}, mark.folder)
-    _require_floats({name: stored for name, stored in found.items() if _tensor(module, name).is_floating_point()})
+    refuse_shapes(
+        {name: (shape, stored.shape) for name, shape in shapes.items() for stored in found[name]},
+        mark.folder,
+    )
+    _require_floats(
+        {
+            name: stored
+            for name, stored in found.items()
+            if _tensor(module, name).is_floating_point()
+        }
+    )
     return found
 
 
 def _available(
     module: nn.Module, tensors: Mapping[str, StoredTensor], known: set[str]
 ) -> tuple[dict[str, StoredValue], list[str]]:
-    """Return the stored values by name in the module, and the names of stored tensors that it does not have."""
+    """Return the stored values by name in the module, and the names of stored tensors that it does
+    not have."""
     if not is_transformers_model(module):
-        available = {name: StoredValue.of(tensor) for name, tensor in tensors.items() if name in known}
+        available = {
+            name: StoredValue.of(tensor) for name, tensor in tensors.items() if name in known
+        }
         return available, [name for name in tensors if name not in known]
     available, unexpected = {}, []
     parts: dict[str, tuple[Tiling, dict[str, list[StoredTensor]]]] = {}
@@ -151,15 +185,20 @@ def _available(
         elif made.tiling is None:
             folder = tensors[name].file.parent
             raise CheckpointError(
-                f"{folder} stores '{name}' in a different form from '{new}' of {type(module).__name__} (Transformers applies"
-                f" {made.operations})."
-                f" So slices of it cannot be read. Convert it once: from_pretrained('{folder}').save_pretrained(PATH,"
-                " save_original_format=False)."
+                f"{folder} stores '{name}' in a different form from '{new}' of"
+                f" {type(module).__name__} (Transformers applies {made.operations}). So slices of"
+                " it cannot be read. Convert it once:"
+                f" from_pretrained('{folder}').save_pretrained(PATH, save_original_format=False)."
             )
         else:
-            columns = parts.setdefault(new, (Tiling(*made.tiling), {pattern: [] for pattern in made.patterns}))[1]
+            columns = parts.setdefault(
+                new, (Tiling(*made.tiling), {pattern: [] for pattern in made.patterns})
+            )[1]
             columns[made.pattern].append(tensors[name])
-    return available | {name: tiling.tile(name, columns) for name, (tiling, columns) in parts.items()}, unexpected
+    return (
+        available | {name: tiling.tile(name, columns) for name, (tiling, columns) in parts.items()},
+        unexpected,
+    )
 
 
 def _require_floats(found: Mapping[str, Stored]) -> None:
@@ -167,15 +206,25 @@ def _require_floats(found: Mapping[str, Stored]) -> None:
         for tensor in (tensor for value in stored for tensor in value.tensors):
             if tensor.dtype not in FLOATS:
                 raise CheckpointError(
-                    f"'{name}' is stored as {tensor.dtype} in {tensor.file}; only {listed(FLOATS)} can be trained. Use the weights of the"
-                    " model before it was quantized."
+                    f"'{name}' is stored as {tensor.dtype} in {tensor.file}; only {listed(FLOATS)}"
+                    " can be trained. Use the weights of the model before it was quantized."
                 )
 
 
-def _other_names(module: nn.Module, folder: Path, missing: list[str], unexpected: list[str]) -> CheckpointError:
-    lists = ((missing, "the model has and the files lack"), (unexpected, "the files have and the model lacks"))
-    parts = [f"{len(names)} that {what} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for names, what in lists if names]
+def _other_names(
+    module: nn.Module, folder: Path, missing: list[str], unexpected: list[str]
+) -> CheckpointError:
+    lists = (
+        (missing, "the model has and the files lack"),
+        (unexpected, "the files have and the model lacks"),
+    )
+    parts = [
+        f"{len(names)} that {what} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+        for names, what in lists
+        if names
+    ]
     return CheckpointError(
-        f"The tensors in {folder} do not match {type(module).__name__}: {'; '.join(parts)}. Use the folder of this model, or"
-        " load_pretrained(..., strict=False) to initialize missing tensors and ignore extra ones."
+        f"The tensors in {folder} do not match {type(module).__name__}: {'; '.join(parts)}. Use the"
+        " folder of this model, or load_pretrained(..., strict=False) to initialize missing"
+        " tensors and ignore extra ones."
     )

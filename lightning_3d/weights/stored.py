@@ -1,7 +1,7 @@
 """Places of parameter values in safetensors files: one tensor, or several that tile the parameter.
 
-Checkpoints of mixtures store each expert separately, and its gate and up projections separately too. The model has all of them in one
-tensor. A rank reads only the parts that it needs.
+Checkpoints of mixtures store each expert separately, and its gate and up projections separately
+too. The model has all of them in one tensor. A rank reads only the parts that it needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Piece:
         return (1,) * (len(self.offset) - len(self.tensor.shape)) + self.tensor.shape
 
     def overlap(self, box: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Intersect with a shard: slices of the stored tensor and of the shard; None if they do not overlap."""
+        """Intersect with a shard: slices of the stored tensor and of the shard; None if they do not
+        overlap."""
         stored, local = [], []
         for begin, size, start, place, length in zip(
             self.offset, self.shape, box.global_offset, box.local_offset, box.shape, strict=True
@@ -78,11 +79,14 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Recipe for building a parameter from stored tensors, by stacking equal ones, then concatenating the stacks.
+    """Recipe for building a parameter from stored tensors, by stacking equal ones, then
+    concatenating the stacks.
 
     Attributes:
-        stacked: tensors whose names differ in a number are stacked along a new first dimension, in the order of the numbers.
-        dim: dimension of the parameter along which the stacks (or tensors) of several names are concatenated; None for one name.
+        stacked: tensors whose names differ in a number are stacked along a new first dimension, in
+            the order of the numbers.
+        dim: dimension of the parameter along which the stacks (or tensors) of several names are
+            concatenated; None for one name.
     """
 
     stacked: bool
@@ -92,7 +96,8 @@ class Tiling:
         """The parameter.
 
         Args:
-            columns: the tensors of each name in the order in which they are concatenated, each in the order in which they are stacked.
+            columns: the tensors of each name in the order in which they are concatenated, each in
+                the order in which they are stacked.
 
         Raises:
             CheckpointError: some are missing, or their shapes do not fit together.
@@ -101,7 +106,8 @@ class Tiling:
         if len(set(heights.values())) > 1:
             counts = ", ".join(f"{count} of {pattern}" for pattern, count in heights.items())
             raise CheckpointError(
-                f"The files lack some parts of '{name}': they have {counts}, but the numbers must be equal. Copy or download them again."
+                f"The files lack some parts of '{name}': they have {counts}, but the numbers must"
+                " be equal. Copy or download them again."
             )
         pieces: list[Piece] = []
         edge = 0
@@ -112,13 +118,17 @@ class Tiling:
                     offset[self.dim] += edge
                 pieces.append(Piece(tensor, tuple(offset)))
             edge += pieces[-1].shape[self.dim] if self.dim is not None else 0
-        shape = tuple(max(piece.offset[dim] + piece.shape[dim] for piece in pieces) for dim in range(len(pieces[0].offset)))
+        shape = tuple(
+            max(piece.offset[dim] + piece.shape[dim] for piece in pieces)
+            for dim in range(len(pieces[0].offset))
+        )
         for piece in pieces:
             for dim, (size, whole) in enumerate(zip(piece.shape, shape, strict=True)):
                 if size != whole and dim != self.dim and not (dim == 0 and self.stacked):
                     raise CheckpointError(
-                        f"'{piece.tensor.name}' has the shape {list(piece.tensor.shape)} in {piece.tensor.file}, which does not fit into"
-                        f" '{name}' of shape {list(shape)}. Copy or download the files again."
+                        f"'{piece.tensor.name}' has the shape {list(piece.tensor.shape)} in"
+                        f" {piece.tensor.file}, which does not fit into '{name}' of shape"
+                        f" {list(shape)}. Copy or download the files again."
                     )
         return StoredValue(shape, tuple(pieces))
 
@@ -131,12 +141,17 @@ class Reader:
         self._file: Any = None
 
     def read(
-        self, stored: Sequence[StoredValue], spec: ShardSpec, dtype: torch.dtype, device: torch.device | str
+        self,
+        stored: Sequence[StoredValue],
+        spec: ShardSpec,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> Tensor:
         """Read this rank's shard, of shape `spec.local_shape`, as `dtype` on `device`.
 
         Args:
-            stored: stored values; several for tied parameters that were saved under each of their names.
+            stored: stored values; several for tied parameters that were saved under each of their
+                names.
 
         Raises:
             CheckpointError: a file cannot be read, or tied parameters have two values.
@@ -145,12 +160,15 @@ class Reader:
         for value, other in zip(stored[1:], others, strict=True):
             if not torch.equal(first, other):
                 raise CheckpointError(
-                    f"'{stored[0].name}' and '{value.name}' have different values in {value.folder}, but the model ties them. Set"
-                    " tie_word_embeddings to false in its configuration."
+                    f"'{stored[0].name}' and '{value.name}' have different values in"
+                    f" {value.folder}, but the model ties them. Set tie_word_embeddings to false in"
+                    " its configuration."
                 )
         return first
 
-    def _read(self, stored: StoredValue, spec: ShardSpec, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def _read(
+        self, stored: StoredValue, spec: ShardSpec, dtype: torch.dtype, device: torch.device | str
+    ) -> Tensor:
         local = torch.empty(spec.local_shape, dtype=dtype, device=device)
         for piece in stored.pieces:
             try:
@@ -159,9 +177,13 @@ class Reader:
                 for box in spec.boxes:
                     found = piece.overlap(box)
                     if found is not None:
-                        local[found[1]] = self._open(piece.tensor.file).get_slice(piece.tensor.name)[found[0]]
+                        local[found[1]] = self._open(piece.tensor.file).get_slice(
+                            piece.tensor.name
+                        )[found[0]]
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{piece.tensor.file} cannot be read: {error}. Copy or download it again.") from error
+                raise CheckpointError(
+                    f"{piece.tensor.file} cannot be read: {error}. Copy or download it again."
+                ) from error
         return local
 
     def _open(self, path: Path) -> Any:

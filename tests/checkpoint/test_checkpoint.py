@@ -1,4 +1,5 @@
-"""Checkpoints belong to the model: any layout saves them, any other loads them, and they are whole or not there."""
+"""Checkpoints belong to the model: any layout saves them, any other loads them, and they are whole
+or not there."""
 
 import copy
 import dataclasses
@@ -14,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_fits import STEPS_PER_EPOCH, TiedModel, all_tensors, assert_equal, make_trainer, run_fit
+from checkpoint_fits import (
+    STEPS_PER_EPOCH,
+    TiedModel,
+    all_tensors,
+    assert_equal,
+    make_trainer,
+    run_fit,
+)
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from ranks import run_ranks
@@ -77,7 +85,9 @@ TARGETS: list[tuple[str, dict[str, Any]]] = [
 
 def pairs() -> list[Any]:
     return [
-        pytest.param(source, layout, strategy, id=f"{source}-{layout}-zero{strategy.get('zero_stage', 0)}")
+        pytest.param(
+            source, layout, strategy, id=f"{source}-{layout}-zero{strategy.get('zero_stage', 0)}"
+        )
         for source in SOURCES
         for layout, strategy in TARGETS
     ]
@@ -87,16 +97,26 @@ def pairs() -> list[Any]:
 @pytest.mark.full  # by default test_checkpoint_matrix.py has such pairs
 @pytest.mark.parametrize(("source", "layout", "strategy"), pairs())
 def test_any_layout_restores_every_bit_and_goes_on(
-    source: str, layout: str, strategy: dict, saved: dict[str, Path], uninterrupted: list[float], tmp_path: Path
+    source: str,
+    layout: str,
+    strategy: dict,
+    saved: dict[str, Path],
+    uninterrupted: list[float],
+    tmp_path: Path,
 ) -> None:
-    """Weights, buffers and optimizer state, read and written again by the other layout; then the same training."""
-    losses = run_fit(layout, 2, resume=str(saved[source]), at_start=str(tmp_path / "again.ckpt"), **strategy)
+    """Weights, buffers and optimizer state, read and written again by the other layout; then the
+    same training."""
+    losses = run_fit(
+        layout, 2, resume=str(saved[source]), at_start=str(tmp_path / "again.ckpt"), **strategy
+    )
     assert_equal(all_tensors(tmp_path / "again.ckpt"), all_tensors(saved[source]))
     assert losses == pytest.approx(uninterrupted[STEPS_PER_EPOCH:], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_resuming_on_the_same_layout_is_exact(saved: dict[str, Path], uninterrupted: list[float]) -> None:
+def test_resuming_on_the_same_layout_is_exact(
+    saved: dict[str, Path], uninterrupted: list[float]
+) -> None:
     assert run_fit("tp2_pp2", 2, resume=str(saved["zero0"])) == uninterrupted[STEPS_PER_EPOCH:]
 
 
@@ -110,7 +130,9 @@ def test_bf16_resumes_with_its_master_weights(zero: int, other: int, tmp_path: P
     assert_equal(all_tensors(Path(again)), tensors)
     run_fit("dp2", 2, resume=first, at_start=wide)  # parameters in float32 are the master weights
     name = "model.norm.weight"
-    assert torch.equal(load_full_state_dict(wide)[f"model.{name}"], tensors[f"optimizer.state.model.{name}.master"])
+    assert torch.equal(
+        load_full_state_dict(wide)[f"model.{name}"], tensors[f"optimizer.state.model.{name}.master"]
+    )
 
 
 @pytest.mark.slow
@@ -118,10 +140,19 @@ def test_a_parameter_that_is_one_number_resumes_as_well(tmp_path: Path) -> None:
     first, again = tmp_path / "first.ckpt", tmp_path / "again.ckpt"
     run_fit("tp1", 1, at_end=str(first), model=ScaledModel, precision="bf16-true")
     tensors = all_tensors(first)
-    states = {key: tensors[f"optimizer.state.scale.{key}"] for key in ("step", "exp_avg", "exp_avg_sq", "master")}
-    assert states["step"] == STEPS_PER_EPOCH and all(value.shape == () and value != 0 for value in states.values())
-    assert states["master"].bfloat16() == tensors["model.scale"] != states["master"], "the master weight has more digits"
-    run_fit("tp1", 2, resume=str(first), at_start=str(again), model=ScaledModel, precision="bf16-true")
+    states = {
+        key: tensors[f"optimizer.state.scale.{key}"]
+        for key in ("step", "exp_avg", "exp_avg_sq", "master")
+    }
+    assert states["step"] == STEPS_PER_EPOCH and all(
+        value.shape == () and value != 0 for value in states.values()
+    )
+    assert states["master"].bfloat16() == tensors["model.scale"] != states["master"], (
+        "the master weight has more digits"
+    )
+    run_fit(
+        "tp1", 2, resume=str(first), at_start=str(again), model=ScaledModel, precision="bf16-true"
+    )
     assert_equal(all_tensors(again), tensors)
 
 
@@ -142,13 +173,25 @@ def test_one_process_loads_the_whole_model(saved: dict[str, Path], tmp_path: Pat
 def test_the_manifest_says_what_it_is(saved: dict[str, Path]) -> None:
     manifest = read_manifest(saved["zero1"])
     assert manifest["layout"] == "tp2_dp2"
-    assert (manifest["zero_stage"], manifest["global_step"], manifest["optimizer_state"]) == (1, STEPS_PER_EPOCH, True)
-    assert sorted(manifest["files"]) == sorted(p.name for p in saved["zero1"].iterdir() if p.name != MANIFEST)
+    assert (manifest["zero_stage"], manifest["global_step"], manifest["optimizer_state"]) == (
+        1,
+        STEPS_PER_EPOCH,
+        True,
+    )
+    assert sorted(manifest["files"]) == sorted(
+        p.name for p in saved["zero1"].iterdir() if p.name != MANIFEST
+    )
     state = load_full_state_dict(saved["zero1"])
-    trained = sum(tensor.numel() for name, tensor in state.items() if name not in ("batches", "model.lm_head.weight"))
+    trained = sum(
+        tensor.numel()
+        for name, tensor in state.items()
+        if name not in ("batches", "model.lm_head.weight")
+    )
     scalars = 4 * (len(state) - 2) + 8  # Adam's step counts and the buffer
     generators = math.prod(TensorFolder(saved["zero1"]).names(GENERATORS)[""])
-    assert manifest["tensor_bytes"] == 3 * 4 * trained + scalars + generators, "every element once: weights and two moments"
+    assert manifest["tensor_bytes"] == 3 * 4 * trained + scalars + generators, (
+        "every element once: weights and two moments"
+    )
     shares = [file["bytes"] for name, file in manifest["files"].items() if name.endswith(".distcp")]
     assert len(shares) == 4 and max(shares) < 1.5 * min(shares), "all ranks write, about the same"
 
@@ -170,7 +213,9 @@ def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
     outcomes = run_ranks(keep_best, 2, str(tmp_path))
     outcome = outcomes[0]
     assert all(other == outcome for other in outcomes)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*outcome["scores"], "last.ckpt"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*outcome["scores"], "last.ckpt"]
+    )
     assert outcome["best_again"] == min(outcome["scores"].values())
     assert read_manifest(tmp_path / "last.ckpt")["global_step"] == 4 * STEPS_PER_EPOCH
 
@@ -178,19 +223,27 @@ def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
 def load_into(path: str, hidden_size: int, tied: bool) -> str:
     trainer, rows = make_trainer("pp2", 1, [])
     with pytest.raises(CheckpointError) as refused:
-        trainer.validate(TiedModel(hidden_size, tied), datamodule=rows, ckpt_path=path, verbose=False)
+        trainer.validate(
+            TiedModel(hidden_size, tied), datamodule=rows, ckpt_path=path, verbose=False
+        )
     return str(refused.value)
 
 
 def test_f35_another_model_is_refused_with_a_list(saved: dict[str, Path]) -> None:
-    shapes, names = (run_ranks(load_into, 2, str(saved["zero0"]), *model) for model in ((64, True), (32, False)))
+    shapes, names = (
+        run_ranks(load_into, 2, str(saved["zero0"]), *model) for model in ((64, True), (32, False))
+    )
     assert shapes[0] == shapes[1] and names[0] == names[1], "every rank sees the whole list"
-    assert "model.model.embed_tokens.weight (61, 32) (model: (61, 64))" in shapes[0] and "and 28 more" in shapes[0]
+    assert (
+        "model.model.embed_tokens.weight (61, 32) (model: (61, 64))" in shapes[0]
+        and "and 28 more" in shapes[0]
+    )
     assert "Missing from the checkpoint: model.lm_head.weight." in names[0]
 
 
 def failing_save(folder: str) -> list[str]:
-    """Save, then fail to save over it: once because a rank cannot say what it holds, once because the disk refuses."""
+    """Save, then fail to save over it: once because a rank cannot say what it holds, once because
+    the disk refuses."""
     from lightning_3d.checkpoint.state import LocalState
 
     trainer, rows = make_trainer("dp2", 1, [])
@@ -222,7 +275,9 @@ def test_replacing_leaves_nothing_beside(saved: dict[str, Path], tmp_path: Path)
     """An interrupted save to the same name is cleared away by the next one."""
     path = tmp_path / "last.ckpt"
     begin(path, {"epoch": 0})
-    assert [p.name for p in tmp_path.iterdir()] == [".last.ckpt.saving"], "not a checkpoint yet, for nobody"
+    assert [p.name for p in tmp_path.iterdir()] == [".last.ckpt.saving"], (
+        "not a checkpoint yet, for nobody"
+    )
     for _ in range(2):
         run_fit("dp2", 1, at_end=str(path))
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
@@ -249,7 +304,9 @@ def test_flat_ranges_of_a_packed_shard_find_their_place() -> None:
         rebuilt = torch.full_like(full, -1)
         for start, stop in zip(cuts, cuts[1:], strict=False):
             for offset, part in flat_range(local[start:stop], start, spec).parts.items():
-                rebuilt[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] = part
+                rebuilt[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] = (
+                    part
+                )
         expected = torch.full_like(full, -1)
         spec.paste(spec.cut(full), expected)
         assert torch.equal(rebuilt, expected)
@@ -277,7 +334,9 @@ def test_lightning_state_is_plain_data() -> None:
     tensors = {"bf16": torch.randn(3).bfloat16(), "scalar": torch.tensor(2.0, dtype=torch.float64)}
     packer = Packer()
     document = json.loads(
-        json.dumps(packer.pack_entries({**state, **tensors, "bad": {"inner": [NotPlain(1)], "good": 1}}))
+        json.dumps(
+            packer.pack_entries({**state, **tensors, "bad": {"inner": [NotPlain(1)], "good": 1}})
+        )
     )
     assert packer.left_out == ["bad.inner (NotPlain)"]
     found = unpack(document, packer.tensors)
@@ -285,6 +344,10 @@ def test_lightning_state_is_plain_data() -> None:
     assert {name: found.pop(name).dtype for name in copy.copy(tensors)} == {
         name: t.dtype for name, t in tensors.items()
     }
-    expected = state | {"config": OmegaConf.to_container(OmegaConf.create(state["config"]), resolve=False)}
+    expected = state | {
+        "config": OmegaConf.to_container(OmegaConf.create(state["config"]), resolve=False)
+    }
     assert found.keys() == expected.keys()
-    assert {k: v for k, v in found.items() if k != "config"} == {k: v for k, v in expected.items() if k != "config"}
+    assert {k: v for k, v in found.items() if k != "config"} == {
+        k: v for k, v in expected.items() if k != "config"
+    }

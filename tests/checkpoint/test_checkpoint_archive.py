@@ -1,4 +1,5 @@
-"""Archives of one tensor, compared with those of `torch.save`, and read by `torch.load` and by Python's zipfile."""
+"""Archives of one tensor, compared with those of `torch.save`, and read by `torch.load` and by
+Python's zipfile."""
 
 import io
 import zipfile
@@ -10,7 +11,16 @@ from torch import Tensor
 
 from lightning_3d.checkpoint import torch_archive as archive
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.uint16]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+]
 DTYPES += [torch.complex64, torch.float8_e4m3fn]
 NAME = "archive/data/0"
 
@@ -31,7 +41,9 @@ def same(found: Tensor, tensor: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5), (7,), (), (0, 4)], ids=str)
-def test_torch_reads_it_and_writes_the_same_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_torch_reads_it_and_writes_the_same_pickle(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     tensor, saved = some(dtype, *shape), io.BytesIO()
     contents = archived(tensor)
     assert same(torch.load(io.BytesIO(contents), weights_only=True), tensor)
@@ -39,8 +51,13 @@ def test_torch_reads_it_and_writes_the_same_pickle(dtype: torch.dtype, shape: tu
     with zipfile.ZipFile(io.BytesIO(contents)) as ours, zipfile.ZipFile(saved) as theirs:
         [pickled] = [name for name in theirs.namelist() if name.endswith("/data.pkl")]
         assert ours.read("archive/data.pkl") == theirs.read(pickled)
-        assert {name.partition("/")[2] for name in ours.namelist()} <= {name.partition("/")[2] for name in theirs.namelist()}
-        assert ours.getinfo(NAME).file_size == tensor.nbytes and ours.getinfo("archive/version").file_size == 2
+        assert {name.partition("/")[2] for name in ours.namelist()} <= {
+            name.partition("/")[2] for name in theirs.namelist()
+        }
+        assert (
+            ours.getinfo(NAME).file_size == tensor.nbytes
+            and ours.getinfo("archive/version").file_size == 2
+        )
     assert len(contents) - tensor.nbytes < 1100, "it may be much for a slice of a few elements"
 
 
@@ -74,7 +91,10 @@ def test_what_lies_otherwise_in_memory_is_copied_by_blocks(monkeypatch: pytest.M
 def test_views_with_a_sign_of_their_own_are_written_as_they_read() -> None:
     numbers = torch.arange(12, dtype=torch.float32).view(torch.complex64).reshape(2, 3)
     for view in (numbers.conj(), numbers.conj().imag, numbers.mH):
-        assert same(torch.load(io.BytesIO(archived(view)), weights_only=True), view.clone().resolve_conj().resolve_neg())
+        assert same(
+            torch.load(io.BytesIO(archived(view)), weights_only=True),
+            view.clone().resolve_conj().resolve_neg(),
+        )
 
 
 @pytest.mark.full

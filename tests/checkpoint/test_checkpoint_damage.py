@@ -1,4 +1,5 @@
-"""What may happen to a checkpoint on disk: kills while it is written, damage afterwards, another run. One process, no model."""
+"""What may happen to a checkpoint on disk: kills while it is written, damage afterwards, another
+run. One process, no model."""
 
 import errno
 import hashlib
@@ -21,7 +22,15 @@ import pytest
 import torch
 from plain_checkpoints import PlainState, background, flip_bit, refusal, save, tensors
 
-from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, folder, load_full_state_dict, read_manifest
+from lightning_3d.app.training.run_record import same_run
+from lightning_3d.checkpoint import (
+    CheckpointOptions,
+    CheckpointStore,
+    SaveMode,
+    folder,
+    load_full_state_dict,
+    read_manifest,
+)
 from lightning_3d.checkpoint.folder import MANIFEST, TRAINER, TRAINER_TENSORS
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.store import BackgroundSave
@@ -29,7 +38,6 @@ from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.errors import CheckpointError, StorageError
 from lightning_3d.storage.checkpoint_names import checkpoints_in
 from lightning_3d.storage.lock import FolderLock
-from lightning_3d.app.training.run_record import same_run
 
 SHARD = "__0_0.distcp"
 
@@ -49,15 +57,24 @@ def step_of(path: Path) -> int:
 
 def test_what_was_saved_is_loaded(checkpoint: Path) -> None:
     found = load_full_state_dict(checkpoint)
-    assert found.keys() == tensors(1).keys() and all(torch.equal(found[name], tensor) for name, tensor in tensors(1).items())
+    assert found.keys() == tensors(1).keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in tensors(1).items()
+    )
     loaded = CheckpointStore().load(checkpoint)
     assert (loaded["global_step"], loaded["note"].tolist()) == (1, [1.0, 1.0, 1.0])
-    assert sorted(path.name for path in checkpoint.iterdir()) == sorted([METADATA_FILE, SHARD, TRAINER, TRAINER_TENSORS, MANIFEST])
+    assert sorted(path.name for path in checkpoint.iterdir()) == sorted(
+        [METADATA_FILE, SHARD, TRAINER, TRAINER_TENSORS, MANIFEST]
+    )
 
 
 def test_hashes_are_those_of_sha256sum(checkpoint: Path) -> None:
     for name, known in read_manifest(checkpoint)["files"].items():
-        assert known["sha256"] == subprocess.run(["sha256sum", checkpoint / name], capture_output=True, text=True).stdout.split()[0]
+        assert (
+            known["sha256"]
+            == subprocess.run(
+                ["sha256sum", checkpoint / name], capture_output=True, text=True
+            ).stdout.split()[0]
+        )
 
 
 # Damage. Each message names the file, and the exit code of each is that of a refusal.
@@ -74,12 +91,18 @@ def test_f30_one_flipped_bit_is_found(name: str, where: float, checkpoint: Path)
 
 def test_f30_without_hashes_the_reader_of_a_damaged_file_names_it(checkpoint: Path) -> None:
     flip_bit(checkpoint / TRAINER_TENSORS, 0.1)
-    assert str(checkpoint / TRAINER_TENSORS) in refusal(checkpoint, CheckpointStore(CheckpointOptions(verify=False)))
+    assert str(checkpoint / TRAINER_TENSORS) in refusal(
+        checkpoint, CheckpointStore(CheckpointOptions(verify=False))
+    )
 
 
 def test_f30_verification_can_be_left_out(checkpoint: Path) -> None:
     flip_bit(checkpoint / TRAINER_TENSORS, 1.0)
-    assert CheckpointStore(CheckpointOptions(verify=False)).load(checkpoint)["note"].tolist() != [1.0, 1.0, 1.0]
+    assert CheckpointStore(CheckpointOptions(verify=False)).load(checkpoint)["note"].tolist() != [
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 FILES = [SHARD, METADATA_FILE, TRAINER, TRAINER_TENSORS]
@@ -120,7 +143,9 @@ def test_f28_what_is_no_checkpoint_is_named(checkpoint: Path) -> None:
     assert 'Did you mean "step_1"?' in refusal(checkpoint.with_name("step_11"))
     link = checkpoint.with_name("last")
     link.symlink_to(checkpoint.with_name("step_9"))
-    assert f"{link} points to {checkpoint.with_name('step_9')}, which does not exist" in refusal(link)
+    assert f"{link} points to {checkpoint.with_name('step_9')}, which does not exist" in refusal(
+        link
+    )
     (checkpoint / MANIFEST).unlink()
     assert "never finished" in refusal(checkpoint)
     checkpoint.with_name("old").write_bytes(b"a file")
@@ -157,7 +182,8 @@ class Evil:
 
 
 def sign(path: Path) -> None:
-    """Write a manifest that fits the files, as one could who wants a damaged checkpoint to be loaded."""
+    """Write a manifest that fits the files, as one could who wants a damaged checkpoint to be
+    loaded."""
     manifest = json.loads((path / MANIFEST).read_text())
     del manifest["sha256"]
     manifest["files"] = {name: vars(FileSum.of(path / name)) for name in manifest["files"]}
@@ -165,7 +191,9 @@ def sign(path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_f34_a_pickle_with_code_is_not_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_f34_a_pickle_with_code_is_not_run(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """In the table of contents, and in the archive of a tensor: hashes are no signatures."""
     monkeypatch.chdir(tmp_path)
     evil, table = pickle.dumps(Evil(), protocol=2), (checkpoint / METADATA_FILE).read_bytes()
@@ -187,10 +215,17 @@ def test_f34_a_pickle_with_code_is_not_run(checkpoint: Path, monkeypatch: pytest
 
 def test_f29_weights_and_biases_goes_on_where_the_checkpoint_can_be_read(tmp_path: Path) -> None:
     checkpoint = {"global_step": 1, "epoch": 0, "state_dict": tensors(1), "wandb_run_id": "abc"}
-    CheckpointStore(CheckpointOptions(asynchronous=False)).save(tmp_path / "a", checkpoint, PlainState(), None, {"layout": "tp1"})  # type: ignore[arg-type]
+    CheckpointStore(CheckpointOptions(asynchronous=False)).save(
+        tmp_path / "a", checkpoint, PlainState(), None, {"layout": "tp1"}
+    )  # type: ignore[arg-type]
     logger = {"wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger"}}
     model = {"config": {"model_type": "llama"}}
-    run = {"logger": logger, "model": model, "precision": {"name": "fp32"}, "run_folder": str(tmp_path / "run")}
+    run = {
+        "logger": logger,
+        "model": model,
+        "precision": {"name": "fp32"},
+        "run_folder": str(tmp_path / "run"),
+    }
     run["trainer"] = {"resume": str(tmp_path / "a")}
     assert same_run(run)["wandb"]["id"] == "abc"
     (tmp_path / "a" / SHARD).unlink()
@@ -203,10 +238,19 @@ def test_f29_falls_back_only_if_asked(tmp_path: Path) -> None:
     flip_bit(tmp_path / "step_3" / SHARD)
     os.truncate(tmp_path / "step_2" / SHARD, 10)
     assert "step_3" in refusal(tmp_path / "step_3")
-    with pytest.warns(UserWarning, match="step_3 is damaged.*Loading .*step_1 \\(step 1\\) instead"):
-        assert CheckpointStore(CheckpointOptions(fall_back=True)).load(tmp_path / "step_3")["global_step"] == 1
+    with pytest.warns(
+        UserWarning, match="step_3 is damaged.*Loading .*step_1 \\(step 1\\) instead"
+    ):
+        assert (
+            CheckpointStore(CheckpointOptions(fall_back=True)).load(tmp_path / "step_3")[
+                "global_step"
+            ]
+            == 1
+        )
     flip_bit(tmp_path / "step_1" / SHARD)
-    assert "step_3" in refusal(tmp_path / "step_3", CheckpointStore(CheckpointOptions(fall_back=True)))
+    assert "step_3" in refusal(
+        tmp_path / "step_3", CheckpointStore(CheckpointOptions(fall_back=True))
+    )
 
 
 # Kills and failures while a checkpoint is written
@@ -218,10 +262,18 @@ def killed_at(phase: str, path: Path, replaces: bool) -> None:
     patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "before the first byte": (folder, "begin", kill),
         "in a shard": (HashedFile, "write", write_and_kill_at(200)),
-        "before metadata": (TensorSave, "finish", lambda self, where, commit, group: (self.write(where), kill())),
+        "before metadata": (
+            TensorSave,
+            "finish",
+            lambda self, where, commit, group: (self.write(where), kill()),
+        ),
         "before the manifest": (folder, "commit", kill),
         "before the rename": (folder, "flush", kill),
-        "after the rename": (folder, "_delete", lambda path: kill() if path.name.endswith("saving") and path.exists() else None),
+        "after the rename": (
+            folder,
+            "_delete",
+            lambda path: kill() if path.name.endswith("saving") and path.exists() else None,
+        ),
     }
     if phase == "between two renames":
         folder._exchange = lambda first, second: False
@@ -250,17 +302,29 @@ def write_and_kill_at(count: int) -> Callable[[HashedFile, bytes], int]:
     return killing
 
 
-PHASES = ["before the first byte", "in a shard", "before metadata", "before the manifest", "before the rename"]
+PHASES = [
+    "before the first byte",
+    "in a shard",
+    "before metadata",
+    "before the manifest",
+    "before the rename",
+]
 
 
 @pytest.mark.parametrize(
     ("phase", "replaces"),
     [
-        *(pytest.param(phase, True, id=f"replaces-{phase}") for phase in (*PHASES, "between two renames", "after the rename")),
-        *(pytest.param(phase, False, id=f"new-{phase}") for phase in PHASES),  # one rename, and nothing after it
+        *(
+            pytest.param(phase, True, id=f"replaces-{phase}")
+            for phase in (*PHASES, "between two renames", "after the rename")
+        ),
+        # one rename, and nothing after it
+        *(pytest.param(phase, False, id=f"new-{phase}") for phase in PHASES),
     ],
 )
-def test_f27_a_kill_leaves_the_newest_complete_checkpoint(phase: str, replaces: bool, tmp_path: Path) -> None:
+def test_f27_a_kill_leaves_the_newest_complete_checkpoint(
+    phase: str, replaces: bool, tmp_path: Path
+) -> None:
     save(tmp_path / "a", 1)
     path = tmp_path / ("a" if replaces else "b")
     child = os.fork()
@@ -277,12 +341,16 @@ def test_f27_a_kill_leaves_the_newest_complete_checkpoint(phase: str, replaces: 
         assert step_of(tmp_path / "a") == 1 and not path.exists()
         assert checkpoints_in(tmp_path) == [tmp_path / "a"]
     save(tmp_path / "c", 3)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "c"], "nothing of the killed save is left"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "a",
+        "c",
+    ], "nothing of the killed save is left"
 
 
 @contextmanager
 def small_disk() -> Iterator[None]:
-    """Files cannot grow above 20 kB: writing to them fails as on a full disk, with another number. So do pytest's own, if it has any."""
+    """Files cannot grow above 20 kB: writing to them fails as on a full disk, with another number.
+    So do pytest's own, if it has any."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
@@ -296,14 +364,17 @@ def test_f32_a_full_disk_leaves_the_last_one(tmp_path: Path) -> None:
         save(tmp_path / "a", 1)
         with pytest.raises(StorageError, match=f"{SHARD} could not be written: OSError"):
             save(tmp_path / "a", 2, numel=10_000)
-        with pytest.warns(UserWarning, match=f"b could not be written; training continues without it: .*{SHARD}"):
+        with pytest.warns(
+            UserWarning, match=f"b could not be written; training continues without it: .*{SHARD}"
+        ):
             assert not save(tmp_path / "b", 2, mode=SaveMode.BACKGROUND, numel=10_000)
         assert step_of(tmp_path / "a") == 1
         assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
 def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
-    """As `ModelCheckpoint(save_top_k=1)` does it: save the next one, then remove the one before, whatever came of the save."""
+    """As `ModelCheckpoint(save_top_k=1)` does it: save the next one, then remove the one before,
+    whatever came of the save."""
     with small_disk():
         store = CheckpointStore(CheckpointOptions(asynchronous=False))
         assert save(tmp_path / "a", 1, store)
@@ -323,7 +394,8 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path) -> None:
-    """That which a run was resumed from stays in its folder. It is no reason to remove what came after it before the next is written."""
+    """That which a run was resumed from stays in its folder. It is no reason to remove what came
+    after it before the next is written."""
     store = CheckpointStore(CheckpointOptions(asynchronous=False))
     for name, step in (("resumed", 1), ("newest", 2)):
         save(tmp_path / name, step, store)
@@ -331,7 +403,10 @@ def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path)
         store.remove(tmp_path / "newest")
     assert step_of(tmp_path / "newest") == 2
     save(tmp_path / "next", 3, store)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["next", "resumed"], "now it is removed"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "next",
+        "resumed",
+    ], "now it is removed"
     store.remove(tmp_path / "resumed")
     assert [entry.name for entry in tmp_path.iterdir()] == ["next"]
 
@@ -339,14 +414,20 @@ def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path)
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     save(tmp_path / "run" / "a", 1)
     for wrong in (tmp_path / "run", tmp_path):
-        with pytest.raises(CheckpointError, match=f"^{re.escape(str(wrong))} is a folder that is not a checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=f"^{re.escape(str(wrong))} is a folder that is not a checkpoint"
+        ):
             save(wrong, 2)
     (tmp_path / "empty").mkdir()
     assert save(tmp_path / "empty", 3) and step_of(tmp_path / "empty") == 3
-    assert step_of(tmp_path / "run" / "a") == 1 and sorted(entry.name for entry in tmp_path.iterdir()) == ["empty", "run"]
+    assert step_of(tmp_path / "run" / "a") == 1 and sorted(
+        entry.name for entry in tmp_path.iterdir()
+    ) == ["empty", "run"]
 
 
-def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on NFS, where the folder of a file that somebody reads is never empty."""
     store = background(tmp_path)
     for step in (1, 2):
@@ -361,13 +442,23 @@ def test_what_cannot_be_removed_holds_nothing_up(tmp_path: Path, monkeypatch: py
         store.remove(tmp_path / "step_1")
         for step in (3, 4):
             assert save(tmp_path / "last", step, store)
-        assert checkpoints_in(tmp_path) == [tmp_path / "last", tmp_path / "step_2"] and step_of(tmp_path / "last") == 4
-    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="step_2 could not be removed; training continues: OSError"):
+        assert (
+            checkpoints_in(tmp_path) == [tmp_path / "last", tmp_path / "step_2"]
+            and step_of(tmp_path / "last") == 4
+        )
+    with (
+        monkeypatch.context() as patched,
+        pytest.warns(UserWarning, match="step_2 could not be removed; training continues: OSError"),
+    ):
         patched.setattr(Path, "rename", refuse)
         store.remove(tmp_path / "step_2")
     assert save(tmp_path / "step_5", 5, store)
     store.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_2", "step_5"], "now they are removed"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "last",
+        "step_2",
+        "step_5",
+    ], "now they are removed"
 
 
 # In the background
@@ -379,16 +470,22 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         write = TensorSave.write
-        monkeypatch.setattr(TensorSave, "write", lambda save, folder: self.opened.wait(60) and write(save, folder))
+        monkeypatch.setattr(
+            TensorSave, "write", lambda save, folder: self.opened.wait(60) and write(save, folder)
+        )
 
 
-def test_f38_a_save_in_the_background_does_not_see_later_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f38_a_save_in_the_background_does_not_see_later_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, store = Gate(monkeypatch), background(tmp_path)
     for step in (1, 2):
         weights = tensors(step)
         gate.opened.clear()
         checkpoint = {"global_step": step, "state_dict": weights}
-        assert store.save(tmp_path / f"step_{step}", checkpoint, PlainState(), None, {}, mode=SaveMode.BACKGROUND)  # type: ignore[arg-type]
+        assert store.save(
+            tmp_path / f"step_{step}", checkpoint, PlainState(), None, {}, mode=SaveMode.BACKGROUND
+        )  # type: ignore[arg-type]
         assert not (tmp_path / f"step_{step}").exists()
         weights["weight"].fill_(-1)
         gate.opened.set()
@@ -398,7 +495,9 @@ def test_f38_a_save_in_the_background_does_not_see_later_weights(tmp_path: Path,
     store.close()
 
 
-def test_f33_f39_the_next_save_and_a_load_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f33_f39_the_next_save_and_a_load_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, store = Gate(monkeypatch), background(tmp_path)
     save(tmp_path / "a", 1, store, mode=SaveMode.BACKGROUND)
     threading.Timer(0.2, gate.opened.set).start()
@@ -417,7 +516,9 @@ def test_f32_a_full_disk_in_the_background_is_told_at_the_next_save(tmp_path: Pa
         save(tmp_path / "a", 1, store, mode=SaveMode.BACKGROUND)
         save(tmp_path / "b", 2, store, mode=SaveMode.BACKGROUND, numel=10_000)
         store.remove(tmp_path / "a")
-        with pytest.warns(UserWarning, match="b could not be written; training continues without it"):
+        with pytest.warns(
+            UserWarning, match="b could not be written; training continues without it"
+        ):
             store.wait()
         assert step_of(tmp_path / "a") == 1
         save(tmp_path / "c", 3, store, mode=SaveMode.BACKGROUND)
@@ -438,11 +539,17 @@ time.sleep(600)
 """
 
 
-def test_f37_two_runs_cannot_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+def test_f37_two_runs_cannot_write_to_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=f"{tmp_path} belongs to another run.*process {other.pid}"):
+        with pytest.raises(
+            CheckpointError, match=f"{tmp_path} belongs to another run.*process {other.pid}"
+        ):
             FolderLock(tmp_path, patience_seconds=0)
         monkeypatch.setattr("lightning_3d.storage.lock._PATIENCE_SECONDS", 0)
         with pytest.raises(CheckpointError, match="belongs to another run"):

@@ -1,7 +1,9 @@
-"""Any layout loads what any other saved: every bit of weights, buffers and optimizer state, and the same training from there.
+"""Any layout loads what any other saved: every bit of weights, buffers and optimizer state, and the
+same training from there.
 
-Each source runs 20 steps (6 in a session without the long sweeps) without interruption and saves after half of them, in the middle of its
-epoch. Each target loads that into a model on meta, writes it again before its first step, and runs the other half.
+Each source runs 20 steps (6 in a session without the long sweeps) without interruption and saves
+after half of them, in the middle of its epoch. Each target loads that into a model on meta, writes
+it again before its first step, and runs the other half.
 """
 
 from collections.abc import Iterable
@@ -26,13 +28,30 @@ SAVED_AFTER = STEPS // 2
 CLOSE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 2e-2}
 
 
-def dense(layout: str, zero: int = 0, schedule: str = "1F1B", model: str = "llama", dtype: str = "float32", **options: Any) -> Cell:
+def dense(
+    layout: str,
+    zero: int = 0,
+    schedule: str = "1F1B",
+    model: str = "llama",
+    dtype: str = "float32",
+    **options: Any,
+) -> Cell:
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
-    return Cell(model, schedule=schedule, zero=zero, dtype=dtype, options=tuple(sorted(options.items())), **degrees)
+    return Cell(
+        model,
+        schedule=schedule,
+        zero=zero,
+        dtype=dtype,
+        options=tuple(sorted(options.items())),
+        **degrees,
+    )
 
 
 def pairs(model: str, dtype: str, source: Cell, targets: Iterable[Cell]) -> list[tuple[Cell, Cell]]:
-    return [tuple(replace(cell, model=model, dtype=dtype) for cell in (source, target)) for target in targets]  # type: ignore[misc]
+    return [
+        tuple(replace(cell, model=model, dtype=dtype) for cell in (source, target))
+        for target in targets
+    ]  # type: ignore[misc]
 
 
 THREE_D = dense("tp2_pp2_dp2", 1)
@@ -48,23 +67,86 @@ DEFAULT = [
     *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2")]),
 ]
 FULL = [
-    *pairs("llama", "float32", TWO_LEVELS, [dense("dp4", 3), dense("dp8", 1, zero_shard_size=4), dense("tp2_pp2")]),
-    *pairs("llama", "float32", dense("dp4", 2), [TWO_LEVELS, dense("pp2_dp4", 1, zero_shard_size=2)]),
-    *pairs("llama", "bfloat16", dense("tp2_dp4", 1, zero_shard_size=2), [dense("dp8", 3, zero_shard_size=2), dense("dp2")]),
+    *pairs(
+        "llama",
+        "float32",
+        TWO_LEVELS,
+        [dense("dp4", 3), dense("dp8", 1, zero_shard_size=4), dense("tp2_pp2")],
+    ),
+    *pairs(
+        "llama", "float32", dense("dp4", 2), [TWO_LEVELS, dense("pp2_dp4", 1, zero_shard_size=2)]
+    ),
+    *pairs(
+        "llama",
+        "bfloat16",
+        dense("tp2_dp4", 1, zero_shard_size=2),
+        [dense("dp8", 3, zero_shard_size=2), dense("dp2")],
+    ),
     *pairs("qwen2", "float64", dense("tp1"), [dense("tp2_pp2_dp2")]),
     *pairs("phi3", "float32", LOOPED, [dense("tp4")]),
-    *pairs("llama", "float32", THREE_D, [dense("dp8", 3), dense("pp4", schedule="GPipe"), dense("cp2_dp2", 2), dense("tp4_dp2", 1)]),
-    *pairs("llama", "float32", dense("dp8", 3), [THREE_D, dense("tp1"), dense("tp2_cp2", 3), dense("pp2_dp2", 2)]),
-    *pairs("llama", "float32", dense("dp4", 2), [dense("tp2_dp4", 1), dense("dp2", 3), dense("pp2", schedule="ZBVZeroBubble")]),
-    *pairs("phi3", "float32", LOOPED, [dense("tp2_dp2", 3), dense("tp2_pp2", schedule="InterleavedZeroBubble")]),
-    *pairs("phi3", "float32", dense("tp2_dp2", 1), [dense("tp4", 1), dense("pp4_dp2", 1), dense("tp1")]),
-    *pairs("qwen2", "float32", dense("pp4", schedule="1F1B"), [dense("pp2_dp4", 1), dense("tp4"), dense("pp2", schedule="DualPipeV")]),
-    *pairs("qwen2", "float64", dense("pp2_dp2", schedule="LoopedBFS"), [dense("tp4"), dense("dp4"), dense("cp2_tp2")]),
-    *pairs("llama", "float64", dense("tp4"), [dense("pp4", schedule="InterleavedZeroBubble"), dense("dp8"), dense("tp1")]),
-    *pairs("mixtral", "float32", DEALT, [dense("tp1"), dense("ep2_pp2_dp2", 1), dense("ep4_dp4", 3)]),
-    *pairs("qwen3_moe", "float32", dense("tp2_ep2_dp2", 1), [dense("ep4_dp4", 2), dense("pp2_dp2", 1)]),
-    *pairs("mixtral", "float32", EXPERTS_IN_TWO_LEVELS, [dense("ep4_dp4", 1), dense("tp2_ep2_dp4", 2, zero_shard_size=2), dense("tp1")]),
-    *pairs("mixtral", "float32", dense("ep4_dp4", 2), [EXPERTS_IN_TWO_LEVELS, dense("tp2_ep4_dp4", 1, zero_shard_size=2)]),
+    *pairs(
+        "llama",
+        "float32",
+        THREE_D,
+        [dense("dp8", 3), dense("pp4", schedule="GPipe"), dense("cp2_dp2", 2), dense("tp4_dp2", 1)],
+    ),
+    *pairs(
+        "llama",
+        "float32",
+        dense("dp8", 3),
+        [THREE_D, dense("tp1"), dense("tp2_cp2", 3), dense("pp2_dp2", 2)],
+    ),
+    *pairs(
+        "llama",
+        "float32",
+        dense("dp4", 2),
+        [dense("tp2_dp4", 1), dense("dp2", 3), dense("pp2", schedule="ZBVZeroBubble")],
+    ),
+    *pairs(
+        "phi3",
+        "float32",
+        LOOPED,
+        [dense("tp2_dp2", 3), dense("tp2_pp2", schedule="InterleavedZeroBubble")],
+    ),
+    *pairs(
+        "phi3", "float32", dense("tp2_dp2", 1), [dense("tp4", 1), dense("pp4_dp2", 1), dense("tp1")]
+    ),
+    *pairs(
+        "qwen2",
+        "float32",
+        dense("pp4", schedule="1F1B"),
+        [dense("pp2_dp4", 1), dense("tp4"), dense("pp2", schedule="DualPipeV")],
+    ),
+    *pairs(
+        "qwen2",
+        "float64",
+        dense("pp2_dp2", schedule="LoopedBFS"),
+        [dense("tp4"), dense("dp4"), dense("cp2_tp2")],
+    ),
+    *pairs(
+        "llama",
+        "float64",
+        dense("tp4"),
+        [dense("pp4", schedule="InterleavedZeroBubble"), dense("dp8"), dense("tp1")],
+    ),
+    *pairs(
+        "mixtral", "float32", DEALT, [dense("tp1"), dense("ep2_pp2_dp2", 1), dense("ep4_dp4", 3)]
+    ),
+    *pairs(
+        "qwen3_moe", "float32", dense("tp2_ep2_dp2", 1), [dense("ep4_dp4", 2), dense("pp2_dp2", 1)]
+    ),
+    *pairs(
+        "mixtral",
+        "float32",
+        EXPERTS_IN_TWO_LEVELS,
+        [dense("ep4_dp4", 1), dense("tp2_ep2_dp4", 2, zero_shard_size=2), dense("tp1")],
+    ),
+    *pairs(
+        "mixtral",
+        "float32",
+        dense("ep4_dp4", 2),
+        [EXPERTS_IN_TWO_LEVELS, dense("tp2_ep4_dp4", 1, zero_shard_size=2)],
+    ),
     *pairs("mixtral", "float64", dense("ep2_dp4"), [dense("tp2_ep4_dp2"), dense("pp2")]),
     *pairs("llama", "bfloat16", THREE_D, [dense("dp4", 3), dense("pp2_dp2"), dense("tp2_dp2", 2)]),
     *pairs("llama", "bfloat16", dense("dp4", 3), [dense("tp2_pp2", 0), dense("tp2_dp2", 1)]),
@@ -79,7 +161,11 @@ def name(pair: tuple[Cell, Cell]) -> str:
 def place(cell: Cell) -> str:
     degrees = "_".join(part for part in cell.layout.split("_") if not part.endswith("1")) or "tp1"
     shards = dict(cell.options).get("zero_shard_size")
-    return f"{degrees}/zero{cell.zero}" + (f"/shard{shards}" if shards else "") + (f"/{cell.schedule}" if cell.schedule != "1F1B" else "")
+    return (
+        f"{degrees}/zero{cell.zero}"
+        + (f"/shard{shards}" if shards else "")
+        + (f"/{cell.schedule}" if cell.schedule != "1F1B" else "")
+    )
 
 
 class SaveAfter(pl.Callback):
@@ -102,9 +188,19 @@ def train(cell: Cell, layers: int, callback: pl.Callback, resume: str | None = N
     plan = Lightning3DStrategy(**strategy_arguments(cell), seed=recipe.seed)
     assert plan.layout is not None
     precision = parity.PRECISIONS[recipe.dtype]
-    options: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": recipe.clip, "callbacks": [values, callback]}
-    trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size, precision=precision, **options)
-    trainer.fit(Module(recipe), datamodule=Data(Rows(data(recipe)), recipe.global_batch // plan.layout.dp), ckpt_path=resume)
+    options: dict[str, Any] = {
+        "max_epochs": 1,
+        "gradient_clip_val": recipe.clip,
+        "callbacks": [values, callback],
+    }
+    trainer = quiet_trainer(
+        strategy=plan, devices=plan.layout.world_size, precision=precision, **options
+    )
+    trainer.fit(
+        Module(recipe),
+        datamodule=Data(Rows(data(recipe)), recipe.global_batch // plan.layout.dp),
+        ckpt_path=resume,
+    )
     return values.losses + values.grad_norms
 
 
@@ -115,7 +211,9 @@ SAVED: dict[Cell, tuple[Path, list[float]]] = {}  # one run for all targets of a
 def saved(source: Cell, folder: Path) -> tuple[Path, list[float]]:
     if source not in SAVED:
         path = folder / f"{len(SAVED)}.ckpt"
-        values = run_ranks(train, source.world_size, source, LAYERS, SaveAfter(str(path)), timeout=600)[0]
+        values = run_ranks(
+            train, source.world_size, source, LAYERS, SaveAfter(str(path)), timeout=600
+        )[0]
         SAVED[source] = path, values
     return SAVED[source]
 
@@ -134,10 +232,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(pytest.param(*pair, id=name(pair), marks=pytest.mark.full) for pair in FULL),
     ],
 )
-def test_f36_any_layout_loads_what_any_other_saved(source: Cell, target: Cell, folder: Path, tmp_path: Path) -> None:
+def test_f36_any_layout_loads_what_any_other_saved(
+    source: Cell, target: Cell, folder: Path, tmp_path: Path
+) -> None:
     path, uninterrupted = saved(source, folder)
     again = tmp_path / "again.ckpt"
-    values = run_ranks(train, target.world_size, target, LAYERS, SaveAtStart(str(again)), str(path), timeout=600)[0]
+    values = run_ranks(
+        train, target.world_size, target, LAYERS, SaveAtStart(str(again)), str(path), timeout=600
+    )[0]
     assert read_manifest(path)["global_step"] == read_manifest(again)["global_step"] == SAVED_AFTER
     assert_equal(all_tensors(again), all_tensors(path))
     left = uninterrupted[SAVED_AFTER:STEPS] + uninterrupted[STEPS + SAVED_AFTER :]

@@ -11,8 +11,11 @@ from lightning_3d.errors import StorageError
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "at once"])
-def test_f27_a_rank_that_lost_another_in_a_save_asks_nobody(asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others may still wait in that save, for this one, which they would meet in no other collective."""
+def test_f27_a_rank_that_lost_another_in_a_save_asks_nobody(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may still wait in that save, for this one, which they would meet in no other
+    collective."""
 
     def lose(self: TensorSave, *args: object) -> None:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:41234")

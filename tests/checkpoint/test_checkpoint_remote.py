@@ -1,4 +1,5 @@
-"""Checkpoints at URLs: the same promises as on a disk, where there is no rename, no lock and no folder. One process, no model."""
+"""Checkpoints at URLs: the same promises as on a disk, where there is no rename, no lock and no
+folder. One process, no model."""
 
 import json
 import os
@@ -22,7 +23,14 @@ from plain_checkpoints import PlainState, background, flip_bit, refusal, save, t
 from quick_runs import QUICK
 from ranks import run_ranks
 
-from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, folder, load_full_state_dict, read_manifest
+from lightning_3d.checkpoint import (
+    CheckpointOptions,
+    CheckpointStore,
+    SaveMode,
+    folder,
+    load_full_state_dict,
+    read_manifest,
+)
 from lightning_3d.checkpoint.folder import MANIFEST
 from lightning_3d.checkpoint.inspection import describe
 from lightning_3d.checkpoint.reading import TensorFolder
@@ -59,7 +67,10 @@ def on_disk(path: RemotePath) -> Path:
 def objects(path: RemotePath) -> set[str]:
     """Names of all objects; the folder of a save is written as `*`."""
     found = (item.relative_to(on_disk(path)) for item in on_disk(path).rglob("*") if item.is_file())
-    return {"/".join("*" if part.startswith("lightning_3d-") else part for part in item.parts) for item in found}
+    return {
+        "/".join("*" if part.startswith("lightning_3d-") else part for part in item.parts)
+        for item in found
+    }
 
 
 def whole(*names: str) -> set[str]:
@@ -126,7 +137,9 @@ def test_many_small_tensors_take_few_requests(bucket: RemotePath) -> None:
     read = {f"model.{name}": torch.empty(50) for name in weights}
     tensors.read_into({name: Slices((50,), {(0,): tensor}) for name, tensor in read.items()})
     assert all(torch.equal(read[f"model.{name}"], tensor) for name, tensor in weights.items())
-    assert len([what for what, _, _ in Bucket.requests if what == "get"]) <= 3, "200 archives of 1.5 kB"
+    assert len([what for what, _, _ in Bucket.requests if what == "get"]) <= 3, (
+        "200 archives of 1.5 kB"
+    )
 
 
 # Damage
@@ -155,8 +168,15 @@ def test_f29_falls_back_if_asked(bucket: RemotePath) -> None:
     for step in (1, 2):
         save_at(bucket / f"step_{step}", step)
     flip_bit(on_disk(folder.contents(bucket / "step_2", read_manifest(bucket / "step_2")) / SHARD))
-    with pytest.warns(UserWarning, match="step_2 is damaged.*Loading .*step_1 \\(step 1\\) instead"):
-        assert CheckpointStore(CheckpointOptions(fall_back=True)).load(str(bucket / "step_2"))["global_step"] == 1
+    with pytest.warns(
+        UserWarning, match="step_2 is damaged.*Loading .*step_1 \\(step 1\\) instead"
+    ):
+        assert (
+            CheckpointStore(CheckpointOptions(fall_back=True)).load(str(bucket / "step_2"))[
+                "global_step"
+            ]
+            == 1
+        )
 
 
 # Failures and kills while it is written
@@ -168,7 +188,10 @@ def test_f32_a_failed_upload_leaves_what_was_there(where: str, bucket: RemotePat
     Bucket.fails, Bucket.fails_after = where, 5000 if where == SHARD else 0
     with pytest.raises(StorageError, match="BrokenConnection: the other side went away"):
         save_at(bucket / "a", 2, numel=10_000)
-    with pytest.warns(UserWarning, match="b could not be written; training continues without it: .*BrokenConnection"):
+    with pytest.warns(
+        UserWarning,
+        match="b could not be written; training continues without it: .*BrokenConnection",
+    ):
         assert not save_at(bucket / "b", 2, mode=SaveMode.BACKGROUND, numel=10_000)
     assert step_of(str(bucket / "a")) == 1
     assert objects(bucket) == whole("a")
@@ -199,10 +222,26 @@ def killed_at(phase: str, path: RemotePath) -> None:
     finish = TensorSave.finish
     patches: dict[str, tuple[Any, str, Any]] = {
         "before the first byte": (TensorSave, "plan", kill),
-        "in an upload": (Bucket, "pipe_file", lambda system, name, *a, **k: kill() if SHARD in name else put(system, name, *a, **k)),
-        "before metadata": (TensorSave, "finish", lambda self, where, *more: (self.write(where), kill())),
-        "before the manifest": (TensorSave, "finish", lambda self, where, *more: finish(self, where, kill)),
-        "after the manifest": (folder.remote, "remove_remains", lambda paths: kill() if (path / MANIFEST).is_file() and wrote else None),
+        "in an upload": (
+            Bucket,
+            "pipe_file",
+            lambda system, name, *a, **k: kill() if SHARD in name else put(system, name, *a, **k),
+        ),
+        "before metadata": (
+            TensorSave,
+            "finish",
+            lambda self, where, *more: (self.write(where), kill()),
+        ),
+        "before the manifest": (
+            TensorSave,
+            "finish",
+            lambda self, where, *more: finish(self, where, kill),
+        ),
+        "after the manifest": (
+            folder.remote,
+            "remove_remains",
+            lambda paths: kill() if (path / MANIFEST).is_file() and wrote else None,
+        ),
     }
     put, wrote = Bucket.pipe_file, []
     publish = folder.remote.publish
@@ -217,31 +256,48 @@ def killed_at(phase: str, path: RemotePath) -> None:
     save_at(path, 2)
 
 
-@pytest.mark.parametrize("phase", ["before the first byte", "in an upload", "before metadata", "before the manifest", "after the manifest"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "before the first byte",
+        "in an upload",
+        "before metadata",
+        "before the manifest",
+        "after the manifest",
+    ],
+)
 @pytest.mark.parametrize("replaces", [True, False], ids=["replaces", "new"])
-def test_f27_a_kill_leaves_the_newest_complete_checkpoint(phase: str, replaces: bool, bucket: RemotePath) -> None:
+def test_f27_a_kill_leaves_the_newest_complete_checkpoint(
+    phase: str, replaces: bool, bucket: RemotePath
+) -> None:
     save_at(bucket / "a", 1)
     path = bucket / ("a" if replaces else "b")
     child = os.fork()
     if child == 0:
         try:
-            torch.distributed.is_initialized = lambda: False  # the threads of a group that an earlier test left are not in this child
+            # the threads of a group that an earlier test left are not in this child
+            torch.distributed.is_initialized = lambda: False
             killed_at(phase, path)
         finally:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     committed = phase == "after the manifest"
     assert step_of(str(bucket / "a")) == (2 if replaces and committed else 1)
-    assert [found.name for found in checkpoints_in(bucket)] == (["a"] if replaces or not committed else ["b", "a"])
+    assert [found.name for found in checkpoints_in(bucket)] == (
+        ["a"] if replaces or not committed else ["b", "a"]
+    )
     store = CheckpointStore(CheckpointOptions(asynchronous=False))
     store.hold([str(bucket)])
     save_at(bucket / "c", 3, store)
     store.close()
-    assert objects(bucket) == whole("a", "c", *(["b"] if committed and not replaces else [])), "nothing of the killed save is left"
+    assert objects(bucket) == whole("a", "c", *(["b"] if committed and not replaces else [])), (
+        "nothing of the killed save is left"
+    )
 
 
 def test_a_listing_that_lags_behind_loses_nothing(bucket: RemotePath) -> None:
-    """Files are asked for by name where a listing does not show them; what it hides of old saves stays until a later save."""
+    """Files are asked for by name where a listing does not show them; what it hides of old saves
+    stays until a later save."""
     Bucket.lag = 60
     save_at(bucket / "a", 1)
     save_at(bucket / "a", 2)
@@ -279,7 +335,9 @@ time.sleep(600)
 
 
 @pytest.fixture
-def other_run(bucket: RemotePath, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+def other_run(
+    bucket: RemotePath, request: pytest.FixtureRequest
+) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", HOLD, str(bucket), *getattr(request, "param", [])]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -291,8 +349,12 @@ def other_run(bucket: RemotePath, request: pytest.FixtureRequest) -> Iterator[su
         other.wait()
 
 
-def test_f37_two_runs_cannot_write_to_one_folder(bucket: RemotePath, other_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=f"{bucket} belongs to another run.*process {other_run.pid}"):
+def test_f37_two_runs_cannot_write_to_one_folder(
+    bucket: RemotePath, other_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=f"{bucket} belongs to another run.*process {other_run.pid}"
+    ):
         Lease(bucket, patience_seconds=0)
     other_run.kill()
     other_run.wait()
@@ -305,7 +367,9 @@ def test_f37_two_runs_cannot_write_to_one_folder(bucket: RemotePath, other_run: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other_run", [["another machine"]], indirect=True)
-def test_f37_a_run_that_was_killed_elsewhere_is_found_dead(bucket: RemotePath, other_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f37_a_run_that_was_killed_elsewhere_is_found_dead(
+    bucket: RemotePath, other_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "_DEAD_SECONDS", 2.0)
     other_run.kill()
     other_run.wait()
@@ -313,7 +377,9 @@ def test_f37_a_run_that_was_killed_elsewhere_is_found_dead(bucket: RemotePath, o
     assert not on_disk(bucket).exists()
 
 
-def test_f37_a_run_that_was_taken_for_dead_writes_no_more(bucket: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f37_a_run_that_was_taken_for_dead_writes_no_more(
+    bucket: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "_RENEWED_SECONDS", 0.1)
     store = CheckpointStore(CheckpointOptions(asynchronous=False))
     store.hold([str(bucket)])
@@ -334,7 +400,10 @@ def test_f37_a_run_that_was_taken_for_dead_writes_no_more(bucket: RemotePath, mo
 
 def test_f37_saves_elsewhere_take_turns(bucket: RemotePath) -> None:
     results: list[bool] = []
-    threads = [threading.Thread(target=lambda step=step: results.append(save_at(bucket / f"{step}", step))) for step in (1, 2, 3)]
+    threads = [
+        threading.Thread(target=lambda step=step: results.append(save_at(bucket / f"{step}", step)))
+        for step in (1, 2, 3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -355,10 +424,15 @@ def test_the_only_good_one_is_not_removed(bucket: RemotePath) -> None:
 # A model in training, on several ranks
 
 
-def fit_at(url: str, layout: str, epochs: int, resume: str | None, **more: Any) -> tuple[list[float], str]:
+def fit_at(
+    url: str, layout: str, epochs: int, resume: str | None, **more: Any
+) -> tuple[list[float], str]:
     """The loss of every step, and what was seen of the folder when it was over."""
     register()
-    values, callback = StepValues(), ModelCheckpoint(f"{url}/best", monitor="val_loss", save_top_k=1, save_last=True)
+    values, callback = (
+        StepValues(),
+        ModelCheckpoint(f"{url}/best", monitor="val_loss", save_top_k=1, save_last=True),
+    )
     trainer, rows = make_trainer(layout, epochs, [values, callback], **more)
     trainer.fit(TiedModel(), datamodule=rows, ckpt_path=resume)
     trainer.save_checkpoint(f"{url}/end.ckpt")
@@ -367,13 +441,19 @@ def fit_at(url: str, layout: str, epochs: int, resume: str | None, **more: Any) 
 
 @pytest.mark.slow
 def test_a_fit_saves_and_resumes_at_a_url(bucket: RemotePath) -> None:
-    """Asynchronously, by `ModelCheckpoint`, "last" and a path; on another layout and ZeRO stage; with no more than asked for left."""
+    """Asynchronously, by `ModelCheckpoint`, "last" and a path; on another layout and ZeRO stage;
+    with no more than asked for left."""
     whole_run = run_ranks(fit_at, 4, str(bucket / "x"), "tp2_pp2", 2, None)[0][0]
     first, best = run_ranks(fit_at, 4, str(bucket), "tp2_pp2", 1, None)[0]
     assert first == whole_run[: len(first)] and best.startswith(str(bucket / "best"))
-    assert sorted(found.name for found in checkpoints_in(bucket / "best")) == sorted([best.rpartition("/")[2], "last.ckpt"])
+    assert sorted(found.name for found in checkpoints_in(bucket / "best")) == sorted(
+        [best.rpartition("/")[2], "last.ckpt"]
+    )
     text = "\n".join(describe(bucket / "end.ckpt"))
-    assert "written by  tp2_pp2, 1F1B, ZeRO-0" in text and "complete    yes: every file matches its hash" in text
+    assert (
+        "written by  tp2_pp2, 1F1B, ZeRO-0" in text
+        and "complete    yes: every file matches its hash" in text
+    )
     again = run_ranks(fit_at, 2, str(bucket), "dp2", 2, "last", zero_stage=2)[0][0]
     assert again == pytest.approx(whole_run[len(first) :], rel=1e-5)
     assert not list(on_disk(bucket).rglob("*.lock")), "nobody holds anything any more"
@@ -381,7 +461,9 @@ def test_a_fit_saves_and_resumes_at_a_url(bucket: RemotePath) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_trains_and_goes_on_at_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`dir://` is a backend of fsspec for a folder, here one of the local disk."""
     monkeypatch.setenv("FSSPEC_DIR_PATH", str(tmp_path / "store"))
     monkeypatch.setenv("FSSPEC_DIR_TARGET_PROTOCOL", "file")
@@ -391,7 +473,14 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
 
     def train(name: str, *more: str) -> list[str]:
         length = ["trainer.val_check_interval=2", "trainer.checkpoint_every_n_steps=2"]
-        return ["train", *QUICK, *length, f"callbacks.checkpoint.dirpath={at}", f"hydra.run.dir={tmp_path / name}", *more]
+        return [
+            "train",
+            *QUICK,
+            *length,
+            f"callbacks.checkpoint.dirpath={at}",
+            f"hydra.run.dir={tmp_path / name}",
+            *more,
+        ]
 
     first, again, shown, exported, resumed = run_commands(
         [
@@ -399,22 +488,38 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
             train("a", "trainer.max_steps=6", "trainer.auto_resume=true"),
             ["inspect", f"{at}/step_4.ckpt"],
             ["export", at, "--output", str(tmp_path / "model")],
-            train("b", "trainer.max_steps=8", f"trainer.resume={at}/step_6.ckpt", "parallelism=tp2"),
+            train(
+                "b", "trainer.max_steps=8", f"trainer.resume={at}/step_6.ckpt", "parallelism=tp2"
+            ),
         ],
         timeout=800,
     )
-    refused = ["trainer.resume=dir://run/checkpoints/step_9.ckpt", "callbacks.checkpoint.dirpath=dropbox://b/c", "trainer.resume=nothing://b/c"]
-    missing, uninstalled, unknown = run_commands([train("c", override) for override in refused], timeout=120)
+    refused = [
+        "trainer.resume=dir://run/checkpoints/step_9.ckpt",
+        "callbacks.checkpoint.dirpath=dropbox://b/c",
+        "trainer.resume=nothing://b/c",
+    ]
+    missing, uninstalled, unknown = run_commands(
+        [train("c", override) for override in refused], timeout=120
+    )
     for done in (first, again, shown, exported, resumed):
         assert done.code == 0, done.output
     assert "resuming from dir://run/checkpoints/step_4.ckpt" in again.output
     assert "step        4" in shown.output and "complete    yes" in shown.output
     assert (tmp_path / "model" / "model.safetensors").is_file()
     steps = [4, 6, 8]  # the newest three are kept
-    assert sorted(path.name for path in (tmp_path / "store" / "run" / "checkpoints").iterdir()) == [f"step_{step}.ckpt" for step in steps]
+    assert sorted(path.name for path in (tmp_path / "store" / "run" / "checkpoints").iterdir()) == [
+        f"step_{step}.ckpt" for step in steps
+    ]
     for result, words in (
         (missing, f"There is no checkpoint {at}/step_9.ckpt to resume from"),
-        (uninstalled, "checkpoint.dirpath=dropbox://b/c: dropboxdrivefs is not installed. Install it with pip install dropboxdrivefs"),
+        (
+            uninstalled,
+            (
+                "checkpoint.dirpath=dropbox://b/c: dropboxdrivefs is not installed. Install it with"
+                " pip install dropboxdrivefs"
+            ),
+        ),
         (unknown, 'nothing://b/c: fsspec does not support "nothing://"'),
     ):
         assert result.code == 2 and words in result.output, result.output
@@ -424,17 +529,40 @@ def test_the_command_line_trains_and_goes_on_at_a_url(tmp_path: Path, monkeypatc
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_f27_a_run_that_is_killed_in_a_save_goes_on_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f27_a_run_that_is_killed_in_a_save_goes_on_at_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FSSPEC_DIR_PATH", str(tmp_path / "store"))
     monkeypatch.setenv("FSSPEC_DIR_TARGET_PROTOCOL", "file")
     (tmp_path / "store").mkdir()
-    length = ["trainer.max_steps=6", "trainer.val_check_interval=2", "trainer.checkpoint_every_n_steps=2"]
-    line = ["train", *QUICK, *length, "callbacks.checkpoint.dirpath=dir://run", f"hydra.run.dir={tmp_path / 'a'}"]
-    ambush = [f"+callbacks.faulty.{name}" for name in ("_target_=faulty.KillInSave", "phase='in a shard'", "rank=1", "everyone=true")]
+    length = [
+        "trainer.max_steps=6",
+        "trainer.val_check_interval=2",
+        "trainer.checkpoint_every_n_steps=2",
+    ]
+    line = [
+        "train",
+        *QUICK,
+        *length,
+        "callbacks.checkpoint.dirpath=dir://run",
+        f"hydra.run.dir={tmp_path / 'a'}",
+    ]
+    ambush = [
+        f"+callbacks.faulty.{name}"
+        for name in ("_target_=faulty.KillInSave", "phase='in a shard'", "rank=1", "everyone=true")
+    ]
     [killed] = run_commands([[*line, *ambush]], timeout=400)
     assert "SIGKILL" in killed.output, killed.output
     [again] = run_commands([[*line, "trainer.auto_resume=true"]], timeout=400)
     assert again.code == 0 and "resuming from dir://run/step_2.ckpt" in again.output, again.output
     run = tmp_path / "store" / "run"
-    assert sorted(path.name for path in run.iterdir()) == ["step_2.ckpt", "step_4.ckpt", "step_6.ckpt"]
-    assert [len(list(path.iterdir())) for path in run.iterdir()] == [2, 2, 2], "a manifest and the folder that it names"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "step_2.ckpt",
+        "step_4.ckpt",
+        "step_6.ckpt",
+    ]
+    assert [len(list(path.iterdir())) for path in run.iterdir()] == [
+        2,
+        2,
+        2,
+    ], "a manifest and the folder that it names"

@@ -1,4 +1,5 @@
-"""A run that is resumed does what it would have done: the same batches, the same random numbers, the same bits."""
+"""A run that is resumed does what it would have done: the same batches, the same random numbers,
+the same bits."""
 
 import random
 from pathlib import Path
@@ -29,7 +30,9 @@ class NoisyRows(parity.Rows):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = {key: value.clone() for key, value in super().__getitem__(index).items()}
-        token = (int(torch.randint(60, ())) + int(numpy.random.randint(60)) + random.randrange(60)) % 60
+        token = (
+            int(torch.randint(60, ())) + int(numpy.random.randint(60)) + random.randrange(60)
+        ) % 60
         row["input_ids"][3] = row["labels"][3] = token
         return row
 
@@ -37,7 +40,9 @@ class NoisyRows(parity.Rows):
 class ShuffledData(Data):
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
-        sampler: DistributedSampler = DistributedSampler(self.rows, shuffle=True, **self.trainer.distributed_sampler_kwargs or {})
+        sampler: DistributedSampler = DistributedSampler(
+            self.rows, shuffle=True, **self.trainer.distributed_sampler_kwargs or {}
+        )
         return DataLoader(self.rows, batch_size=self.batch_size, sampler=sampler)
 
 
@@ -61,24 +66,45 @@ class SaveAt(pl.Callback):
         self.save(trainer, ("end",))
 
 
-def fit(folder: str, resume: str | None, layout: str, rows_of_a_batch: int = 16, **strategy: Any) -> list[float]:
+def fit(
+    folder: str, resume: str | None, layout: str, rows_of_a_batch: int = 16, **strategy: Any
+) -> list[float]:
     """Losses and gradient norms of the steps, and a number that the generators give afterwards."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     recipe = Recipe(steps=BATCHES)
     values = StepValues()
     size = Layout.parse(layout)
-    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, rows_of_a_batch), **strategy, seed=0)
+    plan = Lightning3DStrategy(
+        layout,
+        micro_batch_size=micro_batch_rows(size.dp, size.pp, rows_of_a_batch),
+        **strategy,
+        seed=0,
+    )
     assert plan.layout is not None
     callbacks = [values, SaveAt(folder)]
-    trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size, max_epochs=EPOCHS, callbacks=callbacks)
+    trainer = quiet_trainer(
+        strategy=plan, devices=plan.layout.world_size, max_epochs=EPOCHS, callbacks=callbacks
+    )
     rows = ShuffledData(NoisyRows(data(recipe)), rows_of_a_batch // plan.layout.dp)
     trainer.fit(Module(recipe), datamodule=rows, ckpt_path=f"{folder}/{resume}" if resume else None)
-    return [*values.losses, *values.grad_norms, float(torch.rand(())), float(numpy.random.rand()), random.random()]
+    return [
+        *values.losses,
+        *values.grad_norms,
+        float(torch.rand(())),
+        float(numpy.random.rand()),
+        random.random(),
+    ]
 
 
-@pytest.fixture(scope="module", params=[("tp2_dp2", 1), pytest.param(("pp2_dp2", 3), marks=pytest.mark.full)], ids=str)
-def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int, list[list[float]]]:
+@pytest.fixture(
+    scope="module",
+    params=[("tp2_dp2", 1), pytest.param(("pp2_dp2", 3), marks=pytest.mark.full)],
+    ids=str,
+)
+def uninterrupted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str, int, list[list[float]]]:
     layout, zero = request.param
     folder = tmp_path_factory.mktemp("resume")
     return folder, layout, zero, run_ranks(fit, 4, str(folder), None, layout, zero_stage=zero)
@@ -91,7 +117,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(place: str, uninterru
     found = run_ranks(fit, 4, str(folder), place, layout, zero_stage=zero)
     for rank in range(4):
         whole = expected[rank]
-        assert found[rank] == [*whole[done:steps], *whole[steps + done : 2 * steps], *whole[2 * steps :]]
+        assert found[rank] == [
+            *whole[done:steps],
+            *whole[steps + done : 2 * steps],
+            *whole[2 * steps :],
+        ]
     assert expected[0][-3:] != expected[-1][-3:], "data-parallel ranks draw their own numbers"
 
 

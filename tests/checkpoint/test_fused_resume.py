@@ -1,4 +1,5 @@
-"""A checkpoint of a run with a fused optimizer resumes with one that is not fused, and the other way round."""
+"""A checkpoint of a run with a fused optimizer resumes with one that is not fused, and the other
+way round."""
 
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,16 @@ MODES: list[tuple[str, type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 
 def fit(
-    layout: str, kind: type[torch.optim.Optimizer], fused: bool, epochs: int, resume: str | None, save: str | None, **options: Any
+    layout: str,
+    kind: type[torch.optim.Optimizer],
+    fused: bool,
+    epochs: int,
+    resume: str | None,
+    save: str | None,
+    **options: Any,
 ) -> tuple[list[float], set[Any], set[torch.dtype]]:
-    """(losses of all steps, `fused` of the optimizer's groups at the end, types of its step counts)."""
+    """(losses of all steps, `fused` of the optimizer's groups at the end, types of its step
+    counts)."""
 
     class Model(TiedModel):
         def configure_optimizers(self) -> Any:
@@ -36,7 +44,11 @@ def fit(
     if save is not None:
         trainer.save_checkpoint(save)
     [optimizer] = trainer.optimizers
-    steps = {state["step"].dtype for state in optimizer.state.values() if isinstance(state.get("step"), torch.Tensor)}
+    steps = {
+        state["step"].dtype
+        for state in optimizer.state.values()
+        if isinstance(state.get("step"), torch.Tensor)
+    }
     return values.losses, {group.get("fused") for group in optimizer.param_groups}, steps
 
 
@@ -46,13 +58,20 @@ BOTH = [(saved, *mode) for mode in MODES for saved in (True, False)]
 @pytest.mark.full
 @pytest.mark.parametrize(("saved", "layout", "kind", "options"), BOTH, ids=str)
 def test_a_run_resumes_with_the_other_kernels(
-    saved: bool, layout: str, kind: type[torch.optim.Optimizer], options: dict[str, Any], tmp_path: Path
+    saved: bool,
+    layout: str,
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """Losses are those of a run that never stops, and the kernels those that the module asks for now."""
+    """Losses are those of a run that never stops, and the kernels those that the module asks for
+    now."""
     ranks, path = Layout.parse(layout).world_size, str(tmp_path / "saved.ckpt")
     straight, *_ = run_ranks(fit, ranks, layout, kind, saved, 2, None, None, **options)[0]
     first, *_ = run_ranks(fit, ranks, layout, kind, saved, 1, None, path, **options)[0]
-    for then, fused, steps in run_ranks(fit, ranks, layout, kind, not saved, 2, path, None, **options):
+    for then, fused, steps in run_ranks(
+        fit, ranks, layout, kind, not saved, 2, path, None, **options
+    ):
         assert fused == {None if saved else True}
         assert steps <= {torch.float32}
         assert len(first) + len(then) == len(straight)

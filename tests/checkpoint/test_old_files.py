@@ -1,8 +1,10 @@
-"""Files that version 2ac7856 left: a run folder, a sweep, checkpoints of a script and of another program.
+"""Files that version 2ac7856 left: a run folder, a sweep, checkpoints of a script and of another
+program.
 
 The code of today resumes, exports or shows each, and computes the numbers that 2ac7856 computed.
 
-`old_files/2ac7856/README.md` has the commands that made them; `numbers.json` there has what 2ac7856 computed when it ran to the end.
+`old_files/2ac7856/README.md` has the commands that made them; `numbers.json` there has what 2ac7856
+computed when it ran to the end.
 """
 
 import csv
@@ -26,21 +28,39 @@ from starts import in_fresh_process
 
 OLD = REPOSITORY / "tests" / "old_files" / "2ac7856"
 NUMBERS = json.loads((OLD / "numbers.json").read_text())
-COMMANDS = ("train", "run", "plan", "profile", "dryrun", "verify", "launch", "export", "import", "inspect", "report")
+COMMANDS = (
+    "train",
+    "run",
+    "plan",
+    "profile",
+    "dryrun",
+    "verify",
+    "launch",
+    "export",
+    "import",
+    "inspect",
+    "report",
+)
 MADE_IN = "/tmp/run"
 FLOAT32 = 1e-5
-"""Largest relative difference of losses and gradient norms. The same layout on another machine rounds differently too."""
+"""Largest relative difference of losses and gradient norms. The same layout on another machine
+rounds differently too."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def unpack(name: str, folder: Path) -> Path:
-    """Unpack `name` in `folder`, and replace its old place in configurations and the sweep's table, as a user who moves a folder does."""
+    """Unpack `name` in `folder`, and replace its old place in configurations and the sweep's table,
+    as a user who moves a folder does."""
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(OLD / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     corpus = (f"{MADE_IN}/corpus.bin", str(OLD / "corpus.bin"))
-    for path in (path for file in ("config.yaml", "overrides.yaml", "sweep.csv") for path in (folder / name).rglob(file)):
+    for path in (
+        path
+        for file in ("config.yaml", "overrides.yaml", "sweep.csv")
+        for path in (folder / name).rglob(file)
+    ):
         path.write_text(path.read_text().replace(*corpus).replace(f"{MADE_IN}/", f"{folder}/"))
     return folder / name
 
@@ -72,7 +92,11 @@ def checkpoint(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path, checkpoint: Path) -> dict[str, Result]:
     """Run all command lines on the old files, one after the other in one process."""
-    run, other, sweep = unpack("run", folder), unpack("run", folder / "other"), unpack("sweep", folder)
+    run, other, sweep = (
+        unpack("run", folder),
+        unpack("run", folder / "other"),
+        unpack("sweep", folder),
+    )
     shown, compared = unpack("run", folder / "shown"), unpack("sweep", folder / "compared")
     lines = {
         "report": ["report", str(shown)],
@@ -112,12 +136,15 @@ def rows(run: Path) -> dict[str, dict[str, str]]:
 
 
 def compare_rows(run: Path, name: str, after: int) -> None:
-    """Check that a run has each step once, and that the steps after `after`, computed today, agree with those of the old version."""
+    """Check that a run has each step once, and that the steps after `after`, computed today, agree
+    with those of the old version."""
     found, expected = rows(run), NUMBERS[name]
     assert list(found) == list(expected)
     for step, numbers in expected.items():
         tolerance = FLOAT32 if int(step) > after else 0
-        assert {column: float(found[step][column]) for column in numbers} == pytest.approx(numbers, rel=tolerance), f"step {step}"
+        assert {column: float(found[step][column]) for column in numbers} == pytest.approx(
+            numbers, rel=tolerance
+        ), f"step {step}"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -127,14 +154,18 @@ def step_of(checkpoint: Path) -> int:
 # The run folder
 
 
-def test_old_run_resumes_in_its_layout(results: dict[str, Result], folder: Path, checkpoint: Path) -> None:
+def test_old_run_resumes_in_its_layout(
+    results: dict[str, Result], folder: Path, checkpoint: Path
+) -> None:
     assert results["run"].code == 0, results["run"].output
     assert 3 <= step_of(checkpoint) < 20
     compare_rows(folder / "run", "run", step_of(checkpoint))
     assert (folder / "run" / "checkpoints" / "step_20.ckpt" / "manifest.json").is_file()
 
 
-def test_old_run_resumes_in_another_layout(results: dict[str, Result], folder: Path, checkpoint: Path) -> None:
+def test_old_run_resumes_in_another_layout(
+    results: dict[str, Result], folder: Path, checkpoint: Path
+) -> None:
     assert results["other layout"].code == 0, results["other layout"].output
     assert "pp2: 2 ranks on CPU, GPipe" in results["other layout"].output
     compare_rows(folder / "other" / "run", "run", step_of(checkpoint))
@@ -158,19 +189,31 @@ def test_inspect_reads_an_old_checkpoint(results: dict[str, Result], checkpoint:
         assert part in shown
 
 
-def test_weights_of_an_old_checkpoint(results: dict[str, Result], folder: Path, checkpoint: Path) -> None:
-    """`load_full_state_dict` and today's export give the tensors that the old version exported, bit by bit."""
+def test_weights_of_an_old_checkpoint(
+    results: dict[str, Result], folder: Path, checkpoint: Path
+) -> None:
+    """`load_full_state_dict` and today's export give the tensors that the old version exported, bit
+    by bit."""
     from safetensors.torch import load_file
 
     from lightning_3d.checkpoint import load_full_state_dict
 
     assert results["export"].code == 0, results["export"].output
-    old, now = load_file(unpack("exported", folder) / "model.safetensors"), load_file(folder / "exported_now" / "model.safetensors")
-    loaded = {name.removeprefix("model."): value for name, value in load_full_state_dict(checkpoint).items()}
+    old, now = (
+        load_file(unpack("exported", folder) / "model.safetensors"),
+        load_file(folder / "exported_now" / "model.safetensors"),
+    )
+    loaded = {
+        name.removeprefix("model."): value
+        for name, value in load_full_state_dict(checkpoint).items()
+    }
     assert len(old) == 39 and list(old) == list(now)
     for name, value in old.items():
         assert torch.equal(value, now[name]) and torch.equal(value, loaded[name]), name
-    old_config, config = (json.loads((folder / name / "config.json").read_text()) for name in ("exported", "exported_now"))
+    old_config, config = (
+        json.loads((folder / name / "config.json").read_text())
+        for name in ("exported", "exported_now")
+    )
     assert {**old_config, "transformers_version": ""} == {**config, "transformers_version": ""}
 
 
@@ -183,14 +226,18 @@ def test_report_of_an_old_sweep(results: dict[str, Result], folder: Path) -> Non
     assert '"report": "0/report.html"' in page and '"report": "1/report.html"' in page
     with (folder / "compared" / "sweep" / "sweep.csv").open() as file:
         table = list(csv.DictReader(file))
-    assert [(row["parallelism"], row["status"]) for row in table] == [("dp2_ep2", "finished"), ("pp2", "finished")]
+    assert [(row["parallelism"], row["status"]) for row in table] == [
+        ("dp2_ep2", "finished"),
+        ("pp2", "finished"),
+    ]
     assert table[0]["val_loss"] in page and table[1]["val_loss"] in page
     for job in ("0", "1"):
         assert "mixtral_tiny" in (folder / "compared" / "sweep" / job / "report.html").read_text()
 
 
 def test_finished_job_of_an_old_sweep_is_extended(results: dict[str, Result], folder: Path) -> None:
-    """A mixture of experts in bf16: the checkpoint has float32 master weights and experts of two ranks."""
+    """A mixture of experts in bf16: the checkpoint has float32 master weights and experts of two
+    ranks."""
     assert results["job"].code == 0, results["job"].output
     compare_rows(folder / "sweep" / "0", "sweep/0", after=4)
     with (folder / "sweep" / "0" / "routers.csv").open() as file:
@@ -201,9 +248,12 @@ def test_finished_job_of_an_old_sweep_is_extended(results: dict[str, Result], fo
 
 
 def test_old_checkpoint_of_a_script_resumes(folder: Path) -> None:
-    """ZeRO stage 3, two parameter groups, a schedule, and an epoch that the old version shuffled."""
+    """ZeRO stage 3, two parameter groups, a schedule, and an epoch that the old version
+    shuffled."""
     saved = unpack("script", folder) / "step_5.ckpt"
-    found = run_ranks(fit_old_script, 2, str(folder / "fit"), str(saved), zero_stage=3, process_group=False)
+    found = run_ranks(
+        fit_old_script, 2, str(folder / "fit"), str(saved), zero_stage=3, process_group=False
+    )
     expected = {int(step): loss for step, loss in NUMBERS["script"].items() if int(step) > 5}
     assert found[0] == found[1] == pytest.approx(expected, rel=FLOAT32)
     assert list(found[0]) == list(range(6, 13))
@@ -211,7 +261,15 @@ def test_old_checkpoint_of_a_script_resumes(folder: Path) -> None:
 
 def test_old_conversion_of_a_plain_checkpoint_resumes(folder: Path) -> None:
     saved = unpack("converted.ckpt", folder)
-    found = run_ranks(fit_old_script, 2, str(folder / "fit_plain"), str(saved), shuffle=False, zero_stage=1, process_group=False)
+    found = run_ranks(
+        fit_old_script,
+        2,
+        str(folder / "fit_plain"),
+        str(saved),
+        shuffle=False,
+        zero_stage=1,
+        process_group=False,
+    )
     expected = {int(step): loss for step, loss in NUMBERS["plain"].items() if int(step) > 5}
     assert found[0] == found[1] == pytest.approx(expected, rel=FLOAT32)
 
@@ -220,11 +278,16 @@ def test_old_conversion_of_a_plain_checkpoint_resumes(folder: Path) -> None:
 
 
 def test_commands_are_there(results: dict[str, Result]) -> None:
-    ends = {name: (results[f"{name} --help"].code, results[f"{name} --help"].output) for name in COMMANDS}
+    ends = {
+        name: (results[f"{name} --help"].code, results[f"{name} --help"].output)
+        for name in COMMANDS
+    }
     assert {name: code for name, (code, _) in ends.items()} == dict.fromkeys(COMMANDS, 0)
     assert [name for name, (_, text) in ends.items() if f"lightning-3d {name}" not in text] == []
     (shown,) = run_commands([["--help"]], warm=True)
-    assert shown.code == 0 and all(re.search(rf"^ +{name} ", shown.output, re.MULTILINE) for name in COMMANDS)
+    assert shown.code == 0 and all(
+        re.search(rf"^ +{name} ", shown.output, re.MULTILINE) for name in COMMANDS
+    )
 
 
 @pytest.mark.parametrize("name", NUMBERS["public"])
@@ -249,12 +312,15 @@ KERNELS = "lightning_3d.parallel.zero.outside_writes_kernel"
 
 
 def kinds_after_all_imports() -> dict[str, str]:
-    """Import all modules of a freshly imported package, then name the kind of each public name. For a process of its own."""
+    """Import all modules of a freshly imported package, then name the kind of each public name. For
+    a process of its own."""
     for name in [name for name in sys.modules if name.split(".")[0] == "lightning_3d"]:
         del sys.modules[name]
     package = import_module("lightning_3d")
     for module in pkgutil.walk_packages(package.__path__, "lightning_3d."):
-        if not module.name.endswith("__main__") and (module.name != KERNELS or find_spec("triton") is not None):
+        if not module.name.endswith("__main__") and (
+            module.name != KERNELS or find_spec("triton") is not None
+        ):
             import_module(module.name)
     names = {f"lightning_3d.{name}" for name in package.__all__ if name != "__version__"}
     names |= {name for name in NUMBERS["public"] if name.startswith("lightning_3d.")}
@@ -262,7 +328,8 @@ def kinds_after_all_imports() -> dict[str, str]:
 
 
 def test_importing_modules_changes_no_public_name() -> None:
-    """A module with the name of a public function replaces it in the package as soon as the module is imported."""
+    """A module with the name of a public function replaces it in the package as soon as the module
+    is imported."""
     found = in_fresh_process(kinds_after_all_imports)
     assert found == {name: kind(located(name)) for name in found}
     assert set(found.values()) == {"class", "function"}
@@ -284,7 +351,8 @@ def targets(value: Any) -> set[str]:
 
 
 def test_targets_in_old_runs(folder: Path) -> None:
-    """Targets of frozen configurations and launchers exist. (No later command reads `hydra.callbacks` of a run.)"""
+    """Targets of frozen configurations and launchers exist. (No later command reads
+    `hydra.callbacks` of a run.)"""
     found: set[str] = set()
     for name in ("run", "sweep"):
         for path in unpack(name, folder / "targets").rglob("*.yaml"):
@@ -294,13 +362,18 @@ def test_targets_in_old_runs(folder: Path) -> None:
                 hydra.pop("callbacks", None)
                 found |= targets(content)
     ours = {name for name in found if name.startswith(("lightning_3d", "hydra_plugins"))}
-    assert {"lightning_3d.Lightning3DStrategy", "hydra_plugins.lightning_3d_launcher.launcher.Lightning3DLauncher"} < ours
+    assert {
+        "lightning_3d.Lightning3DStrategy",
+        "hydra_plugins.lightning_3d_launcher.launcher.Lightning3DLauncher",
+    } < ours
     assert {located(name).__name__ for name in ours} == {name.rpartition(".")[2] for name in ours}
 
 
 def configuration_keys(value: Any, above: str = "") -> set[str]:
     inner = {key: value[key] for key in value if isinstance(value[key], dict)}
-    return {f"{above}{key}" for key in value} | {key for name in inner for key in configuration_keys(inner[name], f"{above}{name}.")}
+    return {f"{above}{key}" for key in value} | {
+        key for name in inner for key in configuration_keys(inner[name], f"{above}{name}.")
+    }
 
 
 def test_configuration_has_all_old_keys() -> None:

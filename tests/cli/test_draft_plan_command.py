@@ -7,10 +7,10 @@ import foreign_gpts
 import pytest
 from command_line import Result, assert_refused, run_commands
 
+from lightning_3d.app.verification.plan_check import check_plan
 from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.strategy.plan_draft.inputs import Inputs
-from lightning_3d.app.verification.plan_check import check_plan
 
 pytestmark = pytest.mark.slow
 
@@ -31,14 +31,18 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Result]:
-    return dict(zip(LINES, run_commands([["draft-plan", *line] for line in LINES.values()]), strict=True))
+    return dict(
+        zip(LINES, run_commands([["draft-plan", *line] for line in LINES.values()]), strict=True)
+    )
 
 
 def test_plan_is_checked_and_printed_as_code(answers: dict[str, Result]) -> None:
     answer = answers["nano"]
     assert answer.code == 0, answer.output
     assert "self-check of NanoGPT: passed; tp2_pp2 reproduces the whole model" in answer.output
-    code = answer.output[answer.output.index("from lightning_3d import Cut") : answer.output.index("\n}\n") + 3]
+    code = answer.output[
+        answer.output.index("from lightning_3d import Cut") : answer.output.index("\n}\n") + 3
+    ]
     names: dict[str, Any] = {}
     exec(code, names)
     assert names["plan"]["tp"]["transformer.h.*.attn.c_attn"].units == 8
@@ -48,7 +52,10 @@ def test_plan_is_checked_and_printed_as_code(answers: dict[str, Result]) -> None
 def test_incomplete_plan_says_what_is_missing(answers: dict[str, Result]) -> None:
     answer = answers["unchecked"]
     assert answer.code == 2 and "was not checked on ranks" in answer.output
-    assert "# tp: 'transformer.h.0.attn.attn' and" in answer.output and "tp=4 does not divide; tp=2 works" in answer.output
+    assert (
+        "# tp: 'transformer.h.0.attn.attn' and" in answer.output
+        and "tp=4 does not divide; tp=2 works" in answer.output
+    )
     assert '"transformer.h.*.mlp.fc_1": "colwise"' in answer.output
 
 
@@ -71,15 +78,22 @@ def test_mistake_gets_one_message(answers: dict[str, Result], line: str, says: l
 
 def test_help_explains_the_words(answers: dict[str, Result]) -> None:
     assert answers["help"].code == 0 and not answers["help"].torch
-    assert all(word in answers["help"].output for word in ("MODULE:NAME", "KEY=VALUE", "--tp N", "--no-check"))
+    assert all(
+        word in answers["help"].output
+        for word in ("MODULE:NAME", "KEY=VALUE", "--tp N", "--no-check")
+    )
 
 
 @pytest.mark.full
-def test_wrong_plan_does_not_pass_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_plan_does_not_pass_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     import torch
 
     model, inputs = foreign_gpts.NanoGPT(), Inputs((torch.randint(0, 64, (2, 8)),))
-    plan = {"tp": {"transformer.h.*.attn.c_attn": "colwise", "transformer.h.*.attn.c_proj": "rowwise"}}
+    plan = {
+        "tp": {"transformer.h.*.attn.c_attn": "colwise", "transformer.h.*.attn.c_proj": "rowwise"}
+    }
     with pytest.raises(PlanError, match="Self-check: NanoGPT"):
         check_plan(model, plan, Layout(tp=2), inputs)

@@ -1,4 +1,5 @@
-"""`lightning-3d run`: trains from a complete configuration, in a folder that was prepared for it or in a new one."""
+"""`lightning-3d run`: trains from a complete configuration, in a folder that was prepared for it or
+in a new one."""
 
 import subprocess
 import sys
@@ -14,11 +15,11 @@ from quick_runs import FAULTY, QUICK, losses
 from lightning_3d.app.cli import train
 from lightning_3d.app.config.files import conf_folder
 from lightning_3d.app.config.plan_run import plan_run
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.folder import RunFolder
 from lightning_3d.app.runs.frozen_config import frozen_text, move_to, read_frozen
 from lightning_3d.app.runs.status import RunStatus, read_status
 from lightning_3d.app.training import job
+from lightning_3d.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -52,16 +53,31 @@ def results(folder: Path) -> dict[str, Result]:
         "train": ["train", *QUICK, f"hydra.run.dir={folder / 'train'}"],
         "prepared": ["run", str(prepared)],
         "again": ["run", str(prepared)],
-        "repeated": ["run", str(folder / "train" / "config.yaml"), "--folder", str(folder / "repeated")],
-        "into another": ["run", str(folder / "train" / "config.yaml"), "--folder", str(folder / "prepared")],
+        "repeated": [
+            "run",
+            str(folder / "train" / "config.yaml"),
+            "--folder",
+            str(folder / "repeated"),
+        ],
+        "into another": [
+            "run",
+            str(folder / "train" / "config.yaml"),
+            "--folder",
+            str(folder / "prepared"),
+        ],
         "failing": ["run", str(failing)],
         "no_data": ["run", str(no_data)],
     }
-    allow = {"LIGHTNING_3D_ALLOW_TARGETS": "faulty"}  # a frozen configuration may not name it by itself
-    return dict(zip(lines, run_commands(list(lines.values()), timeout=500, warm=True, **allow), strict=True))
+    # a frozen configuration may not name it by itself
+    allow = {"LIGHTNING_3D_ALLOW_TARGETS": "faulty"}
+    return dict(
+        zip(lines, run_commands(list(lines.values()), timeout=500, warm=True, **allow), strict=True)
+    )
 
 
-def test_prepared_folder_is_trained_in_like_the_composed_run(results: dict[str, Result], folder: Path) -> None:
+def test_prepared_folder_is_trained_in_like_the_composed_run(
+    results: dict[str, Result], folder: Path
+) -> None:
     assert results["prepared"].code == 0, results["prepared"].output
     assert losses(folder / "prepared") == losses(folder / "train")
     assert results["prepared"].left == []
@@ -70,17 +86,31 @@ def test_prepared_folder_is_trained_in_like_the_composed_run(results: dict[str, 
 def test_prepared_folder_is_taken_once(results: dict[str, Result], folder: Path) -> None:
     again = results["again"]
     assert again.code == 2
-    assert again.output == (
-        f"lightning_3d: {folder / 'prepared'} already holds a run (status: finished). To repeat it in a new folder, use --folder NEW.\n"
+    assert (
+        again.output
+        == f"lightning_3d: {folder / 'prepared'} already holds a run (status: finished). To repeat"
+        " it in a new folder, use --folder NEW.\n"
     )
-    assert results["into another"].code == 2 and "Set --folder to a new folder" in results["into another"].output
+    assert (
+        results["into another"].code == 2
+        and "Set --folder to a new folder" in results["into another"].output
+    )
 
 
 def test_run_is_repeated_in_a_new_folder(results: dict[str, Result], folder: Path) -> None:
     assert results["repeated"].code == 0, results["repeated"].output
     assert losses(folder / "repeated") == losses(folder / "train")
     names = {path.name for path in (folder / "repeated").iterdir()}
-    files = {"config.yaml", "metrics.csv", "timeline.json", "evaluation.json", "report.html", "checkpoints", "logs", "status.json"}
+    files = {
+        "config.yaml",
+        "metrics.csv",
+        "timeline.json",
+        "evaluation.json",
+        "report.html",
+        "checkpoints",
+        "logs",
+        "status.json",
+    }
     assert names == {*files, ".lock", ".run.json"}
     assert str(folder / "train") not in (folder / "repeated" / "config.yaml").read_text()
 
@@ -96,14 +126,21 @@ def test_status_tells_how_a_run_ended(results: dict[str, Result], folder: Path) 
     assert all(end and end.seconds and end.seconds > 0 for end in ends.values())
 
 
-def test_refused_run_leaves_the_prepared_folder_as_it_was(results: dict[str, Result], folder: Path) -> None:
+def test_refused_run_leaves_the_prepared_folder_as_it_was(
+    results: dict[str, Result], folder: Path
+) -> None:
     assert results["no_data"].code == 2
     assert results["no_data"].output.count("lightning_3d: ") == 1
     assert [path.name for path in (folder / "no_data").iterdir()] == ["config.yaml"]
 
 
 def test_frozen_text_is_the_same_for_any_reader_of_yaml(tmp_path: Path) -> None:
-    path = prepare(tmp_path / "run", "optimizer.lr=1e-5", "data.global_batch_size=8", "trainer.max_time='00:00:00:09'")
+    path = prepare(
+        tmp_path / "run",
+        "optimizer.lr=1e-5",
+        "data.global_batch_size=8",
+        "trainer.max_time='00:00:00:09'",
+    )
     config = read_frozen(path)
     assert config == yaml.safe_load(path.read_text()) and config["optimizer"]["lr"] == 1e-5
     assert plan_run(OmegaConf.create(config)) is not None
@@ -119,7 +156,10 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
         "run_folder": "/runs/a",
         "callbacks": {"metrics": {"path": "/runs/a/metrics.csv"}, "other": {"path": "/runs/ab"}},
         "data": {"root": "/runs/a/text"},
-        "trainer": {"resume": "/runs/a/checkpoints/step_5", "extra": {"default_root_dir": "/runs/a"}},
+        "trainer": {
+            "resume": "/runs/a/checkpoints/step_5",
+            "extra": {"default_root_dir": "/runs/a"},
+        },
     }
     assert move_to(config, Path("/new")) == {
         "run_folder": "/new",
@@ -137,14 +177,19 @@ def test_what_a_run_writes_moves_with_its_folder_and_what_it_reads_stays() -> No
         ("- a", "has no run_folder"),
         ("a: 1", "has no run_folder"),
         ("run_folder: x\na: ${nothing.there}", "nothing.there"),
-        ("run_folder: x\na: ${seed", "not a complete configuration of a run: .*Use the config.yaml"),
+        (
+            "run_folder: x\na: ${seed",
+            "not a complete configuration of a run: .*Use the config.yaml",
+        ),
         ("run_folder: x\na: ${no_such:1}", "not a complete configuration of a run: .*no_such"),
         ("run_folder: ${hydra:runtime.output_dir}", "not the one in its .hydra"),
         ("run_folder: null", "has no run_folder"),
         ("3", "has no keys"),
     ],
 )
-def test_what_is_no_configuration_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+def test_what_is_no_configuration_is_refused(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "config.yaml"
     if text is not None:
         path.write_text(text)
@@ -159,14 +204,27 @@ def test_of_two_runs_one_takes_a_prepared_folder(tmp_path: Path) -> None:
         RunFolder.adopt(tmp_path)
 
 
-def test_run_that_goes_on_keeps_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise repeating it elsewhere would go on from its last checkpoint, and a sweep would take it for another run."""
+def test_run_that_goes_on_keeps_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise repeating it elsewhere would go on from its last checkpoint, and a sweep would take
+    it for another run."""
     path = prepare(tmp_path / "run")
     before, config = path.read_text(), read_frozen(path)
     given = []
-    monkeypatch.setattr(job, "_start_ranks", lambda plan, frozen, folder: given.append(frozen) or (0, ""))
+    monkeypatch.setattr(
+        job, "_start_ranks", lambda plan, frozen, folder: given.append(frozen) or (0, "")
+    )
     folder = RunFolder(path.parent, (), frozenset(), "step_5")
-    assert job.run_job(config, plan_run(OmegaConf.create(config)), None, job.Place(path.parent, "step_5", folder)) == 0
+    assert (
+        job.run_job(
+            config,
+            plan_run(OmegaConf.create(config)),
+            None,
+            job.Place(path.parent, "step_5", folder),
+        )
+        == 0
+    )
     assert path.read_text() == before and given[0]["trainer"]["resume"] == "step_5"
 
 
@@ -179,10 +237,30 @@ def test_half_written_status_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_ranks_of_torchrun_run_a_prepared_folder(tmp_path: Path, results: dict[str, Result], folder: Path) -> None:
+def test_ranks_of_torchrun_run_a_prepared_folder(
+    tmp_path: Path, results: dict[str, Result], folder: Path
+) -> None:
     path = prepare(tmp_path / "run")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_3d", "run", str(path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lightning_3d",
+        "run",
+        str(path),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == losses(folder / "train")
     status = read_status(tmp_path / "run")
@@ -190,11 +268,22 @@ def test_ranks_of_torchrun_run_a_prepared_folder(tmp_path: Path, results: dict[s
 
 
 def test_a_run_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its folder is made; with parallelism=auto each check searches for the fastest layout."""
+    """Before its folder is made; with parallelism=auto each check searches for the fastest
+    layout."""
     checked, started = [], []
     check = train.check_for
-    monkeypatch.setattr(train, "check_for", lambda *arguments, **more: checked.append(check(*arguments, **more)) or checked[-1])
+    monkeypatch.setattr(
+        train,
+        "check_for",
+        lambda *arguments, **more: checked.append(check(*arguments, **more)) or checked[-1],
+    )
     monkeypatch.setattr(train, "run_job", lambda config, plan, *rest: started.append(plan) or 0)
-    quiet = ["logger=none", "callbacks=none", "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
+    quiet = [
+        "logger=none",
+        "callbacks=none",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+        "hydra.output_subdir=null",
+    ]
     assert train.run(["parallelism=tp1", f"hydra.run.dir={tmp_path / 'run'}", *quiet], None) == 0
     assert started == checked and len(checked) == 1

@@ -1,4 +1,5 @@
-"""An interrupted `lightning-3d plan --validate` ends at once, with all processes of the run that it measures."""
+"""An interrupted `lightning-3d plan --validate` ends at once, with all processes of the run that it
+measures."""
 
 import os
 import signal
@@ -32,7 +33,8 @@ def test_an_interruption_kills_a_run_on_one_node_with_its_ranks(tmp_path: Path) 
         wait_until(lambda: marker.exists() and marker.read_text().endswith("\n"))
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+    # what a shell starts in the background ignores Ctrl-C
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
@@ -43,4 +45,5 @@ def test_an_interruption_kills_a_run_on_one_node_with_its_ranks(tmp_path: Path) 
     thread.join()
     processes = [int(word) for word in marker.read_text().split()]
     assert len(processes) == 2
-    assert wait_until(lambda: not any(map(is_running, processes)))  # a process closes its output just before it has ended
+    # a process closes its output just before it has ended
+    assert wait_until(lambda: not any(map(is_running, processes)))

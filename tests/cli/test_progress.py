@@ -45,11 +45,18 @@ def test_a_pipe_gets_a_line_at_the_start_and_one_in_ten_seconds(
         work(None)
     out, error = capsys.readouterr()
     lines = ["reading ...", "reading: 50% after 12 s", "reading: 100% after 24 s"]
-    assert error.splitlines() == [*lines, "reading ...", "reading: 2 files after 12 s", "reading: 4 files after 24 s"]
+    assert error.splitlines() == [
+        *lines,
+        "reading ...",
+        "reading: 2 files after 12 s",
+        "reading: 4 files after 24 s",
+    ]
     assert out == ""
 
 
-def test_a_terminal_gets_a_bar_that_reaches_its_end_and_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_that_reaches_its_end_and_disappears(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     with shown(), task("reading", 4, "files") as advance:
@@ -82,7 +89,9 @@ def test_who_turned_it_off_and_other_ranks_see_nothing(
 def test_a_command_says_what_it_does_before_it_imports_what_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "interrupted_model.py").write_text("import sys\nprint('imported', file=sys.stderr)\nraise KeyboardInterrupt\n")
+    (tmp_path / "interrupted_model.py").write_text(
+        "import sys\nprint('imported', file=sys.stderr)\nraise KeyboardInterrupt\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["draft-plan", "interrupted_model:Model"]) == 130
@@ -90,9 +99,19 @@ def test_a_command_says_what_it_does_before_it_imports_what_is_slow(
 
 
 @pytest.mark.slow
-def test_what_a_command_prints_is_without_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["plan", "model=llama3_1_8b", "cluster=h100_1x8", "data.global_batch_size=64", "data.sequence_length=4096"]
+def test_what_a_command_prints_is_without_its_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [
+        "plan",
+        "model=llama3_1_8b",
+        "cluster=h100_1x8",
+        "data.global_batch_size=64",
+        "data.sequence_length=4096",
+    ]
     assert main([*line, "--out", str(tmp_path)]) == 0
     out, error = capsys.readouterr()
     assert error == "searching layouts for 8 GPUs ...\n"
-    assert out.startswith("llama3_1_8b on h100_1x8: 64 sequences") and "..." not in out.splitlines()[0]
+    assert (
+        out.startswith("llama3_1_8b on h100_1x8: 64 sequences") and "..." not in out.splitlines()[0]
+    )

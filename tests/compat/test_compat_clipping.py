@@ -1,4 +1,5 @@
-"""Contract test of `replacing_total_norm`: torch's clipping of modules of which a rank has no gradients."""
+"""Contract test of `replacing_total_norm`: torch's clipping of modules of which a rank has no
+gradients."""
 
 import torch
 from torch import nn

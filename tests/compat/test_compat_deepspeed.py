@@ -1,5 +1,5 @@
-"""Contracts of what `deepspeed_compat` touches inside DeepSpeed, and inside gloo: a new version that changes one fails
-here."""
+"""Contracts of what `deepspeed_compat` touches inside DeepSpeed, and inside gloo: a new version
+that changes one fails here."""
 
 import gc
 import inspect
@@ -29,7 +29,12 @@ from lightning_3d.compat.deepspeed import (
     set_deepspeed_gradients,
     step_without_gathering,
 )
-from lightning_3d.compat.torch import _gloo_threads_sleep, _settle_gloo, autograd_is_running, settle_gloo_at_exit
+from lightning_3d.compat.torch import (
+    _gloo_threads_sleep,
+    _settle_gloo,
+    autograd_is_running,
+    settle_gloo_at_exit,
+)
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
@@ -45,7 +50,9 @@ def engine_of_two_groups(
     module = nn.Linear(3, 5, dtype=dtype)  # 15 and 5 elements: neither is divisible by two ranks
     optimizer = torch.optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=1.0)
     groups = Groups(Mesh(Layout.parse("dp2")), sharded=not on_host)
-    engine = deepspeed_engine(module, optimizer, groups, deepspeed_config(dtype, offload=offload), CPU, on_host=on_host)
+    engine = deepspeed_engine(
+        module, optimizer, groups, deepspeed_config(dtype, offload=offload), CPU, on_host=on_host
+    )
     return engine, module, optimizer
 
 
@@ -58,7 +65,9 @@ def importing() -> None:
     backend = inspect.getsource(sys.modules["deepspeed.comm.torch"])
     assert "deepspeed.ops.__compatible_ops__" in backend  # decides whether it is compiled
     # When it compiles nothing at its import any more, `_without_compiling` can go.
-    assert "\n@compiler.compile" in inspect.getsource(sys.modules["deepspeed.runtime.zero.muon.original_muon"])
+    assert "\n@compiler.compile" in inspect.getsource(
+        sys.modules["deepspeed.runtime.zero.muon.original_muon"]
+    )
     with pytest.raises(ConfigError, match="DS_ACCELERATOR=cuda"):
         import_deepspeed(torch.device("cuda"))
 
@@ -91,14 +100,21 @@ def test_deepspeed_engine() -> None:
 
 
 def adagrad() -> None:
-    """The user's object stays, with its own groups. When DeepSpeed does not replace it any more, `_keeping_optimizer` can go."""
+    """The user's object stays, with its own groups. When DeepSpeed does not replace it any more,
+    `_keeping_optimizer` can go."""
     import_deepspeed(CPU)
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    assert "torch.optim.Adagrad(self.single_partition" in inspect.getsource(DeepSpeedZeroOptimizer.initialize_optimizer_states)
+    assert "torch.optim.Adagrad(self.single_partition" in inspect.getsource(
+        DeepSpeedZeroOptimizer.initialize_optimizer_states
+    )
     module = nn.Linear(3, 5)
-    optimizer = torch.optim.Adagrad([{"params": [module.weight]}, {"params": [module.bias], "lr": 0.5}])
-    started = deepspeed_engine(module, optimizer, Groups(Mesh(Layout.parse("dp2"))), deepspeed_config(torch.float32), CPU)
+    optimizer = torch.optim.Adagrad(
+        [{"params": [module.weight]}, {"params": [module.bias], "lr": 0.5}]
+    )
+    started = deepspeed_engine(
+        module, optimizer, Groups(Mesh(Layout.parse("dp2"))), deepspeed_config(torch.float32), CPU
+    )
     assert started.optimizer.optimizer is optimizer
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.5]
     release_deepspeed(started)
@@ -109,22 +125,32 @@ def test_adagrad_is_not_replaced() -> None:
 
 
 def expert_groups() -> None:
-    """The second group is an expert's: sharded over a group of its own, here this rank alone, and stepped with."""
+    """The second group is an expert's: sharded over a group of its own, here this rank alone, and
+    stepped with."""
     import_deepspeed(CPU)
     module = nn.Linear(3, 5)
     optimizer = torch.optim.SGD(
-        [{"params": [module.weight]}, {"params": [module.bias], "moe": True, "name": EXPERTS}], lr=1.0
+        [{"params": [module.weight]}, {"params": [module.bias], "moe": True, "name": EXPERTS}],
+        lr=1.0,
     )
     mesh = Mesh(Layout.parse("dp2"))
     with torch.no_grad():
         module.weight.fill_(1.0)
-        module.bias.fill_(float(dist.get_rank()))  # other experts on the other rank: nothing makes them equal
+        # other experts on the other rank: nothing makes them equal
+        module.bias.fill_(float(dist.get_rank()))
     started = deepspeed_engine(
-        module, optimizer, Groups(mesh), deepspeed_config(torch.float32), CPU, expert_group=mesh.group_for((mesh.rank,))
+        module,
+        optimizer,
+        Groups(mesh),
+        deepspeed_config(torch.float32),
+        CPU,
+        expert_group=mesh.group_for((mesh.rank,)),
     )
     dense, experts = deepspeed_groups(started)
     assert (dense.flat.numel(), dense.owned.numel()) == (16, 8)
-    assert experts.owned.numel() == experts.flat.numel() and torch.equal(experts.owned, experts.flat)
+    assert experts.owned.numel() == experts.flat.numel() and torch.equal(
+        experts.owned, experts.flat
+    )
     set_deepspeed_gradients(started, [torch.ones(8), torch.full_like(experts.owned, 2.0)])
     started.step()
     assert module.weight.eq(0.0).all() and module.bias.eq(dist.get_rank() - 2.0).all()
@@ -144,14 +170,21 @@ def flat_groups() -> None:
     started, module, optimizer = engine_of_two_groups()
     groups = deepspeed_groups(started)
     assert [group.parameters for group in groups] == [[module.weight], [module.bias]]
-    for group, numel in zip(groups, (16, 8), strict=True):  # padded to a multiple of twice the number of ranks
-        assert (group.flat.numel(), group.owned.numel(), group.master.numel()) == (numel, numel // 2, numel // 2)
+    # padded to a multiple of twice the number of ranks
+    for group, numel in zip(groups, (16, 8), strict=True):
+        assert (group.flat.numel(), group.owned.numel(), group.master.numel()) == (
+            numel,
+            numel // 2,
+            numel // 2,
+        )
         assert torch.equal(group.owned, group.master)
         assert group.owned.storage_offset() == dist.get_rank() * numel // 2
         (parameter,) = group.parameters
         assert parameter.untyped_storage().data_ptr() == group.flat.untyped_storage().data_ptr()
         assert parameter.storage_offset() == 0
-    assert [group["params"] for group in optimizer.param_groups] == [[group.master] for group in groups]
+    assert [group["params"] for group in optimizer.param_groups] == [
+        [group.master] for group in groups
+    ]
     release_deepspeed(started)
 
 
@@ -167,7 +200,8 @@ def gradients(dtype: torch.dtype) -> None:
     set_deepspeed_gradients(started, given)
     started.step()
     for group, weights in zip(groups, before, strict=True):
-        assert torch.equal(group.master, weights - 1e-3)  # the float32 gradient, neither scaled nor rounded
+        # the float32 gradient, neither scaled nor rounded
+        assert torch.equal(group.master, weights - 1e-3)
         assert torch.equal(group.owned, group.master.to(dtype))
         assert group.master.grad is None
     gathered = [torch.empty_like(groups[0].owned) for _ in range(2)]
@@ -185,16 +219,22 @@ def not_gathered() -> None:
     started, module, _ = engine_of_two_groups()
     [group, _] = deepspeed_groups(started)
     before = group.flat.clone()
-    set_deepspeed_gradients(started, [torch.ones_like(each.master) for each in deepspeed_groups(started)])
+    set_deepspeed_gradients(
+        started, [torch.ones_like(each.master) for each in deepspeed_groups(started)]
+    )
     step_without_gathering(started)
     own = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
     expected = before.clone()
     expected[own] -= 1.0
     assert torch.equal(group.flat, expected)
     assert torch.equal(module.weight.detach().reshape(-1), group.flat[:15])
-    set_deepspeed_gradients(started, [torch.ones_like(each.master) for each in deepspeed_groups(started)])
+    set_deepspeed_gradients(
+        started, [torch.ones_like(each.master) for each in deepspeed_groups(started)]
+    )
     started.step()  # gathers again
-    assert not torch.equal(group.flat[:8], before[:8]) and not torch.equal(group.flat[8:15], before[8:15])
+    assert not torch.equal(group.flat[:8], before[:8]) and not torch.equal(
+        group.flat[8:15], before[8:15]
+    )
     release_deepspeed(started)
 
 
@@ -206,17 +246,25 @@ def offloaded(dtype: torch.dtype) -> None:
     started, module, _ = engine_of_two_groups(dtype, offload=True)
     zero, groups = started.optimizer, deepspeed_groups(started)
     source = inspect.getsource(type(zero))
-    assert zero.cpu_offload and "self.contiguous_gradients = contiguous_gradients or self.cpu_offload" in source
-    # It has made hooks, which would reduce gradients in the backward, and buffers for them. Else `_drop_own_reduction` can go.
+    assert (
+        zero.cpu_offload
+        and "self.contiguous_gradients = contiguous_gradients or self.cpu_offload" in source
+    )
+    # It has made hooks, which would reduce gradients in the backward, and buffers for them. Else
+    # `_drop_own_reduction` can go.
     assert "self._grad_acc_hooks.append(register_grad_hook(" in source
     for name in ("cpu", "gpu"):
         assert f"self.temp_grad_buffer_for_{name}_offload = torch.zeros(" in source
         assert getattr(zero, f"temp_grad_buffer_for_{name}_offload") is None
     module(torch.ones(1, 3, dtype=dtype)).sum().backward()
-    assert module.bias.grad is not None and torch.equal(module.bias.grad, torch.ones(5, dtype=dtype)), "a hook has taken it"
+    assert module.bias.grad is not None and torch.equal(
+        module.bias.grad, torch.ones(5, dtype=dtype)
+    ), "a hook has taken it"
     before = [group.master.detach().clone() for group in groups]
     for _ in range(2):
-        set_deepspeed_gradients(started, [torch.full_like(group.master, 1e-3).detach() for group in groups])
+        set_deepspeed_gradients(
+            started, [torch.full_like(group.master, 1e-3).detach() for group in groups]
+        )
         started.step()
     for group, weights in zip(groups, before, strict=True):
         assert torch.equal(group.master, weights - 1e-3 - 1e-3)
@@ -237,7 +285,9 @@ def kept_on_host(dtype: torch.dtype) -> None:
 
     def reset(module: nn.Linear) -> None:
         make(module)
-        before.update({name: parameter.detach().clone() for name, parameter in module.named_parameters()})
+        before.update(
+            {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        )
 
     with patch.object(nn.Linear, "reset_parameters", reset):
         started, module, _ = engine_of_two_groups(dtype, offload=True, on_host=True)
@@ -250,7 +300,10 @@ def kept_on_host(dtype: torch.dtype) -> None:
         assert torch.equal(parameter, before[name].reshape(parameter.shape))
         assert parameter._hp_mapping is None  # type: ignore[attr-defined]
         buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups
-        assert any(parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for buffer in buffers)
+        assert any(
+            parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            for buffer in buffers
+        )
         assert group.owned is group.flat
     set_deepspeed_gradients(started, [torch.ones_like(group.master).detach() for group in groups])
     with recording() as sent:
@@ -279,13 +332,20 @@ def lost_with_a_copy() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
-    assert "self.ds_opt_adam.destroy_adam(self.opt_id)" in inspect.getsource(DeepSpeedCPUAdam.__del__)
-    assert "self.ds_opt_adam.create_adam(self.opt_id, lr, betas[0]," in inspect.getsource(DeepSpeedCPUAdam.__init__)
+    assert "self.ds_opt_adam.destroy_adam(self.opt_id)" in inspect.getsource(
+        DeepSpeedCPUAdam.__del__
+    )
+    assert "self.ds_opt_adam.create_adam(self.opt_id, lr, betas[0]," in inspect.getsource(
+        DeepSpeedCPUAdam.__init__
+    )
     optimizer = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)
     defaults = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1, "weight_decay": 2, "amsgrad": False}
     torch.optim.Optimizer.__init__(optimizer, [nn.Parameter(torch.zeros(1))], defaults)
     calls: list[tuple[Any, ...]] = []
-    optimizer.ds_opt_adam = SimpleNamespace(create_adam=lambda *given: calls.append(given), destroy_adam=lambda *given: calls.append(given))
+    optimizer.ds_opt_adam = SimpleNamespace(
+        create_adam=lambda *given: calls.append(given),
+        destroy_adam=lambda *given: calls.append(given),
+    )
     optimizer.opt_id, optimizer.adam_w_mode = 7, True
     wrapper = LightningOptimizer(optimizer)
     del wrapper
@@ -331,7 +391,8 @@ def test_settle_gloo() -> None:
 
 
 def test_settling_gives_the_interpreters_lock_away() -> None:
-    """A gloo thread that waits for the lock gets it at the first pause, however long the switch interval is."""
+    """A gloo thread that waits for the lock gets it at the first pause, however long the switch
+    interval is."""
     got = threading.Event()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(100.0)

@@ -1,4 +1,5 @@
-"""Contract tests for what `lightning_fetchers` uses of Lightning's data fetchers and combined loaders. Tried with Lightning 2.6."""
+"""Contract tests for what `lightning_fetchers` uses of Lightning's data fetchers and combined
+loaders. Tried with Lightning 2.6."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -51,7 +52,9 @@ def read(fetcher: JoinedFetcher) -> list[Any]:
 
 def test_a_position_is_that_of_the_next_batch_and_the_last_batch_is_known() -> None:
     fetcher = fetcher_of(Stream(3))
-    places = [(batch, fetcher.done, fetcher.position["states"][0]["read"]) for batch, _, _ in fetcher]
+    places = [
+        (batch, fetcher.done, fetcher.position["states"][0]["read"]) for batch, _, _ in fetcher
+    ]
     assert places == [(1, False, 1), (2, False, 2), (3, True, 0)]
 
 
@@ -88,7 +91,11 @@ def test_only_loops_of_a_joined_trainer_have_the_fetcher() -> None:
     for trainer in (joined, other):
         trainer.strategy.connect(fit_loop.pl.LightningModule())
     join_fetchers(joined, None)
-    for module, stage in ((fit_loop, "TRAINING"), (evaluation_loop, "TESTING"), (prediction_loop, "PREDICTING")):
+    for module, stage in (
+        (fit_loop, "TRAINING"),
+        (evaluation_loop, "TESTING"),
+        (prediction_loop, "PREDICTING"),
+    ):
         select: Any = vars(module)["_select_data_fetcher"]
         assert type(select(joined, RunningStage[stage])) is JoinedFetcher
         assert type(select(other, RunningStage[stage])) is _PrefetchDataFetcher

@@ -1,4 +1,5 @@
-"""Contract tests for imports that cost less: in processes of their own, as this one has imported everything."""
+"""Contract tests for imports that cost less: in processes of their own, as this one has imported
+everything."""
 
 import subprocess
 import sys
@@ -8,7 +9,9 @@ import pytest
 
 def printed(program: str) -> list[str]:
     """The words that a Python program prints."""
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
 
 
 @pytest.mark.slow

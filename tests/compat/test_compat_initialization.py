@@ -12,7 +12,9 @@ def test_writes_are_told_from_reads_and_views() -> None:
     key = {storage_key(a): 0, storage_key(b): 1}
 
     def note(operator: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        seen.append((operator, [key[storage_key(t)] for t in read], [key[storage_key(t)] for t in written]))
+        seen.append(
+            (operator, [key[storage_key(t)] for t in read], [key[storage_key(t)] for t in written])
+        )
 
     with watch_operations(note):
         nn.init.normal_(a)
@@ -29,5 +31,10 @@ def test_writes_are_told_from_reads_and_views() -> None:
 
 def test_views_and_data_share_the_key_of_a_storage() -> None:
     weight = nn.Parameter(torch.empty(4, 4, device="meta"))
-    assert storage_key(weight) == storage_key(weight[1:]) == storage_key(weight.data) == storage_key(weight.T)
+    assert (
+        storage_key(weight)
+        == storage_key(weight[1:])
+        == storage_key(weight.data)
+        == storage_key(weight.T)
+    )
     assert storage_key(weight) != storage_key(torch.empty(4, 4, device="meta"))

@@ -75,16 +75,26 @@ def test_another_hook_logs_as_training_step() -> None:
 
 
 def test_weights_of_logged_values_may_be_on_the_device() -> None:
-    """Means are those of weights that are whole numbers in Python, to the last bit, and a weight of 0 changes nothing."""
+    """Means are those of weights that are whole numbers in Python, to the last bit, and a weight of
+    0 changes nothing."""
     sizes, values, found = [7, 0, 13, 2**25 + 1], [0.1, 0.0, 1 / 3, -2.7], []
     for as_tensors in (False, True):
         results = _ResultCollection(training=True)
-        module: Any = SimpleNamespace(trainer=SimpleNamespace(_results=results), _current_fx_name="training_step")
+        module: Any = SimpleNamespace(
+            trainer=SimpleNamespace(_results=results), _current_fx_name="training_step"
+        )
         assert logged_entry(module, "x") is None
         for size, value in zip(sizes, values, strict=True):
             if size or as_tensors:
                 batch_size: Any = torch.tensor(size) if as_tensors else size
-                results.log("training_step", "x", torch.tensor(value), on_step=True, on_epoch=True, batch_size=batch_size)
+                results.log(
+                    "training_step",
+                    "x",
+                    torch.tensor(value),
+                    on_step=True,
+                    on_epoch=True,
+                    batch_size=batch_size,
+                )
         assert forward_value(logged_entry(module, "x")) == torch.tensor(-2.7)
         found.append(results.metrics(on_step=False)["callback"]["x_epoch"].item())
         results.reset()
@@ -146,26 +156,44 @@ class HookedCallback(pl.Callback):
 
 def test_hooks_of_users_are_found_by_their_classes() -> None:
     names = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-    module, callbacks = Hooked(), [HookedCallback(), ThroughputMonitor(lambda batch: 1), pl.Callback()]
+    module, callbacks = (
+        Hooked(),
+        [HookedCallback(), ThroughputMonitor(lambda batch: 1), pl.Callback()],
+    )
     trainer = SimpleNamespace(lightning_module=module, callbacks=callbacks)
-    assert hooks_of_user(trainer, names) == ["Hooked.on_after_backward", "HookedCallback.on_before_optimizer_step"]
-    assert hooks_of_user(trainer, ("on_train_start",)) == [], "a callback of Lightning's has this one"
+    assert hooks_of_user(trainer, names) == [
+        "Hooked.on_after_backward",
+        "HookedCallback.on_before_optimizer_step",
+    ]
+    assert hooks_of_user(trainer, ("on_train_start",)) == [], (
+        "a callback of Lightning's has this one"
+    )
     assert has_hooks_before_optimizer(trainer)
-    assert not has_hooks_before_optimizer(SimpleNamespace(lightning_module=pl.LightningModule(), callbacks=callbacks[1:]))
+    assert not has_hooks_before_optimizer(
+        SimpleNamespace(lightning_module=pl.LightningModule(), callbacks=callbacks[1:])
+    )
 
 
-def test_workers_are_seeded_after_seed_everything_by_the_index_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_seeded_after_seed_everything_by_the_index_that_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def own(worker: int) -> None:
         pass
 
-    unseeded, seeded, users = DataLoader([1, 2]), DataLoader([1, 2]), DataLoader([1, 2], worker_init_fn=own)
+    unseeded, seeded, users = (
+        DataLoader([1, 2]),
+        DataLoader([1, 2]),
+        DataLoader([1, 2], worker_init_fn=own),
+    )
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     seed_workers(unseeded, 3)
     monkeypatch.setenv("PL_SEED_WORKERS", "1")
     seed_workers(seeded, 3)
     seed_workers(users, 3)
     assert unseeded.worker_init_fn is None and users.worker_init_fn is own
-    assert isinstance(seeded.worker_init_fn, functools.partial) and seeded.worker_init_fn.keywords == {"rank": 3}
+    assert isinstance(
+        seeded.worker_init_fn, functools.partial
+    ) and seeded.worker_init_fn.keywords == {"rank": 3}
     before = seeded.worker_init_fn
     seed_workers(seeded, 4)
     assert seeded.worker_init_fn is before, "Lightning, which comes later, leaves it"
@@ -184,7 +212,13 @@ def test_every_hook_of_a_fit_runs_in_the_context() -> None:
         quiet_trainer(max_steps=1).fit(BoringModel(), DataLoader(torch.randn(2, 32)))
     finally:
         around_hooks(None)
-    assert {"on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "optimizer_step", "on_train_start"} <= set(seen)
+    assert {
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "optimizer_step",
+        "on_train_start",
+    } <= set(seen)
     assert not hasattr(call._call_callback_hooks, "without_context")
 
 
@@ -198,7 +232,10 @@ def test_the_norms_of_gradients_are_replaced_wherever_the_function_was_imported(
 
     with pytest.raises(KeyError), replacing_grad_norm(ten_times):
         assert grad_norm(layer, norm_type=2) == {name: 10 * norm for name, norm in before.items()}
-        assert grad_norm(layer, 2, group_separator=".").keys() == {"grad_2.0_norm.weight", "grad_2.0_norm_total"}
+        assert grad_norm(layer, 2, group_separator=".").keys() == {
+            "grad_2.0_norm.weight",
+            "grad_2.0_norm_total",
+        }
         raise KeyError
     assert grad_norm(layer, 2) == before
 
@@ -207,7 +244,9 @@ def test_what_a_module_logs_is_copied_where_it_is_looked_for() -> None:
     seen = []
 
     class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.Tensor.clone:
                 seen.append(is_logging(sys._getframe(1)))
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,5 @@
-"""Contract tests for what `compat.lightning_loggers` uses of Lightning's CSVLogger (tried with Lightning 2.6)."""
+"""Contract tests for what `compat.lightning_loggers` uses of Lightning's CSVLogger (tried with
+Lightning 2.6)."""
 
 import csv
 from pathlib import Path
@@ -11,11 +12,14 @@ from lightning_3d.compat.lightning_loggers import append_to_csv_files, resume_cs
 
 @pytest.fixture(autouse=True)
 def appending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_logs, "ExperimentWriter", csv_logs.ExperimentWriter)  # restored afterwards
+    # restored afterwards
+    monkeypatch.setattr(csv_logs, "ExperimentWriter", csv_logs.ExperimentWriter)
     append_to_csv_files()
 
 
-def log(folder: Path, steps: range, name: str = "loss", resumed: int | None = None) -> list[dict[str, str]]:
+def log(
+    folder: Path, steps: range, name: str = "loss", resumed: int | None = None
+) -> list[dict[str, str]]:
     logger = CSVLogger(folder, name="csv", version="")
     if resumed is not None:
         resume_csv_file(logger, resumed)
@@ -31,9 +35,15 @@ def test_rows_of_earlier_attempts_stay_and_repeated_ones_are_replaced(tmp_path: 
     log(tmp_path, range(1, 5))
     rows = log(tmp_path, range(3, 6), "other", resumed=2)
     assert [(row["step"], row["loss"], row["other"]) for row in rows] == [
-        ("1", "1.0", ""), ("2", "2.0", ""), ("3", "", "3.0"), ("4", "", "4.0"), ("5", "", "5.0")
-    ]  # fmt: skip
-    assert len(log(tmp_path, range(9))) == len(rows) + 9, "without a step that was resumed, nothing is removed"
+        ("1", "1.0", ""),
+        ("2", "2.0", ""),
+        ("3", "", "3.0"),
+        ("4", "", "4.0"),
+        ("5", "", "5.0"),
+    ]
+    assert len(log(tmp_path, range(9))) == len(rows) + 9, (
+        "without a step that was resumed, nothing is removed"
+    )
 
 
 def test_an_attempt_that_logs_nothing_changes_nothing_and_a_torn_row_goes(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The private parts of torch that keep a parameter's identity and find hooks on its gradient (tried with torch 2.13)."""
+"""The private parts of torch that keep a parameter's identity and find hooks on its gradient (tried
+with torch 2.13)."""
 
 import weakref
 
@@ -6,7 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.compat.torch import accumulation_hooks, gradient_hooks, has_gradient_hooks, put_values
+from lightning_3d.compat.torch import (
+    accumulation_hooks,
+    gradient_hooks,
+    has_gradient_hooks,
+    put_values,
+)
 from lightning_3d.errors import ConfigError
 
 
@@ -27,10 +33,14 @@ def test_a_parameter_with_other_values_is_the_same_object(device: str) -> None:
     assert calls == ["gradient", "accumulated"]
     assert parameter.grad is not None and torch.equal(parameter.grad, torch.full((3, 4), 2.0))
     first.remove()
-    gradient_hooks(parameter).update(dict.fromkeys(gradient_hooks(parameter), lambda gradient: None))
+    gradient_hooks(parameter).update(
+        dict.fromkeys(gradient_hooks(parameter), lambda gradient: None)
+    )
     layer(torch.ones(1, 4)).sum().backward()
     assert calls == ["gradient", "accumulated", "accumulated"]
-    assert torch.equal(parameter.grad, torch.full((3, 4), 3.0)), "what is written into the hooks is called"
+    assert torch.equal(parameter.grad, torch.full((3, 4), 3.0)), (
+        "what is written into the hooks is called"
+    )
 
 
 def test_a_parameter_without_hooks_has_none() -> None:

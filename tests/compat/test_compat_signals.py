@@ -19,7 +19,8 @@ DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG
 
 @pytest.fixture
 def trainer() -> Iterator[Any]:
-    """Yield what the handlers read of a Trainer, with Lightning's own connector and its handlers installed."""
+    """Yield what the handlers read of a Trainer, with Lightning's own connector and its handlers
+    installed."""
     # What a shell starts in the background ignores Ctrl-C, and what nohup starts ignores SIGHUP.
     before = {number: signal.signal(number, handler) for number, handler in DEFAULTS.items()}
     fit: Any = SimpleNamespace(
@@ -58,7 +59,9 @@ def test_a_signal_that_comes_while_ranks_exchange_notes_ends_the_fit_a_batch_lat
     act_on_notes()
 
 
-def test_a_signal_to_a_rank_that_another_rank_has_ended_does_not_end_the_next_fit(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_to_a_rank_that_another_rank_has_ended_does_not_end_the_next_fit(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def other_rank_and_this_one(notes: torch.Tensor, op: Any, group: Any) -> None:
         notes[0] = signal.SIGTERM
         os.kill(os.getpid(), signal.SIGTERM)
@@ -74,10 +77,14 @@ def test_a_signal_to_a_rank_that_another_rank_has_ended_does_not_end_the_next_fi
 
 
 @pytest.mark.parametrize("number", DEFAULTS)
-@pytest.mark.parametrize("own", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handler"])
+@pytest.mark.parametrize(
+    "own", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handler"]
+)
 def test_what_a_script_has_set_for_a_signal_stays(trainer: Any, number: int, own: Any) -> None:
     trainer._signal_connector.teardown()
-    assert {number: signal.getsignal(number) for number in DEFAULTS} == DEFAULTS, "of the fit, nothing is left"
+    assert {number: signal.getsignal(number) for number in DEFAULTS} == DEFAULTS, (
+        "of the fit, nothing is left"
+    )
     signal.signal(number, own)
     trainer._signal_connector.register_signal_handlers()
     assert signal.getsignal(number) is own

@@ -1,4 +1,5 @@
-"""Contract tests for what `compat.lightning_trainer` uses of Lightning's Trainer and torch's DataLoader."""
+"""Contract tests for what `compat.lightning_trainer` uses of Lightning's Trainer and torch's
+DataLoader."""
 
 from typing import Any
 
@@ -24,7 +25,9 @@ def intercepted() -> tuple[int, list[str]]:
 
     for _ in range(2):
         intercept_trainers(before, lambda trainer, kept: seen.append(f"{trainer.max_steps} {kept}"))
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False
+    )
     return trainer.max_steps, seen
 
 

@@ -1,4 +1,5 @@
-"""Contract tests for the private symbols of torch and Transformers by which the package watches what users and libraries have changed."""
+"""Contract tests for the private symbols of torch and Transformers by which the package watches
+what users and libraries have changed."""
 
 import io
 import math
@@ -19,7 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lightning_3d.compat.torch import global_hooks, is_pickling, replacing_total_norm, watching_world_collectives, without_modes
+from lightning_3d.compat.torch import (
+    global_hooks,
+    is_pickling,
+    replacing_total_norm,
+    watching_world_collectives,
+    without_modes,
+)
 from lightning_3d.compat.transformers import registered_functions
 
 
@@ -35,7 +42,9 @@ def test_the_norm_of_several_gradients_is_replaced_wherever_it_was_imported() ->
 
     with pytest.raises(KeyError), replacing_total_norm(ten_times):
         assert clip_grad_norm_(parameters, math.inf).item() == pytest.approx(20.0)
-        assert nn.utils.get_total_norm([parameter.grad for parameter in parameters]).item() == pytest.approx(20.0)
+        assert nn.utils.get_total_norm(
+            [parameter.grad for parameter in parameters]
+        ).item() == pytest.approx(20.0)
         raise KeyError
     assert seen == [2, 2]
     assert clip_grad_norm_(parameters, math.inf).item() == pytest.approx(2.0)
@@ -64,7 +73,15 @@ def collectives_of_the_world() -> tuple[list[str], list[str]]:
 
 def test_collectives_of_all_ranks_are_reported_by_name() -> None:
     ((inside, afterwards),) = run_ranks(collectives_of_the_world, 1)
-    kinds = ["all_reduce", "all_reduce", "all_gather", "all_gather", "reduce_scatter", "broadcast", "barrier"]
+    kinds = [
+        "all_reduce",
+        "all_reduce",
+        "all_gather",
+        "all_gather",
+        "reduce_scatter",
+        "broadcast",
+        "barrier",
+    ]
     assert inside == afterwards and len(inside) == len(kinds)
     assert all(name.startswith(kind) for name, kind in zip(inside, kinds, strict=True)), inside
 
@@ -114,12 +131,18 @@ def test_functions_that_users_put_into_the_tables_of_transformers_are_found() ->
     assert sdpa_attention_forward in dict(registered_functions()).values()
     AttentionInterface.register("watched", attention)
     try:
-        assert [place for place, value in registered_functions() if value is attention and "['watched']" in place]
+        assert [
+            place
+            for place, value in registered_functions()
+            if value is attention and "['watched']" in place
+        ]
     finally:
         del AttentionInterface._global_mapping["watched"]
     table = AttentionInterface()
     table["watched"] = attention
-    assert table["watched"] is attention and "watched" not in AttentionInterface._global_mapping, "one table's own entries are its own"
+    assert table["watched"] is attention and "watched" not in AttentionInterface._global_mapping, (
+        "one table's own entries are its own"
+    )
 
 
 class _Pickling(TorchFunctionMode):
@@ -127,7 +150,13 @@ class _Pickling(TorchFunctionMode):
         super().__init__()
         self.seen: list[bool] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is torch.Tensor.untyped_storage:
             self.seen.append(is_pickling(sys._getframe(1)))
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,5 @@
-"""What Hydra makes of names and groups: layouts without files, recipes, other people's apps, help."""
+"""What Hydra makes of names and groups: layouts without files, recipes, other people's apps,
+help."""
 
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from lightning_3d.app.config.keys import data_options
 from lightning_3d.app.config.machine import visible_gpus
 from lightning_3d.app.config.plan_run import RunPlan, check_keys, plan_run
 from lightning_3d.app.config.sources import looks_like_layout
+from lightning_3d.app.runs.folder import RunFolder
+from lightning_3d.app.training.data import DATA_MODULES, _parameters
+from lightning_3d.app.training.run import make_strategy
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.layout import DEGREES
 from lightning_3d.ranks.environment import OutsideRank
-from lightning_3d.app.runs.folder import RunFolder
 from lightning_3d.strategy import Lightning3DStrategy
-from lightning_3d.app.training.data import DATA_MODULES, _parameters
-from lightning_3d.app.training.run import make_strategy
 
 
 def planned(*overrides: str) -> RunPlan:
@@ -38,15 +39,24 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_main_job() -> None:
     plan = planned()
     assert plan.layout == Layout(tp=2, pp=2, dp=2)
-    assert (plan.schedule, plan.zero.stage, plan.accelerator, plan.precision) == ("1F1B", 1, "cpu", "fp32")
+    assert (plan.schedule, plan.zero.stage, plan.accelerator, plan.precision) == (
+        "1F1B",
+        1,
+        "cpu",
+        "fp32",
+    )
     assert plan.warnings == ()
 
 
-@pytest.mark.parametrize("name", ["tp4_pp2_dp4_cp2", "tp8_pp4_dp8", "dp2_tp2", "tp1", "pp2_vp2_dp2", "dp8_ep4"])
+@pytest.mark.parametrize(
+    "name", ["tp4_pp2_dp4_cp2", "tp8_pp4_dp8", "dp2_tp2", "tp1", "pp2_vp2_dp2", "dp8_ep4"]
+)
 def test_layout_names_compose_without_a_file(name: str) -> None:
     config = composed(f"parallelism={name}")
     assert config.parallelism.layout == name
-    assert set(config.parallelism) == set(OmegaConf.load(conf_folder() / "parallelism" / "base.yaml"))
+    assert set(config.parallelism) == set(
+        OmegaConf.load(conf_folder() / "parallelism" / "base.yaml")
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -68,7 +78,9 @@ def test_other_names_are_left_to_files(name: str) -> None:
 
 
 def test_options_of_a_layout_are_keys() -> None:
-    plan = planned("parallelism=pp2_dp2", "parallelism.schedule=zbvzerobubble", "parallelism.zero_stage=0")
+    plan = planned(
+        "parallelism=pp2_dp2", "parallelism.schedule=zbvzerobubble", "parallelism.zero_stage=0"
+    )
     assert (plan.schedule, plan.layout.vp, plan.zero.stage) == ("ZBVZeroBubble", 2, 0)
 
 
@@ -77,7 +89,9 @@ def test_vp_takes_the_interleaved_schedule() -> None:
 
 
 def test_micro_batch_size_may_be_left_to_the_schedule() -> None:
-    plan = planned("parallelism=pp4_dp2", "parallelism.micro_batch_size=null", "data.global_batch_size=32")
+    plan = planned(
+        "parallelism=pp4_dp2", "parallelism.micro_batch_size=null", "data.global_batch_size=32"
+    )
     assert (plan.micro_batch_size, plan.micro_batches) == (4, 4)
 
 
@@ -90,19 +104,26 @@ def test_few_micro_batches_are_a_warning() -> None:
     assert len(plan.warnings) == 1 and "idle" in plan.warnings[0]
 
 
-@pytest.mark.parametrize(("steps", "warmup", "warned"), [(50, 50, False), (50, 51, True), (1, 4000, True), (1, 20, False)])
+@pytest.mark.parametrize(
+    ("steps", "warmup", "warned"),
+    [(50, 50, False), (50, 51, True), (1, 4000, True), (1, 20, False)],
+)
 def test_a_warmup_that_never_ends_is_a_warning(steps: int, warmup: int, warned: bool) -> None:
     """The run may be a trial of a longer one, so it is not refused."""
     plan = planned(f"trainer.max_steps={steps}", f"optimizer.scheduler.warmup_steps={warmup}")
     expected = (
-        f"optimizer.scheduler.warmup_steps={warmup} is above trainer.max_steps={steps}, so the warm-up never ends: the learning rate"
-        f" reaches only {steps / warmup:.2g} of optimizer.lr. Use optimizer.scheduler.warmup_steps of at most {steps}, or more steps."
+        f"optimizer.scheduler.warmup_steps={warmup} is above trainer.max_steps={steps}, so the"
+        f" warm-up never ends: the learning rate reaches only {steps / warmup:.2g} of optimizer.lr."
+        f" Use optimizer.scheduler.warmup_steps of at most {steps}, or more steps."
     )
     assert plan.warnings == ((expected,) if warned else ())
 
 
 def test_a_warmup_longer_than_the_decay_is_refused() -> None:
-    says = "warmup_steps=30 is above optimizer.scheduler.decay_steps=20, .* Use optimizer.scheduler.decay_steps of at least 30, or"
+    says = (
+        "warmup_steps=30 is above optimizer.scheduler.decay_steps=20, .* Use"
+        " optimizer.scheduler.decay_steps of at least 30, or"
+    )
     with pytest.raises(ConfigError, match=says):
         planned("optimizer.scheduler.warmup_steps=30", "+optimizer.scheduler.decay_steps=20")
 
@@ -113,7 +134,9 @@ def test_every_model_composes(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["optimizer", "precision", "logger", "callbacks", "trainer", "cluster"])
+@pytest.mark.parametrize(
+    "group", ["optimizer", "precision", "logger", "callbacks", "trainer", "cluster"]
+)
 def test_every_option_of_a_group_composes(group: str) -> None:
     for option in options(group):
         more = ["parallelism.zero_stage=0"] if option == "fp64" else []
@@ -127,13 +150,20 @@ def test_recipe_overrides_groups_and_values_and_the_command_line_overrides_it() 
     plan = planned(recipe, "trainer.dry=true")
     assert (plan.layout.name, plan.accelerator, plan.precision) == ("tp8_pp4_dp8", "gpu", "bf16")
     config = composed(recipe, "optimizer.lr=1e-5", "parallelism=tp8_pp8_dp4")
-    assert (config.model.name, config.optimizer.lr, config.parallelism.layout) == ("llama3_70b", 1e-5, "tp8_pp8_dp4")
+    assert (config.model.name, config.optimizer.lr, config.parallelism.layout) == (
+        "llama3_70b",
+        1e-5,
+        "tp8_pp8_dp4",
+    )
 
 
 @pytest.mark.slow
 def test_an_optimizer_for_host_memory_needs_its_weights_there() -> None:
     overrides = ["recipe=llama3_70b_256xa100", "trainer.dry=true", "optimizer.name=cpu_adamw"]
-    with pytest.raises(ConfigError, match="cpu_adamw updates weights in host memory.* parallelism.zero_offload=optimizer"):
+    with pytest.raises(
+        ConfigError,
+        match="cpu_adamw updates weights in host memory.* parallelism.zero_offload=optimizer",
+    ):
         planned(*overrides)
     assert planned(*overrides, "parallelism.zero_offload=optimizer").zero.offload == "optimizer"
 
@@ -155,7 +185,9 @@ def test_a_name_that_no_data_file_has_gives_no_options(name: object) -> None:
 
 
 def test_frozen_configuration_gives_the_same_plan() -> None:
-    config = composed("parallelism=pp2_dp2", "parallelism.schedule=dualpipev", "parallelism.micro_batch_size=null")
+    config = composed(
+        "parallelism=pp2_dp2", "parallelism.schedule=dualpipev", "parallelism.micro_batch_size=null"
+    )
     config.run_folder = "runs/1"
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
@@ -173,21 +205,54 @@ def test_run_folder_need_not_exist_for_the_check() -> None:
     [
         (["+model.bogus=1"], 'no configuration key "model.bogus"'),
         (["+data.sequence_len=1"], '"data.sequence_len". Did you mean "data.sequence_length"'),
-        (["data.sequence_length=abc"], "data.sequence_length must be a whole number, for example 128; got 'abc'"),
+        (
+            ["data.sequence_length=abc"],
+            "data.sequence_length must be a whole number, for example 128; got 'abc'",
+        ),
         (["data.sequence_length=null"], "data.sequence_length must be given"),
-        (["data.val_fraction=some"], "data.val_fraction must be a number, for example .*; got 'some'"),
-        (["data.predict_across_documents=3"], "data.predict_across_documents must be true or false, for example .*; got 3"),
+        (
+            ["data.val_fraction=some"],
+            "data.val_fraction must be a number, for example .*; got 'some'",
+        ),
+        (
+            ["data.predict_across_documents=3"],
+            "data.predict_across_documents must be true or false, for example .*; got 3",
+        ),
         (["+optimizer.momentum=1"], "optimizer has no option 'momentum'"),
         (["optimizer.betas=0.9"], "optimizer.betas must be two numbers, for example .*; got 0.9"),
-        (["optimizer.no_decay=norm"], "optimizer.no_decay must be a list, for example .*; got 'norm'"),
-        (["optimizer.scheduler=cosine"], "optimizer.scheduler must be a mapping; got 'cosine'. Use optimizer.scheduler.name=cosine"),
-        (["+logger.mine=1"], r"logger.mine must have a _target_.*lightning.pytorch.loggers.CSVLogger"),
+        (
+            ["optimizer.no_decay=norm"],
+            "optimizer.no_decay must be a list, for example .*; got 'norm'",
+        ),
+        (
+            ["optimizer.scheduler=cosine"],
+            (
+                "optimizer.scheduler must be a mapping; got 'cosine'. Use"
+                " optimizer.scheduler.name=cosine"
+            ),
+        ),
+        (
+            ["+logger.mine=1"],
+            r"logger.mine must have a _target_.*lightning.pytorch.loggers.CSVLogger",
+        ),
         (["callbacks.progress=5"], r"callbacks.progress must have a _target_"),
         (["trainer.extra=5"], "trainer.extra: Cannot assign int to Dict"),
-        (["trainer.val_check_interval=null"], "must not be null. To turn validation off, set trainer.limit_val_batches=0"),
+        (
+            ["trainer.val_check_interval=null"],
+            "must not be null. To turn validation off, set trainer.limit_val_batches=0",
+        ),
         (["trainer.max_steps=null"], "trainer.max_steps must not be null.$"),
-        (["trainer.max_steps=many"], "trainer.max_steps: Value 'many' of type 'str' could not be converted to Integer.$"),
-        (["+parallelism.zero=1"], r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has .*compile, cp_kind, elastic'),
+        (
+            ["trainer.max_steps=many"],
+            "trainer.max_steps: Value 'many' of type 'str' could not be converted to Integer.$",
+        ),
+        (
+            ["+parallelism.zero=1"],
+            (
+                r'"parallelism.zero". Did you mean "parallelism.zero_\w+"\? parallelism has'
+                r" .*compile, cp_kind, elastic"
+            ),
+        ),
         (["parallelism.order=tp"], "parallelism.order: "),
         (["+cluster.gpu_memory=1"], '"cluster.gpu_memory". Did you mean "cluster.memory"'),
         (["~optimizer"], "The group optimizer must be given"),
@@ -196,12 +261,22 @@ def test_run_folder_need_not_exist_for_the_check() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_f19_unknown_keys_and_wrong_types_are_refused_in_every_group(overrides: list[str], message: str) -> None:
+def test_f19_unknown_keys_and_wrong_types_are_refused_in_every_group(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(*overrides)
 
 
-@pytest.mark.parametrize("overrides", [["~logger"], ["~callbacks.progress"], ["callbacks.progress=null"], ["data.val_sequences=null"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["~logger"],
+        ["~callbacks.progress"],
+        ["callbacks.progress=null"],
+        ["data.val_sequences=null"],
+    ],
+)
 def test_what_is_optional_can_be_taken_out(overrides: list[str]) -> None:
     assert planned(*overrides).layout.name == "tp2_pp2_dp2"
 
@@ -218,9 +293,13 @@ def test_gpus_are_counted_without_cuda(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, tmp_path) == 1
 
 
-def test_gpus_that_only_the_driver_knows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_only_the_driver_knows_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\necho 'GPU 1: H200 (UUID: GPU-2)'\n")
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)'\necho 'GPU 1: H200 (UUID: GPU-2)'\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert visible_gpus({}, tmp_path / "no_devices") == 2
@@ -229,18 +308,29 @@ def test_gpus_that_only_the_driver_knows_are_counted(tmp_path: Path, monkeypatch
 @pytest.mark.slow
 def test_gpus_are_used_when_there_is_one_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_3d.app.config.machine.visible_gpus", lambda: 4)
-    assert (planned("parallelism=tp4").accelerator, planned("parallelism=tp4").precision) == ("gpu", "bf16")
+    assert (planned("parallelism=tp4").accelerator, planned("parallelism=tp4").precision) == (
+        "gpu",
+        "bf16",
+    )
     fewer = planned("parallelism=dp8")
-    assert fewer.accelerator == "cpu" and fewer.warnings == ("This machine has 4 GPUs for 8 ranks, so the run uses the CPU.",)
+    assert fewer.accelerator == "cpu" and fewer.warnings == (
+        "This machine has 4 GPUs for 8 ranks, so the run uses the CPU.",
+    )
     assert planned("parallelism=tp4", "cluster=local_cpu").accelerator == "cpu"
     with pytest.raises(LayoutError, match="Layouts for 4 GPUs: "):
         planned("parallelism=dp8", "cluster.accelerator=gpu")
-    two_nodes = OutsideRank(rank=0, local_rank=0, world_size=8, local_world_size=4, launcher="torchrun")
-    assert plan_run(composed("parallelism=dp8", "cluster.accelerator=gpu"), two_nodes).accelerator == "gpu"
+    two_nodes = OutsideRank(
+        rank=0, local_rank=0, world_size=8, local_world_size=4, launcher="torchrun"
+    )
+    assert (
+        plan_run(composed("parallelism=dp8", "cluster.accelerator=gpu"), two_nodes).accelerator
+        == "gpu"
+    )
 
 
 def test_a_sequence_that_tp_does_not_divide_stays_whole_on_cpu() -> None:
-    """Ranks on CPU do not split sequences where it is left open; others do (tests/config/test_refusals.py)."""
+    """Ranks on CPU do not split sequences where it is left open; others do
+    (tests/config/test_refusals.py)."""
     odd = ("parallelism=tp4", "cluster=local_cpu", "data.sequence_length=250")
     assert planned(*odd).run.parallelism.sequence_parallel is None
     with pytest.raises(LayoutError, match="tp 4 does not divide the 250 tokens"):
@@ -251,7 +341,9 @@ def test_a_sequence_that_tp_does_not_divide_stays_whole_on_cpu() -> None:
 
 
 def test_groups_appear_in_other_apps(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("defaults:\n  - parallelism: tp2_pp2\n  - model: mine\n  - _self_\nmine: 1\n")
+    (tmp_path / "config.yaml").write_text(
+        "defaults:\n  - parallelism: tp2_pp2\n  - model: mine\n  - _self_\nmine: 1\n"
+    )
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("hidden: 3\n")
     config = composed("parallelism.schedule=gpipe", folder=tmp_path)
@@ -267,21 +359,39 @@ def test_files_of_the_app_come_before_ours(tmp_path: Path) -> None:
     assert composed(folder=tmp_path) == {"parallelism": {"of": "the app"}}
 
 
-@pytest.mark.parametrize("strategy", ["auto", "{_target_: lightning.pytorch.strategies.DDPStrategy, static_graph: true}"])
-def test_a_layout_is_a_strategy_of_an_app_that_makes_its_trainer(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["auto", "{_target_: lightning.pytorch.strategies.DDPStrategy, static_graph: true}"]
+)
+def test_a_layout_is_a_strategy_of_an_app_that_makes_its_trainer(
+    tmp_path: Path, strategy: str
+) -> None:
     """In the place of one that the app names, as a word or as an object."""
     (tmp_path / "config.yaml").write_text("defaults:\n  - trainer: default\n")
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "default.yaml").write_text(f"strategy: {strategy}\n")
-    config = composed("+parallelism@trainer.strategy=tp2_pp2", "trainer.strategy.schedule=gpipe", folder=tmp_path).trainer.strategy
-    assert (config._target_, config.layout, config.schedule) == ("lightning_3d.Lightning3DStrategy", "tp2_pp2", "gpipe")
+    config = composed(
+        "+parallelism@trainer.strategy=tp2_pp2", "trainer.strategy.schedule=gpipe", folder=tmp_path
+    ).trainer.strategy
+    assert (config._target_, config.layout, config.schedule) == (
+        "lightning_3d.Lightning3DStrategy",
+        "tp2_pp2",
+        "gpipe",
+    )
 
 
 def test_keys_of_the_group_are_arguments_of_the_strategy() -> None:
-    config = composed("parallelism=pp2_dp2", "parallelism.order=[tp,cp,dp,pp]", "parallelism.recompute=selective").parallelism
+    config = composed(
+        "parallelism=pp2_dp2", "parallelism.order=[tp,cp,dp,pp]", "parallelism.recompute=selective"
+    ).parallelism
     strategy = instantiate(config, recompute_keep=["mm"])
-    assert type(strategy) is Lightning3DStrategy and strategy.layout == Layout(pp=2, dp=2, order=("tp", "cp", "dp", "pp"))
-    assert (strategy.zero_stage, strategy.micro_batch_size, strategy.options.blocks.recompute_keep) == (1, 2, ("mm",))
+    assert type(strategy) is Lightning3DStrategy and strategy.layout == Layout(
+        pp=2, dp=2, order=("tp", "cp", "dp", "pp")
+    )
+    assert (
+        strategy.zero_stage,
+        strategy.micro_batch_size,
+        strategy.options.blocks.recompute_keep,
+    ) == (1, 2, ("mm",))
 
 
 class Mine(Lightning3DStrategy):
@@ -290,13 +400,26 @@ class Mine(Lightning3DStrategy):
 
 def test_the_strategy_may_be_a_class_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_3D_ALLOW_TARGETS", f"{__name__},nowhere,torch.nn")
-    parallelism = {**OmegaConf.load(conf_folder() / "parallelism" / "base.yaml"), "_target_": f"{__name__}.Mine"}
+    parallelism = {
+        **OmegaConf.load(conf_folder() / "parallelism" / "base.yaml"),
+        "_target_": f"{__name__}.Mine",
+    }
 
     def strategy(**changes: Any) -> Lightning3DStrategy:
-        return make_strategy({"parallelism": {**parallelism, **changes}, "precision": {"name": "fp32"}, "trainer": {}, "seed": 7})
+        return make_strategy(
+            {
+                "parallelism": {**parallelism, **changes},
+                "precision": {"name": "fp32"},
+                "trainer": {},
+                "seed": 7,
+            }
+        )
 
     assert type(strategy(layout="dp2")) is Mine
-    with pytest.raises(ConfigError, match="parallelism._target_ must be Lightning3DStrategy .*; got torch.nn.Identity"):
+    with pytest.raises(
+        ConfigError,
+        match="parallelism._target_ must be Lightning3DStrategy .*; got torch.nn.Identity",
+    ):
         strategy(_target_="torch.nn.Identity")
     with pytest.raises(ConfigError, match=r"Cannot create parallelism \(nowhere.Strategy\)"):
         strategy(_target_="nowhere.Strategy")
@@ -311,7 +434,9 @@ def test_the_strategy_may_be_a_class_of_the_user(monkeypatch: pytest.MonkeyPatch
 def test_services_of_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_LINE", "train.py cluster=h10")  # what bash asks to complete
     (tmp_path / "parallelism").mkdir()
-    (tmp_path / "parallelism" / "mine.yaml").write_text("defaults: [base, _self_]\nlayout: tp1\nmicro_batch_size: 4\n")
+    (tmp_path / "parallelism" / "mine.yaml").write_text(
+        "defaults: [base, _self_]\nlayout: tp1\nmicro_batch_size: 4\n"
+    )
     names = [
         "--info plugins",  # first: --info makes Hydra log to the screen ever after
         "--help",
@@ -322,33 +447,55 @@ def test_services_of_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "-sc query=bash",
         f"-cd {tmp_path} parallelism=mine trainer.dry=true",
     ]
-    answers = dict(zip(names, run_commands([["train", *name.split()] for name in names]), strict=True))
-    assert [answer.left for answer in answers.values()] == [[]] * len(names), "none of these makes a run folder"
+    answers = dict(
+        zip(names, run_commands([["train", *name.split()] for name in names]), strict=True)
+    )
+    assert [answer.left for answer in answers.values()] == [[]] * len(names), (
+        "none of these makes a run folder"
+    )
     help_text = answers["--help"].output
-    assert all(f"\n{group}: " in help_text for group in ("model", "data", "parallelism", "cluster", "recipe", "trainer"))
+    assert all(
+        f"\n{group}: " in help_text
+        for group in ("model", "data", "parallelism", "cluster", "recipe", "trainer")
+    )
     assert "tp2_pp2_dp2" in help_text and "llama3_70b_256xa100" in help_text
     assert "h100_32x8" in help_text and "llama3_1_8b_8xh100" in help_text
     assert "layout: tp2_pp2_dp2" in answers["--cfg job"].output
-    assert answers["-sc query=bash"].output.split()[-3:] == ["cluster=h100", "cluster=h100_32x8", "cluster=h100_sxm"]
+    assert answers["-sc query=bash"].output.split()[-3:] == [
+        "cluster=h100",
+        "cluster=h100_32x8",
+        "cluster=h100_sxm",
+    ]
     assert "layout://" in answers["--info searchpath"].output
-    assert answers["--info plugins"].output.count("\t\tLayoutSource\n") == 1, "found or registered, not both"
+    assert answers["--info plugins"].output.count("\t\tLayoutSource\n") == 1, (
+        "found or registered, not both"
+    )
     assert "--multirun" in answers["--hydra-help"].output
-    assert answers["--cfg job --package trainer"].output.startswith("# @package trainer\nmax_steps: 200\n")
-    assert answers[names[-1]].output.endswith("tp1: 1 rank on CPU, 1F1B, ZeRO-1, fp32, 4 micro-batches of 4\n")
+    assert answers["--cfg job --package trainer"].output.startswith(
+        "# @package trainer\nmax_steps: 200\n"
+    )
+    assert answers[names[-1]].output.endswith(
+        "tp1: 1 rank on CPU, 1F1B, ZeRO-1, fp32, 4 micro-batches of 4\n"
+    )
 
 
 @pytest.mark.slow
 def test_files_of_a_user(tmp_path: Path) -> None:
-    """Recipes of his own, recipes in his defaults list, a configuration of his own; as `experiment=` in other projects."""
+    """Recipes of his own, recipes in his defaults list, a configuration of his own; as
+    `experiment=` in other projects."""
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /parallelism: tp4_pp2\nparallelism: {zero_stage: 0}\n"
+        "# @package _global_\ndefaults:\n  - override /parallelism: tp4_pp2\nparallelism:"
+        " {zero_stage: 0}\n"
     )
     (tmp_path / "recipe" / "theirs.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - llama3_70b_256xa100\n  - override /parallelism: tp8_pp8_dp4\n"
+        "# @package _global_\ndefaults:\n  - llama3_70b_256xa100\n  - override /parallelism:"
+        " tp8_pp8_dp4\n"
     )
     (tmp_path / "recipe" / "local.yaml").write_text("seed: 3\n")
-    (tmp_path / "whole.yaml").write_text("defaults:\n  - config\n  - override recipe: llama3_70b_256xa100\n  - _self_\nseed: 3\n")
+    (tmp_path / "whole.yaml").write_text(
+        "defaults:\n  - config\n  - override recipe: llama3_70b_256xa100\n  - _self_\nseed: 3\n"
+    )
     lines = {
         "recipe=mine": "tp4_pp2: 8 ranks on CPU, 1F1B, ZeRO-0",
         "recipe=mine parallelism=pp4_dp2": "pp4_dp2: 8 ranks on CPU, 1F1B, ZeRO-0",
@@ -360,9 +507,13 @@ def test_files_of_a_user(tmp_path: Path) -> None:
         "-cp nothing": "--config-path must be an absolute path",
         "recipe=null": "To remove a group, use ~GROUP",
     }
-    answers = run_commands([["train", "-cd", str(tmp_path), *line.split(), "trainer.dry=true"] for line in lines])
+    answers = run_commands(
+        [["train", "-cd", str(tmp_path), *line.split(), "trainer.dry=true"] for line in lines]
+    )
     for (line, said), answer in zip(lines.items(), answers, strict=True):
-        assert answer.output.removeprefix("lightning_3d: ").startswith(said) or said in answer.output, f"{line}: {answer.output}"
+        assert (
+            answer.output.removeprefix("lightning_3d: ").startswith(said) or said in answer.output
+        ), f"{line}: {answer.output}"
         assert (answer.code, answer.left) == (0 if " ranks on " in said else 2, []), line
         assert answer.output.count("\n") == 1
 

@@ -1,4 +1,5 @@
-"""The keys `model.mtp_layers` and `model.mtp_loss_weight`: what is refused before a rank is started, and what the planner counts."""
+"""The keys `model.mtp_layers` and `model.mtp_loss_weight`: what is refused before a rank is
+started, and what the planner counts."""
 
 from typing import Any
 
@@ -8,18 +9,24 @@ from composed_configs import composed
 from models import conf
 
 from lightning_3d.app.config.plan_run import plan_run
-from lightning_3d.errors import ConfigError, LayoutError
-from lightning_3d.layout import Layout
-from lightning_3d.models.families import read_spec
-from lightning_3d.models.parallel_plan import read_plan
-from lightning_3d.parallel.pipeline.stages import assign_stages
 from lightning_3d.app.planner.architecture import Architecture
 from lightning_3d.app.planner.constants import OURS
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.stages import parameters_of, stages_of
 from lightning_3d.app.training.module import CausalLM
+from lightning_3d.errors import ConfigError, LayoutError
+from lightning_3d.layout import Layout
+from lightning_3d.models.families import read_spec
+from lightning_3d.models.parallel_plan import read_plan
+from lightning_3d.parallel.pipeline.stages import assign_stages
 
-DRY = ("cluster=local_cpu", "trainer.dry=true", "parallelism=pp2", "model=deepseek_v3_tiny", "model.mtp_layers=2")
+DRY = (
+    "cluster=local_cpu",
+    "trainer.dry=true",
+    "parallelism=pp2",
+    "model=deepseek_v3_tiny",
+    "model.mtp_layers=2",
+)
 
 
 @pytest.mark.parametrize(
@@ -28,10 +35,22 @@ DRY = ("cluster=local_cpu", "trainer.dry=true", "parallelism=pp2", "model=deepse
         (("model.mtp_layers=0",), "must be a whole number from 1 to 16, or null .* got 0"),
         (("model.mtp_layers=two",), "got 'two'"),
         (("model.mtp_loss_weight=-1",), "model.mtp_loss_weight must be"),
-        (("model=llama_tiny",), "model.mtp_layers=2 needs a model of model_type deepseek_v3; this one is llama. Use model.mtp_layers=null"),
+        (
+            ("model=llama_tiny",),
+            (
+                "model.mtp_layers=2 needs a model of model_type deepseek_v3; this one is llama. Use"
+                " model.mtp_layers=null"
+            ),
+        ),
         (("model.lora.r=4",), "would stay random"),
-        (("objective.name=distillation", "objective.teacher=there"), "with objective.name=language_model only; got distillation"),
-        (("data.sequence_length=3",), "predicts the token 3 ahead, .* Use data.sequence_length=4 or more"),
+        (
+            ("objective.name=distillation", "objective.teacher=there"),
+            "with objective.name=language_model only; got distillation",
+        ),
+        (
+            ("data.sequence_length=3",),
+            "predicts the token 3 ahead, .* Use data.sequence_length=4 or more",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -61,7 +80,9 @@ def built(ahead: int, **changes: Any) -> tuple[dict[str, Any], Any]:
 def test_planner_and_engine_agree(ahead: int, pp: int) -> None:
     fields, model = built(ahead, num_hidden_layers=7)
     spec = read_spec(fields, ahead)
-    assert spec.shapes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert spec.shapes == {
+        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }
     sizes, layout = Architecture.from_spec(spec), Layout(pp=pp)
     total = sum(parameter.numel() for parameter in model.parameters())
     assert spec.parameters == sizes.parameters == total

@@ -16,10 +16,10 @@ from lightning_3d.app.cli.main import main
 from lightning_3d.app.config.compose import compose
 from lightning_3d.app.config.plan_run import check_keys, plan_run
 from lightning_3d.app.config.targets import ALLOW_VARIABLE, allowed, check_targets
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.check import check_shapes
 from lightning_3d.app.training.objects import make_object, strategy_class
 from lightning_3d.app.training.run import quiet
+from lightning_3d.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +47,26 @@ HOSTILE = {
         {"parallelism": {}},
         {"trainer": {"extra": {"profiler": {}}}},
         {"model": {"config": {"deep": [{}]}}},
-        {"callbacks": {"mine": {"_target_": "lightning.pytorch.callbacks.LearningRateMonitor", "log_momentum": {}}}},
+        {
+            "callbacks": {
+                "mine": {
+                    "_target_": "lightning.pytorch.callbacks.LearningRateMonitor",
+                    "log_momentum": {},
+                }
+            }
+        },
     ],
     ids=["callback", "logger", "strategy", "profiler", "list", "argument"],
 )
-def test_f22_a_frozen_configuration_cannot_run_what_it_likes(name: Any, where: dict[str, Any]) -> None:
+def test_f22_a_frozen_configuration_cannot_run_what_it_likes(
+    name: Any, where: dict[str, Any]
+) -> None:
     config = check_shapes([])[0]
     where = copy.deepcopy(where)
     _put(where, name)
-    with pytest.raises(ConfigError, match="names code of|dotted name of a class|must be|has no key"):
+    with pytest.raises(
+        ConfigError, match="names code of|dotted name of a class|must be|has no key"
+    ):
         plan_run(OmegaConf.merge(OmegaConf.create(config), where))
 
 
@@ -71,15 +82,42 @@ def _put(where: Any, name: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "entry", "match"),
     [
-        ("callbacks.mine", {"_target_": "lightning_3d.app.training.run.os.system", "command": "true"}, "Cannot create|must name a class"),
-        ("callbacks.mine", {"_target_": "lightning_3d.ranks.supervisor.launch"}, "must name a class that is a Callback"),
-        ("callbacks.mine", {"_target_": "lightning.pytorch.cli.LightningCLI"}, "must name a class that is a Callback"),
-        ("logger.mine", {"_target_": "lightning.pytorch.callbacks.Timer"}, "must name a class that is a Logger"),
-        ("trainer.extra.profiler", {"_target_": "lightning.pytorch.cli.LightningCLI"}, "must name a class that is a Callback or"),
-        ("parallelism", {"_target_": "lightning.pytorch.callbacks.Timer"}, "must be Lightning3DStrategy"),
         (
             "callbacks.mine",
-            {"_target_": "lightning.pytorch.callbacks.Timer", "duration": {"_target_": "lightning_3d.ranks.supervisor.launch"}},
+            {"_target_": "lightning_3d.app.training.run.os.system", "command": "true"},
+            "Cannot create|must name a class",
+        ),
+        (
+            "callbacks.mine",
+            {"_target_": "lightning_3d.ranks.supervisor.launch"},
+            "must name a class that is a Callback",
+        ),
+        (
+            "callbacks.mine",
+            {"_target_": "lightning.pytorch.cli.LightningCLI"},
+            "must name a class that is a Callback",
+        ),
+        (
+            "logger.mine",
+            {"_target_": "lightning.pytorch.callbacks.Timer"},
+            "must name a class that is a Logger",
+        ),
+        (
+            "trainer.extra.profiler",
+            {"_target_": "lightning.pytorch.cli.LightningCLI"},
+            "must name a class that is a Callback or",
+        ),
+        (
+            "parallelism",
+            {"_target_": "lightning.pytorch.callbacks.Timer"},
+            "must be Lightning3DStrategy",
+        ),
+        (
+            "callbacks.mine",
+            {
+                "_target_": "lightning.pytorch.callbacks.Timer",
+                "duration": {"_target_": "lightning_3d.ranks.supervisor.launch"},
+            },
             "must name a class that is a",
         ),
     ],
@@ -100,10 +138,15 @@ def test_a_class_that_does_not_exist_is_one_message(capfd: pytest.CaptureFixture
 HIDDEN = "${oc.select:seed,${oc.create:{_target_:torch.load}}}"
 
 
-@pytest.mark.parametrize("where", [{"duration": HIDDEN}, {"duration": {"deep": [HIDDEN]}}], ids=["argument", "deep"])
+@pytest.mark.parametrize(
+    "where", [{"duration": HIDDEN}, {"duration": {"deep": [HIDDEN]}}], ids=["argument", "deep"]
+)
 def test_f22_a_name_cannot_appear_when_the_object_is_made(where: dict[str, Any]) -> None:
-    """Hydra resolves interpolations once more then, so a text can become a `_target_` that nobody has checked."""
-    with pytest.raises(ConfigError, match="callbacks.mine.duration.* must not contain an escaped interpolation"):
+    """Hydra resolves interpolations once more then, so a text can become a `_target_` that nobody
+    has checked."""
+    with pytest.raises(
+        ConfigError, match="callbacks.mine.duration.* must not contain an escaped interpolation"
+    ):
         make_object("callbacks.mine", {"_target_": "lightning.pytorch.callbacks.Timer", **where})
 
 
@@ -121,10 +164,19 @@ def test_f22_parameters_of_a_sweep_in_a_file_are_not_typed() -> None:
 
 def test_what_belongs_there_is_made() -> None:
     timer = make_object(
-        "callbacks.timer", {"_target_": "lightning.pytorch.callbacks.Timer", "duration": {"_target_": "datetime.timedelta", "hours": 2}}
+        "callbacks.timer",
+        {
+            "_target_": "lightning.pytorch.callbacks.Timer",
+            "duration": {"_target_": "datetime.timedelta", "hours": 2},
+        },
     )
     assert timer._duration == 7200
-    assert isinstance(make_object("trainer.extra.profiler", {"_target_": "lightning.pytorch.profilers.SimpleProfiler"}), SimpleProfiler)
+    assert isinstance(
+        make_object(
+            "trainer.extra.profiler", {"_target_": "lightning.pytorch.profilers.SimpleProfiler"}
+        ),
+        SimpleProfiler,
+    )
     assert strategy_class("lightning_3d.Lightning3DStrategy").__name__ == "Lightning3DStrategy"
 
 
@@ -138,7 +190,13 @@ def test_optimizers_of_torch_and_torchao_may_be_named_anywhere(name: str) -> Non
 
 def test_the_user_allows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"mine": {"_target_": "mine.callbacks.Mine"}}
-    with pytest.raises(ConfigError, match=f"set the environment variable {ALLOW_VARIABLE}=mine, or give mine._target_ on the command line"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            f"set the environment variable {ALLOW_VARIABLE}=mine, or give mine._target_ on the"
+            " command line"
+        ),
+    ):
         check_targets(entry)
     monkeypatch.setenv(ALLOW_VARIABLE, "other, mine")
     check_targets(entry)
@@ -146,7 +204,9 @@ def test_the_user_allows_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
         check_targets({"mine": {"_target_": "miner.Mine"}})
 
 
-@pytest.mark.parametrize("word", ["+callbacks.mine._target_=mine.Mine", "+callbacks.mine={_target_:mine.Mine,every:3}"])
+@pytest.mark.parametrize(
+    "word", ["+callbacks.mine._target_=mine.Mine", "+callbacks.mine={_target_:mine.Mine,every:3}"]
+)
 def test_what_the_command_line_names_is_allowed_there_and_in_the_ranks(word: str) -> None:
     check_shapes([word])
     assert allowed() == ["mine.Mine"], "in the environment, which ranks inherit"
@@ -155,7 +215,9 @@ def test_what_the_command_line_names_is_allowed_there_and_in_the_ranks(word: str
 
 
 def test_a_configuration_cannot_allow_itself(tmp_path: Path) -> None:
-    config = check_shapes([])[0] | {"hydra": {"overrides": {"task": ["+callbacks.mine._target_=os.system"]}}}
+    config = check_shapes([])[0] | {
+        "hydra": {"overrides": {"task": ["+callbacks.mine._target_=os.system"]}}
+    }
     config["run_folder"] = str(tmp_path / "old")
     config["callbacks"]["mine"] = {"_target_": "os.system", "command": f"touch {tmp_path / 'ran'}"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

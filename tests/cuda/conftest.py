@@ -16,15 +16,20 @@ SIMULATED = "simulated_cuda.autoload" in sys.modules
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for what one process computes, which `simulated_parity` shares among the workers and `mutations.py`."""
+    """A folder for what one process computes, which `simulated_parity` shares among the workers and
+    `mutations.py`."""
     if SIMULATED and "SIMULATED_REFERENCES" not in os.environ:
         folder = os.environ["SIMULATED_REFERENCES"] = tempfile.mkdtemp(prefix="references_")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Import once what all ranks need; they are forked from here, so nothing of it may touch a device, as torchao does."""
-    if SIMULATED and (hasattr(session.config, "workerinput") or not session.config.option.numprocesses):  # where tests run
+    """Import once what all ranks need; they are forked from here, so nothing of it may touch a
+    device, as torchao does."""
+    # where tests run
+    if SIMULATED and (
+        hasattr(session.config, "workerinput") or not session.config.option.numprocesses
+    ):
         os.environ["DS_ACCELERATOR"] = "cuda"
         sys.modules["torchao"] = None  # type: ignore[assignment]
         for name in ranks.PRELOAD:

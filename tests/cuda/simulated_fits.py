@@ -1,4 +1,5 @@
-"""Fits of a user's module with what a real run has: validation, averages, checkpoints in the background, predictions, traces."""
+"""Fits of a user's module with what a real run has: validation, averages, checkpoints in the
+background, predictions, traces."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def straight(layout: str, epochs: int = 2, **more: Any) -> list[float]:
 
 
 def save_and_join(store: CheckpointStore, *args: Any) -> bool:
-    """Save in the background, and wait for the writer before this thread waits for the GPU, which would help a writer that does not."""
+    """Save in the background, and wait for the writer before this thread waits for the GPU, which
+    would help a writer that does not."""
     saved = SAVE(store, *args)
     if store._pending is not None:
         store._pending.join(60)
@@ -46,7 +48,8 @@ def save_and_join(store: CheckpointStore, *args: Any) -> bool:
 
 
 def resumed(layout: str, other: str, folder: str, **more: Any) -> list[float]:
-    """One epoch that saves in the background, then another that goes on from there, maybe in another layout."""
+    """One epoch that saves in the background, then another that goes on from there, maybe in
+    another layout."""
     saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     values = StepValues()
     trainer, rows = make_trainer(layout, 1, [values, saved], **more)
@@ -57,9 +60,12 @@ def resumed(layout: str, other: str, folder: str, **more: Any) -> list[float]:
 
 
 def averaged(layout: str, average: pl.Callback | None = None, **more: Any) -> list[float]:
-    """With an exponential average of the weights, which a validation sees: that of Lightning unless another is given."""
+    """With an exponential average of the weights, which a validation sees: that of Lightning unless
+    another is given."""
     values = StepValues()
-    trainer, rows = make_trainer(layout, 2, [values, average or EMAWeightAveraging(decay=0.8)], **more)
+    trainer, rows = make_trainer(
+        layout, 2, [values, average or EMAWeightAveraging(decay=0.8)], **more
+    )
     trainer.fit(TiedModel(), datamodule=rows)
     return [*values.losses, float(trainer.callback_metrics["val_loss"])]
 
@@ -71,9 +77,15 @@ class ReadsBatches(StepValues):
         super().__init__()
         self.read: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:  # type: ignore[override]
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any
+    ) -> None:  # type: ignore[override]
         super().on_train_batch_end(trainer, module, outputs, *args)
-        self.read += [float(outputs["loss"]), float(outputs["twice"]), float(trainer.callback_metrics["loss_step"])]
+        self.read += [
+            float(outputs["loss"]),
+            float(outputs["twice"]),
+            float(trainer.callback_metrics["loss_step"]),
+        ]
 
 
 class Returns(Module):
@@ -90,13 +102,26 @@ def accumulated(layout: str) -> list[float]:
     """What callbacks read after each batch of steps of three, and losses and norms of the steps."""
     from lightning_3d.strategy import Lightning3DStrategy
 
-    recipe, reads, plan = Recipe(steps=3, global_batch=12), ReadsBatches(), Lightning3DStrategy(layout, micro_batch_size=2, seed=0)
+    recipe, reads, plan = (
+        Recipe(steps=3, global_batch=12),
+        ReadsBatches(),
+        Lightning3DStrategy(layout, micro_batch_size=2, seed=0),
+    )
     assert plan.layout is not None
     trainer = quiet_trainer(
-        strategy=plan, devices=plan.layout.world_size, max_epochs=1, accumulate_grad_batches=3, callbacks=[reads]
+        strategy=plan,
+        devices=plan.layout.world_size,
+        max_epochs=1,
+        accumulate_grad_batches=3,
+        callbacks=[reads],
     )
     trainer.fit(Returns(recipe), datamodule=parity.Data(Rows(data(recipe)), 4 // plan.layout.dp))
-    return [*reads.read, float(trainer.callback_metrics["loss_epoch"]), *reads.losses, *reads.grad_norms]
+    return [
+        *reads.read,
+        float(trainer.callback_metrics["loss_epoch"]),
+        *reads.losses,
+        *reads.grad_norms,
+    ]
 
 
 def averaged_in_shards() -> list[float]:
@@ -129,7 +154,8 @@ class ReadsBeside(Module):
 
 
 def small_buckets(recipe: Recipe, **strategy: Any) -> parity.Part:
-    """A run whose gradients are sent in buckets of a few layers, some of them inside the backward."""
+    """A run whose gradients are sent in buckets of a few layers, some of them inside the
+    backward."""
     with patch.dict(make_backend.__kwdefaults__, bucket_bytes=4096):
         return parity.train_on_rank(recipe, **strategy)
 
@@ -152,7 +178,8 @@ def read_whole(recipe: Recipe, **strategy: Any) -> parity.Part:
 
 
 def gathered_in_vain() -> None:
-    """Parameters whose gather was started and is not needed: their memory goes to something else."""
+    """Parameters whose gather was started and is not needed: their memory goes to something
+    else."""
     from lightning_3d.parallel.zero.parameter_units import Unit
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -177,12 +204,15 @@ def paces() -> list[float]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    mesh: Any = SimpleNamespace(layout=SimpleNamespace(world_size=2), group_for=lambda ranks: dist.group.WORLD)
+    mesh: Any = SimpleNamespace(
+        layout=SimpleNamespace(world_size=2), group_for=lambda ranks: dist.group.WORLD
+    )
     return _gather(rank + 1.0, mesh, device).tolist()
 
 
 def brought_back(recipe: Recipe, **strategy: Any) -> tuple[int, int]:
-    """(tensors that the backward needed from the host, those of them whose copy had begun before) in a fit."""
+    """(tensors that the backward needed from the host, those of them whose copy had begun before)
+    in a fit."""
     from lightning_3d.parallel.blocks import offload
 
     needed, begun = 0, 0
@@ -199,13 +229,16 @@ def brought_back(recipe: Recipe, **strategy: Any) -> tuple[int, int]:
 
 
 def brought_back_in_vain() -> None:
-    """Activations that come back from the host and are not needed: their memory goes to something else."""
+    """Activations that come back from the host and are not needed: their memory goes to something
+    else."""
     from lightning_3d.parallel.blocks import offload
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     for _ in range(3):
-        saved = offload._OnHost(torch.ones(1 << 20, device=device), offload._Block(torch.nn.Identity()))
+        saved = offload._OnHost(
+            torch.ones(1 << 20, device=device), offload._Block(torch.nn.Identity())
+        )
         saved.bring_back()
         del saved
         torch.zeros(1 << 20, device=device)
@@ -213,7 +246,8 @@ def brought_back_in_vain() -> None:
 
 
 def locked_in_a_run() -> list[float]:
-    """Activations of three shapes, the second and third while messages go from GPU to GPU; what comes back."""
+    """Activations of three shapes, the second and third while messages go from GPU to GPU; what
+    comes back."""
     from lightning_3d.compat.host_memory import locking_no_memory
     from lightning_3d.parallel.blocks import offload
 
@@ -271,7 +305,9 @@ def penalty(gather: str) -> None:
 
     strategy = Lightning3DStrategy("dp2", micro_batch_size=2, zero_stage=3, zero_gather=gather)
     rows = TensorDataset(torch.randn(8, 16, generator=torch.Generator().manual_seed(3)))
-    quiet_trainer(strategy=strategy, devices=2, max_steps=1).fit(PenaltyOnGradients(), DataLoader(rows, batch_size=4))
+    quiet_trainer(strategy=strategy, devices=2, max_steps=1).fit(
+        PenaltyOnGradients(), DataLoader(rows, batch_size=4)
+    )
 
 
 class Predicts(Module):
@@ -297,11 +333,14 @@ def predicted(layout: str, **more: Any) -> list[float]:
 
 
 def traces(layout: str, **more: Any) -> tuple[str, int, bool]:
-    """Of the traced step: the kind of device, the number of ranks, and whether each rank worked for some time."""
+    """Of the traced step: the kind of device, the number of ranks, and whether each rank worked for
+    some time."""
     with tempfile.TemporaryDirectory() as folder:
         found, _, _ = traced.fit(folder, layout, 2, **more)
     trace = next(trace for trace in found if trace is not None)
-    worked = all(work.last > work.first and work.busy > 0 for rank in trace.ranks for work in rank.work)
+    worked = all(
+        work.last > work.first and work.busy > 0 for rank in trace.ranks for work in rank.work
+    )
     return trace.device, len(trace.ranks), worked and all(rank.work for rank in trace.ranks)
 
 
@@ -315,17 +354,22 @@ def interrupted(layout: str, folder: str, kind: str) -> str:
             if trainer.global_step == 2 and kind == "SIGTERM":
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer, rows = make_trainer(layout, 2, [Interrupt(), ModelCheckpoint(folder, every_n_train_steps=1)])
+    trainer, rows = make_trainer(
+        layout, 2, [Interrupt(), ModelCheckpoint(folder, every_n_train_steps=1)]
+    )
     trainer.fit(TiedModel(), datamodule=rows)
     return json.dumps({"step": trainer.global_step})
 
 
 def compiled(recipe: Recipe, **strategy: Any) -> parity.Part:
-    """A run with compiled blocks, each of them one graph. Nothing here can compile kernels of a GPU, so Inductor is not asked."""
+    """A run with compiled blocks, each of them one graph. Nothing here can compile kernels of a
+    GPU, so Inductor is not asked."""
     before = torch_compat.graph_breaks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-        patch.setattr("lightning_3d.parallel.blocks.compilation.importlib.util.find_spec", lambda name: name)
+        patch.setattr(
+            "lightning_3d.parallel.blocks.compilation.importlib.util.find_spec", lambda name: name
+        )
         part = parity.train_on_rank(recipe, compile=True, self_check="never", **strategy)
     assert torch_compat.graph_breaks() == before
     return part

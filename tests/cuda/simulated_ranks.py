@@ -1,6 +1,8 @@
-"""Functions on simulated GPUs: ranks that are forked from this process, which has imported everything and never touches CUDA itself.
+"""Functions on simulated GPUs: ranks that are forked from this process, which has imported
+everything and never touches CUDA itself.
 
-Each call has ranks of its own, because their environment says how the simulation behaves. See tools/cuda_sim/README.md.
+Each call has ranks of its own, because their environment says how the simulation behaves. See
+tools/cuda_sim/README.md.
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ from parity import ACCELERATOR
 
 TAIL_LINES = 25
 GRACE_SECONDS = 25.0
-"""After the first rank has failed, how long the others may take to end by themselves: those that wait in NCCL are ended after 15."""
+"""After the first rank has failed, how long the others may take to end by themselves: those that
+wait in NCCL are ended after 15."""
 NOISE = re.compile(r"\[cudasim[^]]*\] (not simulated: cudnnGetVersion|communicator )")
-"""Lines of the simulation that are no fault: torch asks for cuDNN's version, and lists what it finds."""
+"""Lines of the simulation that are no fault: torch asks for cuDNN's version, and lists what it
+finds."""
 
 _calls = itertools.count()
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died, hung, or the simulation complained; the message has the end of each rank's output."""
+    """A rank raised, died, hung, or the simulation complained; the message has the end of each
+    rank's output."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,16 @@ class Ended:
     @property
     def complaints(self) -> list[str]:
         """What the simulation had to say."""
-        return [line for line in self.output.splitlines() if "[cudasim" in line and not NOISE.search(line)]
+        return [
+            line
+            for line in self.output.splitlines()
+            if "[cudasim" in line and not NOISE.search(line)
+        ]
 
 
 def run(fn: Callable[..., Any], world_size: int, *args: Any, **more: Any) -> list[Any]:
-    """Results of ``fn(*args, **kwargs)`` on each of ``world_size`` simulated GPUs; for the further arguments see ``attempt``.
+    """Results of ``fn(*args, **kwargs)`` on each of ``world_size`` simulated GPUs; for the further
+    arguments see ``attempt``.
 
     Raises:
         RankFailure: a rank did not return, or the simulation found something wrong.
@@ -102,11 +112,16 @@ def attempt(
         ACCELERATOR: accelerator,
         **(environment or {}),
     }
-    assert not torch.cuda.is_initialized(), "this process has touched a device, so it cannot be forked any more"
+    assert not torch.cuda.is_initialized(), (
+        "this process has touched a device, so it cannot be forked any more"
+    )
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-        children = [_fork(rank, variables, folder, lambda: fn(*args, **kwargs), timeout) for rank in range(world_size)]
+        children = [
+            _fork(rank, variables, folder, lambda: fn(*args, **kwargs), timeout)
+            for rank in range(world_size)
+        ]
         codes = _wait(children, timeout)
         return [_ended(folder, rank, code) for rank, code in enumerate(codes)]
     finally:
@@ -114,7 +129,9 @@ def attempt(
         shutil.rmtree(shared, ignore_errors=True)
 
 
-def _fork(rank: int, variables: Mapping[str, Any], folder: Path, work: Callable[[], Any], timeout: float) -> int:
+def _fork(
+    rank: int, variables: Mapping[str, Any], folder: Path, work: Callable[[], Any], timeout: float
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -123,7 +140,9 @@ def _fork(rank: int, variables: Mapping[str, Any], folder: Path, work: Callable[
         local = rank % int(variables["LOCAL_WORLD_SIZE"])
         node = rank // int(variables["LOCAL_WORLD_SIZE"])
         os.environ.update({name: str(value) for name, value in variables.items()})
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), NODE_RANK=str(node), GROUP_RANK=str(node))
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(local), NODE_RANK=str(node), GROUP_RANK=str(node)
+        )
         output = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -186,14 +205,20 @@ def _ended(folder: Path, rank: int, code: int | None) -> Ended:
     result = folder / f"{rank}.result"
     log = folder / f"{rank}.log"
     text = log.read_text(errors="replace") if log.exists() else ""
-    return Ended(code, pickle.loads(result.read_bytes()) if code == 0 and result.exists() else None, text)
+    return Ended(
+        code, pickle.loads(result.read_bytes()) if code == 0 and result.exists() else None, text
+    )
 
 
 def _failures(ranks: list[Ended]) -> str:
     seen: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
         lines = [line for line in rank.output.splitlines() if line.strip()]
-        shown = [*rank.complaints[:6], "...", *lines[-TAIL_LINES:]] if rank.complaints else lines[-TAIL_LINES:]
+        shown = (
+            [*rank.complaints[:6], "...", *lines[-TAIL_LINES:]]
+            if rank.complaints
+            else lines[-TAIL_LINES:]
+        )
         seen.setdefault(f"code {rank.code}\n" + "\n".join(shown), []).append(number)
     return "\n".join(f"--- ranks {numbers}: {text}" for text, numbers in seen.items())
 

@@ -1,4 +1,5 @@
-"""The simulation notices every wait for a stream that is missing in the package: each is deleted in turn."""
+"""The simulation notices every wait for a stream that is missing in the package: each is deleted in
+turn."""
 
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools" / "cuda_sim"
 MOST = 6
-"""Deletions that one process makes, which takes several seconds to import torch; a file with more has a process of its own."""
+"""Deletions that one process makes, which takes several seconds to import torch; a file with more
+has a process of its own."""
 
 
 def _groups() -> list[list[str]]:

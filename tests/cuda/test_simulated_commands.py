@@ -15,13 +15,29 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command of this environment in ``folder``; its output goes to a file, so that nothing waits for children that hold a pipe."""
+    """A command of this environment in ``folder``; its output goes to a file, so that nothing waits
+    for children that hold a pipe."""
     unwanted = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     kept = {name: value for name, value in os.environ.items() if name not in unwanted}
-    environment = kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"} | variables
+    environment = (
+        kept
+        | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
+        | variables
+    )
     with (folder / "output.txt").open("w+") as output:
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=480, check=False)
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            timeout=480,
+            check=False,
+        )
         output.seek(0)
         return subprocess.CompletedProcess(done.args, done.returncode, output.read())
 
@@ -55,7 +71,17 @@ def test_train_on_eight_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(560)
 def test_train_under_torchrun(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lightning_3d", "train", "parallelism=dp2"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lightning_3d",
+        "train",
+        "parallelism=dp2",
+    ]
     done = run(tmp_path, *command, "parallelism.micro_batch_size=2", *WIDE)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "2 ranks on GPUs" in done.stdout and "simulated GPU" in done.stdout
@@ -67,7 +93,17 @@ def test_doctor_and_selftest(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "lightning_3d", "doctor", "parallelism=tp2_dp2", CUDASIM_DEVICES="4")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "the GPUs are simulated" in done.stdout and "0 wrong" in done.stdout
-    done = run(tmp_path, "-m", "lightning_3d", "selftest", "--only", "tp,zero", "--minutes", "2", CUDASIM_DEVICES="2")
+    done = run(
+        tmp_path,
+        "-m",
+        "lightning_3d",
+        "selftest",
+        "--only",
+        "tp,zero",
+        "--minutes",
+        "2",
+        CUDASIM_DEVICES="2",
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "simulated GPU" in done.stdout and "WRONG" not in done.stdout
 
@@ -83,6 +119,14 @@ def test_ranks_of_a_selftest_share_gpus(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_doctor_names_a_gpu_that_is_slowed_down(tmp_path: Path) -> None:
     slow = '{"1": {"clocks_event_reasons.active": "0x0000000000000008", "temperature.gpu": "91"}}'
-    done = run(tmp_path, "-m", "lightning_3d", "doctor", "parallelism=dp2", CUDASIM_DEVICES="2", CUDASIM_SMI=slow)
+    done = run(
+        tmp_path,
+        "-m",
+        "lightning_3d",
+        "doctor",
+        "parallelism=dp2",
+        CUDASIM_DEVICES="2",
+        CUDASIM_SMI=slow,
+    )
     assert done.returncode == 1, done.stdout[-4000:]
     assert "rank 1" in done.stdout

@@ -1,4 +1,5 @@
-"""Every technique on simulated GPUs, with streams as late as they may be, computes what one process computes on the CPU."""
+"""Every technique on simulated GPUs, with streams as late as they may be, computes what one process
+computes on the CPU."""
 
 import dataclasses
 import itertools
@@ -14,7 +15,8 @@ AXES = ("tp", "pp", "dp", "cp", "ep")
 
 
 def _with(axes: tuple[str, ...], **more: Any) -> Cell:
-    """A cell in which these axes have degree 2; experts need other ranks, over which they are laid."""
+    """A cell in which these axes have degree 2; experts need other ranks, over which they are
+    laid."""
     degrees = dict.fromkeys(axes, 2)
     model = "mixtral" if "ep" in axes else "llama"
     if "ep" in axes and not {"dp", "cp", "tp"} & set(axes):
@@ -23,10 +25,18 @@ def _with(axes: tuple[str, ...], **more: Any) -> Cell:
 
 
 LAYOUTS = [_with(axes) for size in (1, 2) for axes in itertools.combinations(AXES, size)]
-LARGE = [Cell(tp=2, pp=2, dp=2), Cell(pp=4, dp=2), Cell(tp=4, dp=2), Cell("mixtral", tp=2, pp=2, dp=2, ep=2), Cell(tp=2, pp=2, cp=2)]
+LARGE = [
+    Cell(tp=2, pp=2, dp=2),
+    Cell(pp=4, dp=2),
+    Cell(tp=4, dp=2),
+    Cell("mixtral", tp=2, pp=2, dp=2, ep=2),
+    Cell(tp=2, pp=2, cp=2),
+]
 
 
-@pytest.mark.parametrize("cell", [Cell(), Cell("mixtral"), *dict.fromkeys(LAYOUTS + LARGE)], ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", [Cell(), Cell("mixtral"), *dict.fromkeys(LAYOUTS + LARGE)], ids=lambda cell: cell.name
+)
 def test_axes(cell: Cell) -> None:
     check(cell)
 
@@ -43,10 +53,21 @@ def test_zero(mode: str) -> None:
     stage, options = MODES[mode]
     check(Cell("qwen2", dp=2, tp=2, zero=stage, options=tuple(sorted(options.items()))))
     if "by block" not in mode:
-        check(Cell("qwen2", dp=2, pp=2, zero=stage, schedule="ZBVZeroBubble", options=tuple(sorted(options.items()))))
+        check(
+            Cell(
+                "qwen2",
+                dp=2,
+                pp=2,
+                zero=stage,
+                schedule="ZBVZeroBubble",
+                options=tuple(sorted(options.items())),
+            )
+        )
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")])
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")]
+)
 def test_offload(stage: int, kind: str) -> None:
     check(Cell("qwen2", dp=2, zero=stage, options=(("zero_offload", kind),)))
     check(Cell("qwen2", dp=2, pp=2, zero=stage, options=(("zero_offload", kind),)))
@@ -78,7 +99,11 @@ def test_context(kind: str) -> None:
     check(Cell(cp=2, tp=2, zero=0, options=(("cp_kind", kind),)))
 
 
-@pytest.mark.parametrize("cell", [Cell(pp=2, dp=2), Cell(tp=2, dp=2, zero=2), Cell(dp=2, zero=3)], ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(pp=2, dp=2), Cell(tp=2, dp=2, zero=2), Cell(dp=2, zero=3)],
+    ids=lambda cell: cell.name,
+)
 def test_bf16(cell: Cell) -> None:
     check_like_gloo(dataclasses.replace(cell, dtype="bfloat16"))
 
@@ -88,7 +113,11 @@ def test_bf16_ring() -> None:
     check_like_gloo(Cell(cp=2, dtype="bfloat16"), tolerance=2**-10)
 
 
-FAMILIES = [Cell("qwen2", pp=2, dp=2, zero=2), Cell("gpt_oss", ep=2, dp=2), Cell("deepseek_v3", tp=2, ep=2)]
+FAMILIES = [
+    Cell("qwen2", pp=2, dp=2, zero=2),
+    Cell("gpt_oss", ep=2, dp=2),
+    Cell("deepseek_v3", tp=2, ep=2),
+]
 
 
 @pytest.mark.parametrize("cell", FAMILIES, ids=lambda cell: cell.name)

@@ -100,7 +100,9 @@ def collect(order: tuple[tuple[int, ...], ...]) -> list[float]:
     numbers = [torch.full((4,), float(rank + 1), device="cuda") for _ in groups]
     for group in groups:  # make their communicators in the same order
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-    works = [dist.all_reduce(numbers[which], group=groups[which], async_op=True) for which in order[rank]]
+    works = [
+        dist.all_reduce(numbers[which], group=groups[which], async_op=True) for which in order[rank]
+    ]
     for work in works:
         work.wait()
     return [number.sum().item() for number in numbers]
@@ -117,7 +119,9 @@ def test_groups_in_another_order_hang_and_are_named() -> None:
     patient = one_at_a_time | {"CUDASIM_HANG": 30}
     same = simulated_ranks.run(in_a_group, 2, collect, ((0, 1), (0, 1)), environment=patient)
     assert same == [[12.0, 12.0], [12.0, 12.0]]
-    ended = simulated_ranks.attempt(in_a_group, 2, collect, ((0, 1), (1, 0)), environment=one_at_a_time)
+    ended = simulated_ranks.attempt(
+        in_a_group, 2, collect, ((0, 1), (1, 0)), environment=one_at_a_time
+    )
     assert {rank.code for rank in ended} & {-signal.SIGABRT}
     said = "".join(rank.output for rank in ended)
     assert "HANG" in said
@@ -151,7 +155,9 @@ def test_collectives_of_different_sizes_are_named() -> None:
     assert "MISMATCH: ncclAllReduce" in said and "3 elements" in said
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+)
 def test_reductions(dtype: torch.dtype) -> None:
     for results in simulated_ranks.run(in_a_group, 2, reductions, dtype):
         assert results == [[4.0, 6.0], [3.0, 4.0], [1.0, 2.0], [3.0, 8.0]]

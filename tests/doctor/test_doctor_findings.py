@@ -3,7 +3,17 @@
 from doctored import all_ranks, gathered, setup_of
 
 from lightning_3d.app.doctor.examination import Report
-from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, Place, Places, alike, slow_ones
+from lightning_3d.app.doctor.findings import (
+    OK,
+    UNKNOWN,
+    WARNING,
+    WRONG,
+    Finding,
+    Place,
+    Places,
+    alike,
+    slow_ones,
+)
 from lightning_3d.app.doctor.table import WIDTH, show
 from lightning_3d.errors import spans
 
@@ -26,8 +36,14 @@ def test_the_odd_ones_out_are_named() -> None:
     places = gathered(all_ranks()).places
     same = alike("torch", dict.fromkeys(range(4), "2.13"), places)
     assert (same.verdict, same.measured) == (OK, "2.13")
-    other = alike("torch", {0: "2.13", 1: "2.13", 2: "2.13", 3: "2.12"}, places, advice="Install {usual}.")
-    assert (other.verdict, other.measured, other.ranks) == (WRONG, "2.13, but 2.12 on rank 3 (node1)", (3,))
+    other = alike(
+        "torch", {0: "2.13", 1: "2.13", 2: "2.13", 3: "2.12"}, places, advice="Install {usual}."
+    )
+    assert (other.verdict, other.measured, other.ranks) == (
+        WRONG,
+        "2.13, but 2.12 on rank 3 (node1)",
+        (3,),
+    )
     assert other.advice == "Install 2.13."
     none = alike("torch", {0: "2.13", 1: None, 2: "2.13", 3: "2.13"}, places)
     assert none.ranks == (1,) and "none on rank 1" in none.measured
@@ -36,14 +52,21 @@ def test_the_odd_ones_out_are_named() -> None:
 
 def test_slow_ones_are_far_below_the_median() -> None:
     rates = {0: 100.0, 1: 99.0, 2: 85.0, 3: 60.0, 4: 101.0}
-    assert {rank: verdict for rank, (verdict, _) in slow_ones(rates, 0.9, 0.75).items()} == {2: WARNING, 3: WRONG}
+    assert {rank: verdict for rank, (verdict, _) in slow_ones(rates, 0.9, 0.75).items()} == {
+        2: WARNING,
+        3: WRONG,
+    }
     assert slow_ones({0: 1.0}, 0.9, 0.75) == {}
 
 
 def test_the_table_has_the_worst_first_and_is_narrow() -> None:
     report = Report(setup_of(), gathered(all_ranks()).places)
     long = "a very long sentence about " + "many " * 40 + "ranks"
-    report.findings["GPUs"] = [Finding("fine", OK, "1"), Finding("bad", WRONG, long, (1,), long), Finding("so so", WARNING, "2")]
+    report.findings["GPUs"] = [
+        Finding("fine", OK, "1"),
+        Finding("bad", WRONG, long, (1,), long),
+        Finding("so so", WARNING, "2"),
+    ]
     text = show(report)
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.index("bad") < text.index("so so") < text.index("fine")

@@ -39,9 +39,19 @@ def examined(setup: Setup, checks: list[Check], wake: bool = False) -> Found | i
     return as_data(report) | {"text": show(report)}
 
 
-def of_ranks(setup: Setup, *checks: Check, wake: bool = False) -> tuple[Found, Callable[[str, str], Found]]:
+def of_ranks(
+    setup: Setup, *checks: Check, wake: bool = False
+) -> tuple[Found, Callable[[str, str], Found]]:
     """Examine; return the report, and a function that finds a finding by check and name."""
-    found = run_ranks(examined, setup.layout.world_size, setup, list(checks), wake, process_group=False, timeout=60)
+    found = run_ranks(
+        examined,
+        setup.layout.world_size,
+        setup,
+        list(checks),
+        wake,
+        process_group=False,
+        timeout=60,
+    )
     report = found[0]
 
     def named(check: str, name: str) -> Found:
@@ -133,7 +143,10 @@ def test_a_version_a_variable_and_a_limit_of_one_rank_are_found() -> None:
     )
     report, named = of_ranks(setup_of("dp2", "cpu"), *checks)
     here = os.uname().nodename
-    assert (named("versions", "torch")["verdict"], named("versions", "torch")["ranks"]) == (WRONG, (1,))
+    assert (named("versions", "torch")["verdict"], named("versions", "torch")["ranks"]) == (
+        WRONG,
+        (1,),
+    )
     assert f"2.12.1 on rank 1 ({here})" in named("versions", "torch")["measured"]
     assert named("versions", "lightning")["verdict"] == OK
     assert named("environment", "NCCL_P2P_DISABLE")["ranks"] == (1,)
@@ -143,20 +156,30 @@ def test_a_version_a_variable_and_a_limit_of_one_rank_are_found() -> None:
 
 def test_the_file_system_is_measured(tmp_path: Path) -> None:
     report, named = of_ranks(setup_of("dp2", "cpu", str(tmp_path)), file_system.CHECK)
-    verdicts = {name: named("file system", name)["verdict"] for name in ("shared folder", "locks", "renames")}
+    verdicts = {
+        name: named("file system", name)["verdict"]
+        for name in ("shared folder", "locks", "renames")
+    }
     assert verdicts == dict.fromkeys(verdicts, OK)
-    assert report["facts"]["file system"]["0"]["write"] > 0 and list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert report["facts"]["file system"]["0"]["write"] > 0 and list(tmp_path.iterdir()) == [], (
+        "nothing is left behind"
+    )
 
 
 def test_a_folder_that_a_rank_cannot_see_is_wrong(tmp_path: Path) -> None:
-    report, named = of_ranks(setup_of("dp2", "cpu", str(tmp_path)), with_measure(file_system.CHECK, elsewhere))
+    report, named = of_ranks(
+        setup_of("dp2", "cpu", str(tmp_path)), with_measure(file_system.CHECK, elsewhere)
+    )
     finding = named("file system", "shared folder")
     assert (finding["verdict"], finding["ranks"]) == (WRONG, (1,)) and report["exit_code"] == 1
 
 
 def test_a_rank_that_computes_slowly_is_named() -> None:
     report, named = of_ranks(setup_of("dp2", "cpu"), with_measure(compute.CHECK, multiplies_slowly))
-    assert (named("compute", "slow rank")["verdict"], named("compute", "slow rank")["ranks"]) == (WARNING, (1,))
+    assert (named("compute", "slow rank")["verdict"], named("compute", "slow rank")["ranks"]) == (
+        WARNING,
+        (1,),
+    )
     assert report["exit_code"] == 0, "on CPU ranks only a warning"
 
 
@@ -172,7 +195,10 @@ def test_a_rank_that_sends_slowly_is_named() -> None:
     ("layout", "names"),
     [
         ("tp2_pp2", {("tp", "all_reduce"), ("pp", "send")}),
-        ("cp2_dp2_ep2", {("cp", "send"), ("dp", "reduce_scatter"), ("dp", "all_gather"), ("ep", "all_to_all")}),
+        (
+            "cp2_dp2_ep2",
+            {("cp", "send"), ("dp", "reduce_scatter"), ("dp", "all_gather"), ("ep", "all_to_all")},
+        ),
     ],
 )
 def test_collectives_of_every_axis_are_measured(layout: str, names: set[tuple[str, str]]) -> None:
@@ -188,7 +214,10 @@ def test_a_stopped_rank_is_named_and_nothing_waits_for_it() -> None:
     report, named = of_ranks(setup_of("dp2", "cpu", limit=2.0), *checks, wake=True)
     answers = named("ranks", "answers")
     assert (answers["verdict"], answers["ranks"]) == (WRONG, (1,)) and report["exit_code"] == 1
-    assert f"rank 1 ({os.uname().nodename}) stopped answering in the check of first" in answers["measured"]
+    assert (
+        f"rank 1 ({os.uname().nodename}) stopped answering in the check of first"
+        in answers["measured"]
+    )
     assert named("versions", "torch")["verdict"] == OK, "the other ranks are still checked"
     assert named("collectives", "collectives")["verdict"] == UNKNOWN
 
@@ -200,7 +229,10 @@ def test_a_check_that_hangs_or_fails_on_a_rank_is_named() -> None:
     assert (named("first", "first")["verdict"], named("first", "first")["ranks"]) == (WRONG, (1,))
     assert "failed: RuntimeError: no such thing" in named("first", "first")["measured"]
     assert "has not ended after 2 s: waiting for Godot" in named("second", "second")["measured"]
-    assert "did not answer before" in named("collectives", "collectives")["measured"] and report["exit_code"] == 1
+    assert (
+        "did not answer before" in named("collectives", "collectives")["measured"]
+        and report["exit_code"] == 1
+    )
 
 
 def with_a_missing_rank(limit: float) -> Any:
@@ -247,4 +279,6 @@ def without_a_store() -> str:
 @pytest.mark.slow
 def test_a_store_that_is_not_there_is_explained() -> None:
     (message,) = run_ranks(without_a_store, 1, process_group=False)
-    assert "cannot reach the store at 127.0.0.1:1 (MASTER_ADDR and MASTER_PORT) within 1 s" in message
+    assert (
+        "cannot reach the store at 127.0.0.1:1 (MASTER_ADDR and MASTER_PORT) within 1 s" in message
+    )

@@ -1,5 +1,5 @@
-"""Operations on fake tensors that were seen before return what they returned the first time: new memory, views of the right place, or
-their own arguments."""
+"""Operations on fake tensors that were seen before return what they returned the first time: new
+memory, views of the right place, or their own arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +23,16 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "bits": lambda x: x.view(torch.int32)[1],
     "strided": lambda x: x[1:].as_strided((2, 2), (4, 1), 8),
     "transposed": lambda x: x.t().contiguous().t(),
-    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(
+        x[None, None], x[None, None], x[None, None]
+    ),
     "lists": lambda x: torch._foreach_mul([x, x[1:]], 2.0),
 }
 
 
 def seen(mode: Any, make: Callable[..., Tensor], operation: Callable[[Tensor], Any]) -> list[Any]:
-    """Of every result: shape, strides, type, place in its storage, bytes of that, and whether it is that of the argument; of two arguments
-    that begin at different places of their storage."""
+    """Of every result: shape, strides, type, place in its storage, bytes of that, and whether it is
+    that of the argument; of two arguments that begin at different places of their storage."""
     found = []
     for start in (0, 8):
         whole = make((72,))
@@ -40,7 +42,14 @@ def seen(mode: Any, make: Callable[..., Tensor], operation: Callable[[Tensor], A
         for part in [result] if isinstance(result, Tensor) else result:
             storage = part.untyped_storage()
             shared = storage._cdata == whole.untyped_storage()._cdata
-            about = (tuple(part.shape), part.stride(), part.dtype, part.storage_offset(), storage.nbytes(), str(part.device))
+            about = (
+                tuple(part.shape),
+                part.stride(),
+                part.dtype,
+                part.storage_offset(),
+                storage.nbytes(),
+                str(part.device),
+            )
             found.append((*about, shared, part is x))
     return found
 
@@ -56,7 +65,10 @@ def test_is_what_fake_tensors_say(name: str) -> None:
     meter = ShapeMeter()
     expected = seen(plain, asked, OPERATIONS[name])
     for _ in range(3):
-        assert seen(meter, lambda shape: meter.fake(shape, torch.float32), OPERATIONS[name]) == expected
+        assert (
+            seen(meter, lambda shape: meter.fake(shape, torch.float32), OPERATIONS[name])
+            == expected
+        )
 
 
 def test_a_step_that_repeats_itself_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Everything here needs a real GPU: `python -m pytest tests/gpu -m gpu`. One is enough; ranks share it."""
+"""Everything here needs a real GPU: `python -m pytest tests/gpu -m gpu`. One is enough; ranks share
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every technique on real GPUs, with real NCCL, computes what a plain loop in one process does: to 1e-10 in float64, 1e-5 with ZeRO."""
+"""Every technique on real GPUs, with real NCCL, computes what a plain loop in one process does: to
+1e-10 in float64, 1e-5 with ZeRO."""
 
 import itertools
 from typing import Any
@@ -12,18 +13,23 @@ AXES = ("tp", "pp", "dp", "cp", "ep")
 
 
 def _with(axes: tuple[str, ...], dtype: str = "float64") -> Cell:
-    """A cell in which these axes have degree 2; experts need other ranks, over which they are laid."""
+    """A cell in which these axes have degree 2; experts need other ranks, over which they are
+    laid."""
     degrees = dict.fromkeys(axes, 2)
     if "ep" in axes and not {"dp", "cp", "tp"} & set(axes):
         degrees["dp"] = 2
     return Cell("mixtral" if "ep" in axes else "llama", dtype=dtype, **degrees)
 
 
-LAYOUTS = list(dict.fromkeys(_with(axes) for size in (1, 2) for axes in itertools.combinations(AXES, size)))
+LAYOUTS = list(
+    dict.fromkeys(_with(axes) for size in (1, 2) for axes in itertools.combinations(AXES, size))
+)
 TWO, FOUR = ([cell for cell in LAYOUTS if cell.world_size == ranks] for ranks in (2, 4))
 
 
-@pytest.mark.parametrize("cell", [*TWO, *(_with((axis,), "float32") for axis in AXES)], ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", [*TWO, *(_with((axis,), "float32") for axis in AXES)], ids=lambda cell: cell.name
+)
 def test_two_ranks(cell: Cell) -> None:
     check(cell)
 
@@ -34,7 +40,9 @@ def test_zero(mode: str) -> None:
     check(Cell("qwen2", dp=2, zero=stage, options=tuple(sorted(options.items()))))
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")])
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")]
+)
 def test_offload(stage: int, kind: str) -> None:
     check(Cell("qwen2", dp=2, zero=stage, options=(("zero_offload", kind),)))
 
@@ -69,7 +77,8 @@ FAMILIES = [
 
 @pytest.mark.parametrize("cell", FAMILIES, ids=lambda cell: cell.name)
 def test_families(cell: Cell) -> None:
-    """Tied weights over stages, experts with biases, latent attention, windows, fused projections."""
+    """Tied weights over stages, experts with biases, latent attention, windows, fused
+    projections."""
     check(cell)
 
 

@@ -1,4 +1,5 @@
-"""What only a real GPU shows on one rank: waits of the host, the memory of a loss in chunks, kernels that Triton writes."""
+"""What only a real GPU shows on one rank: waits of the host, the memory of a loss in chunks,
+kernels that Triton writes."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ WAIT = "called a synchronizing CUDA operation"
 
 
 def waits(recipe: Recipe, **strategy: Any) -> Counter[str]:
-    """How often the host waits for the GPU in the last step until the optimizer is launched, by the line that makes it wait; "torch" where
-    Python does not know."""
+    """How often the host waits for the GPU in the last step until the optimizer is launched, by the
+    line that makes it wait; "torch" where Python does not know."""
     found: Counter[str] = Counter()
 
     class LastStep(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-            torch.cuda.set_sync_debug_mode("warn" if trainer.global_step == STEPS - 1 else "default")
+            torch.cuda.set_sync_debug_mode(
+                "warn" if trainer.global_step == STEPS - 1 else "default"
+            )
 
     def note(message: Any, category: Any, filename: str, line: int, *args: Any) -> None:
         if WAIT in str(message):
@@ -42,8 +45,14 @@ def waits(recipe: Recipe, **strategy: Any) -> Counter[str]:
         warnings.simplefilter("always")
         patch.setattr(warnings, "showwarning", note)
         made = parity.quiet_trainer
-        patch.setattr(parity, "quiet_trainer", lambda **more: made(**more | {"callbacks": [*more["callbacks"], LastStep()]}))
-        parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), FusedModule(recipe), **strategy)
+        patch.setattr(
+            parity,
+            "quiet_trainer",
+            lambda **more: made(**more | {"callbacks": [*more["callbacks"], LastStep()]}),
+        )
+        parity.fit_on_rank(
+            recipe, parity.Rows(parity.data(recipe)), FusedModule(recipe), **strategy
+        )
         found["torch"] += printed.read_text().count(WAIT)
     return found
 
@@ -62,7 +71,8 @@ def _errors() -> Iterator[Path]:
 
 
 class Launched(torch.optim.AdamW):
-    """After it is launched, waits are no longer counted: the host reads the loss and the norm of the step then."""
+    """After it is launched, waits are no longer counted: the host reads the loss and the norm of
+    the step then."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -77,7 +87,9 @@ class FusedModule(parity.Module):
         return Launched(self.parameters(), lr=self.recipe.learning_rate, fused=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"loss_chunks": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"loss_chunks": 4}], ids=str
+)
 def test_the_host_does_not_wait_before_the_optimizer_is_launched(options: dict[str, Any]) -> None:
     cell = Cell()
     recipe = dataclasses.replace(cell.recipe, steps=STEPS)
@@ -102,13 +114,22 @@ def test_compiled_on_two_ranks() -> None:
     gpu_ranks.check(Cell("qwen2_moe", dp=2, ep=2), compile=True)
 
 
-def chunked_and_whole(vocabulary: int, hidden: int, tokens: int) -> dict[str, tuple[float, float, float]]:
-    """Of the loss in chunks and of the plain one, in bf16: largest relative error against float32, bytes at most, milliseconds."""
+def chunked_and_whole(
+    vocabulary: int, hidden: int, tokens: int
+) -> dict[str, tuple[float, float, float]]:
+    """Of the loss in chunks and of the plain one, in bf16: largest relative error against float32,
+    bytes at most, milliseconds."""
     from lightning_3d.parallel.deferred_logits import deferred, summed_loss
 
     generator = torch.Generator("cuda").manual_seed(0)
-    inside = torch.randn(tokens, hidden, device="cuda", generator=generator).bfloat16().requires_grad_()
-    weight = (torch.randn(vocabulary, hidden, device="cuda", generator=generator) * hidden**-0.5).bfloat16().requires_grad_()
+    inside = (
+        torch.randn(tokens, hidden, device="cuda", generator=generator).bfloat16().requires_grad_()
+    )
+    weight = (
+        (torch.randn(vocabulary, hidden, device="cuda", generator=generator) * hidden**-0.5)
+        .bfloat16()
+        .requires_grad_()
+    )
     labels = torch.randint(vocabulary, (tokens,), device="cuda", generator=generator)
 
     def of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -139,7 +160,10 @@ def chunked_and_whole(vocabulary: int, hidden: int, tokens: int) -> dict[str, tu
             torch.cuda.synchronize()
             milliseconds.append(start.elapsed_time(end))
             peak = torch.cuda.max_memory_allocated() - before
-        errors = [((x.grad.float() - y).norm() / y.norm()).item() for x, y in zip((inside, weight), wanted, strict=True)]
+        errors = [
+            ((x.grad.float() - y).norm() / y.norm()).item()
+            for x, y in zip((inside, weight), wanted, strict=True)
+        ]
         results[name] = (max(errors), float(peak), sorted(milliseconds[2:])[3])
     return results
 
@@ -155,18 +179,29 @@ def test_a_loss_in_chunks_takes_an_eighth_of_the_logits() -> None:
 
 
 def documents_alone_and_masked(attention: str) -> float:
-    """Largest difference of logits between packed documents under a mask, and each document alone."""
+    """Largest difference of logits between packed documents under a mask, and each document
+    alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes, attn_implementation=attention)).cuda()
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=128, **sizes, attn_implementation=attention)
+    ).cuda()
     lengths = (100, 17, 139)
     tokens = torch.randint(128, (1, sum(lengths)), device="cuda")
     positions = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
     packed = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     model.set_attn_implementation("eager")
-    alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in tokens.split(lengths, 1)], 1)
+    alone = torch.cat(
+        [model(input_ids=part, use_cache=False).logits for part in tokens.split(lengths, 1)], 1
+    )
     return ((packed - alone).abs().max() / alone.abs().max()).item()
 
 
@@ -185,8 +220,18 @@ class Wide(parity.Module):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         if self.model is None:
-            sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 67}
-            more = {"num_key_value_heads": 2, "tie_word_embeddings": False, "attn_implementation": self.attention}
+            sizes = {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "vocab_size": 67,
+            }
+            more = {
+                "num_key_value_heads": 2,
+                "tie_word_embeddings": False,
+                "attn_implementation": self.attention,
+            }
             self.model = LlamaForCausalLM(LlamaConfig(**sizes, **more))
 
 
@@ -195,7 +240,9 @@ class Sdpa(Wide):
 
 
 def wide(recipe: Recipe, module: type[Wide], **strategy: Any) -> list[float]:
-    return parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), module(recipe), **strategy).losses
+    return parity.fit_on_rank(
+        recipe, parity.Rows(parity.data(recipe)), module(recipe), **strategy
+    ).losses
 
 
 @pytest.mark.parametrize("cell", [Cell(), Cell(tp=2), Cell(pp=2)], ids=lambda cell: cell.name)
@@ -203,7 +250,9 @@ def test_flex_attention_trains(cell: Cell) -> None:
     """As the fused attention does."""
     ranks, strategy = cell.world_size, parity.strategy_arguments(cell)
     [expected] = gpu_ranks.run(wide, 1, cell.recipe, Sdpa, **parity.strategy_arguments(Cell()))
-    for found in gpu_ranks.run(wide, ranks, cell.recipe, Wide, nodes=gpu_ranks.nodes(ranks), **strategy):
+    for found in gpu_ranks.run(
+        wide, ranks, cell.recipe, Wide, nodes=gpu_ranks.nodes(ranks), **strategy
+    ):
         assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -229,13 +278,18 @@ def dropout(recipe: Recipe, **strategy: Any) -> list[float]:
                 if hasattr(module, "attention_dropout"):
                     module.attention_dropout = 0.1
 
-    return parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), Dropped(recipe), **strategy).losses
+    return parity.fit_on_rank(
+        recipe, parity.Rows(parity.data(recipe)), Dropped(recipe), **strategy
+    ).losses
 
 
 def test_tensor_parallel_ranks_drop_alike() -> None:
-    """In bf16, where the fused kernel drops. The losses of both ranks are one, and near those without dropout."""
+    """In bf16, where the fused kernel drops. The losses of both ranks are one, and near those
+    without dropout."""
     cell = dataclasses.replace(Cell(tp=2), dtype="bfloat16")
-    first, second = gpu_ranks.run(dropout, 2, cell.recipe, nodes=gpu_ranks.nodes(2), **parity.strategy_arguments(cell))
+    first, second = gpu_ranks.run(
+        dropout, 2, cell.recipe, nodes=gpu_ranks.nodes(2), **parity.strategy_arguments(cell)
+    )
     expected = gpu_ranks.one_process(Cell().recipe)[0].losses
     assert first == second
     assert first == pytest.approx(expected, rel=0.05) and first != expected

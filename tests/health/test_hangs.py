@@ -109,7 +109,15 @@ class Ended:
 def run(folder: Path, *how: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", *how]
-    return subprocess.run(command, cwd=folder, env=environment(), text=True, capture_output=True, timeout=120, check=False)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -132,7 +140,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         code, _, said = (folder / how / "said").read_text().partition("\n")
         found[how] = Ended(int(code), said, files(folder / how))
     alone = own.result()
-    return found | {"stopped": Ended(alone.returncode, alone.stdout + alone.stderr, files(alone_folder))}
+    return found | {
+        "stopped": Ended(alone.returncode, alone.stdout + alone.stderr, files(alone_folder))
+    }
 
 
 def the_message(end: Ended) -> str:
@@ -149,7 +159,10 @@ def test_a_healthy_run_leaves_nothing(ended: dict[str, Ended]) -> None:
 def test_f46_stopped_rank_is_named(ended: dict[str, Ended]) -> None:
     """Rank 0, which serves the store that the others meet at."""
     said = the_message(ended["stopped"])
-    expected = r"rank 0 does not answer: process \d+ on \S+ is stopped \(SIGSTOP\)\. Rank 1 has waited for it for \d+ s, in collective"
+    expected = (
+        r"rank 0 does not answer: process \d+ on \S+ is stopped \(SIGSTOP\)\. Rank 1 has waited for"
+        r" it for \d+ s, in collective"
+    )
     assert re.search(expected, said), said
     assert "training step 7" in ended["stopped"].files["rank_1.txt"]
 
@@ -157,15 +170,25 @@ def test_f46_stopped_rank_is_named(ended: dict[str, Ended]) -> None:
 def test_f46_lost_lock_is_named_with_its_place(ended: dict[str, Ended]) -> None:
     said = the_message(ended["locked"])
     assert re.search(r"rank 0 has waited for rank 1 for \d+ s, in collective \d+ \(", said), said
-    expected = r"Rank 1 \(\S+\) is in training step 7: forward, stage 0, micro-batch 0, for \d+ s, at \S+script\.py:\d+ in fail\."
+    expected = (
+        r"Rank 1 \(\S+\) is in training step 7: forward, stage 0, micro-batch 0, for \d+ s, at"
+        r" \S+script\.py:\d+ in fail\."
+    )
     assert re.search(expected, said), said
     assert {"rank_0.txt", "rank_1.txt"} <= ended["locked"].files.keys()
-    assert "script.py" in ended["locked"].files["rank_1.txt"] and "last collectives of group first" in ended["locked"].files["rank_1.txt"]
+    assert (
+        "script.py" in ended["locked"].files["rank_1.txt"]
+        and "last collectives of group first" in ended["locked"].files["rank_1.txt"]
+    )
 
 
-def test_f46_rank_that_holds_the_lock_of_python_is_named_with_its_stacks(ended: dict[str, Ended]) -> None:
+def test_f46_rank_that_holds_the_lock_of_python_is_named_with_its_stacks(
+    ended: dict[str, Ended],
+) -> None:
     said = the_message(ended["lost lock"])
-    assert re.search(r"rank 1 does not answer: process \d+ on \S+ runs, but holds the lock of Python\.", said), said
+    assert re.search(
+        r"rank 1 does not answer: process \d+ on \S+ runs, but holds the lock of Python\.", said
+    ), said
     assert "in fail" in ended["lost lock"].files["rank_1_stacks.txt"]
 
 
@@ -183,11 +206,17 @@ def test_f46_stacks_that_are_still_to_be_written_are_waited_for(tmp_path: Path) 
 
 def test_f49_other_order_of_groups_is_named(ended: dict[str, Ended]) -> None:
     said = the_message(ended["order"])
-    assert "rank 0 waits for rank 1 in collective 2 (all_reduce of (4) float) of group first (ranks 0 1) and rank 1 waits" in said, said
+    assert (
+        "rank 0 waits for rank 1 in collective 2 (all_reduce of (4) float) of group first (ranks 0"
+        " 1) and rank 1 waits" in said
+    ), said
     assert "of group second (ranks 0 1). They have called collectives in another order." in said
 
 
 def test_f49_other_collectives_are_named(ended: dict[str, Ended]) -> None:
     said = the_message(ended["kinds"])
-    assert "the ranks of group first (ranks 0 1) do not call the same collective as its number 2: rank 0 calls all_reduce" in said, said
+    assert (
+        "the ranks of group first (ranks 0 1) do not call the same collective as its number 2: rank"
+        " 0 calls all_reduce" in said
+    ), said
     assert "rank 1 calls all_gather" in said

@@ -21,7 +21,11 @@ def test_no_false_alarm_in_ten_thousand_steps() -> None:
 
 def test_f42_jump_is_found_and_the_next_one_too() -> None:
     noise, spikes = random.Random(0), LossSpikes(10.0)
-    found = [step for step in range(300) if spikes.judge(falling(step, noise) + (3.0 if step in (100, 101, 200) else 0.0))]
+    found = [
+        step
+        for step in range(300)
+        if spikes.judge(falling(step, noise) + (3.0 if step in (100, 101, 200) else 0.0))
+    ]
     assert found == [100, 101, 200]
 
 
@@ -37,7 +41,9 @@ def test_rounding_and_falling_losses_are_no_jump() -> None:
     spikes = LossSpikes(10.0)
     for step in range(50):
         assert spikes.judge(1.0 + 1e-6 * (step % 2)) is None
-    assert spikes.judge(0.2) is None and spikes.judge(math.nan) is None and spikes.judge(1.005) is None
+    assert (
+        spikes.judge(0.2) is None and spikes.judge(math.nan) is None and spikes.judge(1.005) is None
+    )
 
 
 @pytest.mark.parametrize("known", [LEAST - 1, LEAST])

@@ -34,7 +34,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def watch(rank: int, shared: Callable[[str], Any], folder: Path) -> Watchdog:
     board = SimpleNamespace(shared=shared, share=lambda topic, rank, text: None)
     reporter: Any = SimpleNamespace(board=board)
-    return Watchdog(Heartbeat(), lambda: 0.01, reporter, rank, [ELSEWHERE, Process.own(), Process.own()], folder / "hang")
+    return Watchdog(
+        Heartbeat(),
+        lambda: 0.01,
+        reporter,
+        rank,
+        [ELSEWHERE, Process.own(), Process.own()],
+        folder / "hang",
+    )
 
 
 def look_until_it_ends(one: Watchdog) -> None:
@@ -45,8 +52,11 @@ def look_until_it_ends(one: Watchdog) -> None:
     assert ended.value.code == 1
 
 
-def test_one_message_of_ranks_that_find_out_one_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0, which serves the store, has ended. The other ranks, on several nodes, notice it at different times."""
+def test_one_message_of_ranks_that_find_out_one_after_another(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0, which serves the store, has ended. The other ranks, on several nodes, notice it at
+    different times."""
 
     def gone(topic: str) -> Any:
         raise RuntimeError("the store is gone")
@@ -54,7 +64,13 @@ def test_one_message_of_ranks_that_find_out_one_after_another(tmp_path: Path, ca
     for rank in (1, 2):
         look_until_it_ends(watch(rank, gone, tmp_path))
     said = capfd.readouterr().err
-    assert said.count("The run hangs: rank 0 does not answer: process 4711 on node0 is stopped or hangs, or the machine is lost") == 1, said
+    assert (
+        said.count(
+            "The run hangs: rank 0 does not answer: process 4711 on node0 is stopped or hangs, or"
+            " the machine is lost"
+        )
+        == 1
+    ), said
     assert (tmp_path / "hang" / "message_4711_99.txt").read_text() in said
 
 
@@ -72,7 +88,9 @@ def test_a_stuck_store_takes_one_thread(tmp_path: Path) -> None:
     one._board.close()
 
 
-def test_a_store_that_gets_stuck_after_it_was_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_gets_stuck_after_it_was_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The rank answers the others; that call waits forever."""
     stuck = threading.Event()
     one = watch(1, lambda topic: {}, tmp_path)
@@ -83,7 +101,9 @@ def test_a_store_that_gets_stuck_after_it_was_read(tmp_path: Path, capfd: pytest
     one._board.close()
 
 
-def test_f46_a_rank_that_is_ended_while_it_writes_leaves_its_last_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f46_a_rank_that_is_ended_while_it_writes_leaves_its_last_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "rank_1.txt"
     report = observe.observe(1, Heartbeat(), overdue=True)
     observe.write_report(file, report)

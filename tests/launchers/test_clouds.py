@@ -1,4 +1,5 @@
-"""Tasks of SkyPilot and dstack: what the files say, what runs on each node, what is submitted, and what is refused."""
+"""Tasks of SkyPilot and dstack: what the files say, what runs on each node, what is submitted, and
+what is refused."""
 
 import os
 import subprocess
@@ -9,12 +10,21 @@ import pytest
 import yaml
 
 from lightning_3d.app.cli import launch
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.launchers import dstack, skypilot
 from lightning_3d.app.launchers.options import DstackOptions, SkyPilotOptions, read_options
 from lightning_3d.app.launchers.target import Target
+from lightning_3d.errors import ConfigError
 
-AWKWARD = ("+a='it is'", '+b="x y"', "+c=$(touch pwned)", "+e=`id`", "+f=a\nb", "+g=${now:%Y}", "+h=$HOME", "+i=\\,;&|")
+AWKWARD = (
+    "+a='it is'",
+    '+b="x y"',
+    "+c=$(touch pwned)",
+    "+e=`id`",
+    "+f=a\nb",
+    "+g=${now:%Y}",
+    "+h=$HOME",
+    "+i=\\,;&|",
+)
 TARGET = Target("tune", 2, 4, 4, AWKWARD, None, "NVIDIA H100 SXM")
 ALONE = Target("tune", 1, 4, 4, ("a=1",), None, "NVIDIA A100 80GB SXM")
 CORES = Target("tune", 2, 4, 0, ("a=1",), None)
@@ -30,7 +40,14 @@ def dstack_task(target: Target = TARGET, **options: Any) -> dict[str, Any]:
 
 
 def test_skypilot_task() -> None:
-    task = skypilot_task(image="registry/train:1", infra="k8s", cpu="64+", memory="500+", disk="512", env={"NCCL_DEBUG": "INFO"})
+    task = skypilot_task(
+        image="registry/train:1",
+        infra="k8s",
+        cpu="64+",
+        memory="500+",
+        disk="512",
+        env={"NCCL_DEBUG": "INFO"},
+    )
     assert set(task) == {"name", "num_nodes", "resources", "envs", "volumes", "run"}
     assert (task["name"], task["num_nodes"], task["volumes"]) == ("tune", 2, {"/mnt/runs": "runs"})
     assert task["envs"] == {"PYTHONUNBUFFERED": "1", "NCCL_DEBUG": "INFO"}
@@ -63,7 +80,9 @@ def test_other_options_of_skypilot() -> None:
         "job_recovery": {"max_restarts_on_errors": 3},
     }
     assert (task["workdir"], task["file_mounts"]) == (".", {"/data": "s3://bucket/corpus"})
-    assert task["secrets"] == {"WANDB_API_KEY": None}, "its value comes with the command, not in the file"
+    assert task["secrets"] == {"WANDB_API_KEY": None}, (
+        "its value comes with the command, not in the file"
+    )
     assert task["setup"].splitlines() == ["set -e", "pip install -e .", "nvidia-smi"]
     assert task["config"] == {"docker": {"run_options": ["--shm-size=64g"]}}
     assert "--max-restarts=0" in task["run"], "SkyPilot restarts a managed job"
@@ -94,10 +113,23 @@ def test_dstack_task() -> None:
         "name": "tune",
         "nodes": 2,
         "image": "registry/train:1",
-        "env": {"PYTHONUNBUFFERED": "1", "NCCL_DEBUG": "INFO", "WANDB_API_KEY": "${{ secrets.WANDB_API_KEY }}"},
+        "env": {
+            "PYTHONUNBUFFERED": "1",
+            "NCCL_DEBUG": "INFO",
+            "WANDB_API_KEY": "${{ secrets.WANDB_API_KEY }}",
+        },
         "files": [{"local_path": ".", "path": "/work"}],
-        "volumes": [{"instance_path": "/nfs/runs", "path": "/mnt/runs"}, {"name": "corpus", "path": "/mnt/data"}],
-        "resources": {"cpu": "64..", "memory": "500GB..", "disk": "1TB", "gpu": "H100:4", "shm_size": "64GB"},
+        "volumes": [
+            {"instance_path": "/nfs/runs", "path": "/mnt/runs"},
+            {"name": "corpus", "path": "/mnt/data"},
+        ],
+        "resources": {
+            "cpu": "64..",
+            "memory": "500GB..",
+            "disk": "1TB",
+            "gpu": "H100:4",
+            "shm_size": "64GB",
+        },
         "spot_policy": "spot",
         "retry": {"on_events": ["no-capacity", "interruption"], "duration": "1d"},
         "max_duration": "2d",
@@ -116,8 +148,18 @@ def test_names_of_gpus() -> None:
 
 
 SCRIPTS = [
-    pytest.param(lambda target, **more: skypilot_task(target, **more)["run"], "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", id="skypilot"),
-    pytest.param(lambda target, **more: dstack_task(target, **more)["commands"][0], "DSTACK_NODE_RANK", "DSTACK_NODES_IPS", id="dstack"),
+    pytest.param(
+        lambda target, **more: skypilot_task(target, **more)["run"],
+        "SKYPILOT_NODE_RANK",
+        "SKYPILOT_NODE_IPS",
+        id="skypilot",
+    ),
+    pytest.param(
+        lambda target, **more: dstack_task(target, **more)["commands"][0],
+        "DSTACK_NODE_RANK",
+        "DSTACK_NODES_IPS",
+        id="dstack",
+    ),
 ]
 
 
@@ -128,16 +170,28 @@ def words_on_node(script: str, variables: dict[str, str], folder: Path) -> list[
     stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
     stub.chmod(0o755)
     there = {**variables, "HOME": "/root", "PATH": f"{stub.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["sh", "-c", script], cwd=folder, env=there, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=folder, env=there, capture_output=True, text=True, check=True
+    )
     return done.stdout.split("\0")[:-1]
 
 
 @pytest.mark.parametrize(("script_of", "rank", "addresses"), SCRIPTS)
 @pytest.mark.parametrize("node", [0, 1])
-def test_nodes_meet_at_the_first(script_of: Any, rank: str, addresses: str, node: int, tmp_path: Path) -> None:
-    words = words_on_node(script_of(TARGET), {rank: str(node), addresses: "10.0.0.7\n10.0.0.9"}, tmp_path)
+def test_nodes_meet_at_the_first(
+    script_of: Any, rank: str, addresses: str, node: int, tmp_path: Path
+) -> None:
+    words = words_on_node(
+        script_of(TARGET), {rank: str(node), addresses: "10.0.0.7\n10.0.0.9"}, tmp_path
+    )
     assert words[:2] == ["-m", "torch.distributed.run"]
-    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.7:29500", "--rdzv-id=tune"} <= set(words)
+    assert {
+        "--nnodes=2",
+        "--nproc-per-node=4",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=10.0.0.7:29500",
+        "--rdzv-id=tune",
+    } <= set(words)
     assert f"--local-addr={('10.0.0.7', '10.0.0.9')[node]}" in words
     assert f"--rdzv-conf=read_timeout=1800,join_timeout=1800,is_host={int(node == 0)}" in words
     given = words[words.index("train") + 1 :]
@@ -146,15 +200,25 @@ def test_nodes_meet_at_the_first(script_of: Any, rank: str, addresses: str, node
 
 
 @pytest.mark.parametrize(("script_of", "rank", "addresses"), SCRIPTS)
-def test_one_node_needs_no_address(script_of: Any, rank: str, addresses: str, tmp_path: Path) -> None:
+def test_one_node_needs_no_address(
+    script_of: Any, rank: str, addresses: str, tmp_path: Path
+) -> None:
     words = words_on_node(script_of(ALONE, restarts=2), {}, tmp_path)
-    assert "--standalone" in words and "--max-restarts=2" in words and not any("rdzv" in word for word in words)
+    assert (
+        "--standalone" in words
+        and "--max-restarts=2" in words
+        and not any("rdzv" in word for word in words)
+    )
 
 
 def test_torchrun_reads_the_words_of_a_node(tmp_path: Path) -> None:
     from torch.distributed.run import config_from_args, parse_args
 
-    words = words_on_node(skypilot_task()["run"], {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9"}, tmp_path)
+    words = words_on_node(
+        skypilot_task()["run"],
+        {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9"},
+        tmp_path,
+    )
     config, _, _ = config_from_args(parse_args(words[2:]))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 4)
     assert (config.rdzv_endpoint, config.local_addr) == ("10.0.0.7:29500", "10.0.0.9")
@@ -187,7 +251,10 @@ def test_what_skypilot_would_not_take_is_refused(options: dict[str, Any], messag
         ({"name": "a" * 42}, "2 to 41"),
         ({"name": "a"}, "2 to 41 .* for example run-1"),
         ({"gpu": "H100:8"}, "with its memory or without, for example A100:80GB"),
-        ({"retry": "1d", "retry_on": ["failure"]}, "launch.retry_on must be a list of no-capacity, interruption and error; got 'failure'"),
+        (
+            {"retry": "1d", "retry_on": ["failure"]},
+            "launch.retry_on must be a list of no-capacity, interruption and error; got 'failure'",
+        ),
         ({"retry": "1d", "retry_on": []}, "launch.retry_on"),
         ({"retry": "often"}, "launch.retry must be a duration .* got 'often'"),
         ({"max_duration": "1 year"}, "launch.max_duration must be a duration"),
@@ -204,23 +271,33 @@ def test_what_dstack_would_not_take_is_refused(options: dict[str, Any], message:
 
 def test_unknown_gpu_and_folder_of_the_machine() -> None:
     unknown = Target("tune", 1, 4, 4, (), None, "NVIDIA L40S")
-    with pytest.raises(ConfigError, match="launch.gpu must be given, because the name of NVIDIA L40S .* sky show-gpus"):
+    with pytest.raises(
+        ConfigError,
+        match="launch.gpu must be given, because the name of NVIDIA L40S .* sky show-gpus",
+    ):
         skypilot_task(unknown)
     named = Target("tune", 1, 4, 4, ("hydra.run.dir=/nfs/a",), "/nfs/a", "NVIDIA H100 SXM")
-    assert "volumes" not in skypilot_task(named, volumes={}), "a machine may have a shared file system"
-    for task in (lambda: skypilot_task(named, volumes={}, image="x"), lambda: dstack_task(named, volumes={})):
+    assert "volumes" not in skypilot_task(named, volumes={}), (
+        "a machine may have a shared file system"
+    )
+    for task in (
+        lambda: skypilot_task(named, volumes={}, image="x"),
+        lambda: dstack_task(named, volumes={}),
+    ):
         with pytest.raises(ConfigError, match="/nfs/a is not in a volume"):
             task()
 
 
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Programs sky and dstack that write their arguments and the file that they get, and fail if the file asks for it."""
+    """Programs sky and dstack that write their arguments and the file that they get, and fail if
+    the file asks for it."""
     for program in ("sky", "dstack"):
         stub = tmp_path / "bin" / program
         stub.parent.mkdir(exist_ok=True)
         stub.write_text(
-            '#!/bin/sh\nprintf "%s\\0" "$0" "$@" > words\nfor last; do :; done\ncp "$last" file\n! grep -q "name: fails" file\n'
+            '#!/bin/sh\nprintf "%s\\0" "$0" "$@" > words\nfor last; do :; done\ncp "$last" file\n!'
+            ' grep -q "name: fails" file\n'
         )
         stub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -245,7 +322,10 @@ def test_submitting_to_skypilot(recorder: Path, monkeypatch: pytest.MonkeyPatch)
     assert recorded(recorder)[0] == ["sky", "jobs", "launch"]
     assert skypilot.submit(TARGET, SkyPilotOptions(volumes=RUNS, name="fails")) == 1
     monkeypatch.delenv("WANDB_API_KEY")
-    with pytest.raises(ConfigError, match="launch.secrets names WANDB_API_KEY, but no such environment variable is set"):
+    with pytest.raises(
+        ConfigError,
+        match="launch.secrets names WANDB_API_KEY, but no such environment variable is set",
+    ):
         skypilot.submit(TARGET, options)
 
 
@@ -253,38 +333,70 @@ def test_submitting_to_dstack(recorder: Path) -> None:
     options = DstackOptions(volumes=RUNS, dstack=["--yes", "--detach"])
     assert dstack.submit(TARGET, options) == 0
     words, file = recorded(recorder)
-    assert words == ["dstack", "apply", "--yes", "--detach", "-f"] and file == dstack.render(TARGET, options)
+    assert words == ["dstack", "apply", "--yes", "--detach", "-f"] and file == dstack.render(
+        TARGET, options
+    )
     last = (recorder / "words").read_text().split("\0")[-2]
-    assert last.endswith(".dstack.yml") and Path(last).absolute().parent == recorder, "dstack resolves local paths from the file's folder"
+    assert last.endswith(".dstack.yml") and Path(last).absolute().parent == recorder, (
+        "dstack resolves local paths from the file's folder"
+    )
     assert dstack.submit(TARGET, DstackOptions(volumes=RUNS, name="fails")) == 1
 
 
-def test_folder_that_cannot_be_written_is_refused(recorder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_written_is_refused(
+    recorder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(**_: str) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.mkstemp", full)
-    with pytest.raises(ConfigError, match="sky needs a file in the current folder, .*No space left.* in another folder"):
+    with pytest.raises(
+        ConfigError,
+        match="sky needs a file in the current folder, .*No space left.* in another folder",
+    ):
         skypilot.submit(TARGET, SkyPilotOptions(volumes=RUNS))
     assert not (recorder / "words").exists()
 
 
 @pytest.mark.slow
-def test_command_line_of_clouds(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_of_clouds(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = ["cluster=h100_2x8", "parallelism=tp8_dp2", "launch.volumes={runs: /mnt/runs}"]
     for kind, program, package in (("skypilot", "sky", "skypilot"), ("dstack", "dstack", "dstack")):
         assert launch.run([kind, *run, "--dry"]) == 0
         task = yaml.safe_load(capfd.readouterr().out)
-        assert task["name"] == "llama-tiny-tp8-dp2" and task["resources"].get("accelerators", task["resources"].get("gpu")) == "H100:8"
+        assert (
+            task["name"] == "llama-tiny-tp8-dp2"
+            and task["resources"].get("accelerators", task["resources"].get("gpu")) == "H100:8"
+        )
         with monkeypatch.context() as without:
             without.setenv("PATH", "/nowhere")
             assert launch.run([kind, *run]) == 2
-        assert f"{program} is not installed on this machine. Install it with pip install {package}, or add --dry" in capfd.readouterr().err
+        assert (
+            f"{program} is not installed on this machine. Install it with pip install {package}, or"
+            " add --dry" in capfd.readouterr().err
+        )
 
 
 def test_options_of_clouds_are_read() -> None:
-    lines = ['launch.files={/data: "s3://bucket/x"}', "launch.cpu=64+", 'launch.setup=["pip install -e ."]']
+    lines = [
+        'launch.files={/data: "s3://bucket/x"}',
+        "launch.cpu=64+",
+        'launch.setup=["pip install -e ."]',
+    ]
     options = read_options(SkyPilotOptions, lines)
-    assert (options.files, options.cpu, options.setup) == ({"/data": "s3://bucket/x"}, "64+", ["pip install -e ."])
-    chosen = read_options(DstackOptions, ["launch.volumes={/nfs/runs: /mnt/runs}", "launch.memory=500GB..", "launch.gpu=A100:80GB"])
-    assert (chosen.volumes, chosen.memory, chosen.gpu) == ({"/nfs/runs": "/mnt/runs"}, "500GB..", "A100:80GB")
+    assert (options.files, options.cpu, options.setup) == (
+        {"/data": "s3://bucket/x"},
+        "64+",
+        ["pip install -e ."],
+    )
+    chosen = read_options(
+        DstackOptions,
+        ["launch.volumes={/nfs/runs: /mnt/runs}", "launch.memory=500GB..", "launch.gpu=A100:80GB"],
+    )
+    assert (chosen.volumes, chosen.memory, chosen.gpu) == (
+        {"/nfs/runs": "/mnt/runs"},
+        "500GB..",
+        "A100:80GB",
+    )

@@ -1,4 +1,5 @@
-"""A real SLURM with two nodes: srun, the script of `lightning-3d launch slurm`, cancelling, starting again."""
+"""A real SLURM with two nodes: srun, the script of `lightning-3d launch slurm`, cancelling,
+starting again."""
 
 import csv
 import re
@@ -13,8 +14,18 @@ from processes import is_running
 from quick_runs import QUICK
 from slurm_cluster import Slurm, cluster, wait_until, why_not
 
-RUN = ["parallelism=tp2_dp2", "parallelism.micro_batch_size=2", "cluster=local_cpu", *QUICK[2:], "trainer.max_steps=4"]
-FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.rank=3", "+callbacks.faulty.step=2"]
+RUN = [
+    "parallelism=tp2_dp2",
+    "parallelism.micro_batch_size=2",
+    "cluster=local_cpu",
+    *QUICK[2:],
+    "trainer.max_steps=4",
+]
+FAULTY = [
+    "+callbacks.faulty._target_=faulty.FailAtStep",
+    "+callbacks.faulty.rank=3",
+    "+callbacks.faulty.step=2",
+]
 LAUNCH = [sys.executable, "-m", "lightning_3d", "launch", "slurm", *RUN, "cluster.nodes=2"]
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -57,7 +68,9 @@ def printed(folder: Path, job: str) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def test_srun_starts_the_ranks_of_two_nodes(slurm: Slurm, tmp_path: Path, here: list[float]) -> None:
+def test_srun_starts_the_ranks_of_two_nodes(
+    slurm: Slurm, tmp_path: Path, here: list[float]
+) -> None:
     train = [sys.executable, str(REPOSITORY / "train.py"), *RUN]
     done = slurm.run("srun", "-N2", "--ntasks-per-node=2", *train, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
@@ -81,21 +94,37 @@ def test_launch_submits_a_job(slurm: Slurm, tmp_path: Path, here: list[float]) -
     assert losses(tmp_path / "outputs" / f"quick_{job}") == pytest.approx(here, rel=1e-6)
 
 
-def test_printed_script_goes_to_sbatch_and_a_failing_rank_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
+def test_printed_script_goes_to_sbatch_and_a_failing_rank_ends_the_job(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     script = slurm.run(*LAUNCH, "--dry", *FAULTY, cwd=tmp_path).stdout
     job = slurm.run("sbatch", "--parsable", cwd=tmp_path, text=script).stdout.strip()
     state = slurm.wait(job)
     output = printed(tmp_path, job)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "1:0"), output
     assert output.count("ArithmeticError: rank 3 cannot go on") == 1, output
-    assert output.count("lightning_3d: rank 3 of 4 failed") == 1 and "onnection closed" not in output
+    assert (
+        output.count("lightning_3d: rank 3 of 4 failed") == 1 and "onnection closed" not in output
+    )
 
 
 @pytest.fixture
 def running(slurm: Slurm, tmp_path: Path) -> str:
     """A job of many steps that has done some."""
-    job = submit(slurm, tmp_path, "launch.name=long", "trainer.max_steps=4000", "trainer.checkpoint_every_n_steps=2")
-    wait_until(lambda: (tmp_path / "outputs" / f"long_{job}" / "checkpoints" / "step_4.ckpt").exists() or ended(slurm, job), 300)
+    job = submit(
+        slurm,
+        tmp_path,
+        "launch.name=long",
+        "trainer.max_steps=4000",
+        "trainer.checkpoint_every_n_steps=2",
+    )
+    wait_until(
+        lambda: (
+            (tmp_path / "outputs" / f"long_{job}" / "checkpoints" / "step_4.ckpt").exists()
+            or ended(slurm, job)
+        ),
+        300,
+    )
     assert not ended(slurm, job), printed(tmp_path, job)
     return job
 
@@ -109,7 +138,9 @@ def ranks_of(folder: Path) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if "-m\0lightning_3d" in (process / "cmdline").read_text() and (process / "cwd").resolve().is_relative_to(folder):
+            if "-m\0lightning_3d" in (process / "cmdline").read_text() and (
+                process / "cwd"
+            ).resolve().is_relative_to(folder):
                 found.append(int(process.name))
         except OSError:  # it ended
             continue
@@ -138,11 +169,25 @@ def test_requeued_job_goes_on_where_it_was(slurm: Slurm, tmp_path: Path, running
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == [folder.name]
 
 
-def test_sweep_submits_a_job_for_each_layout(slurm: Slurm, tmp_path: Path, here: list[float]) -> None:
+def test_sweep_submits_a_job_for_each_layout(
+    slurm: Slurm, tmp_path: Path, here: list[float]
+) -> None:
     pytest.importorskip("submitit")
-    sweep = ["-m", "hydra/launcher=slurm", "cluster.nodes=2", "parallelism=tp2_dp2,tp4,tp3", "hydra.sweep.dir=sweep"]
-    options = ["hydra.launcher.poll_seconds=1", "hydra.launcher.minutes=10", "hydra.launcher.cpus_per_task=1"]
-    done = slurm.run(sys.executable, "-m", "lightning_3d", "train", *sweep, *options, *RUN[1:], cwd=tmp_path)
+    sweep = [
+        "-m",
+        "hydra/launcher=slurm",
+        "cluster.nodes=2",
+        "parallelism=tp2_dp2,tp4,tp3",
+        "hydra.sweep.dir=sweep",
+    ]
+    options = [
+        "hydra.launcher.poll_seconds=1",
+        "hydra.launcher.minutes=10",
+        "hydra.launcher.cpus_per_task=1",
+    ]
+    done = slurm.run(
+        sys.executable, "-m", "lightning_3d", "train", *sweep, *options, *RUN[1:], cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("(SLURM job ") == 2 and "job 2 skipped" in done.stdout, done.stdout
     for number in "01":
@@ -152,8 +197,19 @@ def test_sweep_submits_a_job_for_each_layout(slurm: Slurm, tmp_path: Path, here:
 
 def test_sweep_says_why_a_job_failed(slurm: Slurm, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
-    sweep = ["-m", "hydra/launcher=slurm", "cluster.nodes=2", "seed=0,1", "hydra.sweep.dir=sweep", "hydra.launcher.poll_seconds=1"]
-    done = slurm.run(sys.executable, "-m", "lightning_3d", "train", *sweep, *RUN, *FAULTY, cwd=tmp_path)
+    sweep = [
+        "-m",
+        "hydra/launcher=slurm",
+        "cluster.nodes=2",
+        "seed=0,1",
+        "hydra.sweep.dir=sweep",
+        "hydra.launcher.poll_seconds=1",
+    ]
+    done = slurm.run(
+        sys.executable, "-m", "lightning_3d", "train", *sweep, *RUN, *FAULTY, cwd=tmp_path
+    )
     assert done.returncode == 1, done.stdout
     assert done.stdout.count("exit code 1") == 2, done.stdout
-    assert (tmp_path / "sweep" / "0" / "job.log").read_text().count("ArithmeticError: rank 3 cannot go on") == 1
+    assert (tmp_path / "sweep" / "0" / "job.log").read_text().count(
+        "ArithmeticError: rank 3 cannot go on"
+    ) == 1

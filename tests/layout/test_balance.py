@@ -28,7 +28,13 @@ def largest(costs: list[int], split: list[range], first: int, last: int) -> int:
 def models(draw):
     layers = draw(st.integers(1, 8))
     flops, params = (draw(st.lists(small, min_size=layers, max_size=layers)) for _ in range(2))
-    return flops, params, draw(st.integers(1, layers)), draw(st.tuples(small, small)), draw(st.tuples(small, small))
+    return (
+        flops,
+        params,
+        draw(st.integers(1, layers)),
+        draw(st.tuples(small, small)),
+        draw(st.tuples(small, small)),
+    )
 
 
 @pytest.mark.slow
@@ -49,7 +55,9 @@ def test_no_split_has_smaller_flops_then_smaller_parameters(model):
 def test_equal_layers_are_dealt_evenly_and_later_stages_get_more(layers: int, stages: int):
     stages = min(stages, layers)
     sizes = [len(stage) for stage in split_layers([1.0] * layers, [1.0] * layers, stages)]
-    assert sizes == [layers // stages] * (stages - layers % stages) + [layers // stages + 1] * (layers % stages)
+    assert sizes == [layers // stages] * (stages - layers % stages) + [layers // stages + 1] * (
+        layers % stages
+    )
 
 
 def test_f05_layers_that_stages_do_not_divide_are_dealt_unevenly():
@@ -64,7 +72,9 @@ def test_a_head_takes_layers_from_the_last_stage_and_an_embedding_from_the_first
 
 
 def test_f05_fewer_layers_than_stages():
-    with pytest.raises(LayoutError, match="3 layers cannot be assigned to 4 pipeline stages.*at most 3 stages"):
+    with pytest.raises(
+        LayoutError, match="3 layers cannot be assigned to 4 pipeline stages.*at most 3 stages"
+    ):
         split_layers([1] * 3, [1] * 3, 4)
     with pytest.raises(LayoutError, match="0 pipeline stages"):
         split_layers([1] * 3, [1] * 3, 0)

@@ -76,7 +76,9 @@ def test_the_first_axis_of_the_order_is_innermost(layout: Layout):
         stride *= layout.size(axis)
     for axis in AXES:
         for group in layout.groups(axis):
-            assert {later - earlier for earlier, later in zip(group, group[1:], strict=False)} <= {strides[axis]}
+            assert {later - earlier for earlier, later in zip(group, group[1:], strict=False)} <= {
+                strides[axis]
+            }
 
 
 @given(layouts, st.permutations(AXES))
@@ -107,7 +109,11 @@ def test_megatron_order():
 def test_canonical_name_leaves_out_ones():
     assert Layout().name == "tp1"
     assert Layout.parse("dp1_tp1").name == "tp1"
-    assert Layout.parse("vp2_dp8_pp4_tp8_cp2").name == str(Layout(8, 4, 8, 2, 1, 2)) == "tp8_pp4_dp8_cp2_vp2"
+    assert (
+        Layout.parse("vp2_dp8_pp4_tp8_cp2").name
+        == str(Layout(8, 4, 8, 2, 1, 2))
+        == "tp8_pp4_dp8_cp2_vp2"
+    )
     assert Layout.parse("tp1_ep8_dp8").world_size == 8
 
 
@@ -124,7 +130,13 @@ def test_canonical_name_leaves_out_ones():
         ("tp2.5", "not an axis followed by a whole number"),
         ("tp2_pp", 'no degree for "pp"'),
         ("8", 'Use for example "tp2_pp2_dp2"'),
-        ("tp2_dp2_tp4", 'gives tp twice, as 2 and as 4. Each axis may appear only once. Did you mean "tp4_dp2"?'),
+        (
+            "tp2_dp2_tp4",
+            (
+                "gives tp twice, as 2 and as 4. Each axis may appear only once. Did you mean"
+                ' "tp4_dp2"?'
+            ),
+        ),
         ("tp2_tp2", "gives tp twice"),
         ("xx" * 500, "a part of 1000 characters"),
     ],
@@ -155,7 +167,12 @@ def test_any_text_is_a_layout_or_a_refusal_whose_proposal_works(text: str):
 
 @pytest.mark.parametrize("axis", DEGREES)
 @pytest.mark.parametrize(
-    ("degree", "says"), [("0", "at least 1; got 0"), ("-2", "at least 1; got -2"), ("99999999999", "at most 1048576; got 99999999999")]
+    ("degree", "says"),
+    [
+        ("0", "at least 1; got 0"),
+        ("-2", "at least 1; got -2"),
+        ("99999999999", "at most 1048576; got 99999999999"),
+    ],
 )
 def test_f21_zero_negative_and_absurd_degrees(axis: str, degree: str, says: str):
     with pytest.raises(LayoutError, match=f"degree of {axis} must be .*; got {degree}") as refusal:
@@ -171,7 +188,9 @@ def test_f21_degrees_that_are_no_whole_numbers(degree: object):
         Layout(tp=degree)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("order", [("tp", "pp", "dp"), ("tp", "tp", "cp", "dp"), ("tp", "cp", "pp", "ep"), "tp"])
+@pytest.mark.parametrize(
+    "order", [("tp", "pp", "dp"), ("tp", "tp", "cp", "dp"), ("tp", "cp", "pp", "ep"), "tp"]
+)
 def test_an_order_must_contain_each_axis_once(order: tuple[str, ...]):
     with pytest.raises(LayoutError, match="exactly once, innermost first"):
         Layout(order=order)
@@ -183,12 +202,20 @@ def test_order_may_be_a_list():
 
 def test_places_outside_the_layout_are_refused():
     layout = Layout.parse("tp2_dp2")
-    for place in (lambda: layout.coordinates(4), lambda: layout.coordinates(-1), lambda: layout.group_of(4, "tp")):
+    for place in (
+        lambda: layout.coordinates(4),
+        lambda: layout.coordinates(-1),
+        lambda: layout.group_of(4, "tp"),
+    ):
         with pytest.raises(LayoutError, match="ranks are 0 to 3"):
             place()
     with pytest.raises(LayoutError, match="no tp index 2"):
         layout.rank(tp=2)
-    for wrong in (lambda: layout.groups("vp"), lambda: layout.rank(ep=0), lambda: layout.group_of(0, "x")):
+    for wrong in (
+        lambda: layout.groups("vp"),
+        lambda: layout.rank(ep=0),
+        lambda: layout.group_of(0, "x"),
+    ):
         with pytest.raises(LayoutError, match="not an axis with ranks"):
             wrong()
 
@@ -226,19 +253,32 @@ def test_f01_nearest_layouts_fit(layout: Layout, launched: int):
 
 @given(st.integers(1, 5000))
 def test_divisors(number: int):
-    assert divisors(number) == [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    assert divisors(number) == [
+        candidate for candidate in range(1, number + 1) if number % candidate == 0
+    ]
 
 
 def test_errors_are_the_users_to_repair():
     assert Lightning3DError.exit_code == LayoutError.exit_code == 2
 
 
-PURE = ["", ".layout.model_rules", ".layout.schedules", ".layout.balance", ".errors", ".cli.dryrun", ".cli.verify"]
+PURE = [
+    "",
+    ".layout.model_rules",
+    ".layout.schedules",
+    ".layout.balance",
+    ".errors",
+    ".cli.dryrun",
+    ".cli.verify",
+]
 
 
 @pytest.mark.parametrize("module", PURE)
 def test_pure_modules_import_neither_torch_nor_lightning(module: str):
-    code = f"import sys, lightning_3d{module}; sys.exit(any(name in sys.modules for name in ('torch', 'lightning')))"
+    code = (
+        f"import sys, lightning_3d{module}; sys.exit(any(name in sys.modules for name in ('torch',"
+        " 'lightning')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -257,13 +297,25 @@ def test_all_pairs_of_axes_partition_the_world_as_products():
 
 
 def test_expert_groups_are_the_innermost_ranks_of_a_stage() -> None:
-    """Counted with tp innermost, then cp, then dp, whatever the order of ranks; equal places in them have the same experts."""
+    """Counted with tp innermost, then cp, then dp, whatever the order of ranks; equal places in
+    them have the same experts."""
     layout = Layout.parse("tp2_dp4_ep4")
     assert layout.expert_groups() == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert layout.expert_data_groups() == [(0, 4), (1, 5), (2, 6), (3, 7)]
     across = Layout.parse("tp4_ep2")
-    assert across.expert_groups() == [(0, 1), (2, 3)] and across.expert_data_groups() == [(0, 2), (1, 3)]
+    assert across.expert_groups() == [(0, 1), (2, 3)] and across.expert_data_groups() == [
+        (0, 2),
+        (1, 3),
+    ]
     staged = Layout.parse("pp2_dp2_ep2")
-    assert staged.expert_groups() == [(0, 2), (1, 3)] and staged.expert_data_groups() == [(0,), (1,), (2,), (3,)]
+    assert staged.expert_groups() == [(0, 2), (1, 3)] and staged.expert_data_groups() == [
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    ]
     turned = Layout.parse("tp2_dp2_ep2", order=("dp", "tp", "cp", "pp"))
-    assert turned.expert_groups() == [(0, 2), (1, 3)] and turned.expert_data_groups() == [(0, 1), (2, 3)]
+    assert turned.expert_groups() == [(0, 2), (1, 3)] and turned.expert_data_groups() == [
+        (0, 1),
+        (2, 3),
+    ]

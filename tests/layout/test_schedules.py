@@ -64,7 +64,11 @@ def test_f08_torch_accepts_exactly_what_the_table_accepts(info: ScheduleInfo):
 
 def test_the_table_is_complete():
     bases = {"PipelineScheduleSingle", "PipelineScheduleMulti"}
-    named = {name.removeprefix("Schedule") for name in dir(torch_schedules) if name.startswith("Schedule")}
+    named = {
+        name.removeprefix("Schedule")
+        for name in dir(torch_schedules)
+        if name.startswith("Schedule")
+    }
     assert set(SCHEDULES) == named - bases
     for name, info in SCHEDULES.items():
         assert get_schedule_class(name).__name__ == f"Schedule{info.name}"
@@ -77,10 +81,17 @@ def test_names_in_any_case(name: str):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("1fb1", "1F1B"), ("zbv", "ZBVZeroBubble"), ("gpip", "GPipe"), ("interleaved", "Interleaved1F1B")],
+    [
+        ("1fb1", "1F1B"),
+        ("zbv", "ZBVZeroBubble"),
+        ("gpip", "GPipe"),
+        ("interleaved", "Interleaved1F1B"),
+    ],
 )
 def test_an_unknown_schedule_is_refused_with_the_nearest(name: str, meant: str):
-    with pytest.raises(LayoutError, match=f'no pipeline schedule "{name}". Did you mean "{meant}"?'):
+    with pytest.raises(
+        LayoutError, match=f'no pipeline schedule "{name}". Did you mean "{meant}"?'
+    ):
         find_schedule(name)
 
 
@@ -91,7 +102,11 @@ def test_an_unknown_schedule_is_refused_with_all():
 
 
 def test_defaults():
-    assert [default_schedule(vp).name for vp in (1, 2, 4)] == ["1F1B", "Interleaved1F1B", "Interleaved1F1B"]
+    assert [default_schedule(vp).name for vp in (1, 2, 4)] == [
+        "1F1B",
+        "Interleaved1F1B",
+        "Interleaved1F1B",
+    ]
     for info in SCHEDULES.values():
         assert info.allows_vp(info.default_vp)
         assert not info.allows_vp(0)
@@ -99,13 +114,22 @@ def test_defaults():
 
 
 def test_stages_of_a_v_and_of_a_loop():
-    assert [stages_of_rank(rank, 4, 2, v_shaped=True) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
-    assert [stages_of_rank(rank, 2, 3, v_shaped=False) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
+    assert [stages_of_rank(rank, 4, 2, v_shaped=True) for rank in range(4)] == [
+        (0, 7),
+        (1, 6),
+        (2, 5),
+        (3, 4),
+    ]
+    assert [stages_of_rank(rank, 2, 3, v_shaped=False) for rank in range(2)] == [
+        (0, 2, 4),
+        (1, 3, 5),
+    ]
     assert stages_of_rank(0, 1, 1, v_shaped=True) == (0,)
 
 
 @pytest.mark.parametrize(
-    ("pp", "vp", "v_shaped"), [(1, 1, False), (4, 1, False), (3, 2, True), (3, 2, False), (2, 5, False)]
+    ("pp", "vp", "v_shaped"),
+    [(1, 1, False), (4, 1, False), (3, 2, True), (3, 2, False), (2, 5, False)],
 )
 def test_each_stage_has_one_rank(pp: int, vp: int, v_shaped: bool):
     owned = [stage for rank in range(pp) for stage in stages_of_rank(rank, pp, vp, v_shaped)]
@@ -129,12 +153,17 @@ def test_nearest_numbers_of_micro_batches_work_and_are_nearest(info: ScheduleInf
         vp = info.default_vp if pp > 1 else 1
         good = [m for m in range(1, 200) if info.accepts(pp, vp, m)]
         for m in range(-1, 60):
-            expected = (m,) if m in good else (*[n for n in good if n < m][-1:], next(n for n in good if n > m))
+            expected = (
+                (m,)
+                if m in good
+                else (*[n for n in good if n < m][-1:], next(n for n in good if n > m))
+            )
             assert info.nearest_micro_batches(pp, vp, m) == expected, (pp, m)
 
 
 def simulated_bubble(order: Order, stages: int) -> float:
-    """Idle share of all ranks when each action starts as soon as its rank and its inputs are ready."""
+    """Idle share of all ranks when each action starts as soon as its rank and its inputs are
+    ready."""
     finished: dict[Action, int] = {}
     clock, remaining = [0] * len(order), [iter(actions) for actions in order]
     waiting: list[Action | None] = [next(actions) for actions in remaining]
@@ -144,11 +173,15 @@ def simulated_bubble(order: Order, stages: int) -> float:
             if action is None:
                 continue
             ready = [
-                finished.get(needed) for needed in inputs(action, stages, split=Kind.BACKWARD_INPUT in kinds(order))
+                finished.get(needed)
+                for needed in inputs(action, stages, split=Kind.BACKWARD_INPUT in kinds(order))
             ]
             if None in ready:
                 continue
-            clock[rank] = max(clock[rank], *(time for time in ready if time is not None), 0) + UNITS[action.kind]
+            clock[rank] = (
+                max(clock[rank], *(time for time in ready if time is not None), 0)
+                + UNITS[action.kind]
+            )
             finished[action] = clock[rank]
             finished[as_gradient(action)] = clock[rank]
             waiting[rank] = next(remaining[rank], None)
@@ -162,7 +195,8 @@ def kinds(order: Order) -> set[Kind]:
 
 
 def as_gradient(action: Action) -> Action:
-    """Whole and split backwards both deliver the gradient of the stage's input: recorded under one name."""
+    """Whole and split backwards both deliver the gradient of the stage's input: recorded under one
+    name."""
     is_gradient = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
     return Action(Kind.BACKWARD, action.stage, action.micro_batch) if is_gradient else action
 

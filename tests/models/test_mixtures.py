@@ -27,9 +27,13 @@ def test_experts_whose_rows_are_one_after_another() -> None:
     assert draft_ep(model("dbrx")) == {experts: "ep_dispatch_experts", **matrices}
 
 
-@pytest.mark.parametrize(("family", "kind"), [("jetmoe", "JetMoeParallelExperts"), ("llama4_text", "Llama4TextExperts")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("jetmoe", "JetMoeParallelExperts"), ("llama4_text", "Llama4TextExperts")]
+)
 def test_experts_that_are_called_with_something_else(family: str, kind: str) -> None:
-    with pytest.raises(PlanError, match=rf"{kind}\) is not called with tokens, the experts of each token"):
+    with pytest.raises(
+        PlanError, match=rf"{kind}\) is not called with tokens, the experts of each token"
+    ):
         draft_ep(model(family))
 
 
@@ -50,7 +54,8 @@ class Listed(nn.Module):
 def test_a_list_of_experts() -> None:
     assert list(find_mixtures(nn.Sequential(nn.Linear(4, 4), Listed()))) == ["1.experts"]
     named = Listed()
-    named.experts = nn.ModuleDict({"expert_0": nn.Linear(4, 4), "expert_1": nn.Linear(4, 4)})  # Switch Transformers
+    # Switch Transformers
+    named.experts = nn.ModuleDict({"expert_0": nn.Linear(4, 4), "expert_1": nn.Linear(4, 4)})
     assert list(find_mixtures(named)) == ["experts"]
     with pytest.raises(PlanError, match="Sequential is dense: it has no experts"):
         draft_ep(nn.Sequential(nn.Linear(4, 4)))
@@ -63,7 +68,9 @@ def test_experts_for_each_token_are_no_number_of_experts() -> None:
     assert not find_mixtures(nn.Sequential(nn.Linear(4, 4), filters))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "reformer", "xlnet", "zamba", "gemma3", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "reformer", "xlnet", "zamba", "gemma3", "recurrent_gemma"]
+)
 def test_matrices_of_heads_are_not_experts(family: str) -> None:
     assert not has_experts(family)
 
@@ -73,5 +80,8 @@ def test_matrices_of_heads_are_not_experts(family: str) -> None:
 def test_families_with_a_router_have_experts() -> None:
     """Names of classes are the other witness."""
     for family in set(families()) - NO_REFERENCE.keys():
-        named = any(type(child).__name__.endswith(("Experts", "Router")) for child in model(family).modules())
+        named = any(
+            type(child).__name__.endswith(("Experts", "Router"))
+            for child in model(family).modules()
+        )
         assert has_experts(family) == named, family

@@ -1,11 +1,19 @@
-"""Plans are read from Transformers, from a class, or from the user; what does not fit is refused by name."""
+"""Plans are read from Transformers, from a class, or from the user; what does not fit is refused by
+name."""
 
 import models
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, find_pipeline_module, read_plan
@@ -28,10 +36,17 @@ def on_meta() -> None:
     [
         ("llama", "model.layers", ("model.embed_tokens",), "model.norm"),
         ("gemma3", "model.layers", ("model.embed_tokens",), "model.norm"),
-        ("gpt_neox", "gpt_neox.layers", ("gpt_neox.embed_in", "gpt_neox.emb_dropout"), "gpt_neox.final_layer_norm"),
+        (
+            "gpt_neox",
+            "gpt_neox.layers",
+            ("gpt_neox.embed_in", "gpt_neox.emb_dropout"),
+            "gpt_neox.final_layer_norm",
+        ),
     ],
 )
-def test_the_plan_of_a_family_names_its_blocks_in_order(name: str, layers: str, before: tuple, norm: str) -> None:
+def test_the_plan_of_a_family_names_its_blocks_in_order(
+    name: str, layers: str, before: tuple, norm: str
+) -> None:
     model = models.build(name)
     plan = read_plan(model)
     assert plan.head is not None
@@ -85,8 +100,14 @@ def test_what_the_user_sets_on_a_transformers_model_wins() -> None:
 
 
 def test_names_of_older_versions_are_understood() -> None:
-    plan = read_plan(models.build(models.PLAIN), {"tp": {"blocks.*.up": "colwise_rep", "blocks.*.down": "rowwise_rep"}})
-    assert {cut.style for cut in plan.tp.values()} >= {"colwise_gather_output", "rowwise_split_input"}
+    plan = read_plan(
+        models.build(models.PLAIN),
+        {"tp": {"blocks.*.up": "colwise_rep", "blocks.*.down": "rowwise_rep"}},
+    )
+    assert {cut.style for cut in plan.tp.values()} >= {
+        "colwise_gather_output",
+        "rowwise_split_input",
+    }
 
 
 def test_an_exact_name_wins_over_a_pattern() -> None:
@@ -99,7 +120,9 @@ def test_an_exact_name_wins_over_a_pattern() -> None:
 def test_an_embedding_that_the_plan_replicates_stays_whole_with_its_tied_head() -> None:
     model = models.build("qwen2")
     declared = {**model.config.base_model_tp_plan}
-    tp = {f"model.{pattern}": style for pattern, style in declared.items()} | {"model.embed_tokens": "replicate"}
+    tp = {f"model.{pattern}": style for pattern, style in declared.items()} | {
+        "model.embed_tokens": "replicate"
+    }
     plan = read_plan(model, {"tp": tp})
     assert (plan.embedding, plan.head) == (None, None)
     specs = shard_specs(model, plan, 2, 1)
@@ -134,7 +157,9 @@ def test_a_users_plan_belongs_to_the_module_that_has_its_names() -> None:
     user = User(model=models.build(models.PLAIN))
     assert find_pipeline_module(user, user_plan=models.PlainModel.plan)[0] == "model"
     with pytest.raises(PlanError, match="has all the names"):
-        find_pipeline_module(user, user_plan=models.PlainModel.plan | {"tp": {"blocks.*.query": "colwise"}})
+        find_pipeline_module(
+            user, user_plan=models.PlainModel.plan | {"tp": {"blocks.*.query": "colwise"}}
+        )
 
 
 def test_a_plan_with_a_wrong_name_is_explained_by_the_module_that_has_the_others() -> None:
@@ -142,10 +167,16 @@ def test_a_plan_with_a_wrong_name_is_explained_by_the_module_that_has_the_others
     plan = models.PlainModel.plan
     names = {*plan["pp"], *plan["tp"]}
     [wrong, *_] = plan["tp"]
-    misspelt = {"pp": plan["pp"], "tp": {f"{name}x" if name == wrong else name: style for name, style in plan["tp"].items()}}
+    misspelt = {
+        "pp": plan["pp"],
+        "tp": {f"{name}x" if name == wrong else name: style for name, style in plan["tp"].items()},
+    }
     with pytest.raises(PlanError) as refused:
         find_pipeline_module(user, user_plan=misspelt)
-    assert f"'model' (PlainModel) has {len(names) - 1} of the {len(names)}, but '{wrong}x' matches no" in str(refused.value)
+    assert (
+        f"'model' (PlainModel) has {len(names) - 1} of the {len(names)}, but '{wrong}x' matches no"
+        in str(refused.value)
+    )
     assert f'Did you mean "{wrong}"?' in str(refused.value)
     with pytest.raises(PlanError, match="has any of the names"):
         find_pipeline_module(user, user_plan={"tp": {"h.*.attn": "colwise"}})
@@ -154,8 +185,14 @@ def test_a_plan_with_a_wrong_name_is_explained_by_the_module_that_has_the_others
 def test_half_a_pair_is_refused_before_anything_is_built() -> None:
     model, plan = models.build(models.PLAIN), models.PlainModel.plan
     for kept, alone in (("colwise", "rowwise"), ("rowwise", "colwise")):
-        half = {name: style for name, style in plan["tp"].items() if getattr(style, "style", style) == kept}
-        with pytest.raises(PlanError, match=f"with the style '{kept}', but no '{alone}' layer of the same block"):
+        half = {
+            name: style
+            for name, style in plan["tp"].items()
+            if getattr(style, "style", style) == kept
+        }
+        with pytest.raises(
+            PlanError, match=f"with the style '{kept}', but no '{alone}' layer of the same block"
+        ):
             read_plan(model, plan | {"tp": half})
 
 
@@ -169,7 +206,9 @@ def test_half_a_pair_is_refused_before_anything_is_built() -> None:
         ({"a.q": "colwise", "a.o": "rowwise", "down": "rowwise"}, ["b.0.down"]),
     ],
 )
-def test_pairs_are_closed_by_the_smallest_module_around_them(styles: dict[str, str], alone: list[str]) -> None:
+def test_pairs_are_closed_by_the_smallest_module_around_them(
+    styles: dict[str, str], alone: list[str]
+) -> None:
     named = {f"b.0.{name}": style for name, style in styles.items()}
     if not alone:
         require_pairs(named, ["b.0", "b.1"])
@@ -179,7 +218,9 @@ def test_pairs_are_closed_by_the_smallest_module_around_them(styles: dict[str, s
 
 
 def test_a_module_without_a_plan_is_refused_with_what_to_write() -> None:
-    with pytest.raises(PlanError, match=r"Linear \(the 'model' of User\) declares no parallel plan, .* pass plan="):
+    with pytest.raises(
+        PlanError, match=r"Linear \(the 'model' of User\) declares no parallel plan, .* pass plan="
+    ):
         find_pipeline_module(User(model=nn.Linear(2, 2)))
     with pytest.raises(PlanError, match="Linear declares no parallel plan"):
         read_plan(nn.Linear(2, 2))
@@ -221,19 +262,30 @@ def test_what_the_blocks_read_and_others_return_travels_with_the_hidden_states()
 
 
 def test_a_list_of_blocks_is_a_module_list_else_a_chain() -> None:
-    chain, blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)])
+    chain, blocks = (
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        nn.ModuleList([nn.Linear(2, 2)]),
+    )
     order = {"pp": {"first": (), "blocks": (), "last": ()}}
-    model = nn.ModuleDict({"first": nn.Sequential(nn.Linear(2, 2)), "blocks": blocks, "last": nn.Linear(2, 2)})
-    assert (read_plan(model, order).layers, read_plan(model, order).before) == ("blocks", ("first",))
+    model = nn.ModuleDict(
+        {"first": nn.Sequential(nn.Linear(2, 2)), "blocks": blocks, "last": nn.Linear(2, 2)}
+    )
+    assert (read_plan(model, order).layers, read_plan(model, order).before) == (
+        "blocks",
+        ("first",),
+    )
     model = nn.ModuleDict({"first": nn.Linear(2, 2), "blocks": chain, "last": nn.Linear(2, 2)})
     assert (read_plan(model, order).layers, read_plan(model, order).after) == ("blocks", ("last",))
-    model = nn.ModuleDict({"first": nn.Sequential(nn.Linear(2, 2)), "blocks": chain, "last": nn.Linear(2, 2)})
+    model = nn.ModuleDict(
+        {"first": nn.Sequential(nn.Linear(2, 2)), "blocks": chain, "last": nn.Linear(2, 2)}
+    )
     with pytest.raises(PlanError, match="exactly one list of blocks.*names first, blocks"):
         read_plan(model, order)
 
 
 def test_experts_are_cut_or_dealt() -> None:
-    """Over tensor-parallel ranks each expert is cut; with expert parallelism, experts are dealt out whole."""
+    """Over tensor-parallel ranks each expert is cut; with expert parallelism, experts are dealt out
+    whole."""
     config = MixtralConfig(
         vocab_size=32,
         hidden_size=16,
@@ -248,7 +300,10 @@ def test_experts_are_cut_or_dealt() -> None:
     experts = "model.layers.0.mlp.experts"
     assert plan.experts == (experts,)
     shapes = {name: spec.local_shape for name, spec in shard_specs(model, plan, 2, 0).items()}
-    assert (shapes[f"{experts}.gate_up_proj"], shapes[f"{experts}.down_proj"]) == ((4, 16, 16), (4, 16, 8))
+    assert (shapes[f"{experts}.gate_up_proj"], shapes[f"{experts}.down_proj"]) == (
+        (4, 16, 16),
+        (4, 16, 8),
+    )
     dealt = expert_specs(model, plan.for_experts(2, model), ep_size=2, ep_index=1, tp_index=0)
     assert {name: spec.boxes[0].global_offset for name, spec in dealt.items()} == {
         f"{experts}.gate_up_proj": (2, 0, 0),
@@ -278,11 +333,21 @@ def tiny_llama(**settings: int) -> LlamaForCausalLM:
             2,
             "tp=2 does not fit .*q_proj', which has 3 heads.*tp that works is 1",
         ),
-        ({"num_attention_heads": 6, "num_key_value_heads": 2}, 3, "k_proj', which has 2 heads.*multiple of 2.*tp that works is 2"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 5}, 4, "tp=4 is too many for the 5 rows"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2},
+            3,
+            "k_proj', which has 2 heads.*multiple of 2.*tp that works is 2",
+        ),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 5},
+            4,
+            "tp=4 is too many for the 5 rows",
+        ),
     ],
 )
-def test_f02_f04_heads_and_rows_that_tp_does_not_fit_are_refused(settings: dict, tp: int, message: str) -> None:
+def test_f02_f04_heads_and_rows_that_tp_does_not_fit_are_refused(
+    settings: dict, tp: int, message: str
+) -> None:
     model = tiny_llama(**settings)
     with pytest.raises(LayoutError, match=message):
         shard_specs(model, read_plan(model), tp, 0)
@@ -330,7 +395,9 @@ class NoSuper(nn.Linear):
         (nn.Embedding(4, 4, max_norm=1.0), "embedding_rowwise", "max_norm"),
     ],
 )
-def test_a_layer_that_a_style_does_not_fit_is_refused(layer: nn.Module, style: str, message: str) -> None:
+def test_a_layer_that_a_style_does_not_fit_is_refused(
+    layer: nn.Module, style: str, message: str
+) -> None:
     model = User(layer=layer)
     with pytest.raises(PlanError, match=message):
         shard_specs(model, read_plan(model, {"tp": {"layer": style}}), 2, 0)
@@ -355,15 +422,34 @@ def test_a_plan_of_omegaconf_is_a_dictionary() -> None:
     """As Hydra passes it without `_convert_: all`."""
     given = OmegaConf.create({"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}})
     plan = check_plan(given, "auto")
-    assert plan == {"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}} and type(plan["pp"]["h"][0]) is list
+    assert (
+        plan == {"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}}
+        and type(plan["pp"]["h"][0]) is list
+    )
 
 
 def test_a_plan_of_a_file_may_have_the_fields_of_a_cut() -> None:
     entry = {"style": "packed_colwise", "units": 4, "parts": [32, 32, 32]}
-    given = OmegaConf.create({"tp": {"transformer.h.*.attn.c_attn": entry, "transformer.h.*.attn.c_proj": "rowwise"}})
+    given = OmegaConf.create(
+        {"tp": {"transformer.h.*.attn.c_attn": entry, "transformer.h.*.attn.c_proj": "rowwise"}}
+    )
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
     found = read_plan(model, check_plan(given, "auto")).tp
-    assert found["transformer.h.*.attn.c_attn"] == Cut("packed_colwise", units=4, parts=(32, 32, 32))
-    for change, message in (({"unit": 4}, "has no field 'unit'. Fields are style, units, parts, shared"), ({}, "has no style")):
+    assert found["transformer.h.*.attn.c_attn"] == Cut(
+        "packed_colwise", units=4, parts=(32, 32, 32)
+    )
+    for change, message in (
+        ({"unit": 4}, "has no field 'unit'. Fields are style, units, parts, shared"),
+        ({}, "has no style"),
+    ):
         with pytest.raises(PlanError, match=message):
-            read_plan(model, {"tp": {"transformer.h.*.attn.c_attn": {"style": "colwise"} | change if change else {"units": 4}}})
+            read_plan(
+                model,
+                {
+                    "tp": {
+                        "transformer.h.*.attn.c_attn": (
+                            {"style": "colwise"} | change if change else {"units": 4}
+                        )
+                    }
+                },
+            )

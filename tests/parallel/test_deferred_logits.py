@@ -18,18 +18,24 @@ from sweeps import by_default
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_3d.app.planner.advice import job_of, machine_of
+from lightning_3d.app.planner.block_costs import work_of
+from lightning_3d.app.planner.memory import memory_of
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.layout import loss_chunks
 from lightning_3d.layout.loss_chunks import count_chunks, count_products, rows_of_parts
 from lightning_3d.options.loss import LossOptions
-from lightning_3d.parallel.deferred_logits import DeferredLogits, computing_what_is_kept, defer_heads, deferred, summed_loss
+from lightning_3d.parallel.deferred_logits import (
+    DeferredLogits,
+    computing_what_is_kept,
+    defer_heads,
+    deferred,
+    summed_loss,
+)
 from lightning_3d.parallel.tensor import loss
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 from lightning_3d.parallel.tensor.loss import summed_losses
-from lightning_3d.app.planner.advice import job_of, machine_of
-from lightning_3d.app.planner.block_costs import work_of
-from lightning_3d.app.planner.memory import memory_of
 
 ROWS, TOKENS, HIDDEN, VOCABULARY = 2, 9, 6, 23
 
@@ -46,11 +52,25 @@ def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return plain(logits, labels) + 1e-2 * torch.logsumexp(logits, -1).square() * (labels != -100)
 
 
-def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.float64, *, bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(ROWS, TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    offset = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    hidden = (
+        torch.randn(ROWS, TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    offset = (
+        torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        if bias
+        else None
+    )
     labels = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
     labels[0, 2] = labels[1, 5] = -100
     return hidden, weight, offset, labels
@@ -62,14 +82,20 @@ def alone(logits: Tensor) -> Tensor:
 
 def capped(logits: Tensor) -> Tensor:
     """As Gemma 2: a soft cap, and the type of a loss."""
-    return (torch.tanh(logits / 3.0) * 3.0).float() if logits.dtype == torch.bfloat16 else torch.tanh(logits / 3.0) * 3.0
+    return (
+        (torch.tanh(logits / 3.0) * 3.0).float()
+        if logits.dtype == torch.bfloat16
+        else torch.tanh(logits / 3.0) * 3.0
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("chunks", [2, 5, 18])
 @pytest.mark.parametrize("follow", [lambda logits: logits, capped], ids=["alone", "capped"])
 @pytest.mark.parametrize("loss_of_tokens", [plain, smoothed, with_z_loss])
-def test_loss_and_gradients_are_those_of_all_logits(loss_of_tokens: Any, follow: Any, chunks: int, bias: bool) -> None:
+def test_loss_and_gradients_are_those_of_all_logits(
+    loss_of_tokens: Any, follow: Any, chunks: int, bias: bool
+) -> None:
     hidden, weight, offset, labels = inputs(bias=bias)
     trained = [tensor for tensor in (hidden, weight, offset) if tensor is not None]
     whole = follow(F.linear(hidden, weight, offset)).reshape(-1, VOCABULARY)
@@ -89,7 +115,9 @@ def test_in_16_bits_the_gradient_of_the_weight_is_added_up_in_32() -> None:
     exact = torch.autograd.grad(_loss_of_all(hidden, weight, offset, labels), weight)[0]
     hidden, weight, offset, labels = inputs(torch.bfloat16)
     at_once = torch.autograd.grad(_loss_of_all(hidden, weight, offset, labels), weight)[0]
-    in_chunks = torch.autograd.grad(summed_losses(deferred(hidden, weight, offset, 18), labels), weight)[0]
+    in_chunks = torch.autograd.grad(
+        summed_losses(deferred(hidden, weight, offset, 18), labels), weight
+    )[0]
     assert in_chunks.dtype == torch.bfloat16
     errors = [(one.double() - exact).abs().max().item() for one in (in_chunks, at_once)]
     assert errors[0] < 1.5 * errors[1], errors
@@ -104,7 +132,9 @@ def test_frozen_heads_and_evaluation_compute_no_gradient_of_the_weight() -> None
     weight.requires_grad_(False)
     expected = torch.autograd.grad(_loss_of_all(hidden, weight, None, labels), hidden)[0]
     loss = summed_losses(deferred(hidden, weight, None, 4), labels)
-    torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, hidden)[0], expected, rtol=1e-12, atol=1e-13
+    )
     with torch.no_grad():
         assert not summed_losses(deferred(hidden, weight, None, 4), labels).requires_grad
 
@@ -112,25 +142,42 @@ def test_frozen_heads_and_evaluation_compute_no_gradient_of_the_weight() -> None
 def test_inference_mode_and_autocast() -> None:
     hidden, weight, _, labels = inputs(torch.float32, bias=False)
     with torch.inference_mode():
-        found, expected = summed_losses(deferred(hidden, weight, None, 4), labels), _loss_of_all(hidden, weight, None, labels)
+        found, expected = (
+            summed_losses(deferred(hidden, weight, None, 4), labels),
+            _loss_of_all(hidden, weight, None, labels),
+        )
         assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         logits = deferred(hidden, weight, None, 4)
         assert logits.dtype == torch.bfloat16
         found, expected = summed_losses(logits, labels), _loss_of_all(hidden, weight, None, labels)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    for one, other in zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(found, (hidden, weight)),
+        torch.autograd.grad(expected, (hidden, weight)),
+        strict=True,
+    ):
         assert one.dtype == torch.float32 and (one - other).abs().max() < 1e-2 * other.abs().max()
 
 
 def test_logits_that_are_read_are_those_of_the_head() -> None:
     hidden, weight, offset, _ = inputs()
     whole, logits = F.linear(hidden, weight, offset), deferred(hidden, weight, offset, 3)
-    assert (logits.shape, logits.dtype, logits.device, logits.requires_grad) == (whole.shape, whole.dtype, whole.device, True)
+    assert (logits.shape, logits.dtype, logits.device, logits.requires_grad) == (
+        whole.shape,
+        whole.dtype,
+        whole.device,
+        True,
+    )
     assert logits.float().dtype == torch.float32 and (logits * 2).dtype == torch.float64
-    assert torch.equal(logits.argmax(-1), whole.argmax(-1)) and torch.equal((2 * logits)[:, -1], 2 * whole[:, -1])
+    assert torch.equal(logits.argmax(-1), whole.argmax(-1)) and torch.equal(
+        (2 * logits)[:, -1], 2 * whole[:, -1]
+    )
     assert torch.equal(logits.detach(), whole.detach()) and not logits.detach().requires_grad
-    torch.testing.assert_close(torch.autograd.grad(logits.square().sum(), weight)[0], torch.autograd.grad(whole.square().sum(), weight)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(logits.square().sum(), weight)[0],
+        torch.autograd.grad(whole.square().sum(), weight)[0],
+    )
 
 
 def test_a_change_of_the_logits_is_seen() -> None:
@@ -138,12 +185,20 @@ def test_a_change_of_the_logits_is_seen() -> None:
     with torch.no_grad():
         changed = F.linear(hidden, weight, offset)
         changed.view(-1)[:VOCABULARY] = 0.0
-        through_a_view, in_place = deferred(hidden, weight, offset, 3), deferred(hidden, weight, offset, 3)
+        through_a_view, in_place = (
+            deferred(hidden, weight, offset, 3),
+            deferred(hidden, weight, offset, 3),
+        )
         through_a_view.view(-1)[:VOCABULARY] = 0.0
         in_place[0, 0] = 0.0
         for logits in (through_a_view, in_place):
-            assert summed_losses(logits, labels).item() == pytest.approx(summed_losses(changed, labels).item(), rel=1e-13)
-        assert torch.equal(deferred(hidden, weight, offset, 3).clone().mul_(2), 2 * F.linear(hidden, weight, offset))
+            assert summed_losses(logits, labels).item() == pytest.approx(
+                summed_losses(changed, labels).item(), rel=1e-13
+            )
+        assert torch.equal(
+            deferred(hidden, weight, offset, 3).clone().mul_(2),
+            2 * F.linear(hidden, weight, offset),
+        )
 
 
 def test_logits_without_gradients_stay_without() -> None:
@@ -174,7 +229,9 @@ def test_logits_that_something_holds_are_computed_before_the_weight_changes() ->
 def test_a_second_derivative_is_refused() -> None:
     hidden, weight, offset, labels = inputs()
     loss = summed_losses(deferred(hidden, weight, offset, 3), labels)
-    with pytest.raises(PlanError, match="gradients that have no derivatives themselves. Use loss_chunks=1"):
+    with pytest.raises(
+        PlanError, match="gradients that have no derivatives themselves. Use loss_chunks=1"
+    ):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
@@ -186,22 +243,33 @@ def test_the_factor_of_a_loss_is_not_rounded_to_16_bits() -> None:
     assert (large / one).nanmean().item() == pytest.approx(8191.0, rel=2e-4)
 
 
-def test_ranks_with_uneven_shards_of_the_vocabulary_compute_as_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_uneven_shards_of_the_vocabulary_compute_as_many_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(loss_chunks, "LARGE_CHUNK", 16 * 17 * 4)
     hidden = torch.zeros(32, 1)
-    counts = [deferred(hidden, torch.zeros(columns, 1), None, "auto", columns=17) for columns in (17, 16)]
+    counts = [
+        deferred(hidden, torch.zeros(columns, 1), None, "auto", columns=17) for columns in (17, 16)
+    ]
     assert counts[0].rows == counts[1].rows == rows_of_parts(2, 32, 17, 4, on_cpu=True)
     assert deferred(hidden, torch.zeros(8, 1), None, "auto").shape == (32, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_only_an_eighth_of_the_logits_of_a_large_vocabulary_is_in_memory(dtype: torch.dtype) -> None:
+def test_only_an_eighth_of_the_logits_of_a_large_vocabulary_is_in_memory(
+    dtype: torch.dtype,
+) -> None:
     tokens, columns = 256, 128_256
     assert count_chunks("auto", 8192, columns, 4096, dtype.itemsize) == 8
-    whole, chunked = (peak_bytes(alone, LossOptions(), dtype, chunks, tokens=tokens, columns=columns) for chunks in (1, 8))
+    whole, chunked = (
+        peak_bytes(alone, LossOptions(), dtype, chunks, tokens=tokens, columns=columns)
+        for chunks in (1, 8)
+    )
     assert whole >= 12 * tokens * columns
-    assert chunked <= whole / 8 + 2 * 2 * columns * 4, "and the gradient of the weight: its sum, and what is added to it"
+    assert chunked <= whole / 8 + 2 * 2 * columns * 4, (
+        "and the gradient of the weight: its sum, and what is added to it"
+    )
 
 
 def peak_bytes(
@@ -214,13 +282,16 @@ def peak_bytes(
     tokens: int = 64,
     columns: int = 4096,
 ) -> int:
-    """Most bytes of all tensors of head and loss, forward and backward, without those of the inputs.
+    """Most bytes of all tensors of head and loss, forward and backward, without those of the
+    inputs.
 
     Args:
         sizes: columns of each rank, if tensor-parallel ranks share the vocabulary.
     """
     columns = columns if sizes is None else sizes[dist.get_rank()]
-    hidden, weight = (torch.ones(rows, 2, dtype=dtype, requires_grad=True) for rows in (tokens, columns))
+    hidden, weight = (
+        torch.ones(rows, 2, dtype=dtype, requires_grad=True) for rows in (tokens, columns)
+    )
     labels = torch.arange(tokens)
     with LiveBytes() as live:
         for given in (labels, hidden, weight):
@@ -229,7 +300,9 @@ def peak_bytes(
         before = live.now
         logits = follow(deferred(hidden, weight, None, chunks))
         if sizes is not None:
-            logits = VocabParallelLogits(logits, sizes, TensorParallel(dist.group.WORLD, len(sizes), dist.get_rank()))  # type: ignore[arg-type]
+            logits = VocabParallelLogits(
+                logits, sizes, TensorParallel(dist.group.WORLD, len(sizes), dist.get_rank())
+            )  # type: ignore[arg-type]
         loss = summed_losses(logits, labels, terms=terms)
         del logits  # as the output of a model, before the backward
         loss.backward()
@@ -241,9 +314,15 @@ OF_WEIGHT = 2 * 4096 * 2 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("terms", [LossOptions(), LossOptions(0.1), LossOptions(z_loss=1e-3)], ids=["plain", "smoothed", "z-loss"])
+@pytest.mark.parametrize(
+    "terms",
+    [LossOptions(), LossOptions(0.1), LossOptions(z_loss=1e-3)],
+    ids=["plain", "smoothed", "z-loss"],
+)
 @pytest.mark.parametrize("follow", [alone, capped])
-def test_all_tensors_of_the_loss_need_an_eighth(follow: Any, terms: LossOptions, dtype: torch.dtype) -> None:
+def test_all_tensors_of_the_loss_need_an_eighth(
+    follow: Any, terms: LossOptions, dtype: torch.dtype
+) -> None:
     whole, chunked = (peak_bytes(follow, terms, dtype, chunks) for chunks in (1, 8))
     assert whole >= 12 * 64 * 4096
     assert chunked <= whole / 8 + OF_WEIGHT
@@ -252,25 +331,42 @@ def test_all_tensors_of_the_loss_need_an_eighth(follow: Any, terms: LossOptions,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("chunks", [2, 3, 4, 6, 16])
 def test_so_many_chunks_need_that_part_of_the_memory(chunks: int, dtype: torch.dtype) -> None:
-    whole, chunked = (peak_bytes(alone, LossOptions(), dtype, asked, tokens=192) for asked in (1, chunks))
+    whole, chunked = (
+        peak_bytes(alone, LossOptions(), dtype, asked, tokens=192) for asked in (1, chunks)
+    )
     assert chunked <= whole / chunks + OF_WEIGHT * (2 if dtype == torch.float64 else 1)
 
 
 def test_all_tensors_of_the_loss_of_a_sharded_vocabulary_need_an_eighth() -> None:
     for terms in (LossOptions(), LossOptions(0.1, 1e-3)):
-        found = [run_ranks(peak_bytes, 2, alone, terms, torch.bfloat16, chunks, (2048, 2048)) for chunks in (1, 8)]
-        assert all(chunked <= whole / 8 + OF_WEIGHT / 2 for whole, chunked in zip(*found, strict=True))
+        found = [
+            run_ranks(peak_bytes, 2, alone, terms, torch.bfloat16, chunks, (2048, 2048))
+            for chunks in (1, 8)
+        ]
+        assert all(
+            chunked <= whole / 8 + OF_WEIGHT / 2 for whole, chunked in zip(*found, strict=True)
+        )
 
 
 def test_the_number_of_chunks() -> None:
-    assert [count_chunks("auto", tokens, 32_000, 64, 2) for tokens in (0, 1, 512, 1024, 8192)] == [1, 1, 1, 2, 8]
+    assert [count_chunks("auto", tokens, 32_000, 64, 2) for tokens in (0, 1, 512, 1024, 8192)] == [
+        1,
+        1,
+        1,
+        2,
+        8,
+    ]
     assert [count_chunks(4, tokens, 32_000, 16_384, 2) for tokens in (0, 1, 3, 100)] == [1, 1, 3, 4]
 
 
 @pytest.mark.parametrize(("width", "counts"), [(2, [8, 4, 1]), (4, [8, 8, 1])])
-def test_auto_saves_more_than_the_gradient_of_the_weight_takes(width: int, counts: list[int]) -> None:
+def test_auto_saves_more_than_the_gradient_of_the_weight_takes(
+    width: int, counts: list[int]
+) -> None:
     """In 16 bits, 4 chunks are one product, whose result is not added up in float32."""
-    assert [count_chunks("auto", 8192, 128_256, hidden, width) for hidden in (4096, 16_384, 32_768)] == counts
+    assert [
+        count_chunks("auto", 8192, 128_256, hidden, width) for hidden in (4096, 16_384, 32_768)
+    ] == counts
     assert count_products(4, 2) == 1
 
 
@@ -288,12 +384,17 @@ def test_one_product_in_16_bits_is_the_gradient_of_the_weight() -> None:
     at_once = torch.autograd.grad(_loss_of_all(hidden, weight, offset, labels), weight)[0]
     hidden, weight, offset, labels = inputs(torch.bfloat16)
     assert count_products(3, 2) == 1
-    assert torch.equal(torch.autograd.grad(summed_losses(deferred(hidden, weight, offset, 3), labels), weight)[0], at_once)
+    assert torch.equal(
+        torch.autograd.grad(summed_losses(deferred(hidden, weight, offset, 3), labels), weight)[0],
+        at_once,
+    )
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "many"])
 def test_what_is_no_number_of_chunks_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="loss_chunks must be auto or a whole number of at least 1"):
+    with pytest.raises(
+        ConfigError, match="loss_chunks must be auto or a whole number of at least 1"
+    ):
         dry("parallelism=dp8", f"parallelism.loss_chunks={wrong}")
 
 
@@ -311,7 +412,11 @@ def test_heads_of_other_kinds_stay_as_they_are() -> None:
             return self.head
 
     own, usual = Model(Own(4, 5)), Model(nn.Linear(4, 5))
-    assert [defer_heads(model, 2) for model in (own, usual, nn.Linear(2, 2))] == [False, True, False]
+    assert [defer_heads(model, 2) for model in (own, usual, nn.Linear(2, 2))] == [
+        False,
+        True,
+        False,
+    ]
     assert type(own.head) is Own and isinstance(usual.head(torch.ones(3, 4)), DeferredLogits)
     assert defer_heads(nn.ModuleDict({"model": usual}), 1)  # by a second strategy
     assert type(usual.head(torch.ones(3, 4))) is Tensor
@@ -322,14 +427,26 @@ def test_the_planner_counts_the_logits_of_one_chunk() -> None:
     words = ("parallelism=dp8", "model=llama3_1_8b", "cluster=h100_1x8", *data)
     memory = []
     for chunks in (1, "auto"):
-        _, plan = dry(*words, f"parallelism.loss_chunks={chunks}", "parallelism.micro_batch_size=1", "force=true")
-        memory.append(memory_of(job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size)))
+        _, plan = dry(
+            *words,
+            f"parallelism.loss_chunks={chunks}",
+            "parallelism.micro_batch_size=1",
+            "force=true",
+        )
+        memory.append(
+            memory_of(job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size))
+        )
     assert memory[0].loss == 12 * 8192 * 128_256
-    weight = 4096 * 128_256  # its sum in float32, and then either the logits of a chunk or the copy in 16 bits
-    assert memory[1].loss == 4 * weight + max(memory[0].loss / 8, 2 * weight) + 2 * 8192 * 4096, "and the gradients of hidden states"
+    # its sum in float32, and then either the logits of a chunk or the copy in 16 bits
+    weight = 4096 * 128_256
+    assert memory[1].loss == 4 * weight + max(memory[0].loss / 8, 2 * weight) + 2 * 8192 * 4096, (
+        "and the gradients of hidden states"
+    )
 
 
-def test_chunks_need_no_more_operations_but_the_planner_counts_the_sums_of_their_gradients() -> None:
+def test_chunks_need_no_more_operations_but_the_planner_counts_the_sums_of_their_gradients() -> (
+    None
+):
     hidden, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (12, 40))
     counts = []
     for chunks in (1, 3):
@@ -337,32 +454,68 @@ def test_chunks_need_no_more_operations_but_the_planner_counts_the_sums_of_their
             summed_losses(deferred(hidden, weight, None, chunks), torch.arange(12)).backward()
         counts.append(counter.get_total_flops())
     assert counts == [3 * 2 * 12 * 8 * 40] * 2
-    data = ("data=tokens", "data.sequence_length=8192", "data.global_batch_size=64", "parallelism.micro_batch_size=1", "force=true")
+    data = (
+        "data=tokens",
+        "data.sequence_length=8192",
+        "data.global_batch_size=64",
+        "parallelism.micro_batch_size=1",
+        "force=true",
+    )
     heads = []
     for chunks in (1, "auto"):
-        _, plan = dry("parallelism=dp8", "model=llama3_1_8b", "cluster=h100_1x8", *data, f"parallelism.loss_chunks={chunks}")
+        _, plan = dry(
+            "parallelism=dp8",
+            "model=llama3_1_8b",
+            "cluster=h100_1x8",
+            *data,
+            f"parallelism.loss_chunks={chunks}",
+        )
         machine = machine_of(plan.run.cluster)
         assert machine is not None
-        heads.append(work_of(job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size), machine).head)
-    moved = 2 * (2 + 2 + 4 + 4) * 4096 * 128_256  # 2 products in bf16 are written and read, and a float32 sum is read and written
+        heads.append(
+            work_of(
+                job_of(plan.run, "bf16", plan.layout, plan.schedule, plan.micro_batch_size), machine
+            ).head
+        )
+    # 2 products in bf16 are written and read, and a float32 sum is read and written
+    moved = 2 * (2 + 2 + 4 + 4) * 4096 * 128_256
     assert heads[1].forward - heads[0].forward == pytest.approx(moved / machine.memory_rate)
     assert heads[1].backward == heads[0].backward
 
 
-@pytest.mark.parametrize(("chunks", "precision", "moved"), [(4, "bf16", 0), (4, "fp32", 8), (2, "fp32", 0)])
-def test_one_product_less_is_added_to_float32_than_there_are(chunks: int, precision: str, moved: int) -> None:
-    data = ("data=tokens", "data.sequence_length=8192", "data.global_batch_size=64", "parallelism.micro_batch_size=1", "force=true")
+@pytest.mark.parametrize(
+    ("chunks", "precision", "moved"), [(4, "bf16", 0), (4, "fp32", 8), (2, "fp32", 0)]
+)
+def test_one_product_less_is_added_to_float32_than_there_are(
+    chunks: int, precision: str, moved: int
+) -> None:
+    data = (
+        "data=tokens",
+        "data.sequence_length=8192",
+        "data.global_batch_size=64",
+        "parallelism.micro_batch_size=1",
+        "force=true",
+    )
     heads, memory = [], []
     for asked in (1, chunks):
-        _, plan = dry("parallelism=dp8", "model=llama3_1_8b", "cluster=h100_1x8", *data, f"parallelism.loss_chunks={asked}")
+        _, plan = dry(
+            "parallelism=dp8",
+            "model=llama3_1_8b",
+            "cluster=h100_1x8",
+            *data,
+            f"parallelism.loss_chunks={asked}",
+        )
         machine = machine_of(plan.run.cluster)
         assert machine is not None
         job = job_of(plan.run, precision, plan.layout, plan.schedule, plan.micro_batch_size)
         heads.append(work_of(job, machine).head)
         memory.append(memory_of(job).loss)
     weight, logits, width = 4096 * 128_256, 8192 * 128_256, 2 if precision == "bf16" else 4
-    assert heads[1].forward - heads[0].forward == pytest.approx(moved * weight / machine.memory_rate, abs=1e-9)
-    if moved == 0:  # no sum in float32: the logits of the pieces, or at last their gradient with that of the weight
+    assert heads[1].forward - heads[0].forward == pytest.approx(
+        moved * weight / machine.memory_rate, abs=1e-9
+    )
+    # no sum in float32: the logits of the pieces, or at last their gradient with that of the weight
+    if moved == 0:
         assert memory[1] == width * 8192 * 4096 + max(memory[0] / chunks, width * (weight + logits))
 
 
@@ -400,4 +553,6 @@ def test_layouts_train_as_one_process_does(cell: Cell) -> None:
     error, drift = parity.differences([part for part, _ in results], expected)
     assert drift == 0.0 and error.within(parity.limits(cell.dtype, noise)), (drift, error)
     with_head = [count for _, count in results if count]
-    assert len(with_head) == cell.world_size // cell.pp and min(with_head) >= cell.recipe.steps, "each rank with the head, in each step"
+    assert len(with_head) == cell.world_size // cell.pp and min(with_head) >= cell.recipe.steps, (
+        "each rank with the head, in each step"
+    )

@@ -1,5 +1,5 @@
-"""Dropout draws what (seed, step, micro-batch, layer, region) says: equal on replicas, different on shards, replayed by
-recomputation.
+"""Dropout draws what (seed, step, micro-batch, layer, region) says: equal on replicas, different on
+shards, replayed by recomputation.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,9 @@ def streams() -> dict[str, Tensor]:
 def test_each_stream_keeps_the_right_share() -> None:
     for name, mask in streams().items():
         # Five standard deviations of a binomial.
-        assert abs(mask.float().mean().item() - (1 - RATE)) < 5 * (RATE * (1 - RATE) / DRAWS) ** 0.5, name
+        assert (
+            abs(mask.float().mean().item() - (1 - RATE)) < 5 * (RATE * (1 - RATE) / DRAWS) ** 0.5
+        ), name
 
 
 def test_streams_are_independent_of_each_other() -> None:
@@ -73,7 +75,9 @@ def test_streams_are_independent_of_each_other() -> None:
     names = list(masks)
     for index, first in enumerate(names):
         for second in names[index + 1 :]:
-            correlation = torch.corrcoef(torch.stack([masks[first].float(), masks[second].float()]))[0, 1].item()
+            correlation = torch.corrcoef(
+                torch.stack([masks[first].float(), masks[second].float()])
+            )[0, 1].item()
             assert abs(correlation) < 5 / DRAWS**0.5, (first, second)
 
 
@@ -161,7 +165,9 @@ def noisy(family: str) -> nn.Module:
         "use_cache": False,
     }
     if family == "gpt_neox":
-        return GPTNeoXForCausalLM(GPTNeoXConfig(hidden_dropout=0.1, max_position_embeddings=32, **common))
+        return GPTNeoXForCausalLM(
+            GPTNeoXConfig(hidden_dropout=0.1, max_position_embeddings=32, **common)
+        )
     return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **common))
 
 
@@ -183,7 +189,9 @@ def train_noisy(family: str) -> dict[tuple[str, tuple[int, ...]], Tensor]:
         optimizer.zero_grad()
     weights = model.named_parameters()
     return {
-        (name, specs[name].tp_replicas): value.detach() for name, value in weights if len(specs[name].tp_replicas) > 1
+        (name, specs[name].tp_replicas): value.detach()
+        for name, value in weights
+        if len(specs[name].tp_replicas) > 1
     }
 
 
@@ -200,7 +208,8 @@ def test_tensor_parallel_replicas_stay_equal_bit_by_bit(family: str, tp: int) ->
 
 
 def masks_inside_attention() -> tuple[Tensor, Tensor]:
-    """What attention dropout keeps in two layers on this rank, seen through uniform attention over ones."""
+    """What attention dropout keeps in two layers on this rank, seen through uniform attention over
+    ones."""
     seen: list[Tensor] = []
 
     class Watched(nn.Module):
@@ -233,8 +242,8 @@ def test_shards_and_layers_drop_independently_at_the_right_rate() -> None:
 
 
 def recomputed_gradients() -> float:
-    """Difference of all gradients with and without recomputation, for two micro-batches whose backwards come in another
-    order.
+    """Difference of all gradients with and without recomputation, for two micro-batches whose
+    backwards come in another order.
     """
     gradients = []
     tokens = torch.randint(0, 67, (2, 2, 12), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,5 @@
-"""Ranks of one host communicate through shared memory, with the results of arithmetic on one process."""
+"""Ranks of one host communicate through shared memory, with the results of arithmetic on one
+process."""
 
 import atexit
 import os
@@ -24,7 +25,8 @@ from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.mesh import Mesh
 
 LARGE = 100_003
-"""Numbers of a tensor that ranks sum in two steps; no power of two, and no multiple of the ranks."""
+"""Numbers of a tensor that ranks sum in two steps; no power of two, and no multiple of the
+ranks."""
 
 
 @contextmanager
@@ -40,7 +42,10 @@ def shared(seconds: float = 60) -> Iterator[host_channel.HostChannel]:
 def whole_numbers(numel: int) -> list[torch.Tensor]:
     """One tensor of each rank, whose sums are exact."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(-8, 9, (numel,), generator=generator).float() for _ in range(dist.get_world_size())]
+    return [
+        torch.randint(-8, 9, (numel,), generator=generator).float()
+        for _ in range(dist.get_world_size())
+    ]
 
 
 def sums_and_gathers() -> torch.Tensor:
@@ -56,7 +61,10 @@ def other_collectives() -> None:
         everyone = whole_numbers(numel)
         with shared():
             found = [one.clone() for one in everyone]
-            works = [exchange.start_reduce(found[rank], 1, None), exchange.start_all_reduce(total := everyone[rank].clone(), None)]
+            works = [
+                exchange.start_reduce(found[rank], 1, None),
+                exchange.start_all_reduce(total := everyone[rank].clone(), None),
+            ]
             works += [exchange.start_broadcast(told := everyone[rank].clone(), ranks - 1, None)]
             rows = [index + 1 for index in range(ranks)]  # rank r gets r + 1 rows of each
             mine = torch.full((sum(rows), numel), float(rank))
@@ -67,7 +75,10 @@ def other_collectives() -> None:
         assert torch.equal(total, sum(everyone[1:], start=everyone[0]))
         assert rank != 1 or torch.equal(found[rank], total)
         assert torch.equal(told, everyone[-1])
-        assert torch.equal(received, torch.arange(float(ranks)).repeat_interleave(rank + 1).unsqueeze(1).expand(-1, numel))
+        assert torch.equal(
+            received,
+            torch.arange(float(ranks)).repeat_interleave(rank + 1).unsqueeze(1).expand(-1, numel),
+        )
 
 
 def many_messages(numel: int, count: int) -> None:
@@ -83,7 +94,9 @@ def many_messages(numel: int, count: int) -> None:
         order = [*range(1, count, 2), *range(0, count, 2)]
         for index in order:
             works[index].wait()
-        assert [buffer.unique().tolist() for buffer in arriving] == [[float(index)] for index in range(count)]
+        assert [buffer.unique().tolist() for buffer in arriving] == [
+            [float(index)] for index in range(count)
+        ]
 
 
 def memory_is_used_again() -> int:
@@ -110,7 +123,11 @@ def late_rank() -> tuple[str, list[Any]]:
             return "", []
         with pytest.raises(RuntimeError) as error:
             all_reduce_flat(torch.ones(3, 2), None)
-        return str(error.value), [(call.kind, call.shape, call.done) for call in recorded_collectives() if "shared" in call.group]
+        return str(error.value), [
+            (call.kind, call.shape, call.done)
+            for call in recorded_collectives()
+            if "shared" in call.group
+        ]
 
 
 def other_sizes(numels: tuple[int, int], collective: str) -> str:
@@ -120,7 +137,10 @@ def other_sizes(numels: tuple[int, int], collective: str) -> str:
         if collective == "all_reduce":
             all_reduce_flat(x, None)
         else:
-            works = [exchange.isend(x, 1 - dist.get_rank(), None), exchange.irecv(x.clone(), 1 - dist.get_rank(), None)]
+            works = [
+                exchange.isend(x, 1 - dist.get_rank(), None),
+                exchange.irecv(x.clone(), 1 - dist.get_rank(), None),
+            ]
             works[1].wait()
     return str(error.value)
 
@@ -161,7 +181,10 @@ def two_hosts() -> list[bool]:
         host_of.update({one: rank // 2 for rank, one in enumerate(found) if isinstance(one, str)})
         return found
 
-    with patch.object(host_memory, "_call", own_host_only), patch.object(host_channel, "_gather", gathered):
+    with (
+        patch.object(host_memory, "_call", own_host_only),
+        patch.object(host_channel, "_gather", gathered),
+    ):
         mesh = Mesh(Layout(tp=2, dp=2))
         mesh.warm_up()
     for group in (mesh.group("tp"), mesh.group("dp"), None):
@@ -192,7 +215,9 @@ def test_memory_that_was_read_is_used_again() -> None:
 
 
 def test_a_rank_that_has_ended_is_named() -> None:
-    assert run_ranks(ended_rank, 2)[0] == "Connection closed by peer: rank 1, on this host, has ended."
+    assert (
+        run_ranks(ended_rank, 2)[0] == "Connection closed by peer: rank 1, on this host, has ended."
+    )
 
 
 @pytest.mark.slow
@@ -204,9 +229,14 @@ def test_a_rank_that_does_not_come_is_named_and_the_call_is_recorded() -> None:
 
 @pytest.mark.parametrize("collective", ["all_reduce", "message"])
 @pytest.mark.parametrize("numels", [(1, 500), (LARGE, 7)])
-def test_ranks_that_disagree_on_the_size_are_refused(numels: tuple[int, int], collective: str) -> None:
+def test_ranks_that_disagree_on_the_size_are_refused(
+    numels: tuple[int, int], collective: str
+) -> None:
     for rank, message in enumerate(run_ranks(other_sizes, 2, numels, collective)):
-        assert f"Rank {1 - rank} sent {4 * numels[1 - rank]} bytes where this rank expects {4 * numels[rank]}" in message
+        assert (
+            f"Rank {1 - rank} sent {4 * numels[1 - rank]} bytes where this rank expects"
+            f" {4 * numels[rank]}" in message
+        )
 
 
 def test_a_child_process_holds_no_connection() -> None:

@@ -35,7 +35,12 @@ def every_group_connects_its_ranks(name: str, order: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [("tp2_pp2", AXES), ("tp2_dp2", ("dp", "pp", "cp", "tp")), ("pp4", AXES), ("dp2_cp2", ("tp", "cp", "dp", "pp"))],
+    [
+        ("tp2_pp2", AXES),
+        ("tp2_dp2", ("dp", "pp", "cp", "tp")),
+        ("pp4", AXES),
+        ("dp2_cp2", ("tp", "cp", "dp", "pp")),
+    ],
 )
 def test_every_group_connects_its_ranks(ranks, name: str, order: tuple[str, ...]):
     ranks(every_group_connects_its_ranks, 4, name, order)
@@ -46,14 +51,18 @@ def pipeline_groups_carry_messages() -> tuple[list[float], list[str]]:
     mesh = Mesh(Layout(pp=4))
     mesh.warm_up()
     rank, world = mesh.rank, mesh.ranks("pp")
-    assert mesh.pipeline_up is mesh.pipeline_down, "gloo needs no second group for the other direction"
+    assert mesh.pipeline_up is mesh.pipeline_down, (
+        "gloo needs no second group for the other direction"
+    )
     received = [torch.zeros(1), torch.zeros(1)]
     works = []
     if rank < 3:
         works += [dist.isend(torch.tensor([10.0 + rank]), world[rank + 1], group=mesh.pipeline_up)]
         works += [dist.irecv(received[1], world[rank + 1], group=mesh.pipeline_down)]
     if rank > 0:
-        works += [dist.isend(torch.tensor([20.0 + rank]), world[rank - 1], group=mesh.pipeline_down)]
+        works += [
+            dist.isend(torch.tensor([20.0 + rank]), world[rank - 1], group=mesh.pipeline_down)
+        ]
         works += [dist.irecv(received[0], world[rank - 1], group=mesh.pipeline_up)]
     for work in works:
         work.wait()
@@ -65,7 +74,12 @@ def pipeline_groups_carry_messages() -> tuple[list[float], list[str]]:
 
 def test_pipeline_groups_carry_messages(ranks):
     results = ranks(pipeline_groups_carry_messages, 4)
-    assert [values for values, _ in results] == [[0.0, 21.0], [10.0, 22.0], [11.0, 23.0], [12.0, 0.0]]
+    assert [values for values, _ in results] == [
+        [0.0, 21.0],
+        [10.0, 22.0],
+        [11.0, 23.0],
+        [12.0, 0.0],
+    ]
     assert all(told == ["from 3"] for _, told in results)
 
 
@@ -88,7 +102,11 @@ def test_created_groups_are_kept(ranks):
 def what_is_refused() -> tuple[str, str, str, str]:
     mesh = Mesh(Layout(pp=2))
     messages = []
-    for wrong in (lambda: mesh.group("tp", "dp"), lambda: mesh.group("ep"), lambda: mesh.group_for((0, 1, 2))):
+    for wrong in (
+        lambda: mesh.group("tp", "dp"),
+        lambda: mesh.group("ep"),
+        lambda: mesh.group_for((0, 1, 2)),
+    ):
         try:
             wrong()
         except LookupError as error:
@@ -106,11 +124,15 @@ def test_f01_a_layout_for_another_world_and_groups_that_do_not_exist_are_refused
         assert "no process group over tp+dp; it has tp, cp, pp, dp, tp+pp" in no_group
         assert "no process group over ep" in no_axis
         assert "no process group of the ranks (0, 1, 2)" in not_created
-        assert "needs 4 ranks (tp 2 * dp 2), but 2 ranks were launched. Layouts for 2 ranks: tp2" in world
+        assert (
+            "needs 4 ranks (tp 2 * dp 2), but 2 ranks were launched. Layouts for 2 ranks: tp2"
+            in world
+        )
 
 
 def groups_are_made_by_all_ranks_alike() -> int:
-    """Building meshes of different layouts one after another, as tests do, needs no barrier between them."""
+    """Building meshes of different layouts one after another, as tests do, needs no barrier between
+    them."""
     for name in ("tp2", "pp2", "dp2", "cp2"):
         mesh = Mesh(Layout.parse(name))
         mesh.warm_up()

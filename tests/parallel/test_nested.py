@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import DataError
-from lightning_3d.parallel.nested import count_rows, require_rows_first, rows_of, strided, tensors_of
+from lightning_3d.parallel.nested import (
+    count_rows,
+    require_rows_first,
+    rows_of,
+    strided,
+    tensors_of,
+)
 
 
 class Pair(NamedTuple):
@@ -68,10 +74,19 @@ def test_what_has_as_many_entries_as_rows_is_split(value: Any, expected: Any) ->
 def test_arrays_targets_of_detection_and_samples_of_other_kinds_are_split() -> None:
     assert last(numpy.arange(4)).tolist() == [2, 3] and len(last(numpy.arange(5))) == 5
     assert [len(boxes) for boxes in last(RAGGED)] == [2, 1]
-    assert [len(target["boxes"]) for target in last([{"boxes": boxes} for boxes in RAGGED])] == [2, 1]
-    assert last(Sample(X)).names == ["c", "d"] and last(Pair(X, ["a", "b", "c", "d"])).names == ["c", "d"]
+    assert [len(target["boxes"]) for target in last([{"boxes": boxes} for boxes in RAGGED])] == [
+        2,
+        1,
+    ]
+    assert last(Sample(X)).names == ["c", "d"] and last(Pair(X, ["a", "b", "c", "d"])).names == [
+        "c",
+        "d",
+    ]
     assert last(Encoding({"names": ["a", "b", "c", "d"]}))["names"] == ["c", "d"]
-    images_and_targets = (tuple(torch.zeros(3, 5, row + 2) for row in range(4)), [{"boxes": boxes} for boxes in RAGGED])
+    images_and_targets = (
+        tuple(torch.zeros(3, 5, row + 2) for row in range(4)),
+        [{"boxes": boxes} for boxes in RAGGED],
+    )
     assert count_rows(images_and_targets) == 4
     assert [len(part) for part in rows_of(images_and_targets, LAST, 4)] == [2, 2]
 
@@ -94,7 +109,9 @@ def test_parts_of_other_shapes_that_have_the_rows_are_no_rows() -> None:
     assert [len(part) for part in rows_of(batch, slice(0, 1), 2)["parts"]] == [1, 1]
 
 
-@pytest.mark.parametrize("value", [[torch.zeros(2, 4), torch.ones(2, 4)], Strange(2)], ids=["tensors", "object"])
+@pytest.mark.parametrize(
+    "value", [[torch.zeros(2, 4), torch.ones(2, 4)], Strange(2)], ids=["tensors", "object"]
+)
 def test_what_may_be_rows_or_not_is_refused(value: Any) -> None:
     with pytest.raises(DataError, match=r"batch\['value'\].*split_batch="):
         rows_of({"x": torch.zeros(2, 3), "value": value}, slice(0, 1), 2)
@@ -109,7 +126,9 @@ def test_what_may_be_rows_or_not_is_refused(value: Any) -> None:
         torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
     ],
 )
-def test_values_of_sparse_and_nested_tensors_are_found_and_their_rows_refused(tensor: Tensor) -> None:
+def test_values_of_sparse_and_nested_tensors_are_found_and_their_rows_refused(
+    tensor: Tensor,
+) -> None:
     assert float(sum(part.sum() for part in strided([tensor]) if part.is_floating_point())) == 3
     with pytest.raises(DataError, match="split_batch="):
         rows_of({"x": tensor}, slice(0, 1), 3)
@@ -120,7 +139,11 @@ def test_a_single_row_goes_whole() -> None:
     assert rows_of(batch, slice(0, 1), count_rows(batch))["names"] == ["a"]
 
 
-@pytest.mark.parametrize("batch", [{"x": torch.zeros(4, 2), "y": torch.zeros(3)}, {"x": torch.tensor(1)}, ["a", "b"]], ids=str)
+@pytest.mark.parametrize(
+    "batch",
+    [{"x": torch.zeros(4, 2), "y": torch.zeros(3)}, {"x": torch.tensor(1)}, ["a", "b"]],
+    ids=str,
+)
 def test_batches_without_a_number_of_rows_are_refused(batch: Any) -> None:
     with pytest.raises(DataError, match="split_batch="):
         count_rows(batch)
@@ -150,12 +173,18 @@ def test_a_refusal_names_the_entries_and_the_line_to_write(batch: Any) -> None:
     assert len(parts) == 2
     for key in keys:
         shape = tuple(batch[key].shape)
-        assert [tuple(part[key].shape) for part in parts] == [(2, *shape[1:]) if shape[:1] == (4,) else shape] * 2
+        assert [tuple(part[key].shape) for part in parts] == [
+            (2, *shape[1:]) if shape[:1] == (4,) else shape
+        ] * 2
 
 
 @pytest.mark.parametrize(
     "batch",
-    [torch.zeros(3, 8, 2), [torch.zeros(3, 8, 2), torch.zeros(3, 8)], {"x": torch.zeros(3, 8, 2), "y": torch.zeros(3, 8)}],
+    [
+        torch.zeros(3, 8, 2),
+        [torch.zeros(3, 8, 2), torch.zeros(3, 8)],
+        {"x": torch.zeros(3, 8, 2), "y": torch.zeros(3, 8)},
+    ],
     ids=["tensor", "list", "dict"],
 )
 def test_samples_in_dimension_1_are_refused_with_the_line_that_splits_them(batch: Any) -> None:

@@ -1,4 +1,5 @@
-"""The bytes of an average of the weights: what the planner and a dry run count is what a rank of a real fit holds."""
+"""The bytes of an average of the weights: what the planner and a dry run count is what a rank of a
+real fit holds."""
 
 from __future__ import annotations
 
@@ -9,16 +10,27 @@ from composed_configs import dry
 from ranks import run_ranks
 
 from lightning_3d.app.cli.dryrun import job_of as dry_job_of
-from lightning_3d.options.precision import PRECISIONS
 from lightning_3d.app.planner.advice import job_of
 from lightning_3d.app.planner.memory import memory_of
+from lightning_3d.options.precision import PRECISIONS
 
-WORDS = ("model=llama_tiny", "data=tokens", "data.sequence_length=32", "data.global_batch_size=4", "parallelism.micro_batch_size=1")
+WORDS = (
+    "model=llama_tiny",
+    "data=tokens",
+    "data.sequence_length=32",
+    "data.global_batch_size=4",
+    "parallelism.micro_batch_size=1",
+)
 AVERAGE = "trainer.average_decay=0.9"
 
 
 def words_of(layout: str, zero: int, precision: str) -> tuple[str, ...]:
-    return (*WORDS, f"parallelism={layout}", f"parallelism.zero_stage={zero}", f"precision={precision}")
+    return (
+        *WORDS,
+        f"parallelism={layout}",
+        f"parallelism.zero_stage={zero}",
+        f"precision={precision}",
+    )
 
 
 def held_in_a_dry_run(words: tuple[str, ...]) -> int:
@@ -38,12 +50,22 @@ def held_in_a_fit(words: tuple[str, ...]) -> int:
     from lightning_3d.app.training.module import CausalLM
 
     config, plan = dry(*words)
-    strategy = Lightning3DStrategy(plan.layout.name, micro_batch_size=1, zero_stage=config["parallelism"]["zero_stage"])
+    strategy = Lightning3DStrategy(
+        plan.layout.name, micro_batch_size=1, zero_stage=config["parallelism"]["zero_stage"]
+    )
     precision: Any = PRECISIONS[plan.precision]
     average = ExponentialAverage(0.9)
-    trainer = quiet_trainer(strategy=strategy, devices=plan.layout.world_size, max_steps=1, precision=precision, callbacks=[average])
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=plan.layout.world_size,
+        max_steps=1,
+        precision=precision,
+        callbacks=[average],
+    )
     held: list[int] = []
-    average.on_train_end = lambda *_: held.append(sum(tensor.nbytes for tensor in strategy.built.backend.average.held()))  # type: ignore
+    average.on_train_end = lambda *_: held.append(
+        sum(tensor.nbytes for tensor in strategy.built.backend.average.held())
+    )  # type: ignore
     rows = [{key: torch.ones(32, dtype=torch.int64) for key in ("input_ids", "labels")}] * 4
     trainer.fit(CausalLM(config["model"], config["optimizer"]), DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
     return held[0]
@@ -52,7 +74,9 @@ def held_in_a_fit(words: tuple[str, ...]) -> int:
 def counted_by_the_planner(words: tuple[str, ...]) -> float:
     """Bytes of optimizer state on the fullest rank."""
     _, plan = dry(*words)
-    return memory_of(job_of(plan.run, plan.precision, plan.layout, plan.schedule, plan.micro_batch_size)).optimizer
+    return memory_of(
+        job_of(plan.run, plan.precision, plan.layout, plan.schedule, plan.micro_batch_size)
+    ).optimizer
 
 
 def more(count: Any, words: tuple[str, ...]) -> float:
@@ -62,7 +86,11 @@ def more(count: Any, words: tuple[str, ...]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "zero", "precision"),
-    [("dp2", 3, "bf16"), pytest.param("dp2", 0, "fp32", marks=pytest.mark.full), pytest.param("tp2", 0, "bf16", marks=pytest.mark.full)],
+    [
+        ("dp2", 3, "bf16"),
+        pytest.param("dp2", 0, "fp32", marks=pytest.mark.full),
+        pytest.param("tp2", 0, "bf16", marks=pytest.mark.full),
+    ],
 )
 def test_what_is_counted_is_what_a_rank_holds(layout: str, zero: int, precision: str) -> None:
     words = words_of(layout, zero, precision)

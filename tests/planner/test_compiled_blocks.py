@@ -1,4 +1,5 @@
-"""What a compiled block keeps for its backward: the planner's bytes against those that torch's partitioner chooses."""
+"""What a compiled block keeps for its backward: the planner's bytes against those that torch's
+partitioner chooses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +13,22 @@ from ranks import run_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_3d.layout import Layout
 from lightning_3d.app.planner.architecture import Architecture
 from lightning_3d.app.planner.block_memory import block_activations
 from lightning_3d.app.planner.constants import OURS, compiled
 from lightning_3d.app.planner.job import Job
+from lightning_3d.layout import Layout
 
 CONF = Path(__file__).parents[2] / "conf/model"
 SEQ = 128
-SMALL = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "num_hidden_layers": 1}
+SMALL = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "num_hidden_layers": 1,
+}
 WIDTHS = {
     "llama3_1_8b": {"intermediate_size": 1792},
     "qwen3_8b": {"intermediate_size": 1792},
@@ -30,7 +38,11 @@ WIDTHS = {
 
 
 def fields(name: str) -> dict[str, Any]:
-    return {**yaml.safe_load((CONF / f"{name}.yaml").read_text())["config"], **SMALL, **WIDTHS[name]}
+    return {
+        **yaml.safe_load((CONF / f"{name}.yaml").read_text())["config"],
+        **SMALL,
+        **WIDTHS[name],
+    }
 
 
 class Saved:
@@ -46,12 +58,18 @@ class Saved:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for key, tensor in self._seen.items() if key not in self._before)
+        return sum(
+            tensor.untyped_storage().nbytes()
+            for key, tensor in self._seen.items()
+            if key not in self._before
+        )
 
 
 def saved_by_block(config: dict[str, Any], *, compile: bool) -> int:
     torch._dynamo.reset()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     hidden = torch.zeros(1, SEQ, config["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
     angles = model.model.rotary_emb(hidden, torch.arange(SEQ).unsqueeze(0))
     block = model.model.layers[0]
@@ -70,18 +88,26 @@ def predicted(name: str, *, compile: bool, layout: str = "tp1") -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if "llama" in name else pytest.mark.full) for name in WIDTHS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if "llama" in name else pytest.mark.full) for name in WIDTHS],
+)
 def test_a_compiled_block_keeps_what_the_planner_says(name: str) -> None:
     kept = saved_by_block(fields(name), compile=True)
     assert predicted(name, compile=True) == pytest.approx(kept, rel=0.02)
-    assert kept < 0.85 * saved_by_block(fields(name), compile=False), "as an eager one, it would keep more"
+    assert kept < 0.85 * saved_by_block(fields(name), compile=False), (
+        "as an eager one, it would keep more"
+    )
 
 
 def saved_on_a_rank(name: str, compile: bool) -> int:
-    """Bytes that the second of three blocks keeps on a tensor-parallel rank that has a part of the sequence."""
+    """Bytes that the second of three blocks keeps on a tensor-parallel rank that has a part of the
+    sequence."""
     torch._dynamo.reset()
     config = {**fields(name), "num_hidden_layers": 3}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     sharded.cut(model, sequence=True)
     core: Any = model.model
     hidden = torch.zeros(1, SEQ, config["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
@@ -98,8 +124,14 @@ def saved_on_a_rank(name: str, compile: bool) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if "llama" in name else pytest.mark.full) for name in WIDTHS])
-def test_a_rank_with_a_part_of_the_sequence_keeps_what_the_planner_says(name: str, compile: bool) -> None:
-    """Parts of the inputs of products, which are gathered again. A compiled block norms again, too. With ep 1, experts keep all tokens."""
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if "llama" in name else pytest.mark.full) for name in WIDTHS],
+)
+def test_a_rank_with_a_part_of_the_sequence_keeps_what_the_planner_says(
+    name: str, compile: bool
+) -> None:
+    """Parts of the inputs of products, which are gathered again. A compiled block norms again, too.
+    With ep 1, experts keep all tokens."""
     kept = run_ranks(saved_on_a_rank, 2, name, compile)[0]
     assert predicted(name, compile=compile, layout="tp2") == pytest.approx(kept, rel=0.02)

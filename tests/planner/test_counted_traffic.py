@@ -1,4 +1,5 @@
-"""Bytes that the optimizer's step and the loss move by the planner's constants, counted operator by operator where the engine runs them."""
+"""Bytes that the optimizer's step and the loss move by the planner's constants, counted operator by
+operator where the engine runs them."""
 
 import pytest
 import torch
@@ -7,6 +8,8 @@ from moved_bytes import MovedBytes
 from ranks import run_ranks
 from torch import nn
 
+from lightning_3d.app.planner.block_costs import _LOSS_FORWARD, _SHARDED_LOSS_FORWARD
+from lightning_3d.app.planner.constants import EAGER, OURS
 from lightning_3d.layout import Layout
 from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
@@ -14,13 +17,15 @@ from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy
 from lightning_3d.parallel.zero import make_backend
 from lightning_3d.parallel.zero.gradient_buffers import sum_dtype
-from lightning_3d.app.planner.block_costs import _LOSS_FORWARD, _SHARDED_LOSS_FORWARD
-from lightning_3d.app.planner.constants import EAGER, OURS
 
 WIDTH = 256
 
 
-@pytest.mark.parametrize(("options", "of_adamw"), [({"foreach": True}, 80), ({"fused": True}, 28)], ids=["foreach", "fused"])
+@pytest.mark.parametrize(
+    ("options", "of_adamw"),
+    [({"foreach": True}, 80), ({"fused": True}, 28)],
+    ids=["foreach", "fused"],
+)
 def test_bytes_of_adamw(options: dict[str, bool], of_adamw: int) -> None:
     weights = nn.Parameter(torch.randn(WIDTH, WIDTH))
     optimizer = torch.optim.AdamW([weights], lr=0.1, weight_decay=0.1, **options)  # type: ignore[arg-type]
@@ -36,10 +41,18 @@ def test_bytes_of_adamw(options: dict[str, bool], of_adamw: int) -> None:
 
 
 def step_of_the_engine(zero: int) -> float:
-    """Bytes for each parameter that this rank steps, from its reduced gradient to its new bf16 weights."""
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)).to(torch.bfloat16)
-    specs = {name: replicated(name, tuple(parameter.shape), 1) for name, parameter in module.named_parameters()}
-    backend = make_backend(ZeroOptions(zero, "step"), Mesh(Layout(dp=dist.get_world_size())), specs, precision="bf16")
+    """Bytes for each parameter that this rank steps, from its reduced gradient to its new bf16
+    weights."""
+    module = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+    ).to(torch.bfloat16)
+    specs = {
+        name: replicated(name, tuple(parameter.shape), 1)
+        for name, parameter in module.named_parameters()
+    }
+    backend = make_backend(
+        ZeroOptions(zero, "step"), Mesh(Layout(dp=dist.get_world_size())), specs, precision="bf16"
+    )
     backend.shard(module, [list(module)], torch.device("cpu"), lambda block: True)
     backend.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1, fused=True))
     for _ in range(2):
@@ -68,7 +81,9 @@ def test_bytes_of_the_loss() -> None:
         loss.backward()
     # nll_loss and its backward are given the log-softmax, but read one number of each row
     passes = [counted.moved.total() - 4 * logits.numel() for counted in (forward, backward)]
-    assert sum(passes) == OURS.traffic.logit * logits.numel() and passes[0] / sum(passes) == pytest.approx(_LOSS_FORWARD)
+    assert sum(passes) == OURS.traffic.logit * logits.numel() and passes[0] / sum(
+        passes
+    ) == pytest.approx(_LOSS_FORWARD)
 
 
 def bytes_of_the_sharded_loss() -> list[float]:
@@ -76,7 +91,9 @@ def bytes_of_the_sharded_loss() -> list[float]:
     logits = torch.randn(64, 4096, dtype=torch.bfloat16, requires_grad=True)
     group, size = dist.group.WORLD, logits.numel()
     assert group is not None
-    targets = torch.randint(0, 4096 * dist.get_world_size(), (64,), generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(
+        0, 4096 * dist.get_world_size(), (64,), generator=torch.Generator().manual_seed(0)
+    )
     with MovedBytes(least=16 * 1024) as forward:
         losses = vocab_parallel_cross_entropy(logits, targets, 4096 * dist.get_rank(), group)
     with MovedBytes(least=16 * 1024) as backward:
@@ -88,7 +105,9 @@ def bytes_of_the_sharded_loss() -> list[float]:
 
 def test_bytes_of_the_loss_that_is_sharded_by_vocabulary() -> None:
     for passes in run_ranks(bytes_of_the_sharded_loss, 2):
-        assert sum(passes) == OURS.traffic.sharded_logit and passes[0] / sum(passes) == pytest.approx(_SHARDED_LOSS_FORWARD)
+        assert sum(passes) == OURS.traffic.sharded_logit and passes[0] / sum(
+            passes
+        ) == pytest.approx(_SHARDED_LOSS_FORWARD)
 
 
 def test_gradients_are_summed_and_sent_in_float32() -> None:

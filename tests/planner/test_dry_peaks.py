@@ -1,7 +1,9 @@
-"""The planner's memory of a rank against the peak of a dry run, which runs the engine on tensors without values.
+"""The planner's memory of a rank against the peak of a dry run, which runs the engine on tensors
+without values.
 
-Models are real ones with few blocks, so that the embedding, the head and the loss weigh more than in training. The planner's `other` is
-left out: CUDA, buffers of collectives and the allocator's reserve.
+Models are real ones with few blocks, so that the embedding, the head and the loss weigh more than
+in training. The planner's `other` is left out: CUDA, buffers of collectives and the allocator's
+reserve.
 """
 
 from __future__ import annotations
@@ -19,16 +21,45 @@ from lightning_3d.app.planner.block_memory import block_bytes
 from lightning_3d.app.planner.memory import stages_in_flight
 from lightning_3d.app.planner.rank_memory import RankBytes, memory_of_rank
 
-COMMON = ("cluster=h100_1x8", "precision=bf16", "force=true", "data.sequence_length=4096", "data.global_batch_size=16")
+COMMON = (
+    "cluster=h100_1x8",
+    "precision=bf16",
+    "force=true",
+    "data.sequence_length=4096",
+    "data.global_batch_size=16",
+)
 COMMON += ("parallelism.micro_batch_size=1",)
 BLOCKS = "model.config.num_hidden_layers=4"
 DENSE = ("model=llama3_1_8b", BLOCKS, "data=tokens")
 MIXTURE = ("model=mixtral_8x7b", BLOCKS, "data=tokens")
-LATENT = ("model=deepseek_v3", BLOCKS, "data=tokens", "model.config.first_k_dense_replace=2", "model.config.n_routed_experts=16")
+LATENT = (
+    "model=deepseek_v3",
+    BLOCKS,
+    "data=tokens",
+    "model.config.first_k_dense_replace=2",
+    "model.config.n_routed_experts=16",
+)
 LATENT += ("model.config.n_group=4", "model.config.topk_group=2")
-SHARED = ("model=qwen2_57b_a14b", "model.config.num_hidden_layers=2", "data=tokens", "data.sequence_length=1024")
-PAIRS = ("model=llama3_1_8b", BLOCKS, "objective.name=dpo", "data=python_pairs", "model.pretrained=required")
-TEACHER = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 3}
+SHARED = (
+    "model=qwen2_57b_a14b",
+    "model.config.num_hidden_layers=2",
+    "data=tokens",
+    "data.sequence_length=1024",
+)
+PAIRS = (
+    "model=llama3_1_8b",
+    BLOCKS,
+    "objective.name=dpo",
+    "data=python_pairs",
+    "model.pretrained=required",
+)
+TEACHER = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 3,
+}
 TEACHER |= {"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False}
 
 
@@ -39,7 +70,8 @@ ON_CPU = ("cluster=local_cpu", "precision=fp32", "model.config.num_hidden_layers
 
 @dataclass(frozen=True)
 class Cell:
-    """A run, and the index in its pipeline of the rank that is compared. `spread`: largest error."""
+    """A run, and the index in its pipeline of the rank that is compared. `spread`: largest
+    error."""
 
     model: tuple[str, ...]
     layout: str
@@ -50,7 +82,12 @@ class Cell:
 
     @property
     def words(self) -> tuple[str, ...]:
-        return (*COMMON, *self.model, f"parallelism={self.layout}", *(f"parallelism.{option}" for option in self.options))
+        return (
+            *COMMON,
+            *self.model,
+            f"parallelism={self.layout}",
+            *(f"parallelism.{option}" for option in self.options),
+        )
 
 
 FULL, SELECTIVE, GPIPE = "recompute=full", "recompute=selective", "schedule=GPipe"
@@ -65,7 +102,9 @@ CELLS = {
     "teacher": Cell(DENSE, "tp4_dp2", teacher=True),
     "casts in flight": Cell((*DENSE, *MIXED), "pp4_dp2"),
     "casts, zero 3, few tokens": Cell((*DENSE, *MIXED), "dp8", ("zero_stage=3",)),
-    "ends sent last": Cell((*DENSE, *SHORT, "model.config.num_hidden_layers=1"), "dp8", ("zero_stage=3",)),
+    "ends sent last": Cell(
+        (*DENSE, *SHORT, "model.config.num_hidden_layers=1"), "dp8", ("zero_stage=3",)
+    ),
 }
 OTHERS = {
     "unsharded shared experts": Cell(SHARED, "tp4_dp2"),
@@ -96,7 +135,9 @@ OTHERS = {
     "zero bubble, last": Cell(DENSE, "pp2_dp4", ("schedule=InterleavedZeroBubble", "vp=2"), rank=1),
     "v, ends": Cell(DENSE, "pp2_dp4", ("schedule=ZBVZeroBubble",)),
     "v, middle": Cell(DENSE, "pp2_dp4", ("schedule=ZBVZeroBubble",), rank=1, spread=0.03),
-    "v, middle, full": Cell(DENSE, "pp2_dp4", ("schedule=ZBVZeroBubble", FULL), rank=1, spread=0.05),
+    "v, middle, full": Cell(
+        DENSE, "pp2_dp4", ("schedule=ZBVZeroBubble", FULL), rank=1, spread=0.05
+    ),
     "chunks": Cell(DENSE, "dp8", ("loss_chunks=auto",)),
     "chunks of one product": Cell(DENSE, "dp8", ("loss_chunks=4",)),
     "chunks, full": Cell(DENSE, "pp4_dp2", ("loss_chunks=auto", FULL), rank=3),
@@ -116,12 +157,16 @@ OTHERS = {
     "casts, few tokens": Cell((*DENSE, *SHORT, "precision=bf16_mixed"), "dp8"),
     "ends sent last, more blocks": Cell((*DENSE, *SHORT), "dp8", ("zero_stage=3",)),
     "steps on a CPU": Cell((*DENSE, *SHORT, *ON_CPU), "dp2", ("zero_stage=0",)),
-    "ends sent last, tied": Cell((*DENSE, *SHORT, "model.config.tie_word_embeddings=true"), "dp8", ("zero_stage=3",)),
+    "ends sent last, tied": Cell(
+        (*DENSE, *SHORT, "model.config.tie_word_embeddings=true"), "dp8", ("zero_stage=3",)
+    ),
     "pairs, full": Cell(PAIRS, "dp8", (FULL,)),
     "pairs, zero 2": Cell(PAIRS, "dp8", ("zero_stage=2",)),
     "pairs, zero 3": Cell(PAIRS, "tp4_dp2", ("zero_stage=3",)),
     "pairs, zero 3, gathered once": Cell(PAIRS, "dp8", ("zero_stage=3", "zero_gather=step")),
-    "pairs, zero 3, tied": Cell((*PAIRS, "model.config.tie_word_embeddings=true"), "dp8", ("zero_stage=3",)),
+    "pairs, zero 3, tied": Cell(
+        (*PAIRS, "model.config.tie_word_embeddings=true"), "dp8", ("zero_stage=3",)
+    ),
     "pairs, pipeline": Cell(PAIRS, "pp2_dp4", rank=1),
     "teacher, pipeline": Cell(DENSE, "pp2_dp4", rank=1, teacher=True),
     "teacher, full": Cell(DENSE, "tp2_dp4", (FULL,), teacher=True),
@@ -147,11 +192,19 @@ def assert_equal(cells: dict[str, Cell], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(TEACHER))
     teacher = ("objective.name=distillation", f"objective.teacher={folder}")
     words = {name: cell.words + (teacher if cell.teacher else ()) for name, cell in cells.items()}
-    [peaks] = run_ranks(dry_peaks, 1, {name: (words[name], cells[name].rank) for name in cells}, process_group=False, timeout=600)
+    [peaks] = run_ranks(
+        dry_peaks,
+        1,
+        {name: (words[name], cells[name].rank) for name in cells},
+        process_group=False,
+        timeout=600,
+    )
     wrong = {}
     for name, cell in cells.items():
         _, plan = dry(*words[name])
-        precision = [word.partition("=")[2] for word in words[name] if word.startswith("precision=")][-1]
+        precision = [
+            word.partition("=")[2] for word in words[name] if word.startswith("precision=")
+        ][-1]
         job = job_of(plan.run, precision, plan.layout, plan.schedule, plan.micro_batch_size)
         memory = memory_of_rank(job, stages_in_flight(job)[cell.rank], block_bytes(job))
         ratio = (memory.total - memory.other) / peaks[name]
@@ -161,12 +214,21 @@ def assert_equal(cells: dict[str, Cell], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "temporaries"), [((), 8), (("optimizer.fused=true",), 0), (("parallelism.zero_stage=1",), 0)])
-def test_a_step_of_adamw_on_a_cpu_has_two_temporaries(words: tuple[str, ...], temporaries: int) -> None:
+@pytest.mark.parametrize(
+    ("words", "temporaries"),
+    [((), 8), (("optimizer.fused=true",), 0), (("parallelism.zero_stage=1",), 0)],
+)
+def test_a_step_of_adamw_on_a_cpu_has_two_temporaries(
+    words: tuple[str, ...], temporaries: int
+) -> None:
     """In float32, of the embedding, unless the step is fused; ZeRO 1 steps parts."""
-    _, plan = dry(*COMMON, *DENSE, *SHORT, *ON_CPU, "parallelism=dp2", "parallelism.zero_stage=0", *words)
+    _, plan = dry(
+        *COMMON, *DENSE, *SHORT, *ON_CPU, "parallelism=dp2", "parallelism.zero_stage=0", *words
+    )
     job = job_of(plan.run, "fp32", plan.layout, plan.schedule, plan.micro_batch_size)
-    bare = replace(job, stack=replace(job.stack, footprint=replace(job.stack.footprint, stepping=0.0)))
+    bare = replace(
+        job, stack=replace(job.stack, footprint=replace(job.stack.footprint, stepping=0.0))
+    )
     rank = [RankBytes(one).rank(stages_in_flight(one)[0].stages) for one in (job, bare)]
     assert sum(rank[0]._at_step) - sum(rank[1]._at_step) == temporaries * job.model.embedding
 

@@ -1,4 +1,5 @@
-"""Memory of the modules of multi-token prediction that the planner counts, against a dry run of a rank of the last stage."""
+"""Memory of the modules of multi-token prediction that the planner counts, against a dry run of a
+rank of the last stage."""
 
 from __future__ import annotations
 
@@ -12,8 +13,20 @@ from lightning_3d.app.planner.memory import stages_in_flight
 from lightning_3d.app.planner.rank_memory import memory_of_rank
 
 WORDS = (
-    *("model=deepseek_v3", "cluster=h100_1x8", "data=tokens", "data.sequence_length=4096", "data.global_batch_size=16", "precision=bf16"),
-    *("parallelism.micro_batch_size=2", "model.config.num_hidden_layers=2", "model.config.first_k_dense_replace=1", "force=true"),
+    *(
+        "model=deepseek_v3",
+        "cluster=h100_1x8",
+        "data=tokens",
+        "data.sequence_length=4096",
+        "data.global_batch_size=16",
+        "precision=bf16",
+    ),
+    *(
+        "parallelism.micro_batch_size=2",
+        "model.config.num_hidden_layers=2",
+        "model.config.first_k_dense_replace=1",
+        "force=true",
+    ),
     *("model.config.n_routed_experts=16", "model.config.n_group=4", "model.config.topk_group=2"),
 )
 
@@ -44,8 +57,11 @@ def counted_bytes(*words: str) -> float:
     ],
 )
 @pytest.mark.parametrize("modules", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_modules_take_what_a_dry_run_says(layout: str, options: tuple[str, ...], modules: int) -> None:
-    """The activations of their blocks, of three norms more, and the logits of each, of which the last alone has gradients at the peak.
+def test_modules_take_what_a_dry_run_says(
+    layout: str, options: tuple[str, ...], modules: int
+) -> None:
+    """The activations of their blocks, of three norms more, and the logits of each, of which the
+    last alone has gradients at the peak.
 
     Within 4 %, as the stages without them.
     """

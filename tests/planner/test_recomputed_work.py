@@ -1,4 +1,5 @@
-"""What `recompute=selective` computes again: the planner's operations and bytes against those of a backward of Transformers' blocks."""
+"""What `recompute=selective` computes again: the planner's operations and bytes against those of a
+backward of Transformers' blocks."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,14 +12,14 @@ from moved_bytes import MovedBytes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_3d.layout import Layout
-from lightning_3d.options.blocks import BlockOptions
-from lightning_3d.parallel.blocks.wrap import process_blocks
 from lightning_3d.app.planner.architecture import Architecture
 from lightning_3d.app.planner.block_costs import work_of
 from lightning_3d.app.planner.constants import OURS
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Efficiency, Machine
+from lightning_3d.layout import Layout
+from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.parallel.blocks.wrap import process_blocks
 
 SEQ = 128
 CONFIG = {
@@ -36,12 +37,20 @@ CONFIG = {
 def backward(recompute: str, kernel: str) -> tuple[int, Counter[str]]:
     """(operations of products, bytes by operator) of the backward pass of a block."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.bfloat16, attn_implementation=kernel)
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**CONFIG), dtype=torch.bfloat16, attn_implementation=kernel
+    )
     hidden = torch.randn(1, SEQ, 256, dtype=torch.bfloat16, requires_grad=True)
     angles = model.model.rotary_emb(hidden, torch.arange(SEQ).unsqueeze(0))
     process_blocks(list(model.model.layers), BlockOptions(recompute=recompute))
-    mask = torch.full((SEQ, SEQ), -inf, dtype=torch.bfloat16).triu(1)[None, None] if kernel == "eager" else None
-    output = model.model.layers[0](hidden, attention_mask=mask, position_embeddings=angles, position_ids=None)
+    mask = (
+        torch.full((SEQ, SEQ), -inf, dtype=torch.bfloat16).triu(1)[None, None]
+        if kernel == "eager"
+        else None
+    )
+    output = model.model.layers[0](
+        hidden, attention_mask=mask, position_embeddings=angles, position_ids=None
+    )
     with FlopCounterMode(display=False) as products, MovedBytes(least=1024) as counted:
         output.sum().backward()
     return products.get_total_flops(), counted.moved
@@ -49,8 +58,18 @@ def backward(recompute: str, kernel: str) -> tuple[int, Counter[str]]:
 
 def predicted(machine: Machine, kernel: str) -> float:
     """Seconds that recomputation adds to a block."""
-    job = Job(Architecture.from_config(CONFIG), Layout(), SEQ, 1, 1, stack=replace(OURS, flash=kernel != "eager"))
-    again, once = (work_of(replace(job, recompute=word), machine).blocks[0].backward for word in ("selective", "none"))
+    job = Job(
+        Architecture.from_config(CONFIG),
+        Layout(),
+        SEQ,
+        1,
+        1,
+        stack=replace(OURS, flash=kernel != "eager"),
+    )
+    again, once = (
+        work_of(replace(job, recompute=word), machine).blocks[0].backward
+        for word in ("selective", "none")
+    )
     return again - once
 
 
@@ -71,4 +90,6 @@ def test_element_wise_operations_stream_again() -> None:
     assert selective[0] == none[0]
     assert not any("attention" in name or name in ("mm", "addmm", "bmm") for name in again), again
     assert {"mul", "add", "neg", "cat", "silu", "pow"} <= set(again), again
-    assert predicted(machine(operations=inf, bandwidth=1.0), "sdpa") == pytest.approx(sum(again.values()), rel=0.25)
+    assert predicted(machine(operations=inf, bandwidth=1.0), "sdpa") == pytest.approx(
+        sum(again.values()), rel=0.25
+    )

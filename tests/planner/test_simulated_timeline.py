@@ -1,4 +1,5 @@
-"""The list of actions that is played, against the trace of a real run whose actions are made equally long by sleeping."""
+"""The list of actions that is played, against the trace of a real run whose actions are made
+equally long by sleeping."""
 
 import time
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ from ranks import run_ranks
 from reference import Recipe, data
 from torch.utils.data import DataLoader
 
-from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.app.planner.timeline import StageSeconds, play
+from lightning_3d.layout.pipeline_orders import training_order
 
 UNITS = {"forward": 1, "backward": 2, "input gradient": 1, "weight gradient": 1}
 LETTERS = {"forward": "F", "backward": "B", "input gradient": "I", "weight gradient": "W"}
@@ -30,7 +31,9 @@ class Times(pl.Callback):
         self.unit = unit
         self.events: dict[int, Any] = {}
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == STEP - 1:
             recorder = trainer.strategy.engine.recorder
             span = recorder.span
@@ -40,7 +43,9 @@ class Times(pl.Callback):
                 start = time.perf_counter()
                 with span(kind, *where):
                     yield
-                    time.sleep(max(0.0, UNITS.get(kind, 0) * self.unit - (time.perf_counter() - start)))
+                    time.sleep(
+                        max(0.0, UNITS.get(kind, 0) * self.unit - (time.perf_counter() - start))
+                    )
 
             recorder.span = lasting
 
@@ -55,14 +60,17 @@ def traced(layout: str, ranks: int, schedule: str, unit: float) -> dict[int, Any
 
     recipe = Recipe(steps=STEP, layers=8, global_batch=MICRO_BATCHES)
     times = Times(unit)
-    strategy = Lightning3DStrategy(layout, micro_batch_size=1, schedule=schedule, trace_every_n_steps=STEP)
+    strategy = Lightning3DStrategy(
+        layout, micro_batch_size=1, schedule=schedule, trace_every_n_steps=STEP
+    )
     trainer = quiet_trainer(strategy=strategy, devices=ranks, max_steps=STEP, callbacks=[times])
     trainer.fit(Module(recipe), DataLoader(Rows(data(recipe)), batch_size=MICRO_BATCHES))
     return times.events
 
 
 def largest_lag(schedule: str, vp: int, unit: float) -> float:
-    """By how much the start or the end of any action differs from what is played, as a share of the step."""
+    """By how much the start or the end of any action differs from what is played, as a share of the
+    step."""
     layout = "pp4" if vp == 1 else f"pp4_vp{vp}"
     events = run_ranks(traced, 4, layout, 4, schedule, unit, timeout=240, process_group=False)[0]
     order = training_order(schedule, 4, vp, MICRO_BATCHES)
@@ -105,4 +113,7 @@ def test_a_real_run_does_what_is_played_when_it_is_played(schedule: str, vp: int
         print(f"{schedule}: {unit} s a unit, {lags[-1]:.1%} of the step late at most")
         if lags[-1] <= 0.1:
             return
-    pytest.fail(f"The actions of {schedule} differ by {', '.join(f'{lag:.1%}' for lag in lags)} of the step from when they are played.")
+    pytest.fail(
+        f"The actions of {schedule} differ by {', '.join(f'{lag:.1%}' for lag in lags)} of the step"
+        " from when they are played."
+    )

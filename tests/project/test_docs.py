@@ -1,7 +1,9 @@
-"""README and docs: every block of code and every command is right, pages are built without a warning, and references are not stale.
+"""README and docs: every block of code and every command is right, pages are built without a
+warning, and references are not stale.
 
-By default commands are composed and checked as the command line would, Python is run where it needs no folder of weights, and refusals are
-compared with what is shown. `test_docs_run.py` runs the commands.
+By default commands are composed and checked as the command line would, Python is run where it needs
+no folder of weights, and refusals are compared with what is shown. `test_docs_run.py` runs the
+commands.
 """
 
 import ast
@@ -56,7 +58,9 @@ PYTHON = [block for block in ALL if block.language == "python"]
 
 def script(name: str) -> Any:
     """A Python file of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", REPOSITORY / "docs" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"docs_{name}", REPOSITORY / "docs" / f"{name}.py"
+    )
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -89,10 +93,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_run(overrides: list[str], needs: str | None, folder: Path) -> None:
     """Compose and check as `trainer.dry=true` does."""
     if needs == "GPU" and any(word.startswith("model.pretrained=") for word in overrides):
-        overrides = [word for word in overrides if not word.startswith("model.pretrained=")]  # of a size that is not here
-    overrides = [word.replace("file://mine", f"file://{folder}/mine") for word in here(overrides, folder)]
+        # of a size that is not here
+        overrides = [word for word in overrides if not word.startswith("model.pretrained=")]
+    overrides = [
+        word.replace("file://mine", f"file://{folder}/mine") for word in here(overrides, folder)
+    ]
     # what Hydra's own keys name is no part of the composition
-    own = [word for word in overrides if not word.startswith(("hydra.", "hydra/", "trainer.resume="))]
+    own = [
+        word for word in overrides if not word.startswith(("hydra.", "hydra/", "trainer.resume="))
+    ]
     path = [word for word in overrides if word.startswith("hydra.searchpath=")]
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config = compose("config", overrides=[*path, *own, "++trainer.dry=true"])
@@ -128,7 +137,12 @@ def check_command(command: Command, folder: Path) -> None:
 
 @functools.cache
 def help_of(name: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "lightning_3d", name, "--help"], env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_3d", name, "--help"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0
     return done.stdout
 
@@ -136,7 +150,9 @@ def help_of(name: str) -> str:
 def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
     """Of `lightning-3d`, other than train."""
     if name == "launch":
-        assert launch([*here(arguments, folder), *(() if "--dry" in arguments else ("--dry",))]) == 0
+        assert (
+            launch([*here(arguments, folder), *(() if "--dry" in arguments else ("--dry",))]) == 0
+        )
     elif name == "verify" and (script := split_script(arguments))[1]:
         import_module("lightning_3d.app.cli.verify").COMMAND.parse(script[0])
     elif name in ("plan", "profile", "dryrun", "verify"):
@@ -144,12 +160,32 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
         if name == "plan":  # which chooses the layout
             size = re.search(r"cluster=\w+_(\d+)x(\d+)", " ".join(overrides))
             ranks = int(size[1]) * int(size[2]) if size else 1
-            overrides = [*overrides, f"parallelism=dp{ranks}", "parallelism.micro_batch_size=1", "force=true"]
-        check_run(without_options([word for word in overrides if not word.startswith("rank=")]), None, folder)
+            overrides = [
+                *overrides,
+                f"parallelism=dp{ranks}",
+                "parallelism.micro_batch_size=1",
+                "force=true",
+            ]
+        check_run(
+            without_options([word for word in overrides if not word.startswith("rank=")]),
+            None,
+            folder,
+        )
     elif name == "selftest":
         assert main([name, *arguments, "--list"]) == 0
     else:
-        others = ("run", "doctor", "draft-plan", "evaluate", "export", "generate", "import", "inspect", "report", "tokenize")
+        others = (
+            "run",
+            "doctor",
+            "draft-plan",
+            "evaluate",
+            "export",
+            "generate",
+            "import",
+            "inspect",
+            "report",
+            "tokenize",
+        )
         assert name in others, f"there is no lightning-3d {name}"
         text = help_of(name)
         for option in (word for word in arguments if word.startswith("--")):
@@ -158,7 +194,9 @@ def check_subcommand(name: str, arguments: list[str], folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({command.block.page for command in COMMANDS}))
-def test_commands_are_right(page: str, folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_right(
+    page: str, folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Their keys, options and layouts are taken, each alone and together."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(folders)
@@ -175,19 +213,26 @@ def test_commands_are_right(page: str, folders: Path, monkeypatch: pytest.Monkey
 def test_refusals_are_as_shown() -> None:
     """`...` stands for anything."""
     assert len(SHOWN) > 10
-    for command, done in zip(SHOWN, run_commands([command.words[1:] for command in SHOWN]), strict=True):
+    for command, done in zip(
+        SHOWN, run_commands([command.words[1:] for command in SHOWN]), strict=True
+    ):
         assert command.words[0] == "lightning-3d"
         pattern = ".*?".join(map(re.escape, command.output.split("...")))
-        assert re.fullmatch(pattern, done.output.strip("\n"), re.DOTALL), f"{command.name} prints\n{done.output}"
+        assert re.fullmatch(pattern, done.output.strip("\n"), re.DOTALL), (
+            f"{command.name} prints\n{done.output}"
+        )
         assert done.code == 2 and not done.left
 
 
 def messages() -> Iterator[str]:
-    """Every string of the package, with `.*` for what is filled in, and for what is between two strings."""
+    """Every string of the package, with `.*` for what is filled in, and for what is between two
+    strings."""
     for file in (REPOSITORY / "lightning_3d").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)  # type: ignore[misc]
+                yield "".join(
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                )  # type: ignore[misc]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
@@ -198,14 +243,20 @@ def test_messages_are_those_of_the_code() -> None:
     page = REPOSITORY / "docs" / "troubleshooting.md"
     quoted = re.findall(r"^\| `(.*?)` \|", page.read_text(), re.M)
     for block in ALL:
-        quoted += block.text.splitlines() if block.page == "docs/troubleshooting.md" and block.language == "text" else []
+        quoted += (
+            block.text.splitlines()
+            if block.page == "docs/troubleshooting.md" and block.language == "text"
+            else []
+        )
     assert len(quoted) > 10
     texts = set(messages())
     long = [text for text in texts if len(re.findall("[a-z]", text)) > 10]
     plain = "\n".join(text.replace("\0", "...") for text in texts)
     for message in quoted:
         likely = (text for text in long if all(part in message for part in text.split("\0")))
-        found = message in plain or any(re.search(".+?".join(map(re.escape, text.split("\0"))), message) for text in likely)
+        found = message in plain or any(
+            re.search(".+?".join(map(re.escape, text.split("\0"))), message) for text in likely
+        )
         assert found, f"no code says {message!r}"
 
 
@@ -213,13 +264,19 @@ def test_messages_are_those_of_the_code() -> None:
 
 
 def names_of(tree: ast.AST, kind: type[ast.expr_context]) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
+    return {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, kind)
+    }
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
 def test_names_of_a_python_block_are_given(block: Block) -> None:
     tree = ast.parse(block.text)
-    made = names_of(tree, ast.Store) | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    made = names_of(tree, ast.Store) | {
+        node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)
+    }
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             made |= {(name.asname or name.name).partition(".")[0] for name in node.names}
@@ -257,7 +314,14 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("block", CASES)
 def test_python_runs(block: Block, tmp_path: Path) -> None:
-    run_ranks(run_block, int(block.notes.get("ranks", "1")), block.text, block.given, str(tmp_path), process_group=False)
+    run_ranks(
+        run_block,
+        int(block.notes.get("ranks", "1")),
+        block.text,
+        block.given,
+        str(tmp_path),
+        process_group=False,
+    )
 
 
 def test_hydra_block_composes(tmp_path: Path) -> None:
@@ -278,16 +342,26 @@ def test_hydra_block_composes(tmp_path: Path) -> None:
 def test_reference_is_not_stale() -> None:
     """`python docs/reference.py` would change nothing."""
     reference = script("reference")
-    pages = [page for page in (REPOSITORY / "docs").glob("*.md") if "<!-- generated: " in page.read_text()]
+    pages = [
+        page
+        for page in (REPOSITORY / "docs").glob("*.md")
+        if "<!-- generated: " in page.read_text()
+    ]
     assert {page.name for page in pages} >= {"configuration.md", "recipes.md"}
     for page in pages:
-        assert reference.filled(page.read_text("utf-8")) == page.read_text("utf-8"), f"{page.name}: run python docs/reference.py"
+        assert reference.filled(page.read_text("utf-8")) == page.read_text("utf-8"), (
+            f"{page.name}: run python docs/reference.py"
+        )
     parts = re.findall(r"<!-- generated: ([\w/]+) -->", "".join(page.read_text() for page in pages))
     assert sorted(parts) == sorted(reference.PARTS)
 
 
 def documented_keys() -> set[str]:
-    return set(re.findall(r"^\| `([\w.]+)` \|", (REPOSITORY / "docs" / "configuration.md").read_text(), re.M))
+    return set(
+        re.findall(
+            r"^\| `([\w.]+)` \|", (REPOSITORY / "docs" / "configuration.md").read_text(), re.M
+        )
+    )
 
 
 def test_reference_has_every_key() -> None:
@@ -295,8 +369,14 @@ def test_reference_has_every_key() -> None:
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config = compose("config", overrides=["cluster=h100_sxm"])
     groups = ("parallelism", "trainer", "cluster", "optimizer", "precision", "data")
-    keys = {f"{group}.{key}" for group in groups for key in leaves(config[group])} | {"seed", "force", "run_folder"}
-    assert {key for key in keys if not key.rpartition(".")[2].startswith("_")} - {"data.name"} <= documented_keys()
+    keys = {f"{group}.{key}" for group in groups for key in leaves(config[group])} | {
+        "seed",
+        "force",
+        "run_folder",
+    }
+    assert {key for key in keys if not key.rpartition(".")[2].startswith("_")} - {
+        "data.name"
+    } <= documented_keys()
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[str]:
@@ -308,7 +388,9 @@ def leaves(config: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-KEY = re.compile(r"`((?:parallelism|trainer|cluster|optimizer|precision)\.[\w.]+)=[^`]*`|`(parallelism\.[\w.]+)`")
+KEY = re.compile(
+    r"`((?:parallelism|trainer|cluster|optimizer|precision)\.[\w.]+)=[^`]*`|`(parallelism\.[\w.]+)`"
+)
 
 
 def test_keys_in_the_text_exist() -> None:
@@ -325,19 +407,47 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason='Not installed: pip install "lightning-3d[docs]"')
+@pytest.mark.skipif(
+    importlib.util.find_spec("material") is None,
+    reason='Not installed: pip install "lightning-3d[docs]"',
+)
 def test_pages_are_built_without_a_warning(tmp_path: Path) -> None:
     """And ask no host for anything."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    nothing = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment(**nothing), capture_output=True, text=True, check=False, timeout=240)
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
+    nothing = {
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+        "NO_MKDOCS_2_WARNING": "1",
+    }
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment(**nothing),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     pages = {page.name: page.read_text("utf-8") for page in (tmp_path / "site").glob("*.html")}
     assert {f"{page.stem}.html" for page in PAGES[1:]} <= set(pages)
     for name, text in pages.items():
-        loaded = re.findall(r"<(?:script|img|iframe|source)[^>]*?src=\"?([^\" >]+)|<link[^>]*?href=\"?([^\" >]+)", text)
-        assert not [a or b for a, b in loaded if (a or b).startswith(("http:", "https:", "//"))], name
+        loaded = re.findall(
+            r"<(?:script|img|iframe|source)[^>]*?src=\"?([^\" >]+)|<link[^>]*?href=\"?([^\" >]+)",
+            text,
+        )
+        assert not [a or b for a, b in loaded if (a or b).startswith(("http:", "https:", "//"))], (
+            name
+        )
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])

@@ -1,4 +1,5 @@
-"""The sweep over the families of Transformers: what it finds, what it calls it, and the families that need a repair of their own."""
+"""The sweep over the families of Transformers: what it finds, what it calls it, and the families
+that need a repair of their own."""
 
 import csv
 import sys
@@ -36,7 +37,11 @@ PARTS = 8  # of all families, so that `make test-full` can continue after each
 
 EXACT = [
     ("longcat_flash", "tp2", "experts without weights count once"),
-    ("inkling2_text", "tp2", "a fused tensor is cut in both halves, though the family declares one run"),
+    (
+        "inkling2_text",
+        "tp2",
+        "a fused tensor is cut in both halves, though the family declares one run",
+    ),
     ("gemma3n_text", "tp2", "an activation looks at whole rows"),
     ("gemma4_text", "tp2", "blocks get more than hidden states that has a row for every token"),
     ("reformer", "zero3", "blocks run again in a backward of their own"),
@@ -47,7 +52,11 @@ EXACT = [
     ("rwkv", "cp2", "its MLPs see the token before"),
     ("qwen3_next", "tp2_cp2", "plain attention next to gated delta nets"),
     ("llama4_text", "cp2", "attention in chunks"),
-    ("llama4_text", "tp2_pp2", "with sequence parallelism, a mixture returns the rows one after the other"),
+    (
+        "llama4_text",
+        "tp2_pp2",
+        "with sequence parallelism, a mixture returns the rows one after the other",
+    ),
     ("deepseek_v32", "cp2", "an indexer reads whole masks"),
     ("bart", "cp2", "its own forward computes the loss"),
 ]
@@ -63,7 +72,9 @@ REFUSED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "why"), by_default(EXACT, 1, 4, 6), ids=name)
-def test_families_that_compute_what_one_process_computes(matrix: Matrix, family: str, layout: str, why: str) -> None:
+def test_families_that_compute_what_one_process_computes(
+    matrix: Matrix, family: str, layout: str, why: str
+) -> None:
     verdict = matrix.run(family, layout).verdict
     assert verdict.kind == "exact", (why, verdict)
 
@@ -88,21 +99,29 @@ VARIED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout", "variant", "why"), by_default(VARIED, 0, 3, 6), ids=name)
+@pytest.mark.parametrize(
+    ("family", "layout", "variant", "why"), by_default(VARIED, 0, 3, 6), ids=name
+)
 def test_variants(family: str, layout: str, variant: str, why: str) -> None:
     verdict = Matrix(timeout=120, pool=POOL, variant=variant).run(family, layout).verdict
     assert verdict.kind == "exact", (why, verdict)
 
 
 def test_a_family_without_routers_has_no_loss_of_routers() -> None:
-    assert "no routers" in Matrix(timeout=120, pool=POOL, variant="routers").run("llama", "tp2").verdict.detail
+    assert (
+        "no routers"
+        in Matrix(timeout=120, pool=POOL, variant="routers").run("llama", "tp2").verdict.detail
+    )
 
 
 @pytest.mark.full
 def test_rounding_is_told_from_error_in_float64(matrix: Matrix) -> None:
-    """Some gradients of Qwen 4's A_log are 1e-9, of which float32 knows one digit and Adam makes a step."""
+    """Some gradients of Qwen 4's A_log are 1e-9, of which float32 knows one digit and Adam makes a
+    step."""
     verdict = matrix.run("qwen4_exp_text", "ep2_dp2").verdict
-    assert verdict.kind == "exact" and "A_log" in verdict.detail and "in float64" in verdict.detail, verdict
+    assert (
+        verdict.kind == "exact" and "A_log" in verdict.detail and "in float64" in verdict.detail
+    ), verdict
     assert verdict.error is not None and verdict.error.weight < 1e-10
 
 
@@ -125,7 +144,9 @@ def test_a_third_of_the_families_is_held_out(monkeypatch: pytest.MonkeyPatch) ->
     held = set(filter(is_held_out, known))
     assert 0.25 < len(held) / len(known) < 0.4
     tried: list[str] = []
-    monkeypatch.setattr("family_matrix.sweep", lambda chosen, *others: tried.extend(chosen) or iter(()))
+    monkeypatch.setattr(
+        "family_matrix.sweep", lambda chosen, *others: tried.extend(chosen) or iter(())
+    )
     main(["--held-out", "only"])
     assert tried == [family for family in known if family in held]
     tried.clear()
@@ -138,8 +159,20 @@ def test_the_page_counts_families_that_are_held_out() -> None:
     numbers = {"loss": "1e-7", "norm": "2e-7"}
     rows = [
         {"family": "llama", "layout": "tp2", "verdict": "exact", "detail": "", **numbers},
-        {"family": "mistral", "layout": "tp2", "verdict": "refused", "detail": "PlanError: no", **numbers},
-        {"family": "git", "layout": "tp2", "verdict": "no reference", "detail": "an image", **numbers},
+        {
+            "family": "mistral",
+            "layout": "tp2",
+            "verdict": "refused",
+            "detail": "PlanError: no",
+            **numbers,
+        },
+        {
+            "family": "git",
+            "layout": "tp2",
+            "verdict": "no reference",
+            "detail": "an image",
+            **numbers,
+        },
     ]
     text = page(rows, {"with padding": [{**rows[0], "verdict": "WRONG"}]})
     assert "| tp2 | 1 | 1 | 1 | 1 of 1 | 0 of 1 |" in text
@@ -148,9 +181,15 @@ def test_the_page_counts_families_that_are_held_out() -> None:
 
 def test_the_page_calls_only_families_without_experts_dense() -> None:
     refused = {"layout": "ep2_dp2", "verdict": "refused", "detail": "PlanError: no"}
-    text = page([{"family": family, **refused} for family in ("llama", "gpt2", "dbrx", "llama4")], {})
+    text = page(
+        [{"family": family, **refused} for family in ("llama", "gpt2", "dbrx", "llama4")], {}
+    )
     assert "(they have no experts): `gpt2`, `llama`." in text
-    assert "| dbrx | refused |" in text and "| llama4 | refused |" in text and "- **dbrx** ep2_dp2: no" in text
+    assert (
+        "| dbrx | refused |" in text
+        and "| llama4 | refused |" in text
+        and "- **dbrx** ep2_dp2: no" in text
+    )
 
 
 def test_every_family_has_a_tiny_configuration() -> None:
@@ -166,7 +205,9 @@ def run_with(weights: torch.Tensor, losses: tuple[float, ...] = (4.0, 3.9)) -> R
 
 
 def part_with(weights: torch.Tensor, losses: tuple[float, ...] = (4.0, 3.9)) -> Part:
-    return Part(list(losses), [1.0, 1.0], {"model.w": weights}, {"model.w": replicated("model.w", (4,), 1)})
+    return Part(
+        list(losses), [1.0, 1.0], {"model.w": weights}, {"model.w": replicated("model.w", (4,), 1)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +234,11 @@ class Answers:
         self.answer = answer
 
     def run(self, function: Any, world_size: int, arguments: tuple[Any, ...], *others: Any) -> Any:
-        return [Reference(run_with(torch.ones(4)), Difference(0.0, 0.0, 0.0))] if world_size == 1 else self.answer()
+        return (
+            [Reference(run_with(torch.ones(4)), Difference(0.0, 0.0, 0.0))]
+            if world_size == 1
+            else self.answer()
+        )
 
     def close(self) -> None: ...
 
@@ -217,7 +262,9 @@ def test_verdicts_on_what_ranks_do(answer: Callable[[], Any], kind: str) -> None
     assert Matrix(timeout=1, pool=pool).run("llama", "tp2").verdict.kind == kind
 
 
-def test_a_wrong_cell_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_cell_ends_with_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pool = Answers(lambda: [part_with(torch.zeros(4))] * 2)
     monkeypatch.setattr("family_matrix.RankPool", lambda **limits: pool)
     assert main(["--layouts", "tp2", "--families", "llama"]) == 1

@@ -17,14 +17,17 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "fuzz.py"
 @pytest.mark.timeout(1500)
 def test_f22_whatever_is_read_ends_in_a_result_or_a_message(cases: int) -> None:
     command = [sys.executable, str(TOOL), "--cases", str(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1400, check=False, env=environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1400, check=False, env=environment()
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "each case ended in a result or in one message" in done.stdout
 
 
 @pytest.mark.slow
 def test_the_fuzzer_would_tell() -> None:
-    """A case that computes or waits too long, raises something else, writes elsewhere, or runs code of the input is an error."""
+    """A case that computes or waits too long, raises something else, writes elsewhere, or runs code
+    of the input is an error."""
     script = f"""
 import os, sys
 sys.path.insert(0, {str(TOOL.parent)!r})
@@ -57,7 +60,16 @@ class Broken(fuzz.Fuzzer):
 fuzz.Fuzzer = Broken
 print("errors:", len(fuzz.fuzz(1, 0, list(fuzz.SHARES))))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert "errors: 5" in done.stdout and done.stdout.count("longer than 1 s") == 2, done.stdout + done.stderr
-    for words in ("in waits", "KeyError: 'version'", "elsewhere was written into the folder", "code of the input was run"):
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "errors: 5" in done.stdout and done.stdout.count("longer than 1 s") == 2, (
+        done.stdout + done.stderr
+    )
+    for words in (
+        "in waits",
+        "KeyError: 'version'",
+        "elsewhere was written into the folder",
+        "code of the input was run",
+    ):
         assert words in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Each default test is run by exactly one of `make test` and `make test-slow`, and continuous integration runs both."""
+"""Each default test is run by exactly one of `make test` and `make test-slow`, and continuous
+integration runs both."""
 
 import itertools
 import re
@@ -13,7 +14,9 @@ MARKS = ("slow", "full", "faults", "cuda", "gpu")
 
 def expression(target: str) -> str:
     """The marks that a target of the Makefile selects."""
-    commands = subprocess.run(["make", "--dry-run", target], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    commands = subprocess.run(
+        ["make", "--dry-run", target], cwd=REPOSITORY, check=True, capture_output=True, text=True
+    ).stdout
     words = shlex.split(next(line for line in commands.splitlines() if "-m pytest" in line))
     return words[words.index("-m", words.index("pytest")) + 1]
 
@@ -25,7 +28,9 @@ def selected(marks: str) -> set[tuple[bool, ...]]:
 
 
 def test_every_default_test_is_in_one_of_both() -> None:
-    options = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    options = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"][
+        "ini_options"
+    ]["addopts"]
     words = shlex.split(options)
     quick, slow = selected(expression("test")), selected(expression("test-slow"))
     assert quick and slow and not quick & slow

@@ -129,7 +129,9 @@ def test_the_place_is_the_line_of_the_text(root: Path) -> None:
 
 def test_the_comments_of_the_configuration_are_help(root: Path) -> None:
     assert messages(root, ["conf"]) == [
-        Message("conf/base.yaml", 1, "help", "comment", "A whole run. See the documentation for more."),
+        Message(
+            "conf/base.yaml", 1, "help", "comment", "A whole run. See the documentation for more."
+        ),
         Message("conf/base.yaml", 3, "help", "comment", "of a block; null: all of them"),
         Message("conf/base.yaml", 8, "help", "yaml", "Trains a model."),
     ]
@@ -148,8 +150,15 @@ def printed(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str) -> 
 def test_options(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = "lightning_3d/inner/check.py:"
     warned = 1 + next(number for number, line in enumerate(ERRORS.splitlines()) if "is old" in line)
-    assert printed(capsys, root, "--kind", "warning", "--grep", "old") == [f"{place}{warned}  warning (warn)", "    {parser} is old."]
-    assert [line for line in printed(capsys, root, "--folder", "conf") if not line.startswith((" ", "conf/"))] == []
+    assert printed(capsys, root, "--kind", "warning", "--grep", "old") == [
+        f"{place}{warned}  warning (warn)",
+        "    {parser} is old.",
+    ]
+    assert [
+        line
+        for line in printed(capsys, root, "--folder", "conf")
+        if not line.startswith((" ", "conf/"))
+    ] == []
     assert printed(capsys, root, "--folder", "lightning_3d/in") == []
     assert [line for line in printed(capsys, root, "--long", "8") if line[0] == " "] == [
         "    This sentence is shown by nothing that can be seen here.",
@@ -157,8 +166,13 @@ def test_options(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     some = printed(capsys, root, "--random", "3", "--seed", "4", "--markdown")
     assert some[:2] == ["| place | kind | message |", "| --- | --- | --- |"] and len(some) == 5
     assert printed(capsys, root, "--random", "3", "--seed", "4", "--markdown") == some
-    assert any(printed(capsys, root, "--random", "3", "--seed", str(seed), "--markdown") != some for seed in range(5, 9))
-    table = printed(capsys, root, "--folder", "lightning_3d", "--grep", "Does a thing", "--markdown")
+    assert any(
+        printed(capsys, root, "--random", "3", "--seed", str(seed), "--markdown") != some
+        for seed in range(5, 9)
+    )
+    table = printed(
+        capsys, root, "--folder", "lightning_3d", "--grep", "Does a thing", "--markdown"
+    )
     assert table[2:] == [f"| `{place}8` | help | tool [--fast]<br><br>Does a thing. |"]
 
 
@@ -166,8 +180,13 @@ def test_options(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_package_is_listed() -> None:
     """Among them one of each kind, however the modules are called."""
     found = messages()
-    texts = {kind: [each.text for each in found if each.kind == kind] for kind in ("error", "warning", "output", "help")}
+    texts = {
+        kind: [each.text for each in found if each.kind == kind]
+        for kind in ("error", "warning", "output", "help")
+    }
     assert len(texts["error"]) > 500 and len(texts["help"]) > 200
-    assert any("parallelism" in text for text in texts["help"]) and any("checkpoint" in text for text in texts["output"])
+    assert any("parallelism" in text for text in texts["help"]) and any(
+        "checkpoint" in text for text in texts["output"]
+    )
     places = [(each.path, each.line, each.text) for each in found]
     assert len(set(places)) == len(places), "each once"

@@ -28,5 +28,10 @@ def test_no_file_imports_from_a_test_file() -> None:
 def test_such_imports_are_found(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("import test_one\n")
     (tmp_path / "test_two.py").write_text("def test() -> None:\n    from test_one import helper\n")
-    (tmp_path / "helpers.py").write_text('SCRIPT = """\nimport tests.test_two as two\nimport test_tool\n"""\n')
-    assert imports_of_test_files(tmp_path) == ["helpers.py imports test_two", "test_two.py imports test_one"]
+    (tmp_path / "helpers.py").write_text(
+        'SCRIPT = """\nimport tests.test_two as two\nimport test_tool\n"""\n'
+    )
+    assert imports_of_test_files(tmp_path) == [
+        "helpers.py imports test_two",
+        "test_two.py imports test_one",
+    ]

@@ -1,4 +1,5 @@
-"""Memory is in GiB wherever a user reads it; GB is for GPUs as they are sold, bandwidths, files and messages."""
+"""Memory is in GiB wherever a user reads it; GB is for GPUs as they are sold, bandwidths, files and
+messages."""
 
 import re
 from pathlib import Path
@@ -8,7 +9,11 @@ from command_line import REPOSITORY
 
 SOLD = r"\(80 GB\)|A100 80 GB|[AH]\d00-\d+GB|GPU has \d+ GB|sold with 80 GB"
 NO_MEMORY = r"[\d.]+ ?GB(?:/s| of weights (?:between nodes|from the folder))|such as GB and GB/s"
-PAGES = sorted(path for pattern in ("docs/*.md", "recipes/*.yaml", "README.md") for path in REPOSITORY.glob(pattern))
+PAGES = sorted(
+    path
+    for pattern in ("docs/*.md", "recipes/*.yaml", "README.md")
+    for path in REPOSITORY.glob(pattern)
+)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

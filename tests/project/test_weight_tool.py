@@ -19,5 +19,10 @@ def test_a_folder_is_described(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "one.py").write_text("class Twice: pass\n")
-    (package / "two.py").write_text(f"from package.one import Twice as T\nclass Twice(T): pass\nx = '{'y' * 100}'\n")
-    assert "2 files, 1 modules with one importer, 1 class names used more than once, 1 lines over 100 columns" in report(package)
+    (package / "two.py").write_text(
+        f"from package.one import Twice as T\nclass Twice(T): pass\nx = '{'y' * 100}'\n"
+    )
+    assert (
+        "2 files, 1 modules with one importer, 1 class names used more than once, 1 lines over 100"
+        " columns" in report(package)
+    )

@@ -1,4 +1,5 @@
-"""No message uses a word for which the glossary has a plainer one. `tools/messages.py --grep` lists the messages with a word."""
+"""No message uses a word for which the glossary has a plainer one. `tools/messages.py --grep` lists
+the messages with a word."""
 
 import re
 import sys

@@ -1,4 +1,5 @@
-"""Ranks that torchrun starts again find each other, not what the ranks before them left in its store."""
+"""Ranks that torchrun starts again find each other, not what the ranks before them left in its
+store."""
 
 import threading
 
@@ -8,7 +9,9 @@ from torch.distributed import HashStore
 from lightning_3d.ranks.attempts import name_attempt
 
 
-def names(store: HashStore, ranks: list[int], world_size: int, seconds: float = 60) -> dict[int, str]:
+def names(
+    store: HashStore, ranks: list[int], world_size: int, seconds: float = 60
+) -> dict[int, str]:
     found: dict[int, str] = {}
 
     def join(rank: int) -> None:
@@ -25,7 +28,9 @@ def names(store: HashStore, ranks: list[int], world_size: int, seconds: float = 
 def test_attempts_have_names_of_their_own() -> None:
     store = HashStore()
     attempts = [names(store, [3, 1, 0, 2], 4) for _ in range(5)]
-    assert all(sorted(found) == [0, 1, 2, 3] and len(set(found.values())) == 1 for found in attempts)
+    assert all(
+        sorted(found) == [0, 1, 2, 3] and len(set(found.values())) == 1 for found in attempts
+    )
     assert len({found[0] for found in attempts}) == 5
 
 

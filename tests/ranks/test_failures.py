@@ -1,4 +1,5 @@
-"""Failures told once over a store, where no process supervises the ranks: torchrun, SLURM, a user's own script."""
+"""Failures told once over a store, where no process supervises the ranks: torchrun, SLURM, a user's
+own script."""
 
 import io
 import os
@@ -31,13 +32,18 @@ CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by pee
 @pytest.fixture
 def stores() -> list[TCPStore]:
     """One connection to the same store for each of three ranks."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    server = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
     others = [TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(WORLD - 1)]
     return [server, *others]
 
 
-def finish_all(stores: list[TCPStore], errors: list[BaseException], later: set[int], patience: float = 60.0) -> list[tuple[int, str]]:
-    """Exit code and output of each rank. Those of `later` fail after one of the others has posted its failure."""
+def finish_all(
+    stores: list[TCPStore], errors: list[BaseException], later: set[int], patience: float = 60.0
+) -> list[tuple[int, str]]:
+    """Exit code and output of each rank. Those of `later` fail after one of the others has posted
+    its failure."""
     ended: dict[int, tuple[int, str]] = {}
 
     def end(rank: int) -> None:
@@ -73,7 +79,9 @@ def test_lost_peers_wait_for_the_cause(stores: list[TCPStore]) -> None:
 def test_lost_peers_alone_are_shown_once(stores: list[TCPStore]) -> None:
     ended = finish_all(stores, [CLOSED, CLOSED, CLOSED], set(), patience=1.0)
     assert sorted(bool(output) for _, output in ended) == [False, False, True]
-    assert "because another rank disappeared without an error" in "".join(output for _, output in ended)
+    assert "because another rank disappeared without an error" in "".join(
+        output for _, output in ended
+    )
 
 
 def test_a_mistake_that_all_ranks_find_is_shown_once(stores: list[TCPStore]) -> None:
@@ -111,7 +119,11 @@ def test_single_process_shows_its_own_failure() -> None:
 
 
 def test_exit_codes() -> None:
-    errors: list[tuple[BaseException, int]] = [(LayoutError("x"), 2), (ValueError(), 1), (KeyboardInterrupt(), 130)]
+    errors: list[tuple[BaseException, int]] = [
+        (LayoutError("x"), 2),
+        (ValueError(), 1),
+        (KeyboardInterrupt(), 130),
+    ]
     errors += [(SystemExit(3), 3), (SystemExit(None), 0), (SystemExit("words"), 1)]
     assert [exit_code_of(error) for error, _ in errors] == [code for _, code in errors]
 
@@ -180,14 +192,12 @@ def run_script(body: str, ranks: int = 2) -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_uncaught_exception_is_printed_by_the_rank_that_failed_only() -> None:
-    ended = run_script(
-        """
+    ended = run_script("""
         if rank == 1:
             raise ValueError("boom")
         time.sleep(0.5)
         raise RuntimeError("Connection closed by peer")
-        """
-    )
+        """)
     assert [code for code, _ in ended] == [1, 1]
     assert ended[0][1] == ""
     assert ended[1][1].count("ValueError: boom") == 1
@@ -195,20 +205,17 @@ def test_uncaught_exception_is_printed_by_the_rank_that_failed_only() -> None:
 
 @pytest.mark.slow
 def test_rank_that_waits_for_ever_is_ended_when_another_fails() -> None:
-    ended = run_script(
-        """
+    ended = run_script("""
         if rank == 1:
             raise LayoutError("It does not fit.")
         time.sleep(600)
-        """
-    )
+        """)
     assert ended == [(2, ""), (2, "lightning_3d: It does not fit.\n")]
 
 
 @pytest.mark.full
 def test_script_that_catches_a_failure_and_trains_again_is_told_of_the_next() -> None:
-    ended = run_script(
-        """
+    ended = run_script("""
         from lightning_3d.ranks.reporter import show_refusals_plainly
         try:
             raise ValueError("caught on all ranks")
@@ -220,19 +227,20 @@ def test_script_that_catches_a_failure_and_trains_again_is_told_of_the_next() ->
         again.watch()
         time.sleep(1 - rank)
         raise ValueError(f"not caught on rank {rank}")
-        """
-    )
+        """)
     assert [code for code, _ in ended] == [1, 1]
     told = "".join(error for _, error in ended)
-    assert "not caught on rank 1" in told and "caught on all ranks" not in told.replace("not caught", "")
+    assert "not caught on rank 1" in told and "caught on all ranks" not in told.replace(
+        "not caught", ""
+    )
     assert told.count("lightning_3d: rank") == 1
 
 
 @pytest.mark.full
 def test_watcher_inside_a_store_does_not_abort_a_process_that_ends() -> None:
-    """A daemon thread that returns from C++ code after the interpreter has ended aborts the process with SIGABRT."""
-    ended = run_script(
-        """
+    """A daemon thread that returns from C++ code after the interpreter has ended aborts the process
+    with SIGABRT."""
+    ended = run_script("""
         class Busy:
             def first(self):
                 while time.monotonic() < until:
@@ -240,19 +248,16 @@ def test_watcher_inside_a_store_does_not_abort_a_process_that_ends() -> None:
         board, until, reporter._board = reporter._board, time.monotonic() + 2.5, Busy()
         time.sleep(1.5)
         sys.exit(3)
-        """
-    )
+        """)
     assert ended == [(3, ""), (3, "")]
 
 
 @pytest.mark.slow
 def test_success_leaves_no_trace() -> None:
-    ended = run_script(
-        """
+    ended = run_script("""
         reporter.close()
         assert sys.excepthook is sys.__excepthook__
-        """
-    )
+        """)
     assert ended == [(0, ""), (0, "")]
 
 
@@ -267,7 +272,9 @@ def test_supervised_ranks_use_the_folder(tmp_path: Any, monkeypatch: pytest.Monk
 def test_a_rank_that_a_thread_ends_at_once_records_why(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[int, str]] = []
     monkeypatch.setattr(os, "_exit", lambda code: recorded.append((code, "ended")))
-    monkeypatch.setattr(FailureReporter, "record", lambda code, reason: recorded.append((code, reason)))
+    monkeypatch.setattr(
+        FailureReporter, "record", lambda code, reason: recorded.append((code, reason))
+    )
     FailureReporter(LocalBoard(), 0, 2).end_all("The node node1 is lost.")
     assert recorded == [(1, "lightning_3d: The node node1 is lost."), (1, "ended")]
 
@@ -289,14 +296,18 @@ def test_a_restart_does_not_see_the_failure_of_an_earlier_attempt() -> None:
     assert run_ranks(posted_and_seen, 2, 1) == [None, None]
 
 
-def test_a_failure_is_known_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_known_though_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its room is reserved before; without that, the rank prints it."""
     board = FolderBoard(tmp_path)
     board.reserve(1)
     files = {path: path.stat().st_ino for path in tmp_path.iterdir()}
     failure = Failure.of(ValueError("why"), 0)
     assert board.post(failure) is False and board.first() == failure
-    assert [path.stat().st_ino for path in tmp_path.iterdir()] == list(files.values()), "the same file, without new room"
+    assert [path.stat().st_ino for path in tmp_path.iterdir()] == list(files.values()), (
+        "the same file, without new room"
+    )
 
     def fails(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")

@@ -25,7 +25,14 @@ from lightning_3d.ranks.supervisor import Outcome, launch
 FOREVER = 600
 
 
-def run(job: Callable[..., None], *arguments: Any, ranks: int = 3, logs: Path, fork: bool = True, grace: float = 1.0) -> Outcome:
+def run(
+    job: Callable[..., None],
+    *arguments: Any,
+    ranks: int = 3,
+    logs: Path,
+    fork: bool = True,
+    grace: float = 1.0,
+) -> Outcome:
     return launch(job, arguments, ranks, logs=logs, fork=fork, grace=grace)
 
 
@@ -80,7 +87,9 @@ def peers_notice_first(cause: int) -> None:
     if my_rank() == cause:
         time.sleep(0.5)
         raise ArithmeticError("the true cause")
-    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    raise RuntimeError(
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+    )
 
 
 def ignore_sigterm(folder: Path) -> None:
@@ -102,7 +111,8 @@ def start_child(folder: Path) -> None:
 
 
 def hang_after_post() -> None:
-    """A rank that posted its failure and then never ends, as in a teardown that waits for others."""
+    """A rank that posted its failure and then never ends, as in a teardown that waits for
+    others."""
     board = FolderBoard(Path(os.environ[FOLDER_VARIABLE]))
     if my_rank() == 1:
         board.post(Failure.of(ValueError("posted"), 1))
@@ -133,7 +143,8 @@ def write_pid(folder: Path) -> None:
 
 
 def save_with_a_worker(folder: Path) -> None:
-    """A rank that ends in order when it is told to, which takes it a while, and for which it needs a process that it has started."""
+    """A rank that ends in order when it is told to, which takes it a while, and for which it needs
+    a process that it has started."""
     worker = subprocess.Popen(["sleep", str(FOREVER)])
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
@@ -141,7 +152,9 @@ def save_with_a_worker(folder: Path) -> None:
     while not told:
         time.sleep(0.05)
     time.sleep(0.5)
-    (folder / f"saved_{my_rank()}").write_text("whole" if worker.poll() is None else "without its worker")
+    (folder / f"saved_{my_rank()}").write_text(
+        "whole" if worker.poll() is None else "without its worker"
+    )
     sys.exit(128 + told[0])
 
 
@@ -154,12 +167,16 @@ def test_every_rank_knows_its_place(tmp_path: Path, fork: bool) -> None:
     places.mkdir()
     assert run(write_place, places, logs=tmp_path / "logs", fork=fork) == Outcome(0)
     told = [(places / str(rank)).read_text().split() for rank in range(3)]
-    assert [place[:5] for place in told] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    assert [place[:5] for place in told] == [
+        [str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)
+    ]
     assert len({place[5] for place in told}) == 1, "all ranks meet at one port"
     assert len({place[6] for place in told}) == 3, "each rank is a process of its own"
 
 
-def test_ranks_but_the_first_print_to_their_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_but_the_first_print_to_their_logs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run(write_place, tmp_path, logs=tmp_path / "logs")
     assert capfd.readouterr().out == "rank 0 was here\n"
     assert (tmp_path / "logs" / "rank_2.log").read_text() == "rank 2 was here\n"
@@ -178,15 +195,23 @@ def test_error_of_one_rank_ends_all_and_is_told_once(
 
 
 def test_mistake_of_the_user_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    assert run(raise_user_error, logs=tmp_path) == Outcome(2, "lightning_3d: The data set is empty.")
+    assert run(raise_user_error, logs=tmp_path) == Outcome(
+        2, "lightning_3d: The data set is empty."
+    )
 
 
-def test_handlers_of_sigterm_that_raise_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(raise_in_handler, logs=tmp_path) == Outcome(2, "lightning_3d: The data set is empty.")
+def test_handlers_of_sigterm_that_raise_print_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(raise_in_handler, logs=tmp_path) == Outcome(
+        2, "lightning_3d: The data set is empty."
+    )
     assert capfd.readouterr().err == ""
 
 
-def test_closed_connections_are_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_connections_are_not_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 60.0)
     outcome = run(peers_notice_first, 2, logs=tmp_path)
     assert outcome.message is not None
@@ -231,7 +256,11 @@ def test_f53_kill_for_lack_of_memory_is_told_from_others(
     assert ranks.kills_before == before == kills_then()
     events.write_text(f"low 0\noom 9\noom_kill {after}\n")
     said = supervisor._silent_end(ranks, 0, -signal.SIGKILL)
-    because = ", because the machine ran out of memory, and" if after > before else " (out of memory?) and"
+    because = (
+        ", because the machine ran out of memory, and"
+        if after > before
+        else " (out of memory?) and"
+    )
     assert said == f"it was killed by SIGKILL{because} reported no error."
 
 
@@ -284,9 +313,14 @@ if __name__ == "__main__":
 """
 
 
-def supervise(folder: Path, job: Callable[..., None], how: str = "") -> tuple[subprocess.Popen[bytes], list[int]]:
+def supervise(
+    folder: Path, job: Callable[..., None], how: str = ""
+) -> tuple[subprocess.Popen[bytes], list[int]]:
     """A supervisor in a process of its own, and the process ids of its three ranks."""
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(folder), job.__name__, how, *sys.path], env=environment())
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(folder), job.__name__, how, *sys.path],
+        env=environment(),
+    )
     assert wait_until(lambda: all((folder / str(rank)).is_file() for rank in range(3)))
     return process, [int((folder / str(rank)).read_text()) for rank in range(3)]
 
@@ -298,7 +332,9 @@ def supervised(tmp_path: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_all_ranks(supervised: tuple[subprocess.Popen[bytes], list[int]], number: int) -> None:
+def test_signal_ends_all_ranks(
+    supervised: tuple[subprocess.Popen[bytes], list[int]], number: int
+) -> None:
     process, ranks = supervised
     process.send_signal(number)
     assert process.wait(30) == 128 + number
@@ -329,7 +365,9 @@ def test_a_run_that_was_over_when_the_signal_came_has_finished(tmp_path: Path) -
     assert run(finish_all_the_same, logs=tmp_path, grace=60.0) == Outcome(0)
 
 
-def test_killed_supervisor_takes_its_ranks_along(supervised: tuple[subprocess.Popen[bytes], list[int]]) -> None:
+def test_killed_supervisor_takes_its_ranks_along(
+    supervised: tuple[subprocess.Popen[bytes], list[int]],
+) -> None:
     process, ranks = supervised
     process.kill()
     process.wait(30)
@@ -338,7 +376,8 @@ def test_killed_supervisor_takes_its_ranks_along(supervised: tuple[subprocess.Po
 
 def test_only_logs_are_left(tmp_path: Path) -> None:
     run(raise_user_error, logs=tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} <= {"rank_1.log", "rank_2.log"}  # rank 2 may not have been started any more
+    # rank 2 may not have been started any more
+    assert {file.name for file in tmp_path.iterdir()} <= {"rank_1.log", "rank_2.log"}
 
 
 def test_what_a_killed_supervisor_left_is_removed(tmp_path: Path) -> None:
@@ -360,7 +399,13 @@ def test_ranks_of_torchrun_and_slurm_are_recognized() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert outside_rank(torchrun) == OutsideRank(5, 1, 8, 4, "torchrun")
     assert OutsideRank(5, 1, 8, 4, "torchrun").nodes == 2
-    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_STEP_ID": "0",
+    }
     assert outside_rank(slurm) == OutsideRank(5, 1, 8, 4, "slurm")
 
 
@@ -371,7 +416,11 @@ def test_shell_inside_a_slurm_allocation_is_no_rank() -> None:
 
 
 def test_slurm_ranks_meet_at_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_NODELIST": "node[03-06]", "SLURM_JOB_ID": "4711", "SLURM_NTASKS": "8"}.items():
+    for name, value in {
+        "SLURM_NODELIST": "node[03-06]",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NTASKS": "8",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="ntasks-per-node"):
         set_master_address(OutsideRank(5, 1, 8, 2, "slurm"))

@@ -56,10 +56,16 @@ LOOPBACK = "0100007F"
 @pytest.mark.parametrize("launcher", ["own", "torchrun"])
 def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        if launcher == "torchrun"
+        else []
+    )
     command = [sys.executable, *torchrun, "script.py"]
     values = {name: value for name, value in environment().items() if name != INTERFACE_VARIABLE}
-    done = subprocess.run(command, cwd=tmp_path, env=values, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=values, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [set((tmp_path / f"rank{rank}").read_text().split()) for rank in range(2)]
     assert found == [{LOOPBACK}, {LOOPBACK}]
@@ -78,7 +84,13 @@ def fit() -> tuple[str | None, str | None]:
     """(interface of gloo in a fit, and after it)."""
     os.environ.pop(INTERFACE_VARIABLE, None)
     recipe, seen = Recipe("llama", 4, steps=1, global_batch=4), Interface()
-    trainer = quiet_trainer(strategy=Lightning3DStrategy("dp2"), devices=2, max_steps=1, callbacks=[seen], precision="32-true")
+    trainer = quiet_trainer(
+        strategy=Lightning3DStrategy("dp2"),
+        devices=2,
+        max_steps=1,
+        callbacks=[seen],
+        precision="32-true",
+    )
     trainer.fit(Module(recipe), datamodule=Data(Rows(data(recipe)), 2))
     return seen.during, os.environ.get(INTERFACE_VARIABLE)
 
@@ -111,7 +123,6 @@ def test_ranks_in_other_network_namespaces_do_not_share_it(monkeypatch: pytest.M
 
 
 def test_the_choice_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-
 
     monkeypatch.setenv(INTERFACE_VARIABLE, "ib0")
     interface = GlooInterface()

@@ -1,4 +1,5 @@
-"""Ranks that do not join are named, by the ranks that have; ports of an earlier attempt are waited for."""
+"""Ranks that do not join are named, by the ranks that have; ports of an earlier attempt are waited
+for."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def free_port() -> int:
 @pytest.mark.slow
 def test_f50_rank_that_never_joins_is_named() -> None:
     (said, printed), (_, silent), _ = run_ranks(join, 3, free_port(), 2, process_group=False)
-    assert said.startswith("Rank 2 of 3 has not joined the run within 3 s. Look at the logs of the ranks that are missing"), said
+    assert said.startswith(
+        "Rank 2 of 3 has not joined the run within 3 s. Look at the logs of the ranks that are"
+        " missing"
+    ), said
     assert printed == silent == "", "the command line prints the error, on rank 0"
     assert RendezvousError.exit_code == 1
 
@@ -52,8 +56,12 @@ def test_f50_rank_0_that_never_joins_is_named_by_one_other() -> None:
 
 
 def serve_on_a_taken_port(leaves: bool) -> tuple[str, str]:
-    """(outcome, what was printed) of rank 0 whose port another process has, which leaves it soon or never."""
-    with socket.socket(socket.AF_INET6) as holder, contextlib.redirect_stderr(io.StringIO()) as printed:
+    """(outcome, what was printed) of rank 0 whose port another process has, which leaves it soon or
+    never."""
+    with (
+        socket.socket(socket.AF_INET6) as holder,
+        contextlib.redirect_stderr(io.StringIO()) as printed,
+    ):
         holder.bind(("::", 0))
         holder.listen()
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -72,7 +80,9 @@ def serve_on_a_taken_port(leaves: bool) -> tuple[str, str]:
     return "connected", printed.getvalue()
 
 
-@pytest.mark.parametrize(("leaves", "outcome"), [(True, "connected"), (False, "Rank 0 must listen on port")])
+@pytest.mark.parametrize(
+    ("leaves", "outcome"), [(True, "connected"), (False, "Rank 0 must listen on port")]
+)
 def test_f54_port_of_the_earlier_attempt_is_waited_for(leaves: bool, outcome: str) -> None:
     [(said, printed)] = run_ranks(serve_on_a_taken_port, 1, leaves, process_group=False)
     assert said.startswith(outcome), said

@@ -1,4 +1,5 @@
-"""A user's own script under Lightning's launcher, where rank 0 starts the others: how it ends when a rank fails."""
+"""A user's own script under Lightning's launcher, where rank 0 starts the others: how it ends when
+a rank fails."""
 
 import inspect
 import re
@@ -100,23 +101,41 @@ CASES = {  # how, failing rank, exit code, what is said once
     "rank 0 raises": ("raise", 0, 1, "ArithmeticError: cannot go on"),
     "child refuses": ("refuse", 1, 2, "lightning_3d: this cannot be done."),
     "child raises, rank 0 hangs": ("hang", 1, 1, "ArithmeticError: cannot go on"),
-    "child is killed, rank 0 hangs": ("kill", 1, 1, "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)"),
-    "rank 0 is killed, child hangs": ("kill", 0, -signal.SIGKILL, "rank 0 of 2 failed:\nit ended and reported no error."),
+    "child is killed, rank 0 hangs": (
+        "kill",
+        1,
+        1,
+        "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)",
+    ),
+    "rank 0 is killed, child hangs": (
+        "kill",
+        0,
+        -signal.SIGKILL,
+        "rank 0 of 2 failed:\nit ended and reported no error.",
+    ),
     "rank 0 is told to end": ("term", 0, 0, "SIGTERM: the fit stops before the next batch."),
     "child is told to end": ("term", 1, 0, "SIGTERM: the fit stops before the next batch."),
     "Ctrl-C": ("int", 0, 130, "SIGINT: the fit stopped after step 2."),
     "the terminal is closed": ("hup", 0, 129, "SIGHUP: the fit stopped after step 2."),
-    "child dies before the ranks meet": ("early", 1, 1, "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)"),
+    "child dies before the ranks meet": (
+        "early",
+        1,
+        1,
+        "rank 1 of 2 failed:\nit was killed by SIGKILL (out of memory?)",
+    ),
 }
 
 
 def run(case: str, folder: Path) -> tuple[int, str, float]:
-    """(exit code, output of all ranks, seconds from the end of the imports to that of the last rank)."""
+    """(exit code, output of all ranks, seconds from the end of the imports to that of the last
+    rank)."""
     how, failing, *_ = CASES[case]
     log = folder / f"{case}.txt"
     command = [sys.executable, "-W", "ignore", str(folder / "script.py"), how, str(failing)]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment(), stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+        process = subprocess.Popen(
+            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, cwd=folder
+        )
         seen: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + 200
         while process.poll() is None and time.monotonic() < deadline:
@@ -137,23 +156,33 @@ def run(case: str, folder: Path) -> tuple[int, str, float]:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, float]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, str, float]]:
     """Of the cases that this session runs."""
     folder = tmp_path_factory.mktemp("own_script")
     (folder / "script.py").write_text(SCRIPT)
-    chosen = [item.callspec.params["case"] for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(chosen, pool.map(lambda case: run(case, folder), chosen), strict=True))
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.full) if case in RARE else case for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full) if case in RARE else case for case in CASES]
+)
 def test_script_ends_with_the_cause(case: str, results: dict[str, tuple[int, str, float]]) -> None:
     _, _, expected, said = CASES[case]
     code, output, _ = results[case]
     assert code == expected, output
     if said is not None:
         assert output.count(said) == 1, output
-        assert output.replace("lightning_3d: global batch", "").count("lightning_3d: ") == (0 if expected in (0, 129, 130) else 1), output
+        assert output.replace("lightning_3d: global batch", "").count("lightning_3d: ") == (
+            0 if expected in (0, 129, 130) else 1
+        ), output
     if case in ("Ctrl-C", "the terminal is closed"):
         saved = Path(re.findall(r'Resume with trainer.fit\(..., ckpt_path="(.*)"\)', output)[0])
         assert saved.name == "step_2.ckpt" and (saved / "manifest.json").is_file(), output
@@ -163,7 +192,10 @@ def test_script_ends_with_the_cause(case: str, results: dict[str, tuple[int, str
 
 def test_lightning_says_how_a_script_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract of the private functions that `lightning_compat.subprocess_launcher` uses."""
-    from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
+    from lightning.fabric.strategies.launchers.subprocess_script import (
+        _basic_subprocess_cmd,
+        _hydra_subprocess_cmd,
+    )
 
     monkeypatch.setattr(sys, "argv", ["mine.py", "one", "two"])
     command = [*_basic_subprocess_cmd()]

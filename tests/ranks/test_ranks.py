@@ -1,4 +1,5 @@
-"""The pool of ranks: results, failures, time-outs, and what must not leak from one call to the next."""
+"""The pool of ranks: results, failures, time-outs, and what must not leak from one call to the
+next."""
 
 import os
 import signal
@@ -65,7 +66,12 @@ def launched_world() -> tuple[str, int, int, int]:
     assert TorchElasticEnvironment.detect()
     assert not dist.is_initialized()
     dist.init_process_group("gloo")  # from RANK, WORLD_SIZE, MASTER_*
-    return environment.main_address, environment.world_size(), environment.global_rank(), dist.get_world_size()
+    return (
+        environment.main_address,
+        environment.world_size(),
+        environment.global_rank(),
+        dist.get_world_size(),
+    )
 
 
 def test_results_in_rank_order_from_the_same_processes(ranks) -> None:
@@ -106,7 +112,10 @@ def test_nothing_leaks_into_the_next_call(ranks) -> None:
 
 def test_a_rank_looks_launched_by_torchrun(ranks) -> None:
     for _ in range(3):  # a group made by a call must not find the addresses of the one before
-        assert ranks(launched_world, 2, process_group=False) == [("127.0.0.1", 2, 0, 2), ("127.0.0.1", 2, 1, 2)]
+        assert ranks(launched_world, 2, process_group=False) == [
+            ("127.0.0.1", 2, 0, 2),
+            ("127.0.0.1", 2, 1, 2),
+        ]
 
 
 def test_a_local_function_is_refused_in_the_test(ranks) -> None:
@@ -119,8 +128,7 @@ def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
     """The parent is killed while its ranks wait in a barrier that never completes."""
     script = tmp_path / "killed.py"
     script.write_text(
-        textwrap.dedent(
-            f"""
+        textwrap.dedent(f"""
             import sys
             sys.path[:0] = {[str(Path(__file__).parent), str(Path(sys.modules["ranks"].__file__).parent)]!r}
             import ranks
@@ -130,8 +138,7 @@ def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
             if __name__ == "__main__":
                 print(*[result[1] for result in run_ranks(all_ranks_sum, 2, 1.0)], flush=True)
                 run_ranks(hangs_on, 2, 0)
-            """
-        )
+            """)
     )
     session = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert session.stdout is not None

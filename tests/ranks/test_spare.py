@@ -31,9 +31,16 @@ sys.exit(spare.wait_for_end(Board(Path(sys.argv[1])), 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_does_not_end_a_rank_without_work_before_the_others(tmp_path: Path, number: int) -> None:
+def test_a_signal_does_not_end_a_rank_without_work_before_the_others(
+    tmp_path: Path, number: int
+) -> None:
     """They save a checkpoint first, and a launcher kills them if one rank has ended."""
-    waiting = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True)
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert waiting.stdout is not None and waiting.stdout.readline() == "waits\n"
     waiting.send_signal(number)
     time.sleep(0.3)

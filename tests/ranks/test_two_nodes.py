@@ -1,4 +1,5 @@
-"""torchrun on two nodes: two network namespaces of this machine, joined by a cable, that see one disk."""
+"""torchrun on two nodes: two network namespaces of this machine, joined by a cable, that see one
+disk."""
 
 import csv
 import functools
@@ -54,7 +55,19 @@ def nodes() -> Iterator[list[Node]]:
         try:
             for node in pair:
                 ip("netns", "add", node.name)
-            ip("link", "add", pair[0].interface, "netns", pair[0].name, "type", "veth", "peer", pair[1].interface, "netns", pair[1].name)
+            ip(
+                "link",
+                "add",
+                pair[0].interface,
+                "netns",
+                pair[0].name,
+                "type",
+                "veth",
+                "peer",
+                pair[1].interface,
+                "netns",
+                pair[1].name,
+            )
             for node in pair:
                 ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", node.interface)
                 ip("-n", node.name, "link", "set", node.interface, "up")
@@ -68,20 +81,41 @@ def nodes() -> Iterator[list[Node]]:
 
 
 def run_of(layout: str) -> list[str]:
-    return [f"parallelism={layout}", "parallelism.micro_batch_size=2", "cluster=local_cpu", *QUICK[2:], "trainer.max_steps=4"]
+    return [
+        f"parallelism={layout}",
+        "parallelism.micro_batch_size=2",
+        "cluster=local_cpu",
+        *QUICK[2:],
+        "trainer.max_steps=4",
+    ]
 
 
-def launch(nodes: list[Node], folder: Path, *overrides: str, layout: str = FOUR, restarts: int = 0) -> list[tuple[int, str]]:
+def launch(
+    nodes: list[Node], folder: Path, *overrides: str, layout: str = FOUR, restarts: int = 0
+) -> list[tuple[int, str]]:
     """(exit code, output) of `lightning-3d launch torchrun` on each node."""
-    command = [sys.executable, "-m", "lightning_3d", "launch", "torchrun", *run_of(layout), "cluster.nodes=2", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_3d",
+        "launch",
+        "torchrun",
+        *run_of(layout),
+        "cluster.nodes=2",
+        *overrides,
+    ]
     options = [f"launch.endpoint={nodes[0].address}:{PORT}", f"launch.restarts={restarts}"]
-    processes = [node.start([*command, *options, f"launch.address={node.address}"], folder) for node in nodes]
+    processes = [
+        node.start([*command, *options, f"launch.address={node.address}"], folder) for node in nodes
+    ]
     try:
         outputs = [process.communicate(timeout=400)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    return [
+        (process.returncode, output) for process, output in zip(processes, outputs, strict=True)
+    ]
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -102,19 +136,28 @@ def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
     @functools.cache
     def run(layout: str) -> list[float]:
         folder = tmp_path_factory.mktemp("one")
-        [done] = run_commands([["train", *run_of(layout), f"hydra.run.dir={folder}/outputs/one/run"]], timeout=300, warm=True)
+        [done] = run_commands(
+            [["train", *run_of(layout), f"hydra.run.dir={folder}/outputs/one/run"]],
+            timeout=300,
+            warm=True,
+        )
         assert done.code == 0, done.output
         return losses(folder)
 
     return run
 
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # six fresh interpreters for two ranks; test_cli.py has torchrun on one node
+# six fresh interpreters for two ranks; test_cli.py has torchrun on one node
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("dp2", 2), (FOUR, 4)])
 def test_two_nodes_train_as_one(
-    layout: str, ranks: int, nodes: list[Node], tmp_path: Path, on_one_node: Callable[[str], list[float]]
+    layout: str,
+    ranks: int,
+    nodes: list[Node],
+    tmp_path: Path,
+    on_one_node: Callable[[str], list[float]],
 ) -> None:
     results = launch(nodes, tmp_path, layout=layout)
     assert [code for code, _ in results] == [0, 0], results
@@ -123,7 +166,11 @@ def test_two_nodes_train_as_one(
     assert told.count("run folder: ") == 1 and told.count(f"{ranks} ranks on CPU") == 1
 
 
-FAULTY = ["+callbacks.faulty._target_=faulty.FailAtStep", "+callbacks.faulty.rank=3", "+callbacks.faulty.step=2"]
+FAULTY = [
+    "+callbacks.faulty._target_=faulty.FailAtStep",
+    "+callbacks.faulty.rank=3",
+    "+callbacks.faulty.step=2",
+]
 
 
 @pytest.mark.parametrize("how", ["kill", "hang"])

@@ -1,4 +1,5 @@
-"""Workers of a DataLoader outlive every signal that is sent to all processes of a run, and never their rank."""
+"""Workers of a DataLoader outlive every signal that is sent to all processes of a run, and never
+their rank."""
 
 import multiprocessing
 import os
@@ -12,8 +13,11 @@ from lightning_3d.ranks.process_ties import tie_workers
 
 
 def rows_after_signals(start_method: str) -> list[int]:
-    """Rows of a loader whose workers get all signals after its first two rows: each worker has begun."""
-    loader: DataLoader = DataLoader(range(20), batch_size=None, num_workers=2, multiprocessing_context=start_method)
+    """Rows of a loader whose workers get all signals after its first two rows: each worker has
+    begun."""
+    loader: DataLoader = DataLoader(
+        range(20), batch_size=None, num_workers=2, multiprocessing_context=start_method
+    )
     tie_workers(loader)
     rows = []
     for row in loader:
@@ -31,7 +35,9 @@ def test_signals_to_all_processes_leave_workers_alone(start_method: str) -> None
 
 
 def read_and_leave() -> None:
-    loader: DataLoader = DataLoader(range(20), batch_size=None, num_workers=2, persistent_workers=True)
+    loader: DataLoader = DataLoader(
+        range(20), batch_size=None, num_workers=2, persistent_workers=True
+    )
     tie_workers(loader)
     globals()["kept"] = iter(loader)
     next(globals()["kept"])

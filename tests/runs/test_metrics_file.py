@@ -12,7 +12,9 @@ from lightning_3d.storage.surviving import Surviving
 TEXT = "step,loss\n1,5\n2,4\n3,3\n"
 
 
-def test_rows_at_the_end_are_cut_off_and_no_other_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_at_the_end_are_cut_off_and_no_other_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "metrics.csv"
     file.write_text(TEXT)
     monkeypatch.setattr("lightning_3d.app.runs.metrics_file.replace_text", None)
@@ -20,7 +22,9 @@ def test_rows_at_the_end_are_cut_off_and_no_other_is_written_again(tmp_path: Pat
     assert file.read_text() == "step,loss\n1,5\n2,4\n"
 
 
-def test_a_new_column_is_written_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_column_is_written_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "metrics.csv"
     file.write_text(TEXT)
     rows = read_rows(file)

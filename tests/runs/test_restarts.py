@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.folder import RunFolder
 from lightning_3d.app.runs.restarts import RESTARTS_FILE, note_restart, read_restarts
 from lightning_3d.app.runs.status import RunStatus
+from lightning_3d.errors import ConfigError
 
 
 def attempt(folder: Path, exit_code: int | None, reason: str = "") -> None:
@@ -29,9 +29,11 @@ def test_f52_run_that_fails_again_and_again_is_not_started_any_more(tmp_path: Pa
     attempt(tmp_path, 1, "ArithmeticError:\n  cannot go on")
     with pytest.raises(ConfigError) as refused:
         note_restart(tmp_path, 40, 3)
-    assert str(refused.value) == (
-        f"The run in {tmp_path} is not started again, because it has failed 3 times in a row after step 40, without a newer checkpoint. The"
-        " last attempt: ArithmeticError: cannot go on. Repair the cause first. To try again anyway, set"
+    assert (
+        str(refused.value)
+        == f"The run in {tmp_path} is not started again, because it has failed 3 times in a row"
+        " after step 40, without a newer checkpoint. The last attempt: ArithmeticError: cannot"
+        " go on. Repair the cause first. To try again anyway, set"
         " trainer.restarts_without_progress to a larger number, or to null."
     )
     assert len(read_restarts(tmp_path)) == 2
@@ -47,7 +49,10 @@ def test_f52_killed_attempts_count_and_interrupted_ones_do_not(tmp_path: Path) -
     attempt(tmp_path, None)
     note_restart(tmp_path, 0, 2)
     attempt(tmp_path, None)
-    with pytest.raises(ConfigError, match=r"2 times in a row before its first checkpoint.* it ended without recording why"):
+    with pytest.raises(
+        ConfigError,
+        match=r"2 times in a row before its first checkpoint.* it ended without recording why",
+    ):
         note_restart(tmp_path, 0, 2)
 
 
@@ -71,11 +76,17 @@ time.sleep(float(sys.argv[2]))
 
 @pytest.mark.parametrize(("seconds", "waits"), [(2.0, True), (60.0, False)])
 def test_f54_lock_of_the_earlier_attempt_is_waited_for(
-    seconds: float, waits: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    seconds: float,
+    waits: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lightning_3d.app.runs.folder.EARLIER_SECONDS", 4.0 if waits else 0.5)
     folder = tmp_path / "run"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         replace(RunStatus.begun(), pid=holder.pid).write(folder)
         start = time.monotonic()

@@ -1,4 +1,5 @@
-"""The engine of `hydra/launcher=slurm` where jobs are processes of this machine; with a real SLURM: test_slurm.py."""
+"""The engine of `hydra/launcher=slurm` where jobs are processes of this machine; with a real SLURM:
+test_slurm.py."""
 
 import os
 import signal
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.check import Machine, check_for
 from lightning_3d.app.runs.sweep.jobs import Job
 from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Interrupted, interruptible
 from lightning_3d.app.runs.sweep.slurm_engine import SlurmEngine, SlurmResources, run_task
+from lightning_3d.errors import ConfigError
 
 pytest.importorskip("submitit")
 
@@ -24,7 +25,14 @@ CLUSTER = {"cluster": {"nodes": 1, "gpus_per_node": 0}}
 
 def job(folder: Path, number: int, script: str, **more: Any) -> Job:
     (folder / str(number)).mkdir()
-    return Job(number, (), folder / str(number), more.pop("config", CLUSTER), (sys.executable, "-c", script), **more)
+    return Job(
+        number,
+        (),
+        folder / str(number),
+        more.pop("config", CLUSTER),
+        (sys.executable, "-c", script),
+        **more,
+    )
 
 
 def events(jobs: list[Job], at_once: int | None = None) -> list[Any]:
@@ -52,8 +60,10 @@ def is_running(pid: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_interrupted_sweep_cancels_its_jobs(tmp_path: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell runs in the background ignore it, and so do their jobs
-    listens = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"  # a shell's background jobs ignore it
+    # tests that a shell runs in the background ignore it, and so do their jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # a shell's background jobs ignore it
+    listens = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL)"
     forever = job(tmp_path, 0, f"{listens}; print(os.getpid(), flush=True); time.sleep(600)")
     engine = SlurmEngine(SlurmResources(executor="local"), poll_seconds=0.1)
     going = engine.run([forever])
@@ -69,7 +79,9 @@ def test_interrupted_sweep_cancels_its_jobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_job_that_is_being_submitted_is_cancelled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_is_being_submitted_is_cancelled_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """sbatch takes a while, and may have handed the job over when the user gives up."""
     cancelled = []
 
@@ -87,17 +99,34 @@ def test_job_that_is_being_submitted_is_cancelled_too(tmp_path: Path, monkeypatc
 def test_task_that_a_signal_ends(tmp_path: Path) -> None:
     """In a process of its own: a task changes how signals are handled."""
     imports = "from lightning_3d.app.runs.sweep.slurm_engine import run_task"
-    code = f"{imports}; print(run_task(['sh', '-c', 'kill -KILL $$'], '{tmp_path}/log', {{}}, None))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    code = (
+        f"{imports}; print(run_task(['sh', '-c', 'kill -KILL $$'], '{tmp_path}/log', {{}}, None))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == "137"
-    assert run_task.__module__ == "lightning_3d.app.runs.sweep.slurm_engine", "tasks find it by this name"
+    assert run_task.__module__ == "lightning_3d.app.runs.sweep.slurm_engine", (
+        "tasks find it by this name"
+    )
 
 
 def test_jobs_have_nodes_and_a_task_for_each_rank(tmp_path: Path) -> None:
     large = job(tmp_path, 0, "", ranks=32, config={"cluster": {"nodes": 4, "gpus_per_node": 8}})
-    parameters = SlurmResources(minutes=30, partition="gpu", cpus_per_task=4, srun=["--mpi=none"]).parameters(large)
-    asked = {name: parameters[name] for name in ("nodes", "tasks_per_node", "gpus_per_node", "timeout_min", "slurm_partition")}
-    assert asked == {"nodes": 4, "tasks_per_node": 8, "gpus_per_node": 8, "timeout_min": 30, "slurm_partition": "gpu"}
+    parameters = SlurmResources(
+        minutes=30, partition="gpu", cpus_per_task=4, srun=["--mpi=none"]
+    ).parameters(large)
+    asked = {
+        name: parameters[name]
+        for name in ("nodes", "tasks_per_node", "gpus_per_node", "timeout_min", "slurm_partition")
+    }
+    assert asked == {
+        "nodes": 4,
+        "tasks_per_node": 8,
+        "gpus_per_node": 8,
+        "timeout_min": 30,
+        "slurm_partition": "gpu",
+    }
     assert parameters["slurm_srun_args"] == ["--cpus-per-task=4", "--mpi=none"]
 
 
@@ -117,7 +146,17 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_jobs_are_checked_for_other_machines_than_this() -> None:
     from lightning_3d.app.config.compose import compose
 
-    config = compose(["cluster=h100_2x8", "parallelism=tp8_dp2", "model=llama3_1_8b", "data.global_batch_size=16"])
-    assert check_for(config, Machine.COUNTED_NODES).accelerator == "gpu" and config.trainer.dry is False
+    config = compose(
+        [
+            "cluster=h100_2x8",
+            "parallelism=tp8_dp2",
+            "model=llama3_1_8b",
+            "data.global_batch_size=16",
+        ]
+    )
+    assert (
+        check_for(config, Machine.COUNTED_NODES).accelerator == "gpu"
+        and config.trainer.dry is False
+    )
     with pytest.raises(ConfigError, match="size of the cluster .* is unknown"):
         check_for(compose([]), Machine.COUNTED_NODES)

@@ -1,4 +1,5 @@
-"""Weights & Biases: one run for a job whatever its ranks and starts, with all that metrics.csv has; and nothing there ends a training."""
+"""Weights & Biases: one run for a job whatever its ranks and starts, with all that metrics.csv has;
+and nothing there ends a training."""
 
 import csv
 import json
@@ -18,22 +19,33 @@ from command_line import REPOSITORY, Result, environment, run_commands
 from quick_runs import QUICK
 from wandb_file import WandbRun, files_of, read
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.planner.utilization import full_speed
 from lightning_3d.app.runs.wandb_access import check_access, require_host
 from lightning_3d.app.training.callbacks.metrics_csv import COLUMNS
 from lightning_3d.app.training.run_record import same_run
 from lightning_3d.app.training.wandb_logger import WandbLogger
 from lightning_3d.app.training.wandb_service import answered_within
+from lightning_3d.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 OFFLINE = ["logger=wandb", "logger.wandb.offline=true", "cluster=local_cpu"]
 SMALL = [*QUICK[1:], "trainer.log_every_n_steps=1"]
-FOUR = ["model=mixtral_tiny", "parallelism=pp2_dp2", "parallelism.moe_aux_loss=0.01", "parallelism.micro_batch_size=2",
-         "data.sequence_length=32", "data.global_batch_size=8", "data.val_sequences=4", "trainer.max_steps=4",
-         "trainer.val_check_interval=2", "trainer.trace_every_n_steps=2", "trainer.log_every_n_steps=1",
-         "trainer.checkpoint_every_n_steps=2", "logger.wandb.tags=[mine]"]  # fmt: skip
+FOUR = [
+    "model=mixtral_tiny",
+    "parallelism=pp2_dp2",
+    "parallelism.moe_aux_loss=0.01",
+    "parallelism.micro_batch_size=2",
+    "data.sequence_length=32",
+    "data.global_batch_size=8",
+    "data.val_sequences=4",
+    "trainer.max_steps=4",
+    "trainer.val_check_interval=2",
+    "trainer.trace_every_n_steps=2",
+    "trainer.log_every_n_steps=1",
+    "trainer.checkpoint_every_n_steps=2",
+    "logger.wandb.tags=[mine]",
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +55,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Result]:
-    """A run on 4 ranks, and one on a single rank that goes on from its second step, in another folder."""
+    """A run on 4 ranks, and one on a single rank that goes on from its second step, in another
+    folder."""
     go_on = [*FOUR, "parallelism=tp1", f"trainer.resume={folder}/four/checkpoints/step_2.ckpt"]
     lines = {"four": FOUR, "resumed": go_on}
-    commands = [["train", *OFFLINE, *line, f"hydra.run.dir={folder / name}"] for name, line in lines.items()]
+    commands = [
+        ["train", *OFFLINE, *line, f"hydra.run.dir={folder / name}"] for name, line in lines.items()
+    ]
     return dict(zip(lines, run_commands(commands, timeout=600, warm=True), strict=True))
 
 
@@ -63,8 +78,17 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def logged(run: WandbRun, step: int) -> dict[str, float]:
     """All numbers of ours that were logged for a step; no number twice."""
-    rows = [row for row in run.history if row.get("trainer/global_step") == step and "step/tokens_seen" in row]
-    names = [name for row in rows for name in row if name.startswith(("step/", "memory/", "router/")) and name != "step/tokens_seen"]
+    rows = [
+        row
+        for row in run.history
+        if row.get("trainer/global_step") == step and "step/tokens_seen" in row
+    ]
+    names = [
+        name
+        for row in rows
+        for name in row
+        if name.startswith(("step/", "memory/", "router/")) and name != "step/tokens_seen"
+    ]
     assert len(names) == len(set(names))
     return {name: value for row in rows for name, value in row.items()}
 
@@ -72,15 +96,22 @@ def logged(run: WandbRun, step: int) -> dict[str, float]:
 def test_one_run_of_four_ranks_has_everything(results: dict[str, Result], folder: Path) -> None:
     assert results["four"].code == 0, results["four"].output
     run = only_run(folder / "four")
-    assert {"pp2", "dp2", "1F1B", "zero1", "mixtral", "mixtral_tiny", "fp32", "mine"} == set(run.tags)
+    assert {"pp2", "dp2", "1F1B", "zero1", "mixtral", "mixtral_tiny", "fp32", "mine"} == set(
+        run.tags
+    )
     assert (run.project, run.name, run.exit_code) == ("lightning_3d", f"{folder.name}/four", 0)
     config = yaml.safe_load((folder / "four" / "config.yaml").read_text())
-    assert config["parallelism"]["layout"] == "pp2_dp2" and {group: run.config[group] for group in config} == config
+    assert (
+        config["parallelism"]["layout"] == "pp2_dp2"
+        and {group: run.config[group] for group in config} == config
+    )
     rows = rows_of(folder / "four")
     assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
     with_numbers = {name for row in rows for name, value in row.items() if value}
     left_out = {"mfu", "slow_rank", "slow_host", "slow_factor"}
-    assert with_numbers == set(COLUMNS) - left_out, "a CPU has no known peak rate; four steps are few"
+    assert with_numbers == set(COLUMNS) - left_out, (
+        "a CPU has no known peak rate; four steps are few"
+    )
     for row in rows:
         told = logged(run, int(row["step"]))
         expected = {name: float(row[name]) for name in COLUMNS[1:] if row[name]}
@@ -91,27 +122,43 @@ def test_one_run_of_four_ranks_has_everything(results: dict[str, Result], folder
     assert max(told[f"memory/rank_{rank}"] for rank in range(4)) == told["step/memory"]
     loads = [value for name, value in told.items() if name.startswith("router/max_load/")]
     assert max(loads) == pytest.approx(told["step/max_load"], abs=1e-4)
-    ours = {name for name in told if name.startswith(("step/", "memory/", "router/"))} - {"step/tokens_seen"}
+    ours = {name for name in told if name.startswith(("step/", "memory/", "router/"))} - {
+        "step/tokens_seen"
+    }
     assert {run.drawn_over[name] for name in ours} == {"step/tokens_seen"}
-    assert [int(row["tokens_seen"]) for row in rows] == [sum(int(each["tokens"]) for each in rows[: place + 1]) for place in range(4)]
+    assert [int(row["tokens_seen"]) for row in rows] == [
+        sum(int(each["tokens"]) for each in rows[: place + 1]) for place in range(4)
+    ]
 
 
 def test_a_run_that_goes_on_is_the_same_run(results: dict[str, Result], folder: Path) -> None:
     assert results["resumed"].code == 0, results["resumed"].output
     first, second = only_run(folder / "four"), only_run(folder / "resumed")
     assert second.id == first.id and second.resumes
-    last = next(row["_step"] for row in first.history if row.get("trainer/global_step") == 2 and "step/tokens_seen" in row)
+    last = next(
+        row["_step"]
+        for row in first.history
+        if row.get("trainer/global_step") == 2 and "step/tokens_seen" in row
+    )
     steps = [row["_step"] for row in second.history]
-    assert steps == sorted(set(steps)) and steps[0] > last, "as one run: wandb sync leaves the steps as they are"
+    assert steps == sorted(set(steps)) and steps[0] > last, (
+        "as one run: wandb sync leaves the steps as they are"
+    )
     assert json.loads((folder / "resumed" / "wandb_run.json").read_text())["id"] == first.id
     seen = {row["step"]: row["tokens_seen"] for row in rows_of(folder / "four")}
-    assert {row["step"]: row["tokens_seen"] for row in rows_of(folder / "resumed")} == {step: seen[step] for step in ("3", "4")}
+    assert {row["step"]: row["tokens_seen"] for row in rows_of(folder / "resumed")} == {
+        step: seen[step] for step in ("3", "4")
+    }
     assert f"{first.id} (offline)" in (folder / "four" / "report.html").read_text()
 
 
-def test_which_run_a_job_goes_on_with(results: dict[str, Result], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_run_a_job_goes_on_with(
+    results: dict[str, Result], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That of its folder, else that of its checkpoint; but a job of a sweep is a run of its own."""
-    config = yaml.safe_load((folder / "resumed" / "config.yaml").read_text()) | {"run_folder": str(tmp_path)}
+    config = yaml.safe_load((folder / "resumed" / "config.yaml").read_text()) | {
+        "run_folder": str(tmp_path)
+    }
     first = only_run(folder / "four").id
     assert same_run(config)["wandb"]["id"] == first
     (tmp_path / "wandb_run.json").write_text('{"id": "mine"}')
@@ -133,10 +180,30 @@ def quietly(**more: str) -> dict[str, str]:
 
 
 def test_a_run_without_a_key_is_refused_before_it_starts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_3d", "train", "logger=wandb", "cluster=local_cpu", "parallelism=tp1", *SMALL]
-    done = subprocess.run(command, cwd=tmp_path, env=quietly(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_3d",
+        "train",
+        "logger=wandb",
+        "cluster=local_cpu",
+        "parallelism=tp1",
+        *SMALL,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=quietly(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 2 and done.stderr.count("lightning_3d: ") == 1
-    assert "Weights & Biases has no API key for https://api.wandb.ai" in done.stderr and "logger.wandb.offline=true" in done.stderr
+    assert (
+        "Weights & Biases has no API key for https://api.wandb.ai" in done.stderr
+        and "logger.wandb.offline=true" in done.stderr
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,7 +221,11 @@ def test_where_a_key_may_be(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="no API key for https://api.wandb.ai"):
         check_access(False, "offline=true")
     check_access(True, "offline=true")
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_MODE", "disabled"), ("WANDB_API_KEY", "k" * 40)):
+    for name, value in (
+        ("WANDB_MODE", "offline"),
+        ("WANDB_MODE", "disabled"),
+        ("WANDB_API_KEY", "k" * 40),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             check_access(False, "offline=true")
@@ -181,7 +252,9 @@ def test_a_host_that_is_not_there(nowhere: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setenv("http_proxy", "http://127.0.0.1:9")
         require_host(pause=0.0)  # not ours to judge
-    with pytest.raises(ConfigError, match=rf"cannot start a run: Cannot reach {url}.*logger.wandb.offline=true"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot start a run: Cannot reach {url}.*logger.wandb.offline=true"
+    ):
         WandbLogger().experiment  # noqa: B018
 
 
@@ -195,10 +268,17 @@ def test_without_the_package(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_full_speed_is_that_of_all_ranks() -> None:
-    """A model without attention to speak of: 6 operations for each weight in a matrix product, and 12 for each of a head's dimensions and
-    tokens of the context."""
-    model = {"model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3,
-             "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    """A model without attention to speak of: 6 operations for each weight in a matrix product, and
+    12 for each of a head's dimensions and tokens of the context."""
+    model = {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     config = {
         "cluster": {"accelerator": "gpu", "peak_flops": {"bf16": 1e12, "fp32": None}},
         "model": {"config": model, "lora": {"r": None}},
@@ -209,7 +289,11 @@ def test_full_speed_is_that_of_all_ranks() -> None:
     }
     weights = 3 * (4 * 8 * 8 + 3 * 8 * 16) + 8 * 100
     assert full_speed(config) == pytest.approx(4e12 / (6 * weights + 3 * 12 * 8 * 10))
-    for other in ({"precision": {"name": "fp32"}}, {"cluster": {"accelerator": "cpu"}}, {"model": {"config": model, "lora": {"r": 8}}}):
+    for other in (
+        {"precision": {"name": "fp32"}},
+        {"cluster": {"accelerator": "cpu"}},
+        {"model": {"config": model, "lora": {"r": 8}}},
+    ):
         assert full_speed(config | other) is None
 
 
@@ -244,30 +328,62 @@ print(len(said), logger.lost)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "steps", "said"),
-    [("dies", 200, "1 True"), ("hangs", 2000, "1 True"), ("hangs", 3, "1 True"), ("hangs", 0, "0 False")],
-    ids=["dies", "hangs while the run goes on", "hangs when the run is closed", "hangs when the process ends"],
+    [
+        ("dies", 200, "1 True"),
+        ("hangs", 2000, "1 True"),
+        ("hangs", 3, "1 True"),
+        ("hangs", 0, "0 False"),
+    ],
+    ids=[
+        "dies",
+        "hangs while the run goes on",
+        "hangs when the run is closed",
+        "hangs when the process ends",
+    ],
 )
-def test_a_service_that_hangs_or_dies_ends_no_training(how: str, steps: int, said: str, tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w+") as log:  # no pipes: a process that outlived this one would keep them open
+def test_a_service_that_hangs_or_dies_ends_no_training(
+    how: str, steps: int, said: str, tmp_path: Path
+) -> None:
+    # no pipes: a process that outlived this one would keep them open
+    with (tmp_path / "log").open("w+") as log:
         command = [sys.executable, "-c", LOST, str(tmp_path), how, str(steps)]
-        done = subprocess.run(command, cwd=tmp_path, env=quietly(), stdout=log, stderr=subprocess.STDOUT, timeout=200, check=False)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=quietly(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=200,
+            check=False,
+        )
         log.seek(0)
         text = log.read()
     lines = text.splitlines()
     service = next(int(line) for line in lines if line.isdigit())
     assert done.returncode == 0 and said in lines and "Traceback" not in text, text
-    assert not psutil.pid_exists(service) or psutil.Process(service).status() == psutil.STATUS_ZOMBIE
+    assert (
+        not psutil.pid_exists(service) or psutil.Process(service).status() == psutil.STATUS_ZOMBIE
+    )
     assert ("Weights & Biases did not exit within" in text) == (steps == 0)
 
 
 def test_a_call_to_a_process_that_hangs_fails(tmp_path: Path) -> None:
     (tmp_path / "wandb-core").symlink_to(shutil.which("sleep") or "")
-    with subprocess.Popen([tmp_path / "wandb-core", "1000"]) as service, subprocess.Popen(["sleep", "1000"]) as other:
+    with (
+        subprocess.Popen([tmp_path / "wandb-core", "1000"]) as service,
+        subprocess.Popen(["sleep", "1000"]) as other,
+    ):
         os.kill(service.pid, signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match=r"did not answer for 0\.2 seconds") as caught, answered_within(0.2):
+        with (
+            pytest.raises(TimeoutError, match=r"did not answer for 0\.2 seconds") as caught,
+            answered_within(0.2),
+        ):
             service.wait(60)
             raise ConnectionResetError
-        assert isinstance(caught.value.__cause__, ConnectionResetError) and service.returncode == -signal.SIGKILL
+        assert (
+            isinstance(caught.value.__cause__, ConnectionResetError)
+            and service.returncode == -signal.SIGKILL
+        )
         assert other.poll() is None, "only wandb's processes are ended"
         other.kill()
     with pytest.raises(ArithmeticError), answered_within(60.0):  # what fails in time fails as it is
@@ -276,7 +392,15 @@ def test_a_call_to_a_process_that_hangs_fails(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_sweep_of_three_jobs_is_three_runs_in_one_group(tmp_path: Path) -> None:
-    line = ["train", "-m", *OFFLINE, *SMALL, "parallelism=tp1", "optimizer.lr=1e-3,1e-4,1e-5", f"hydra.sweep.dir={tmp_path}/s/one"]
+    line = [
+        "train",
+        "-m",
+        *OFFLINE,
+        *SMALL,
+        "parallelism=tp1",
+        "optimizer.lr=1e-3,1e-4,1e-5",
+        f"hydra.sweep.dir={tmp_path}/s/one",
+    ]
     (done,) = run_commands([line], timeout=600)
     assert done.code == 0, done.output
     runs = [read(file) for file in files_of(tmp_path)]
@@ -287,18 +411,37 @@ def test_a_sweep_of_three_jobs_is_three_runs_in_one_group(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_a_job_that_torchrun_started_goes_on_with_its_run_when_it_is_started_again(tmp_path: Path) -> None:
+def test_a_job_that_torchrun_started_goes_on_with_its_run_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
     line = [*OFFLINE, *SMALL, "trainer.auto_resume=true", f"hydra.run.dir={tmp_path}/run"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(REPOSITORY / "train.py")]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(REPOSITORY / "train.py"),
+    ]
     done = subprocess.run(
-        [*torchrun, *line, "parallelism=dp2"], cwd=tmp_path, env=quietly(), capture_output=True, text=True, timeout=300, check=False
+        [*torchrun, *line, "parallelism=dp2"],
+        cwd=tmp_path,
+        env=quietly(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    (again,) = run_commands([["train", *line, "parallelism=tp1", "trainer.max_steps=4"]], timeout=300)
+    (again,) = run_commands(
+        [["train", *line, "parallelism=tp1", "trainer.max_steps=4"]], timeout=300
+    )
     assert again.code == 0, again.output
     first, second = (read(file) for file in files_of(tmp_path))
     assert first.id == second.id
-    assert [max(row.get("trainer/global_step", 0) for row in run.history) for run in (first, second)] == [2, 4]
+    assert [
+        max(row.get("trainer/global_step", 0) for row in run.history) for run in (first, second)
+    ] == [2, 4]
     assert logged(second, 4)["step/tokens_seen"] == 2 * logged(first, 2)["step/tokens_seen"]
 
 
@@ -327,11 +470,25 @@ trainer.fit(LanguageModel(), DataLoader(CountingText(), batch_size=8))
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun", "lightnings logger", "fails"])
 def test_one_run_of_a_script(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = ["script.py", "lightnings" if launcher == "lightnings logger" else "ours", *(["fail"] if launcher == "fails" else [])]
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words] if launcher == "torchrun" else words
+    words = [
+        "script.py",
+        "lightnings" if launcher == "lightnings logger" else "ours",
+        *(["fail"] if launcher == "fails" else []),
+    ]
+    run = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
+        if launcher == "torchrun"
+        else words
+    )
     more = {"WANDB_MODE": "offline", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/examples"}
     done = subprocess.run(
-        [sys.executable, *run], cwd=tmp_path, env=quietly(**more), capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *run],
+        cwd=tmp_path,
+        env=quietly(**more),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == (1 if launcher == "fails" else 0), done.stderr
     run = only_run(tmp_path)
@@ -343,15 +500,25 @@ def test_one_run_of_a_script(launcher: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_run_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
-    """SIGKILL to rank 0, SIGTERM to the whole run: wandb's service ends, and what it wrote can be read; of a run that was killed the last
-    block of 32 KiB is missing."""
-    line = [*OFFLINE, *SMALL, "parallelism=dp2", "trainer.max_steps=20000", f"hydra.run.dir={tmp_path}/run"]
+    """SIGKILL to rank 0, SIGTERM to the whole run: wandb's service ends, and what it wrote can be
+    read; of a run that was killed the last block of 32 KiB is missing."""
+    line = [
+        *OFFLINE,
+        *SMALL,
+        "parallelism=dp2",
+        "trainer.max_steps=20000",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     command = [sys.executable, "-m", "lightning_3d", "train", *line]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=quietly(), stdout=log, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 240
     metrics = tmp_path / "run" / "metrics.csv"
-    while time.monotonic() < deadline and process.poll() is None and not (metrics.is_file() and len(metrics.read_text().splitlines()) > 5):
+    while (
+        time.monotonic() < deadline
+        and process.poll() is None
+        and not (metrics.is_file() and len(metrics.read_text().splitlines()) > 5)
+    ):
         time.sleep(0.2)
     everything = psutil.Process(process.pid).children(recursive=True)
     services = [child for child in everything if "wandb" in child.name()]
@@ -365,4 +532,6 @@ def test_nothing_outlives_a_run_that_is_ended(number: signal.Signals, tmp_path: 
         each.kill()
     assert not alive
     run = only_run(tmp_path / "run")
-    assert run.exit_code == (None if number == signal.SIGKILL else 1) and (run.history or number == signal.SIGKILL)
+    assert run.exit_code == (None if number == signal.SIGKILL else 1) and (
+        run.history or number == signal.SIGKILL
+    )

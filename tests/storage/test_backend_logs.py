@@ -1,4 +1,5 @@
-"""Lines of backends in the log of a run: Hydra sets INFO for all loggers, but their lines about each request are not shown."""
+"""Lines of backends in the log of a run: Hydra sets INFO for all loggers, but their lines about
+each request are not shown."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 from lightning_3d.storage.remote_path import RemotePath
 
 NAMES = ("fsspec", "s3fs", "aiobotocore", "botocore", "gcsfs", "adlfs", "azure", "httpx", "httpx2")
-LINES = ("botocore.credentials", "aiobotocore.credentials", "httpx2", "azure.core.pipeline.policies.http_logging_policy", "fsspec")
+LINES = (
+    "botocore.credentials",
+    "aiobotocore.credentials",
+    "httpx2",
+    "azure.core.pipeline.policies.http_logging_policy",
+    "fsspec",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +33,8 @@ def levels() -> Iterator[None]:
 
 
 def shown(caplog: pytest.LogCaptureFixture) -> set[tuple[str, int]]:
-    """Loggers and levels of the lines that are shown after a request, of one line of each level by each logger."""
+    """Loggers and levels of the lines that are shown after a request, of one line of each level by
+    each logger."""
     assert not RemotePath("memory://backend_logs/missing").exists()
     caplog.clear()
     for name in LINES:
@@ -48,7 +56,11 @@ def test_levels_that_a_user_sets_are_kept(caplog: pytest.LogCaptureFixture) -> N
     logging.getLogger("botocore").setLevel(logging.INFO)
     logging.getLogger("httpx2").setLevel(logging.ERROR)
     logging.getLogger("fsspec").setLevel(logging.DEBUG)
-    chosen = {("botocore.credentials", logging.INFO), ("fsspec", logging.DEBUG), ("fsspec", logging.INFO)}
+    chosen = {
+        ("botocore.credentials", logging.INFO),
+        ("fsspec", logging.DEBUG),
+        ("fsspec", logging.INFO),
+    }
     others = {(name, logging.WARNING) for name in LINES if name != "httpx2"}
     assert shown(caplog) == chosen | others
 
@@ -56,4 +68,6 @@ def test_levels_that_a_user_sets_are_kept(caplog: pytest.LogCaptureFixture) -> N
 def test_debug_for_all_shows_everything(caplog: pytest.LogCaptureFixture) -> None:
     """What `hydra.verbose=true` sets."""
     logging.getLogger().setLevel(logging.DEBUG)
-    assert shown(caplog) == {(name, level) for name in LINES for level in (logging.DEBUG, logging.INFO, logging.WARNING)}
+    assert shown(caplog) == {
+        (name, level) for name in LINES for level in (logging.DEBUG, logging.INFO, logging.WARNING)
+    }

@@ -1,4 +1,5 @@
-"""Processes that are forked while threads of their parent are inside a library: they find no lock that a thread held."""
+"""Processes that are forked while threads of their parent are inside a library: they find no lock
+that a thread held."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def while_a_thread_reads(read: Callable[[], object], started: Callable[[], bool]
 
 
 @pytest.mark.parametrize("pieces", [(3, 3), (3, 4)], ids=["same", "other"])
-def test_a_reader_of_pieces_that_is_forked_while_a_thread_fetches_one(pieces: tuple[int, int], tmp_path: Path) -> None:
+def test_a_reader_of_pieces_that_is_forked_while_a_thread_fetches_one(
+    pieces: tuple[int, int], tmp_path: Path
+) -> None:
     fsspec.register_implementation("locked", LockedStore, clobber=True)
     cache = PieceCache(tmp_path, 2**20, PIECE)
     cache.prepare()
@@ -91,7 +94,9 @@ def test_a_reader_of_pieces_that_is_forked_while_a_thread_fetches_one(pieces: tu
     assert while_a_thread_reads(read, HELD.is_set) == 0
 
 
-def test_a_reader_that_is_forked_while_a_thread_imports_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_is_forked_while_a_thread_imports_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "slow_store_of_a_test.py").write_text(SLOW_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     fsspec.register_implementation("slowly", "slow_store_of_a_test.Store", clobber=True)
@@ -134,7 +139,9 @@ def test_a_thread_that_is_inside_may_enter_again_and_fork() -> None:
     assert forked(enter) == 0
 
 
-def test_a_fork_does_not_wait_for_ever_for_a_request_that_never_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_does_not_wait_for_ever_for_a_request_that_never_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(FORKS, "longest", 0.1)
     inside, leave = threading.Event(), threading.Event()
 
@@ -180,13 +187,18 @@ print(done.is_set())
 
 def test_a_fork_waits_without_the_locks_of_other_hooks() -> None:
     """`concurrent.futures` holds a lock from before a fork on, which each use of a pool needs."""
-    found = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=60, check=True
+    )
     assert found.stdout == "True\n", "the thread was done before the fork"
 
 
 def test_forks_of_several_threads_take_turns() -> None:
     codes: list[int | None] = []
-    threads = [threading.Thread(target=lambda: codes.append(forked(lambda: None)), daemon=True) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: codes.append(forked(lambda: None)), daemon=True)
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

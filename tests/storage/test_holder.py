@@ -1,4 +1,5 @@
-"""Who works in a folder: a second run is told the process, since when and what to do, and never to remove what may be alive."""
+"""Who works in a folder: a second run is told the process, since when and what to do, and never to
+remove what may be alive."""
 
 import errno
 import json
@@ -13,10 +14,10 @@ from pathlib import Path
 import pytest
 from command_line import environment
 
-from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.app.runs.folder import RunFolder, in_progress
 from lightning_3d.app.runs.status import FAILED, FINISHED, RUNNING, RunStatus
 from lightning_3d.app.runs.sweep.folder import SweepFolder
+from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.storage.holder import Holder, moment
 from lightning_3d.storage.lock import FileLock, FolderLock, is_held
 
@@ -55,31 +56,62 @@ def refusal(path: Path, option: str = "hydra.run.dir") -> str:
     return str(error.value)
 
 
-def test_a_folder_in_which_another_process_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_which_another_process_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with other_run(tmp_path) as process:
         me = Holder.this_process()
-        since = rf"process {process.pid} of {me.user} on {me.host}, since {time.strftime('%Y')}-\d\d-\d\d \d\d:\d\d:\d\d"
+        since = (
+            rf"process {process.pid} of {me.user} on {me.host}, since"
+            rf" {time.strftime('%Y')}-\d\d-\d\d \d\d:\d\d:\d\d"
+        )
         do = rf"\. Wait until it ends, stop it \(kill {process.pid}\), or set "
         run = tmp_path / "run"
-        with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}hydra.run.dir to another folder"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                rf"run belongs to a run that is in progress \({since}\){do}hydra.run.dir to another"
+                r" folder"
+            ),
+        ):
             RunFolder.claim(run, numbered=False)
         refusal(run)
         monkeypatch.setattr("lightning_3d.app.runs.folder.EARLIER_SECONDS", 0.1)
-        with pytest.raises(ConfigError, match=rf"run belongs to a run that is in progress \({since}\){do}another folder"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"run belongs to a run that is in progress \({since}\){do}another folder",
+        ):
             RunFolder.reopen(run, {})
         with pytest.raises(ConfigError, match=rf"already holds a run \(status: running; {since}\)"):
             RunFolder.adopt(run)
-        with pytest.raises(ConfigError, match=rf"Another sweep is in progress in {tmp_path}/sweep \({since}\){do}hydra.sweep.dir"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                rf"Another sweep is in progress in {tmp_path}/sweep \({since}\){do}hydra.sweep.dir"
+            ),
+        ):
             SweepFolder.take(tmp_path / "sweep", numbered=False)
         monkeypatch.setattr("lightning_3d.storage.lock._PATIENCE_SECONDS", 0)
-        with pytest.raises(CheckpointError, match=rf"belongs to another run that has not ended \({since}\)\. Two runs .*{do}another"):
+        with pytest.raises(
+            CheckpointError,
+            match=(
+                rf"belongs to another run that has not ended \({since}\)\. Two runs .*{do}another"
+            ),
+        ):
             FolderLock(tmp_path / "checkpoints")
         assert in_progress(run) and RunFolder.claim(run, numbered=True).path.name == "run_1"
     assert in_progress(run) is False and is_held(run / ".lock") is False
     said = refusal(run)
-    assert f"whose process ended without recording why (process {process.pid} of {me.user} on {me.host}" in said
-    assert said.endswith("Set hydra.run.dir to a new folder. To resume that run, set trainer.auto_resume=true.")
-    assert RunFolder.reopen(run, {}).path == run, "a lock that is left of a killed process holds nobody up"
+    assert (
+        f"whose process ended without recording why (process {process.pid} of {me.user} on"
+        f" {me.host}" in said
+    )
+    assert said.endswith(
+        "Set hydra.run.dir to a new folder. To resume that run, set trainer.auto_resume=true."
+    )
+    assert RunFolder.reopen(run, {}).path == run, (
+        "a lock that is left of a killed process holds nobody up"
+    )
 
 
 def left_by(folder: Path, status: str, host: str | None = None, pid: int | None = None) -> None:
@@ -89,7 +121,9 @@ def left_by(folder: Path, status: str, host: str | None = None, pid: int | None 
     path = folder / "config.yaml"
     folder.mkdir()
     path.touch()
-    RunStatus(status, 0, begun.started, ended, pid if pid is not None else begun.pid, host or begun.host).write(folder)
+    RunStatus(
+        status, 0, begun.started, ended, pid if pid is not None else begun.pid, host or begun.host
+    ).write(folder)
 
 
 @pytest.mark.parametrize("status", [FINISHED, FAILED])
@@ -97,7 +131,10 @@ def test_a_folder_of_a_run_that_has_ended(status: str, tmp_path: Path) -> None:
     left_by(tmp_path / "run", status)
     when = moment(json.loads((tmp_path / "run" / "status.json").read_text())["ended"])
     said = refusal(tmp_path / "run")
-    assert said.startswith(f"{tmp_path}/run holds the files of another run ({status}, {when}). Set hydra.run.dir to a new folder.")
+    assert said.startswith(
+        f"{tmp_path}/run holds the files of another run ({status}, {when}). Set hydra.run.dir to a"
+        " new folder."
+    )
     assert refusal(tmp_path / "run", "--folder").endswith(". Set --folder to a new folder.")
 
 
@@ -118,10 +155,17 @@ def test_a_folder_without_locks_is_judged_by_the_process(tmp_path: Path) -> None
 
 
 def test_what_no_lock_says() -> None:
-    assert Holder.of({"process": "x", "host": "h"}) is None and Holder.of(None) is None and Holder.of({"host": "h"}) is None
+    assert (
+        Holder.of({"process": "x", "host": "h"}) is None
+        and Holder.of(None) is None
+        and Holder.of({"host": "h"}) is None
+    )
     elsewhere = Holder.of({"process": 3, "host": "node7", "beat": 1})
     assert elsewhere is not None and elsewhere.describe() == "process 3 on node7"
-    assert elsewhere.what_to_do("wait more") == "Wait until it ends, stop it (kill 3 on node7), or wait more."
+    assert (
+        elsewhere.what_to_do("wait more")
+        == "Wait until it ends, stop it (kill 3 on node7), or wait more."
+    )
     assert Holder.of(Holder.this_process().facts()) is not None
 
 
@@ -141,7 +185,9 @@ def test_a_forked_rank_neither_has_nor_frees_the_lock_of_its_parent(tmp_path: Pa
     os.waitpid(child, 0)
 
 
-def test_a_file_system_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(*args: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 

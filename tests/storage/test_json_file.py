@@ -1,4 +1,5 @@
-"""Files that may come from anywhere: reading one never waits for the other end of a pipe, and never reads a device without end."""
+"""Files that may come from anywhere: reading one never waits for the other end of a pipe, and never
+reads a device without end."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_3d.app.runs.frozen_config import read_frozen
+from lightning_3d.app.training.data.token_file import read_index
 from lightning_3d.errors import CheckpointError, Lightning3DError
 from lightning_3d.models.safetensors_folder import read_config, read_header
-from lightning_3d.app.runs.frozen_config import read_frozen
 from lightning_3d.storage.json_file import parse_json, read_text
-from lightning_3d.app.training.data.token_file import read_index
 
 READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (read_text, "file.json"),
@@ -25,10 +26,14 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize(("read", "name"), READERS.values(), ids=READERS)
-def test_f22_a_pipe_or_a_device_is_refused(read: Callable[[Path], object], name: str, kind: str, tmp_path: Path) -> None:
+def test_f22_a_pipe_or_a_device_is_refused(
+    read: Callable[[Path], object], name: str, kind: str, tmp_path: Path
+) -> None:
     path = tmp_path / name
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    with pytest.raises((OSError, Lightning3DError), match=r"is a pipe or a device|has no file|There is no"):
+    with pytest.raises(
+        (OSError, Lightning3DError), match=r"is a pipe or a device|has no file|There is no"
+    ):
         read(path)
 
 
@@ -44,5 +49,7 @@ def test_files_are_read_and_missing_ones_are_missing(tmp_path: Path) -> None:
 def test_f22_weights_that_cannot_be_read_end_in_a_message(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.symlink_to("/proc/self/mem")  # a file, but its first byte cannot be read
-    with pytest.raises(CheckpointError, match="model.safetensors cannot be read: Input/output error"):
+    with pytest.raises(
+        CheckpointError, match="model.safetensors cannot be read: Input/output error"
+    ):
         read_header(path)

@@ -1,4 +1,5 @@
-"""What the first batches of a step with `accumulate_grad_batches` have logged, as callbacks see it at the end of each batch."""
+"""What the first batches of a step with `accumulate_grad_batches` have logged, as callbacks see it
+at the end of each batch."""
 
 import math
 from collections.abc import Iterator
@@ -43,13 +44,22 @@ class Logs(Module):
         self.log("late", value, on_step=False, on_epoch=True)
         if batch_idx % 2 == 0:
             self.log("even", value, on_step=True, on_epoch=True)
-        loss = super().training_step({key: batch[key] for key in batch if key != "value"}, batch_idx)
-        return {"loss": loss, "nested": {"value": value}, "rows": torch.tensor(1), "word": "same", "all": batch["value"]}
+        loss = super().training_step(
+            {key: batch[key] for key in batch if key != "value"}, batch_idx
+        )
+        return {
+            "loss": loss,
+            "nested": {"value": value},
+            "rows": torch.tensor(1),
+            "word": "same",
+            "all": batch["value"],
+        }
 
 
 @dataclass
 class Seen:
-    """What callbacks read: at the end of each batch (logged values, outputs, losses), and at the end of the epoch."""
+    """What callbacks read: at the end of each batch (logged values, outputs, losses), and at the
+    end of the epoch."""
 
     logged: list[dict[str, float]] = field(default_factory=list)
     returned: list[tuple[float, int, str]] = field(default_factory=list)
@@ -63,10 +73,19 @@ class Sees(pl.Callback):
         self.seen = Seen()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.seen.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-        assert outputs["nested"]["value"].dtype == torch.float32 and outputs["rows"].dtype == torch.int64
-        self.seen.returned.append((float(outputs["nested"]["value"]), int(outputs["rows"]), outputs["word"]))
-        self.seen.losses.append((float(outputs["loss"]) * ACCUMULATE, trainer.strategy.last_step.loss))
+        self.seen.logged.append(
+            {name: float(value) for name, value in trainer.callback_metrics.items()}
+        )
+        assert (
+            outputs["nested"]["value"].dtype == torch.float32
+            and outputs["rows"].dtype == torch.int64
+        )
+        self.seen.returned.append(
+            (float(outputs["nested"]["value"]), int(outputs["rows"]), outputs["word"])
+        )
+        self.seen.losses.append(
+            (float(outputs["loss"]) * ACCUMULATE, trainer.strategy.last_step.loss)
+        )
 
 
 def rows() -> tuple[Rows, Tensor, Tensor]:
@@ -87,16 +106,24 @@ def fit(layout: str) -> Seen:
     plan, sees = Lightning3DStrategy(layout, micro_batch_size=1, seed=0, self_check="never"), Sees()
     assert plan.layout is not None
     trainer = quiet_trainer(
-        strategy=plan, devices=plan.layout.world_size, max_epochs=1, accumulate_grad_batches=ACCUMULATE, callbacks=[sees]
+        strategy=plan,
+        devices=plan.layout.world_size,
+        max_epochs=1,
+        accumulate_grad_batches=ACCUMULATE,
+        callbacks=[sees],
     )
     module = Logs(Recipe("llama", 2, steps=BATCHES, global_batch=BATCH))
     trainer.fit(module, datamodule=Data(rows()[0], BATCH // plan.layout.dp))
-    sees.seen.ended, sees.seen.steps = {name: float(value) for name, value in trainer.callback_metrics.items()}, trainer.global_step
+    sees.seen.ended, sees.seen.steps = (
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        trainer.global_step,
+    )
     return sees.seen
 
 
 def expected_steps() -> Iterator[dict[str, float]]:
-    """What each batch shows, by the definition of each reduction; a batch without targets shows what the one before it did."""
+    """What each batch shows, by the definition of each reduction; a batch without targets shows
+    what the one before it did."""
     _, values, counts = rows()
     shown: dict[str, float] = {}
     for batch in range(BATCHES):
@@ -104,42 +131,63 @@ def expected_steps() -> Iterator[dict[str, float]]:
         value, count = values[part][counts[part] > 0], counts[part][counts[part] > 0]
         if len(count):
             mean = float((value * count).sum() / count.sum())
-            shown = {"mean": mean, "sum": float(value.sum()), "max": float(value.max()), "min": float(value.min()), "metric": mean}
+            shown = {
+                "mean": mean,
+                "sum": float(value.sum()),
+                "max": float(value.max()),
+                "min": float(value.min()),
+                "metric": mean,
+            }
         yield shown
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_every_rank_sees_what_each_batch_has_logged(layout: str) -> None:
     _, values, counts = rows()
-    counted = [slice(batch * BATCH, (batch + 1) * BATCH) for batch in range(BATCHES) if batch not in EMPTY]
+    counted = [
+        slice(batch * BATCH, (batch + 1) * BATCH) for batch in range(BATCHES) if batch not in EMPTY
+    ]
     mean = float((values * counts).sum() / counts.sum())
     even = torch.arange(BATCHES * BATCH) // BATCH % 2 == 0
     for seen in run_ranks(fit, 2, layout):
         ended = seen.ended
         assert seen.steps == 3 and len(seen.logged) == BATCHES
         for batch, (logged, shown) in enumerate(zip(seen.logged, expected_steps(), strict=True)):
-            assert {name: logged[f"{name}_step"] for name in NUMBERS} == pytest.approx(shown, abs=1e-5), batch
+            assert {name: logged[f"{name}_step"] for name in NUMBERS} == pytest.approx(
+                shown, abs=1e-5
+            ), batch
             assert logged["shown"] == logged["mean_step"] and "late" not in logged
         assert ended["mean_epoch"] == ended["late"] == pytest.approx(mean, abs=1e-5)
-        assert ended["even_epoch"] == pytest.approx(float((values * counts)[even].sum() / counts[even].sum()), abs=1e-5)
-        assert ended["sum_epoch"] == pytest.approx(float(sum(values[part][counts[part] > 0].sum() for part in counted)), abs=1e-4)
+        assert ended["even_epoch"] == pytest.approx(
+            float((values * counts)[even].sum() / counts[even].sum()), abs=1e-5
+        )
+        assert ended["sum_epoch"] == pytest.approx(
+            float(sum(values[part][counts[part] > 0].sum() for part in counted)), abs=1e-4
+        )
         assert ended["max_epoch"] == pytest.approx(float(values[counts > 0].max()), abs=1e-5)
         assert ended["min_epoch"] == pytest.approx(float(values[counts > 0].min()), abs=1e-5)
-        assert ended["metric_epoch"] == pytest.approx(float(values.mean()), abs=1e-5), "every update counts"
-        assert [math.isnan(loss) for loss, _ in seen.losses] == [batch in EMPTY for batch in range(BATCHES)]
+        assert ended["metric_epoch"] == pytest.approx(float(values.mean()), abs=1e-5), (
+            "every update counts"
+        )
+        assert [math.isnan(loss) for loss, _ in seen.losses] == [
+            batch in EMPTY for batch in range(BATCHES)
+        ]
         assert all(loss == pytest.approx(read, rel=1e-6, nan_ok=True) for loss, read in seen.losses)
 
 
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2_dp2", marks=pytest.mark.full)])
 def test_every_rank_sees_the_numbers_that_each_batch_has_returned(layout: str) -> None:
-    """On the last stage and before it: means weighted by targets, and sums of counts, of the rows of its own data-parallel rank."""
+    """On the last stage and before it: means weighted by targets, and sums of counts, of the rows
+    of its own data-parallel rank."""
     _, values, counts = rows()
     size = Layout.parse(layout)
     for rank, seen in enumerate(run_ranks(fit, size.world_size, layout)):
         for batch, (value, number, word) in enumerate(seen.returned):
             part = slice(batch * BATCH + size.coordinates(rank)["dp"], (batch + 1) * BATCH, size.dp)
             weights = counts[part] if counts[part].any() else torch.ones_like(counts[part])
-            assert value == pytest.approx(float((values[part] * weights).sum() / weights.sum()), abs=1e-6)
+            assert value == pytest.approx(
+                float((values[part] * weights).sum() / weights.sum()), abs=1e-6
+            )
             assert (number, word) == (BATCH // size.dp, "same")
 
 
@@ -150,10 +198,14 @@ def log_other_names() -> None:
             return super().training_step(batch, batch_idx)
 
     recipe = Recipe("llama", 2, steps=2, global_batch=4)
-    trainer = quiet_trainer(strategy=Lightning3DStrategy("dp2"), devices=2, max_epochs=1, accumulate_grad_batches=2)
+    trainer = quiet_trainer(
+        strategy=Lightning3DStrategy("dp2"), devices=2, max_epochs=1, accumulate_grad_batches=2
+    )
     trainer.fit(Names(recipe), datamodule=Data(Rows(data(recipe)), 1))
 
 
 def test_ranks_that_log_other_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="names passed to self.log in a step differ between data-parallel ranks"):
+    with pytest.raises(
+        ConfigError, match="names passed to self.log in a step differ between data-parallel ranks"
+    ):
         run_ranks(log_other_names, 2)

@@ -1,4 +1,5 @@
-"""`accumulate_grad_batches`: several small batches are one step, as one large batch is, or as on one process where they are not alike."""
+"""`accumulate_grad_batches`: several small batches are one step, as one large batch is, or as on
+one process where they are not alike."""
 
 import warnings
 from typing import Any
@@ -21,7 +22,15 @@ from torch.utils.data import DataLoader, TensorDataset
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("dp2", {"micro_batch_size": 1}),
     ("tp2_pp2", {"micro_batch_size": 1, "zero": 1}),
-    ("pp2_dp2", {"micro_batch_size": 1, "schedule": "ZBVZeroBubble", "zero": 2, "zero_reduce": "micro_batch"}),
+    (
+        "pp2_dp2",
+        {
+            "micro_batch_size": 1,
+            "schedule": "ZBVZeroBubble",
+            "zero": 2,
+            "zero_reduce": "micro_batch",
+        },
+    ),
     ("pp2_dp2", {"micro_batch_size": 1, "zero": 3}),
 ]
 
@@ -29,7 +38,9 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("layout", "strategy"), by_default(LAYOUTS, 2, 3), ids=str)
-def test_several_batches_are_one_step(layout: str, strategy: dict[str, Any], accumulate: int) -> None:
+def test_several_batches_are_one_step(
+    layout: str, strategy: dict[str, Any], accumulate: int
+) -> None:
     parity.assert_same_training("llama", layout, accumulate=accumulate, **strategy)
 
 
@@ -40,7 +51,11 @@ def reductions(accumulate: int, zero_stage: int) -> list[int]:
     recipe = Recipe(steps=4)
     strategy = Lightning3DStrategy("dp2", zero_stage=zero_stage)
     trainer = quiet_trainer(
-        strategy=strategy, devices=2, limit_train_batches=6, max_epochs=1, accumulate_grad_batches=accumulate
+        strategy=strategy,
+        devices=2,
+        limit_train_batches=6,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
     )
     sent: list[int] = []
     step = strategy.training_step
@@ -61,7 +76,8 @@ def reductions(accumulate: int, zero_stage: int) -> list[int]:
 def test_gradients_are_reduced_once_for_each_step(zero_stage: int) -> None:
     [every, _] = run_ranks(reductions, 2, 1, zero_stage)
     [third, _] = run_ranks(reductions, 2, 3, zero_stage)
-    assert [sent < 100 for sent in third] == [True, True, False] * 2  # the loss and checks of the data are small
+    # the loss and checks of the data are small
+    assert [sent < 100 for sent in third] == [True, True, False] * 2
     assert all(sent > 1000 for sent in every) and third[2] > 1000
 
 
@@ -100,7 +116,10 @@ class Regression(pl.LightningModule):
         loss = F.l1_loss(out, y)
         if self.kind == "declared":
             weights = y.square()
-            return {"loss": (weights * (out - y).abs()).sum() / weights.sum(), "loss_weight": weights.sum()}
+            return {
+                "loss": (weights * (out - y).abs()).sum() / weights.sum(),
+                "loss_weight": weights.sum(),
+            }
         return loss * len(x) if self.kind == "sum" else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -127,7 +146,8 @@ REDUCTIONS = {"sum": "sum", "equal": "accumulate"}
 
 
 def losses(kinds: list[str], layout: str = "") -> dict[str, tuple[list[float], list[str]]]:
-    """(Losses of the batches of three epochs, warnings about weights) by kind; without a layout in plain Lightning."""
+    """(Losses of the batches of three epochs, warnings about weights) by kind; without a layout in
+    plain Lightning."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     found = {}
@@ -156,7 +176,14 @@ def losses(kinds: list[str], layout: str = "") -> dict[str, tuple[list[float], l
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(module, DataLoader(rows, batch_size=8 // dp))
-        found[kind] = module.seen, [str(warning.message) for warning in caught if "accumulate_grad_batches=" in str(warning.message)]
+        found[kind] = (
+            module.seen,
+            [
+                str(warning.message)
+                for warning in caught
+                if "accumulate_grad_batches=" in str(warning.message)
+            ],
+        )
     return found
 
 
@@ -169,7 +196,9 @@ def alone() -> dict[str, tuple[list[float], list[str]]]:
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2", pytest.param("pp2_dp2", marks=pytest.mark.slow)])
-def test_each_batch_weighs_as_in_plain_lightning(layout: str, alone: dict[str, tuple[list[float], list[str]]]) -> None:
+def test_each_batch_weighs_as_in_plain_lightning(
+    layout: str, alone: dict[str, tuple[list[float], list[str]]]
+) -> None:
     for found in run_ranks(losses, 4 if layout == "pp2_dp2" else 2, AS_ALONE, layout):
         for kind in AS_ALONE:
             assert len(alone[kind][0]) == 9

@@ -1,4 +1,5 @@
-"""Averages of weights: callbacks of Lightning and of the user's own give what they give on one process."""
+"""Averages of weights: callbacks of Lightning and of the user's own give what they give on one
+process."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +9,12 @@ import lightning.pytorch as pl
 import parity
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from parity import Part, micro_batch_rows, quiet_trainer
 from plain_module import LanguageModel, TextData
 from ranks import run_ranks
@@ -35,12 +41,15 @@ class EveryOtherEpoch(WeightAveraging):
 
 
 class OwnAverage(pl.Callback):
-    """What people write themselves: an exponential average of the parameters, which is in the model while it is validated."""
+    """What people write themselves: an exponential average of the parameters, which is in the model
+    while it is validated."""
 
     def __init__(self) -> None:
         self.average: list[Tensor] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any
+    ) -> None:
         parameters = [parameter.detach() for parameter in module.parameters()]
         self.average = self.average or [torch.zeros_like(parameter) for parameter in parameters]
         for average, parameter in zip(self.average, parameters, strict=True):
@@ -65,7 +74,9 @@ class OwnAverage(pl.Callback):
 class GoesBack(pl.Callback):
     """Once in an epoch the weights are halved, through `.data`."""
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int
+    ) -> None:
         for parameter in module.parameters() if index == 2 else ():
             parameter.data.mul_(0.5)
 
@@ -86,7 +97,9 @@ class History(pl.Callback):
 
 CALLBACKS: dict[str, Any] = {
     "ema": lambda: EMAWeightAveraging(decay=0.8),
-    "late ema": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=5, update_every_n_steps=2),
+    "late ema": lambda: EMAWeightAveraging(
+        decay=0.8, update_starting_at_step=5, update_every_n_steps=2
+    ),
     "epochs": EveryOtherEpoch,
     "swa": lambda: StochasticWeightAveraging(5e-4, swa_epoch_start=2, annealing_epochs=2),
     "own": OwnAverage,
@@ -135,7 +148,9 @@ def fit(
     callbacks = [history, keeps, *([CALLBACKS[kind]()] if kind else [])]
     parsed = Layout.parse(layout) if layout else Layout()
     micro_batch = micro_batch_rows(parsed.dp, parsed.pp, GLOBAL_BATCH)
-    strategy: Any = Lightning3DStrategy(layout, micro_batch_size=micro_batch, **options) if layout else "auto"
+    strategy: Any = (
+        Lightning3DStrategy(layout, micro_batch_size=micro_batch, **options) if layout else "auto"
+    )
     trainer = quiet_trainer(
         strategy=strategy,
         devices=parsed.world_size,
@@ -177,7 +192,9 @@ def assert_same(found: list[Outcome], expected: Outcome) -> None:
     weights, drift = parity.assemble([outcome.part for outcome in found])
     assert drift == 0.0
     assert weights.keys() == expected.part.weights.keys()
-    worst = max((weights[name] - value).abs().max().item() for name, value in expected.part.weights.items())
+    worst = max(
+        (weights[name] - value).abs().max().item() for name, value in expected.part.weights.items()
+    )
     assert worst < ABSOLUTE, worst
     for outcome in found:
         assert outcome.losses == pytest.approx(expected.losses, rel=RELATIVE)
@@ -227,7 +244,13 @@ def test_the_average_is_another_model(one_process: Any, tmp_path: Path) -> None:
     [plain] = run_ranks(fit, 1, str(tmp_path), None, None)
     for kind in CALLBACKS:
         averaged = one_process(kind)[0].part.weights
-        assert max((averaged[name] - value).abs().max().item() for name, value in plain.part.weights.items()) > 10 * ABSOLUTE
+        assert (
+            max(
+                (averaged[name] - value).abs().max().item()
+                for name, value in plain.part.weights.items()
+            )
+            > 10 * ABSOLUTE
+        )
 
 
 @pytest.mark.slow
@@ -241,13 +264,27 @@ def test_the_average_is_another_model(one_process: Any, tmp_path: Path) -> None:
     ids=["same layout", "another layout", "another layout of 2 ranks"],
 )
 def test_a_resumed_average_is_that_of_one_run(
-    layout: str, options: dict[str, Any], again: tuple[str, dict[str, Any]], one_process: Any, tmp_path: Path
+    layout: str,
+    options: dict[str, Any],
+    again: tuple[str, dict[str, Any]],
+    one_process: Any,
+    tmp_path: Path,
 ) -> None:
     expected, _ = one_process("ema")
     run_ranks(fit, world_size(layout), str(tmp_path), layout, "ema", epochs=2, **options)
     layout, options = again
-    found = run_ranks(fit, world_size(layout), str(tmp_path), layout, "ema", resume=str(tmp_path / "epoch=1.ckpt"), **options)
-    rest = replace(expected, losses=expected.losses[2:], rates=expected.rates[2 * STEPS_PER_EPOCH :])
+    found = run_ranks(
+        fit,
+        world_size(layout),
+        str(tmp_path),
+        layout,
+        "ema",
+        resume=str(tmp_path / "epoch=1.ckpt"),
+        **options,
+    )
+    rest = replace(
+        expected, losses=expected.losses[2:], rates=expected.rates[2 * STEPS_PER_EPOCH :]
+    )
     assert_same(found, rest)
 
 
@@ -255,14 +292,31 @@ def test_a_resumed_average_is_that_of_one_run(
 def test_averaging_may_begin_at_a_resume(tmp_path: Path) -> None:
     """From a checkpoint without an average, which is where the average begins."""
     [_] = run_ranks(fit, 1, str(tmp_path / "one"), None, None, epochs=1)
-    [expected] = run_ranks(fit, 1, str(tmp_path / "one"), None, "late ema", epochs=2, resume=str(tmp_path / "one" / "epoch=0.ckpt"))
+    [expected] = run_ranks(
+        fit,
+        1,
+        str(tmp_path / "one"),
+        None,
+        "late ema",
+        epochs=2,
+        resume=str(tmp_path / "one" / "epoch=0.ckpt"),
+    )
     run_ranks(fit, 2, str(tmp_path / "ours"), "pp2", None, epochs=1)
-    found = run_ranks(fit, 2, str(tmp_path / "ours"), "pp2", "late ema", epochs=2, resume=str(tmp_path / "ours" / "epoch=0.ckpt"))
+    found = run_ranks(
+        fit,
+        2,
+        str(tmp_path / "ours"),
+        "pp2",
+        "late ema",
+        epochs=2,
+        resume=str(tmp_path / "ours" / "epoch=0.ckpt"),
+    )
     assert_same(found, expected)
 
 
 def on_and_on(folder: str, layout: str | None, **options: Any) -> tuple[list[float], Part]:
-    """One Trainer: a fit with an average, a validation with its best checkpoint, and a fit that goes on."""
+    """One Trainer: a fit with an average, a validation with its best checkpoint, and a fit that
+    goes on."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     strategy: Any = Lightning3DStrategy(layout, micro_batch_size=2, **options) if layout else "auto"
@@ -272,7 +326,11 @@ def on_and_on(folder: str, layout: str | None, **options: Any) -> tuple[list[flo
         devices=world_size(layout) if layout else 1,
         max_epochs=2,
         num_sanity_val_steps=1,
-        callbacks=[history, ModelCheckpoint(folder, monitor="val_loss"), EMAWeightAveraging(decay=0.8)],
+        callbacks=[
+            history,
+            ModelCheckpoint(folder, monitor="val_loss"),
+            EMAWeightAveraging(decay=0.8),
+        ],
         enable_checkpointing=True,
     )
     module = Task() if layout else task()
@@ -283,12 +341,20 @@ def on_and_on(folder: str, layout: str | None, **options: Any) -> tuple[list[flo
     trainer.fit(module, datamodule=rows)
     last = trainer.validate(module, datamodule=rows, verbose=False)[0]["val_loss"]
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return [best, last, *history.losses], Part([], [], weights, dict(strategy.specs) if layout else {})
+    return [best, last, *history.losses], Part(
+        [], [], weights, dict(strategy.specs) if layout else {}
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "options"), by_default([("pp2", {"zero_stage": 2}), ("tp2_dp2", {"zero_stage": 1})], 0), ids=str)
-def test_one_trainer_averages_validates_and_goes_on(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    by_default([("pp2", {"zero_stage": 2}), ("tp2_dp2", {"zero_stage": 1})], 0),
+    ids=str,
+)
+def test_one_trainer_averages_validates_and_goes_on(
+    layout: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     [(losses, part)] = run_ranks(on_and_on, 1, str(tmp_path / "one"), None)
     found = run_ranks(on_and_on, world_size(layout), str(tmp_path / "ours"), layout, **options)
     for own, _ in found:
@@ -299,10 +365,29 @@ def test_one_trainer_averages_validates_and_goes_on(layout: str, options: dict[s
 @pytest.mark.slow
 def test_master_weights_of_bf16_survive_a_resume(tmp_path: Path) -> None:
     """Not rounded to the parameters' type where the callback puts these back."""
-    straight = run_ranks(fit, 2, str(tmp_path / "straight"), "dp2", "ema", epochs=2, precision="bf16-true", zero_stage=1)
+    straight = run_ranks(
+        fit,
+        2,
+        str(tmp_path / "straight"),
+        "dp2",
+        "ema",
+        epochs=2,
+        precision="bf16-true",
+        zero_stage=1,
+    )
     run_ranks(fit, 2, str(tmp_path), "dp2", "ema", epochs=1, precision="bf16-true", zero_stage=1)
     resume = str(tmp_path / "epoch=0.ckpt")
-    found = run_ranks(fit, 2, str(tmp_path), "dp2", "ema", epochs=2, precision="bf16-true", zero_stage=1, resume=resume)
+    found = run_ranks(
+        fit,
+        2,
+        str(tmp_path),
+        "dp2",
+        "ema",
+        epochs=2,
+        precision="bf16-true",
+        zero_stage=1,
+        resume=resume,
+    )
     for one, other in zip(straight, found, strict=True):
         for name, value in one.part.weights.items():
             assert torch.equal(value, other.part.weights[name]), name
@@ -314,20 +399,31 @@ class Begin(pl.Callback):
 
 
 def halved(zero_stage: int, precision: Any) -> bool:
-    """Whether weights that are written through `.data` once in each of two epochs, and not trained, end as a quarter."""
+    """Whether weights that are written through `.data` once in each of two epochs, and not trained,
+    end as a quarter."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     strategy = Lightning3DStrategy("dp2", micro_batch_size=4, zero_stage=zero_stage)
     begin = Begin()
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2, precision=precision, callbacks=[begin, GoesBack()])
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=2,
+        max_epochs=2,
+        precision=precision,
+        callbacks=[begin, GoesBack()],
+    )
     module = LanguageModel(learning_rate=0.0)
     trainer.fit(module, datamodule=TextData(GLOBAL_BATCH // 2))
     pairs = zip(module.parameters(), begin.weights, strict=True)
-    return all(torch.equal(parameter, weights / 4) and weights.any() for parameter, weights in pairs)
+    return all(
+        torch.equal(parameter, weights / 4) and weights.any() for parameter, weights in pairs
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero_stage", "precision"), by_default([(0, "bf16-true"), (1, "bf16-true"), (2, "32-true")], 1))
+@pytest.mark.parametrize(
+    ("zero_stage", "precision"), by_default([(0, "bf16-true"), (1, "bf16-true"), (2, "32-true")], 1)
+)
 def test_what_is_written_through_data_stays(zero_stage: int, precision: str) -> None:
     assert run_ranks(halved, 2, zero_stage, precision) == [True, True]
 
@@ -336,27 +432,66 @@ def test_what_is_written_through_data_stays(zero_stage: int, precision: str) -> 
 def test_swa_goes_on_from_before_its_average_only(one_process: Any, tmp_path: Path) -> None:
     expected, _ = one_process("swa")
     run_ranks(fit, 2, str(tmp_path), "dp2", "swa", zero_stage=1)
-    found = run_ranks(fit, 2, str(tmp_path / "again"), "dp2", "swa", zero_stage=1, resume=str(tmp_path / "epoch=0.ckpt"))
-    assert_same(found, replace(expected, losses=expected.losses[1:], rates=expected.rates[STEPS_PER_EPOCH:]))
+    found = run_ranks(
+        fit,
+        2,
+        str(tmp_path / "again"),
+        "dp2",
+        "swa",
+        zero_stage=1,
+        resume=str(tmp_path / "epoch=0.ckpt"),
+    )
+    assert_same(
+        found, replace(expected, losses=expected.losses[1:], rates=expected.rates[STEPS_PER_EPOCH:])
+    )
     with pytest.raises(ConfigError, match="began to average.*before swa_epoch_start"):
-        run_ranks(fit, 2, str(tmp_path / "again"), "dp2", "swa", zero_stage=1, resume=str(tmp_path / "epoch=2.ckpt"))
+        run_ranks(
+            fit,
+            2,
+            str(tmp_path / "again"),
+            "dp2",
+            "swa",
+            zero_stage=1,
+            resume=str(tmp_path / "epoch=2.ckpt"),
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        ("ema", {"zero_stage": 3}, "EMAWeightAveraging averages parameters between batches.*Use lightning_3d.ExponentialAverage"),
-        ("swa", {"zero_stage": 3}, "StochasticWeightAveraging averages parameters between batches.*Use lightning_3d.ExponentialAverage"),
-        ("swa", {"normed": True}, "statistics of batch norms.*Use WeightAveraging or EMAWeightAveraging"),
+        (
+            "ema",
+            {"zero_stage": 3},
+            (
+                "EMAWeightAveraging averages parameters between batches.*Use"
+                " lightning_3d.ExponentialAverage"
+            ),
+        ),
+        (
+            "swa",
+            {"zero_stage": 3},
+            (
+                "StochasticWeightAveraging averages parameters between batches.*Use"
+                " lightning_3d.ExponentialAverage"
+            ),
+        ),
+        (
+            "swa",
+            {"normed": True},
+            "statistics of batch norms.*Use WeightAveraging or EMAWeightAveraging",
+        ),
     ],
 )
-def test_averages_that_would_be_wrong_are_refused(kind: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_averages_that_would_be_wrong_are_refused(
+    kind: str, options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=says):
         run_ranks(fit, 2, str(tmp_path), "pp2", kind, timeout=60, **options)
 
 
 class HalvesLast(pl.Callback):
-    """Writes into the parameters when the last step is done, as averages that are swapped in at the end do."""
+    """Writes into the parameters when the last step is done, as averages that are swapped in at the
+    end do."""
 
     @torch.no_grad()
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -370,14 +505,18 @@ def saved_and_read(path: str, zero_stage: int) -> bool:
 
     def trainer(precision: Any, *callbacks: pl.Callback) -> pl.Trainer:
         strategy = Lightning3DStrategy("dp2", micro_batch_size=4, zero_stage=zero_stage)
-        return quiet_trainer(strategy=strategy, devices=2, max_epochs=1, precision=precision, callbacks=[*callbacks])
+        return quiet_trainer(
+            strategy=strategy, devices=2, max_epochs=1, precision=precision, callbacks=[*callbacks]
+        )
 
     written = LanguageModel(learning_rate=1e-3)
     first = trainer("bf16-true", HalvesLast())
     first.fit(written, datamodule=TextData(GLOBAL_BATCH // 2))
     first.save_checkpoint(path)
     read = LanguageModel(learning_rate=1e-3)
-    trainer("32-true").validate(read, datamodule=TextData(GLOBAL_BATCH // 2), ckpt_path=path, verbose=False)
+    trainer("32-true").validate(
+        read, datamodule=TextData(GLOBAL_BATCH // 2), ckpt_path=path, verbose=False
+    )
     pairs = zip(written.parameters(), read.parameters(), strict=True)
     return all(torch.equal(was, now.to(torch.bfloat16)) for was, now in pairs)
 

@@ -66,15 +66,26 @@ class Kept(DummyLogger):
 def make(
     layout: str | None, callbacks: list[Callback], logger: Any = False, **arguments: Any
 ) -> tuple[pl.Trainer, LanguageModel, TextData]:
-    """Trainer, module and data; `layout` None is one process without our strategy, whose module has the weights of a layout's."""
+    """Trainer, module and data; `layout` None is one process without our strategy, whose module has
+    the weights of a layout's."""
     from lightning_3d.strategy import Lightning3DStrategy
 
-    options = {key: arguments.pop(key) for key in list(arguments) if key.startswith(("zero_", "schedule"))}
+    options = {
+        key: arguments.pop(key) for key in list(arguments) if key.startswith(("zero_", "schedule"))
+    }
     size = Layout.parse(layout) if layout else Layout()
     micro_batch = micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH)
-    strategy: Any = Lightning3DStrategy(layout, micro_batch_size=micro_batch, **options) if layout else "auto"
+    strategy: Any = (
+        Lightning3DStrategy(layout, micro_batch_size=micro_batch, **options) if layout else "auto"
+    )
     defaults = {"max_epochs": 2, "log_every_n_steps": 1}
-    trainer = quiet_trainer(strategy=strategy, devices=size.world_size, callbacks=callbacks, logger=logger, **defaults | arguments)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=size.world_size,
+        callbacks=callbacks,
+        logger=logger,
+        **defaults | arguments,
+    )
     return trainer, model(layout), TextData(GLOBAL_BATCH // size.dp)
 
 
@@ -93,13 +104,21 @@ def world_size(layout: str) -> int:
 
 def part_of(trainer: pl.Trainer, module: nn.Module) -> Part:
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return Part([], [], weights, dict(getattr(trainer.strategy, "specs", {}) if trainer.world_size > 1 else {}))
+    return Part(
+        [],
+        [],
+        weights,
+        dict(getattr(trainer.strategy, "specs", {}) if trainer.world_size > 1 else {}),
+    )
 
 
 def assert_same_weights(found: list[Part], expected: Part) -> None:
     weights, drift = parity.assemble(found)
     assert drift == 0.0 and weights.keys() == expected.weights.keys()
-    assert max((weights[name] - value).abs().max().item() for name, value in expected.weights.items()) < ABSOLUTE
+    assert (
+        max((weights[name] - value).abs().max().item() for name, value in expected.weights.items())
+        < ABSOLUTE
+    )
 
 
 @functools.cache
@@ -119,8 +138,13 @@ class Flops(LanguageModel):
 
 
 def throughput(layout: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Logged rows of training and validation that have rates, with the seconds that these are of."""
-    monitor = ThroughputMonitor(lambda batch: len(batch["input_ids"]), lambda batch: batch["input_ids"].numel(), window_size=3)
+    """Logged rows of training and validation that have rates, with the seconds that these are
+    of."""
+    monitor = ThroughputMonitor(
+        lambda batch: len(batch["input_ids"]),
+        lambda batch: batch["input_ids"].numel(),
+        window_size=3,
+    )
     logger = Kept()
     trainer, _, data = make(layout, [monitor], logger)
     module = Flops()
@@ -131,11 +155,15 @@ def throughput(layout: str) -> tuple[list[dict[str, float]], list[dict[str, floa
     rows = [row for _, row in logger.rows]
     stages = []
     for stage in ("train", "validate"):
-        own = [{key.removeprefix(f"{stage}/"): row[key] for key in row if key.startswith(f"{stage}/")} for row in rows]
+        own = [
+            {key.removeprefix(f"{stage}/"): row[key] for key in row if key.startswith(f"{stage}/")}
+            for row in rows
+        ]
         own = [row for row in own if row]
         times = [row["time"] for row in own]
         for index, row in enumerate(own):
-            if "device/samples_per_sec" in row:  # the window has three updates: two batches between first and last
+            # the window has three updates: two batches between first and last
+            if "device/samples_per_sec" in row:
                 row["seconds"] = times[index] - times[index - 2]
         stages.append([row for row in own if "seconds" in row])
     return stages[0], stages[1]
@@ -143,10 +171,12 @@ def throughput(layout: str) -> tuple[list[dict[str, float]], list[dict[str, floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "share"), by_default([("tp2_pp2", 4), ("pp2_dp2", 2), ("dp2", 1), ("tp2_pp2_dp2", 4)], 1)
+    ("layout", "share"),
+    by_default([("tp2_pp2", 4), ("pp2_dp2", 2), ("dp2", 1), ("tp2_pp2_dp2", 4)], 1),
 )
 def test_throughput_counts_a_batch_once(layout: str, share: int) -> None:
-    """Two batches over the same seconds: rows, tokens and FLOPs of the global batch, and each device's part of them."""
+    """Two batches over the same seconds: rows, tokens and FLOPs of the global batch, and each
+    device's part of them."""
     ranks = world_size(layout)
     trained, validated = run_ranks(throughput, ranks, layout)[0]
     assert (len(trained), len(validated)) == (2 * (2 * STEPS_PER_EPOCH - 2), STEPS_PER_EPOCH - 2)
@@ -178,19 +208,32 @@ class Watched:
 
 
 def watch(layout: str | None, folder: str, **options: Any) -> Watched:
-    best = ModelCheckpoint(f"{folder}/val", monitor="val_loss", save_top_k=2, filename="{epoch}-{step}")
-    often = ModelCheckpoint(
-        f"{folder}/train", monitor="train_loss_step", save_top_k=2, every_n_train_steps=3, filename="{step}", save_weights_only=True
+    best = ModelCheckpoint(
+        f"{folder}/val", monitor="val_loss", save_top_k=2, filename="{epoch}-{step}"
     )
-    stops = EarlyStopping("train_loss_step", stopping_threshold=THRESHOLD, patience=100, check_on_train_epoch_end=True)
+    often = ModelCheckpoint(
+        f"{folder}/train",
+        monitor="train_loss_step",
+        save_top_k=2,
+        every_n_train_steps=3,
+        filename="{step}",
+        save_weights_only=True,
+    )
+    stops = EarlyStopping(
+        "train_loss_step", stopping_threshold=THRESHOLD, patience=100, check_on_train_epoch_end=True
+    )
     logger = Kept()
     callbacks = [best, often, stops, LearningRateMonitor()]
-    trainer, module, data = make(layout, callbacks, logger, max_epochs=9, enable_checkpointing=True, **options)
+    trainer, module, data = make(
+        layout, callbacks, logger, max_epochs=9, enable_checkpointing=True, **options
+    )
     trainer.fit(module, datamodule=data)
     exist = all(Path(path).exists() for path in (*best.best_k_models, *often.best_k_models))
     rates = logger.values("lr-AdamW/pg1")
     steps, monitored = trainer.global_step, float(trainer.callback_metrics["train_loss_step"])
-    again = trainer.validate(module, datamodule=data, ckpt_path=best.best_model_path, verbose=False)[0]["val_loss"]
+    again = trainer.validate(
+        module, datamodule=data, ckpt_path=best.best_model_path, verbose=False
+    )[0]["val_loss"]
     return Watched(
         steps,
         {Path(path).name: float(score) for path, score in best.best_k_models.items()},
@@ -228,26 +271,37 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     ],
     ids=str,
 )
-def test_all_ranks_stop_keep_and_restore_as_one_process(layout: str, options: dict, watched: Watched, tmp_path: Path) -> None:
+def test_all_ranks_stop_keep_and_restore_as_one_process(
+    layout: str, options: dict, watched: Watched, tmp_path: Path
+) -> None:
     ranks = run_ranks(watch, world_size(layout), layout, str(tmp_path), **options)
     for found in ranks:
         assert found.steps == watched.steps
         assert found.monitored == pytest.approx(watched.monitored, rel=RELATIVE)
         assert found.exist and found.best == watched.best
-        for own, expected in ((found.scores, watched.scores), (found.train_scores, watched.train_scores)):
+        for own, expected in (
+            (found.scores, watched.scores),
+            (found.train_scores, watched.train_scores),
+        ):
             assert own == pytest.approx(expected, rel=RELATIVE) and len(own) == 2
         assert found.again == pytest.approx(min(watched.scores.values()), rel=RELATIVE)
     assert sorted(path.name for path in (tmp_path / "val").iterdir()) == sorted(watched.scores)
-    # plain_module: a warm-up over four steps times 0.97 ** step, at 1e-3, as the loop has it when the step is logged
+    # plain_module: a warm-up over four steps times 0.97 ** step, at 1e-3, as the loop has it when
+    # the step is logged
     formula = [1e-3 * min(1.0, (step + 1) / 4) * 0.97**step for step in range(watched.steps)]
-    assert ranks[0].rates == pytest.approx(formula, rel=1e-12) and watched.rates == pytest.approx(formula, rel=1e-12)
+    assert ranks[0].rates == pytest.approx(formula, rel=1e-12) and watched.rates == pytest.approx(
+        formula, rel=1e-12
+    )
 
 
 # Several entry points
 
 
-def in_turn(layout: str | None, two_trainers: bool = False, **options: Any) -> tuple[list[float], Part]:
-    """Validation losses before, between and after fits of one Trainer that goes on, or of a second one."""
+def in_turn(
+    layout: str | None, two_trainers: bool = False, **options: Any
+) -> tuple[list[float], Part]:
+    """Validation losses before, between and after fits of one Trainer that goes on, or of a second
+    one."""
     trainer, module, data = make(layout, [], max_steps=3, max_epochs=-1, **options)
     losses = [trainer.validate(module, datamodule=data, verbose=False)[0]["val_loss"]]
     trainer.fit(module, datamodule=data)
@@ -269,7 +323,9 @@ def in_turn(layout: str | None, two_trainers: bool = False, **options: Any) -> t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("two_trainers", by_default([False, True], 1), ids=["one trainer", "two trainers"])
+@pytest.mark.parametrize(
+    "two_trainers", by_default([False, True], 1), ids=["one trainer", "two trainers"]
+)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -279,7 +335,9 @@ def in_turn(layout: str | None, two_trainers: bool = False, **options: Any) -> t
     ],
     ids=str,
 )
-def test_one_module_goes_through_several_fits(layout: str, options: dict, two_trainers: bool) -> None:
+def test_one_module_goes_through_several_fits(
+    layout: str, options: dict, two_trainers: bool
+) -> None:
     losses, part = alone(in_turn, two_trainers)
     found = run_ranks(in_turn, world_size(layout), layout, two_trainers, **options)
     for own, _ in found:
@@ -291,7 +349,9 @@ def test_one_module_goes_through_several_fits(layout: str, options: dict, two_tr
 
 
 def clipped(layout: str | None, algorithm: str, value: float, **options: Any) -> Part:
-    trainer, module, data = make(layout, [], gradient_clip_val=value, gradient_clip_algorithm=algorithm, **options)
+    trainer, module, data = make(
+        layout, [], gradient_clip_val=value, gradient_clip_algorithm=algorithm, **options
+    )
     trainer.fit(module, datamodule=data)
     return part_of(trainer, module)
 
@@ -301,8 +361,14 @@ CLIPPED = [
     ("tp2_dp2", {"zero_stage": 2, "zero_reduce": "micro_batch", "zero_reduce_scatter": True}),
     ("pp2_dp2", {"zero_stage": 3, "zero_reduce": "micro_batch", "zero_reduce_scatter": True}),
     *(
-        pytest.param("pp2_dp2", {"zero_stage": stage, "zero_reduce": reduce, "zero_reduce_scatter": scatter}, marks=full)
-        for stage, reduce, scatter in itertools.product((2, 3), ("step", "micro_batch"), (False, True))
+        pytest.param(
+            "pp2_dp2",
+            {"zero_stage": stage, "zero_reduce": reduce, "zero_reduce_scatter": scatter},
+            marks=full,
+        )
+        for stage, reduce, scatter in itertools.product(
+            (2, 3), ("step", "micro_batch"), (False, True)
+        )
     ),
 ]
 
@@ -310,17 +376,29 @@ CLIPPED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "value"), by_default([("value", 1e-3), ("norm", 0.05)], 0))
 @pytest.mark.parametrize(("layout", "options"), by_default(CLIPPED, 1), ids=str)
-def test_gradients_are_clipped_as_on_one_process(layout: str, options: dict, algorithm: str, value: float) -> None:
+def test_gradients_are_clipped_as_on_one_process(
+    layout: str, options: dict, algorithm: str, value: float
+) -> None:
     expected, other = alone(clipped, algorithm, value), alone(clipped, algorithm, 100.0)
-    assert max((expected.weights[name] - value).abs().max().item() for name, value in other.weights.items()) > 2 * ABSOLUTE
-    assert_same_weights(run_ranks(clipped, world_size(layout), layout, algorithm, value, **options), expected)
+    assert (
+        max(
+            (expected.weights[name] - value).abs().max().item()
+            for name, value in other.weights.items()
+        )
+        > 2 * ABSOLUTE
+    )
+    assert_same_weights(
+        run_ranks(clipped, world_size(layout), layout, algorithm, value, **options), expected
+    )
 
 
 # Others
 
 
 def accumulated(layout: str | None, **options: Any) -> tuple[int, Part]:
-    trainer, module, data = make(layout, [GradientAccumulationScheduler({0: 1, 1: 2, 3: 4})], max_epochs=4, **options)
+    trainer, module, data = make(
+        layout, [GradientAccumulationScheduler({0: 1, 1: 2, 3: 4})], max_epochs=4, **options
+    )
     trainer.fit(module, datamodule=data)
     return trainer.global_step, part_of(trainer, module)
 
@@ -328,11 +406,19 @@ def accumulated(layout: str | None, **options: Any) -> tuple[int, Part]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
-    by_default([("tp2_pp2", {"zero_stage": 1}), ("pp2_dp2", {"zero_stage": 3}), ("dp2", {"zero_stage": 3})], 2),
+    by_default(
+        [
+            ("tp2_pp2", {"zero_stage": 1}),
+            ("pp2_dp2", {"zero_stage": 3}),
+            ("dp2", {"zero_stage": 3}),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_accumulation_changes_from_epoch_to_epoch(layout: str, options: dict) -> None:
-    """All batches have as many tokens, and every step as many batches: so Lightning's mean of batches is the mean over tokens."""
+    """All batches have as many tokens, and every step as many batches: so Lightning's mean of
+    batches is the mean over tokens."""
     steps, expected = alone(accumulated)
     assert steps == 4 + 2 + 2 + 1
     found = run_ranks(accumulated, world_size(layout), layout, **options)
@@ -343,14 +429,18 @@ def test_accumulation_changes_from_epoch_to_epoch(layout: str, options: dict) ->
 class RunsOut(Callback):
     """The time of rank 0 is over after two steps; the others have an hour."""
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: Any, batch: Any, index: int
+    ) -> None:
         if trainer.global_step == 2 and trainer.global_rank == 0:
             timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))  # type: ignore[attr-defined]
             timer._duration = 0.0
 
 
 def timed(layout: str) -> int:
-    trainer, module, data = make(layout, [Timer("00:01:00:00", interval="step"), RunsOut()], max_epochs=50)
+    trainer, module, data = make(
+        layout, [Timer("00:01:00:00", interval="step"), RunsOut()], max_epochs=50
+    )
     trainer.fit(module, datamodule=data)
     return trainer.global_step
 
@@ -364,13 +454,19 @@ def device_stats(layout: str) -> list[set[str]]:
     logger = Kept()
     trainer, module, data = make(layout, [DeviceStatsMonitor(cpu_stats=True)], logger, max_epochs=1)
     trainer.fit(module, datamodule=data)
-    return [set(row) for _, row in logger.rows if any(key.startswith("DeviceStatsMonitor") for key in row)]
+    return [
+        set(row)
+        for _, row in logger.rows
+        if any(key.startswith("DeviceStatsMonitor") for key in row)
+    ]
 
 
 def test_device_statistics_are_logged() -> None:
     pytest.importorskip("psutil")
     first, *_ = run_ranks(device_stats, 2, "pp2")
-    assert len(first) == 2 * (STEPS_PER_EPOCH + 2), "before and after each batch of training and validation"
+    assert len(first) == 2 * (STEPS_PER_EPOCH + 2), (
+        "before and after each batch of training and validation"
+    )
 
 
 class WithExample(LanguageModel):
@@ -405,11 +501,21 @@ class Shown(ModelSummary):
         self.columns = dict(data)
 
 
-def summary(layout: str, kind: str, example: bool, **options: Any) -> tuple[list[int], dict[str, list[str]], tuple[int, int], str]:
-    """Parameters as shown, the columns of the table, parameters of the model and of this rank, and what is refused."""
+def summary(
+    layout: str, kind: str, example: bool, **options: Any
+) -> tuple[list[int], dict[str, list[str]], tuple[int, int], str]:
+    """Parameters as shown, the columns of the table, parameters of the model and of this rank, and
+    what is refused."""
     shown = Shown(max_depth=2) if kind == "plain" else RichModelSummary(max_depth=2)
     counted = Counting()
-    trainer, module, data = make(layout, [shown, counted], max_epochs=1, limit_train_batches=1, limit_val_batches=0, **options)
+    trainer, module, data = make(
+        layout,
+        [shown, counted],
+        max_epochs=1,
+        limit_train_batches=1,
+        limit_val_batches=0,
+        **options,
+    )
     module = WithExample() if example else module
     try:
         trainer.fit(module, datamodule=data)
@@ -421,23 +527,42 @@ def summary(layout: str, kind: str, example: bool, **options: Any) -> tuple[list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", by_default([False, True], 1), ids=["no example", "example"])
-@pytest.mark.parametrize(("layout", "options"), by_default([("tp2_pp2", {}), ("tp2", {}), ("pp2_dp2", {"zero_stage": 3})], 0), ids=str)
-def test_a_summary_shows_the_whole_model_and_the_share_of_rank_0(layout: str, options: dict, example: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    by_default([("tp2_pp2", {}), ("tp2", {}), ("pp2_dp2", {"zero_stage": 3})], 0),
+    ids=str,
+)
+def test_a_summary_shows_the_whole_model_and_the_share_of_rank_0(
+    layout: str, options: dict, example: bool
+) -> None:
     """With an example it calls the model, on all ranks; with a pipeline it does not."""
     [first, *others] = run_ranks(summary, world_size(layout), layout, "plain", example, **options)
     totals, columns, (whole, share), message = first
     alone = LanguageModel()
     with torch.device("meta"):
         alone.configure_model()
-    assert message == "" and totals == [whole] == [sum(parameter.numel() for parameter in alone.parameters())]
+    assert message == "" and totals == [whole] == [
+        sum(parameter.numel() for parameter in alone.parameters())
+    ]
     assert 0.2 < share / whole < 0.8, "a half or a quarter, and what every rank has"
     row = columns["Name"].index("model")
     shown = [columns[name][row] for name in ("Type", "Params", "Params per Device")]
-    assert shown == [type(alone.model).__name__, get_human_readable_count(whole), get_human_readable_count(share)]
+    assert shown == [
+        type(alone.model).__name__,
+        get_human_readable_count(whole),
+        get_human_readable_count(share),
+    ]
     shares = [share, *(one[2][1] for one in others)]
-    assert sum(shares) >= whole and (sum(shares) < 1.1 * whole or layout != "pp2_dp2"), "ZeRO-3 keeps nothing twice but what is tied"
+    assert sum(shares) >= whole and (sum(shares) < 1.1 * whole or layout != "pp2_dp2"), (
+        "ZeRO-3 keeps nothing twice but what is tied"
+    )
     assert all(totals == [] and message == "" for totals, _, _, message in others)
-    assert all(message == "" for *_, message in run_ranks(summary, world_size(layout), layout, "rich", example, **options))
+    assert all(
+        message == ""
+        for *_, message in run_ranks(
+            summary, world_size(layout), layout, "rich", example, **options
+        )
+    )
 
 
 class Tied(nn.Module):
@@ -452,14 +577,27 @@ def test_a_tied_parameter_counts_once() -> None:
     with torch.device("meta"):
         size = ModelSize.of(Tied())
     assert (size.count(), size.count(trained=True)) == (50, 40)
-    assert (size.count("enter"), size.count("leave"), size.count("leave", trained=True)) == (40, 50, 40)
+    assert (size.count("enter"), size.count("leave"), size.count("leave", trained=True)) == (
+        40,
+        50,
+        40,
+    )
     assert size.types["leave"] == "Linear" and size.modes == {True: 2}
 
 
 REFUSED: dict[str, tuple[Callable[[], Callback], str]] = {
-    "finetuning": (lambda: BackboneFinetuning(), "BackboneFinetuning unfreezes parameters.*two fits"),
-    "pruning": (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning replaces parameters.*Prune after"),
-    "batch size": (lambda: BatchSizeFinder(), "BatchSizeFinder increases the batch size until.*micro_batch_size"),
+    "finetuning": (
+        lambda: BackboneFinetuning(),
+        "BackboneFinetuning unfreezes parameters.*two fits",
+    ),
+    "pruning": (
+        lambda: ModelPruning("l1_unstructured", amount=0.5),
+        "ModelPruning replaces parameters.*Prune after",
+    ),
+    "batch size": (
+        lambda: BatchSizeFinder(),
+        "BatchSizeFinder increases the batch size until.*micro_batch_size",
+    ),
 }
 
 
@@ -475,7 +613,8 @@ def test_callbacks_that_cannot_work_are_refused_by_name(kind: str) -> None:
 
 
 class Frozen(LanguageModel):
-    """Has a backbone that may be frozen until it is released, as BackboneFinetuning would do at a later epoch."""
+    """Has a backbone that may be frozen until it is released, as BackboneFinetuning would do at a
+    later epoch."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()
@@ -516,16 +655,32 @@ def in_two_fits(layout: str | None, frozen: bool, **options: Any) -> Part:
 def test_a_backbone_is_unfrozen_between_two_fits(layout: str, options: dict) -> None:
     """What the refusal of BackboneFinetuning advises."""
     expected, at_once = alone(in_two_fits, True), alone(in_two_fits, False)
-    assert max((expected.weights[name] - value).abs().max().item() for name, value in at_once.weights.items()) > 10 * ABSOLUTE
-    assert_same_weights(run_ranks(in_two_fits, world_size(layout), layout, True, **options), expected)
+    assert (
+        max(
+            (expected.weights[name] - value).abs().max().item()
+            for name, value in at_once.weights.items()
+        )
+        > 10 * ABSOLUTE
+    )
+    assert_same_weights(
+        run_ranks(in_two_fits, world_size(layout), layout, True, **options), expected
+    )
 
 
-def found_rate(layout: str | None, folder: str, tuned: bool, **options: Any) -> tuple[list[float], float, Part]:
+def found_rate(
+    layout: str | None, folder: str, tuned: bool, **options: Any
+) -> tuple[list[float], float, Part]:
     """The finder as a callback of the fit, or before it with a Tuner."""
     search: dict[str, Any] = {"min_lr": 1e-5, "max_lr": 1e-1, "early_stop_threshold": None}
     finder = LearningRateFinder(num_training_steps=12, **search)
-    trainer, module, data = make(layout, [] if tuned else [finder], max_epochs=1, default_root_dir=folder, **options)
-    found = Tuner(trainer).lr_find(module, datamodule=data, num_training=12, **search) if tuned else None
+    trainer, module, data = make(
+        layout, [] if tuned else [finder], max_epochs=1, default_root_dir=folder, **options
+    )
+    found = (
+        Tuner(trainer).lr_find(module, datamodule=data, num_training=12, **search)
+        if tuned
+        else None
+    )
     trainer.fit(module, datamodule=data)
     found = found or finder.optimal_lr
     assert found is not None
@@ -543,8 +698,11 @@ def found_rate(layout: str | None, folder: str, tuned: bool, **options: Any) -> 
     ],
     ids=str,
 )
-def test_the_learning_rate_finder_finds_the_same(layout: str, options: dict, tuned: bool, tmp_path: Path) -> None:
-    """It trains on batches at rising rates, reads its own checkpoint back, and the fit takes the rate that it found."""
+def test_the_learning_rate_finder_finds_the_same(
+    layout: str, options: dict, tuned: bool, tmp_path: Path
+) -> None:
+    """It trains on batches at rising rates, reads its own checkpoint back, and the fit takes the
+    rate that it found."""
     [(losses, rate, expected)] = run_ranks(found_rate, 1, None, str(tmp_path), tuned)
     found = run_ranks(found_rate, world_size(layout), layout, str(tmp_path), tuned, **options)
     for own, other, _ in found:
@@ -586,11 +744,18 @@ class Writer(BasePredictionWriter):
         self.epoch: list[int] = []
 
     def write_on_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, prediction: Any, indices: Any, *args: Any
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        prediction: Any,
+        indices: Any,
+        *args: Any,
     ) -> None:
         self.batches.append((list(indices), prediction))
 
-    def write_on_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule, predictions: Any, indices: Any) -> None:
+    def write_on_epoch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, predictions: Any, indices: Any
+    ) -> None:
         self.epoch = [index for batches in indices for batch in batches for index in batch]
 
 
@@ -603,7 +768,11 @@ class Predicts(LanguageModel):
 def written(layout: str) -> dict[int, Tensor]:
     trainer, _, data = make(layout, [writer := Writer()])
     trainer.predict(Predicts(), data.val_dataloader())
-    found = {index: row for indices, rows in writer.batches for index, row in zip(indices, rows, strict=True)}
+    found = {
+        index: row
+        for indices, rows in writer.batches
+        for index, row in zip(indices, rows, strict=True)
+    }
     assert sorted(found) == sorted(writer.epoch)
     return found
 
@@ -617,7 +786,9 @@ def test_predictions_are_written_with_their_rows() -> None:
     whole = model(None).model
     assert whole is not None
     with one_thread(), torch.no_grad():
-        expected = whole(input_ids=torch.stack([row["input_ids"] for row in rows])).logits.argmax(-1)
+        expected = whole(input_ids=torch.stack([row["input_ids"] for row in rows])).logits.argmax(
+            -1
+        )
     for rank in found:
         for index, prediction in rank.items():
             assert torch.equal(expected[index], prediction)

@@ -1,4 +1,5 @@
-"""What users add to a model, however they do it, is checked again, and trains as one process does or not at all; trials leave no trace."""
+"""What users add to a model, however they do it, is checked again, and trains as one process does
+or not at all; trials leave no trace."""
 
 import functools
 import types
@@ -82,7 +83,11 @@ def put(owner: Any, **values: Any) -> Iterator[None]:
     """Change attributes, or entries of a dictionary, for a while."""
     with pytest.MonkeyPatch.context() as patch:
         for key, value in values.items():
-            patch.setitem(owner, key, value) if isinstance(owner, dict) else patch.setattr(owner, key, value)
+            (
+                patch.setitem(owner, key, value)
+                if isinstance(owner, dict)
+                else patch.setattr(owner, key, value)
+            )
         yield
 
 
@@ -123,14 +128,18 @@ CHANGES: dict[str, Callable[[Network], Any]] = {
     "backward hook": hooked_blocks("register_full_backward_hook", hook),
     "global hook": lambda model: globally(register_module_forward_hook, hook),
     "global pre-hook": lambda model: globally(register_module_forward_pre_hook, pre_hook),
-    "forward of an instance": lambda model: setattr(model.blocks[0], "forward", types.MethodType(lambda self, x: x, model.blocks[0])),
+    "forward of an instance": lambda model: setattr(
+        model.blocks[0], "forward", types.MethodType(lambda self, x: x, model.blocks[0])
+    ),
     "method of a class": lambda model: put(Block, forward=lambda self, x: x),
     "default argument": lambda model: put(Block.forward, __defaults__=(1.0,)),
     "helper": lambda model: put(globals(), helper=other_helper),
     "global": lambda model: put(globals(), FACTOR=2.0),
     "table": lambda model: put(TABLE, act=torch.relu),
     "function of a library": lambda model: put(F, linear=lambda x, w, b=None: x @ w.T),
-    "method of a library's class": lambda model: put(nn.Linear, forward=lambda self, x: x @ self.weight.T),
+    "method of a library's class": lambda model: put(
+        nn.Linear, forward=lambda self, x: x @ self.weight.T
+    ),
 }
 
 
@@ -152,7 +161,9 @@ def test_every_way_to_change_a_model_changes_the_key_of_its_check() -> None:
     assert len(set(keys.values())) == len(keys)
 
 
-def test_what_cannot_be_described_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_described_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     key = key_of(set_on_blocks(act=iter([torch.tanh])))
     assert key is None
@@ -180,11 +191,20 @@ def in_llama(change: str) -> Any:
     return {
         "helper": lambda: put(modeling_llama, apply_rotary_pos_emb=patched_rotation),
         "helper that looks like the library's": lambda: put(
-            modeling_llama, apply_rotary_pos_emb=functools.wraps(modeling_llama.apply_rotary_pos_emb)(patched_rotation)
+            modeling_llama,
+            apply_rotary_pos_emb=functools.wraps(modeling_llama.apply_rotary_pos_emb)(
+                patched_rotation
+            ),
         ),
-        "helper of another family": lambda: put(modeling_llama, rotate_half=modeling_gemma.apply_rotary_pos_emb),
-        "method": lambda: put(modeling_llama.LlamaAttention, forward=lambda self, x, **more: (x, None)),
-        "method of another family": lambda: put(modeling_llama.LlamaMLP, forward=modeling_gemma.GemmaRMSNorm.forward),
+        "helper of another family": lambda: put(
+            modeling_llama, rotate_half=modeling_gemma.apply_rotary_pos_emb
+        ),
+        "method": lambda: put(
+            modeling_llama.LlamaAttention, forward=lambda self, x, **more: (x, None)
+        ),
+        "method of another family": lambda: put(
+            modeling_llama.LlamaMLP, forward=modeling_gemma.GemmaRMSNorm.forward
+        ),
         "activation": lambda: put(F, silu=F.relu),
         "activation of torch": lambda: put(F, gelu=torch.tanh),
         "matrix product": lambda: put(torch, matmul=lambda a, b: a @ b),
@@ -195,15 +215,32 @@ def in_llama(change: str) -> Any:
 
 
 IN_LLAMA = [
-    *("helper", "helper that looks like the library's", "helper of another family", "method", "method of another family", "activation"),
-    *("activation of torch", "matrix product", "method of tensors", "table of activations", "global hook"),
+    *(
+        "helper",
+        "helper that looks like the library's",
+        "helper of another family",
+        "method",
+        "method of another family",
+        "activation",
+    ),
+    *(
+        "activation of torch",
+        "matrix product",
+        "method of tensors",
+        "table of activations",
+        "global hook",
+    ),
 ]
 
 ON_LLAMA: dict[str, Callable[[Any], Any]] = {
     "hook": lambda model: model.model.layers[0].register_forward_hook(hook),
-    "hook of a library": lambda model: model.model.embed_tokens.register_forward_hook(nn.Module.train),
+    "hook of a library": lambda model: model.model.embed_tokens.register_forward_hook(
+        nn.Module.train
+    ),
     "pre-hook": lambda model: model.model.norm.register_forward_pre_hook(pre_hook),
-    "forward": lambda model: setattr(model.model.norm, "forward", types.MethodType(hooked.patched_norm, model.model.norm)),
+    "forward": lambda model: setattr(
+        model.model.norm, "forward", types.MethodType(hooked.patched_norm, model.model.norm)
+    ),
     "method": lambda model: setattr(model.model.layers[0].mlp, "act_fn", Tanh()),
     "function": lambda model: setattr(model.model.layers[0].mlp, "_extra", helper),
 }
@@ -215,7 +252,9 @@ class Tanh(nn.Module):
 
 
 @pytest.mark.parametrize("change", IN_LLAMA)
-def test_a_family_is_not_verified_while_somebody_replaces_its_library(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_is_not_verified_while_somebody_replaces_its_library(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remembered, "versions", lambda: LISTED)
     model = llama()
     with in_llama(change):
@@ -237,7 +276,9 @@ def test_a_registered_attention_is_not_verified(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("change", ON_LLAMA)
-def test_a_family_with_code_of_the_users_own_is_not_verified(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_with_code_of_the_users_own_is_not_verified(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remembered, "versions", lambda: LISTED)
     model = llama()
     ON_LLAMA[change](model)
@@ -249,11 +290,19 @@ def test_families_as_they_are_stay_verified(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(remembered, "versions", lambda: LISTED)
     assert not replaced_functions()
-    found = [family for family in ("llama", "qwen2", "qwen3", "mistral", "gpt_neox") if is_verified(models.build(family), Layout(tp=2))]
+    found = [
+        family
+        for family in ("llama", "qwen2", "qwen3", "mistral", "gpt_neox")
+        if is_verified(models.build(family), Layout(tp=2))
+    ]
     assert found == ["llama", "qwen2", "qwen3", "mistral", "gpt_neox"]
 
 
-CHANGED = [(function, place) for function in (hooked.mean_of_tokens, hooked.by_position) for place in ("embedding", "norm", "block")]
+CHANGED = [
+    (function, place)
+    for function in (hooked.mean_of_tokens, hooked.by_position)
+    for place in ("embedding", "norm", "block")
+]
 WAYS: list[Any] = [
     *CHANGED,
     (hooked.noise_by_length, "embedding"),
@@ -267,9 +316,15 @@ RIGHT: list[Any] = [(hooked.doubled, "embedding"), (hooked.doubled, "block", "la
 SEQUENCE_PARALLEL = pytest.param("tp2", {"sequence_parallel": True}, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("layout", "options"), [SEQUENCE_PARALLEL, ("cp2", {})], ids=["sequence", "cp2"])
-def test_what_sees_a_part_of_the_tokens_trains_as_on_one_process_or_not(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
-    found = run_ranks(hooked.fits, 2, [*RIGHT, *WAYS], layout, str(tmp_path), timeout=240, **options)[0]
+@pytest.mark.parametrize(
+    ("layout", "options"), [SEQUENCE_PARALLEL, ("cp2", {})], ids=["sequence", "cp2"]
+)
+def test_what_sees_a_part_of_the_tokens_trains_as_on_one_process_or_not(
+    layout: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_ranks(
+        hooked.fits, 2, [*RIGHT, *WAYS], layout, str(tmp_path), timeout=240, **options
+    )[0]
     expected = [hooked.one_process(way) for way in [*RIGHT, *WAYS]]
     for way, losses, wanted in zip([*RIGHT, *WAYS], found, expected, strict=True):
         if isinstance(losses, str):
@@ -280,16 +335,39 @@ def test_what_sees_a_part_of_the_tokens_trains_as_on_one_process_or_not(layout: 
 
 
 def test_a_check_that_passed_does_not_stand_for_another_activation(tmp_path: Path) -> None:
-    found = run_ranks(hooked.crossed_fits, 2, ["plain", "function", "private", "hook", "plain"], str(tmp_path), timeout=240)[0]
+    found = run_ranks(
+        hooked.crossed_fits,
+        2,
+        ["plain", "function", "private", "hook", "plain"],
+        str(tmp_path),
+        timeout=240,
+    )[0]
     assert found[0] == found[-1] == "trained"
     assert all("does not reproduce the whole model" in text for text in found[1:-1])
     assert len(list(tmp_path.rglob("*.json"))) == 1
 
 
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2_pp2", marks=pytest.mark.slow), pytest.param("cp2", marks=pytest.mark.slow)])
-def test_hooks_have_seen_after_a_step_what_they_see_on_one_process(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2",
+        pytest.param("tp2_pp2", marks=pytest.mark.slow),
+        pytest.param("cp2", marks=pytest.mark.slow),
+    ],
+)
+def test_hooks_have_seen_after_a_step_what_they_see_on_one_process(
+    layout: str, tmp_path: Path
+) -> None:
     """Each hook of the first block runs once for each micro-batch, on the ranks of its stage."""
-    found = run_ranks(hooked.counted, Layout.parse(layout).world_size, layout, str(tmp_path), 2, self_check="always", timeout=240)
+    found = run_ranks(
+        hooked.counted,
+        Layout.parse(layout).world_size,
+        layout,
+        str(tmp_path),
+        2,
+        self_check="always",
+        timeout=240,
+    )
     assert found[0] == hooked.counted(None, str(tmp_path), 2)
 
 
@@ -341,7 +419,11 @@ TRIALS: dict[str, Callable[[Stack], Any]] = {
     "directly": run_directly,
     "plan": draft_plan,
     "styles": lambda model: fit_styles(
-        model, ParallelPlan({"layers.*.mlp.up": Cut("colwise"), "layers.*.mlp.down": Cut("rowwise")}, "layers"), tp_size=2
+        model,
+        ParallelPlan(
+            {"layers.*.mlp.up": Cut("colwise"), "layers.*.mlp.down": Cut("rowwise")}, "layers"
+        ),
+        tp_size=2,
     ),
     "tokens": lambda model: TokenTrials(8).is_separate(model.layers[0].mlp),
 }

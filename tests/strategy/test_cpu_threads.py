@@ -1,4 +1,5 @@
-"""Ranks that compute on CPU use equally many threads: else their sums round differently, and replicas drift apart.
+"""Ranks that compute on CPU use equally many threads: else their sums round differently, and
+replicas drift apart.
 
 Most tests run with one thread. A user's own script does not.
 """
@@ -28,14 +29,19 @@ print(f"threads {threads_after_fit()}, {os.environ['OMP_NUM_THREADS']}\\n", end=
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Module(LightningModule):
-    """Rows of numbers, as in the README: sequence parallelism cannot cut them, so the norm is computed on both tp ranks."""
+    """Rows of numbers, as in the README: sequence parallelism cannot cut them, so the norm is
+    computed on both tp ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +55,8 @@ class Module(LightningModule):
 
 
 def threads_after_fit(own: int | None = None) -> int:
-    """Train two tp ranks, which compare their replicas after each step. Returns the threads of this rank.
+    """Train two tp ranks, which compare their replicas after each step. Returns the threads of this
+    rank.
 
     Args:
         own: threads of this rank before the fit; None: as it was started.
@@ -57,8 +64,15 @@ def threads_after_fit(own: int | None = None) -> int:
     if own is not None:
         torch.set_num_threads(own)
     plan = {"tp": {"up": "colwise", "down": "rowwise"}}
-    strategy = Lightning3DStrategy("tp2", plan=plan, self_check="never", reliability={"check_replicas_every_n_steps": 1})
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    strategy = Lightning3DStrategy(
+        "tp2", plan=plan, self_check="never", reliability={"check_replicas_every_n_steps": 1}
+    )
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=4, **quiet)
     torch.manual_seed(0)
     trainer.fit(Module(), DataLoader(torch.randn(256, 64), batch_size=64))
@@ -85,7 +99,15 @@ def test_ranks_of_an_own_script_are_started_with_equally_many_threads(tmp_path: 
     del variables["OMP_NUM_THREADS"]
     variables["PYTHONPATH"] += f":{Path(__file__).parent}"
     command = [sys.executable, "-W", "ignore", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = re.findall(r"threads (\d+), (\d+)", done.stdout)
     assert first == second and first[0] == first[1], done.stdout

@@ -11,7 +11,14 @@ from ranks import run_ranks
 from reference import Recipe, data, initial_model
 from sweeps import by_default
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_3d.errors import DataError
 from lightning_3d.layout import Layout
@@ -33,18 +40,25 @@ class Numbered(Module):
 
 
 def seen_rows(layout: str, shuffle: bool, **options: Any) -> tuple[int, list[list[int]]]:
-    """(data-parallel index, rows by step) of this rank over two epochs of a user's own DataLoader."""
+    """(data-parallel index, rows by step) of this rank over two epochs of a user's own
+    DataLoader."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     size = Layout.parse(layout)
-    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH))
+    plan = Lightning3DStrategy(
+        layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH)
+    )
     assert plan.layout is not None
     pl.seed_everything(7, verbose=False)
     recipe = Recipe(layers=2, steps=STEPS, global_batch=GLOBAL_BATCH)
     rows = Rows(data(recipe) | {"number": torch.arange(STEPS * GLOBAL_BATCH)})
     module = Numbered(recipe)
-    trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size, max_epochs=EPOCHS, **options)
-    trainer.fit(module, DataLoader(rows, batch_size=GLOBAL_BATCH // plan.layout.dp, shuffle=shuffle))
+    trainer = quiet_trainer(
+        strategy=plan, devices=plan.layout.world_size, max_epochs=EPOCHS, **options
+    )
+    trainer.fit(
+        module, DataLoader(rows, batch_size=GLOBAL_BATCH // plan.layout.dp, shuffle=shuffle)
+    )
     assert plan.mesh is not None
     return plan.mesh.index("dp"), module.seen
 
@@ -53,15 +67,21 @@ def global_batches(layout: str, shuffle: bool, **options: Any) -> list[list[int]
     """The rows of every step, over all data-parallel ranks, sorted."""
     seen = run_ranks(seen_rows, Layout.parse(layout).world_size, layout, shuffle, **options)
     by_rank = dict(seen)
-    assert all(rows == by_rank[data_rank] for data_rank, rows in seen), "ranks of one replica read different rows"
+    assert all(rows == by_rank[data_rank] for data_rank, rows in seen), (
+        "ranks of one replica read different rows"
+    )
     return [sorted(sum(parts, [])) for parts in zip(*by_rank.values(), strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, 3))
 def test_a_loader_that_does_not_shuffle_keeps_its_order(layout: str) -> None:
-    """As on one process: Lightning by itself shuffles the training data of every distributed strategy."""
-    in_order = [list(range(start, start + GLOBAL_BATCH)) for start in range(0, STEPS * GLOBAL_BATCH, GLOBAL_BATCH)]
+    """As on one process: Lightning by itself shuffles the training data of every distributed
+    strategy."""
+    in_order = [
+        list(range(start, start + GLOBAL_BATCH))
+        for start in range(0, STEPS * GLOBAL_BATCH, GLOBAL_BATCH)
+    ]
     assert global_batches(layout, shuffle=False) == in_order * EPOCHS
 
 
@@ -80,7 +100,9 @@ def shuffled() -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", by_default(LAYOUTS[1:], 1, 2))
-def test_shuffled_batches_are_the_same_in_every_layout(layout: str, shuffled: list[list[int]]) -> None:
+def test_shuffled_batches_are_the_same_in_every_layout(
+    layout: str, shuffled: list[list[int]]
+) -> None:
     assert global_batches(layout, shuffle=True) == shuffled
 
 
@@ -91,20 +113,34 @@ def test_every_epoch_is_shuffled_by_itself(shuffled: list[list[int]]) -> None:
 
 def shuffled_rows(layout: str, family: str) -> list[list[int]]:
     """What a model in memory reads: on one process in a plain Trainer, without a layout."""
-    strategy = {"strategy": Lightning3DStrategy(layout), "devices": Layout.parse(layout).world_size} if layout else {"devices": 1}
+    strategy = (
+        {"strategy": Lightning3DStrategy(layout), "devices": Layout.parse(layout).world_size}
+        if layout
+        else {"devices": 1}
+    )
     pl.seed_everything(7, verbose=False)
     recipe = Recipe(family, layers=2, steps=2, global_batch=GLOBAL_BATCH)
     module = Numbered(recipe, initial_model(recipe))
     rows = Rows(data(recipe) | {"number": torch.arange(2 * GLOBAL_BATCH)})
-    quiet_trainer(max_epochs=1, **strategy).fit(module, DataLoader(rows, batch_size=GLOBAL_BATCH, shuffle=True))
+    quiet_trainer(max_epochs=1, **strategy).fit(
+        module, DataLoader(rows, batch_size=GLOBAL_BATCH, shuffle=True)
+    )
     return module.seen
 
 
-@pytest.mark.parametrize(("family", "layout"), by_default([("llama", "tp2_pp2"), ("mixtral", "tp2"), ("mixtral", "tp2_ep2")], 0, 2))
-def test_how_layers_can_be_sharded_is_tried_without_a_draw_from_the_generator_of_the_order(family: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    by_default([("llama", "tp2_pp2"), ("mixtral", "tp2"), ("mixtral", "tp2_ep2")], 0, 2),
+)
+def test_how_layers_can_be_sharded_is_tried_without_a_draw_from_the_generator_of_the_order(
+    family: str, layout: str
+) -> None:
     alone = run_ranks(shuffled_rows, 1, "", family)[0]
     assert sorted(sum(alone, [])) == list(range(2 * GLOBAL_BATCH)) != sum(alone, [])
-    assert run_ranks(shuffled_rows, Layout.parse(layout).world_size, layout, family) == [alone] * Layout.parse(layout).world_size
+    assert (
+        run_ranks(shuffled_rows, Layout.parse(layout).world_size, layout, family)
+        == [alone] * Layout.parse(layout).world_size
+    )
 
 
 # The order of one process: a script's module in a plain Trainer, and in this strategy.
@@ -113,7 +149,8 @@ SAMPLES = 23
 
 
 class Numbers(Dataset):
-    """The numbers of the samples. `noisy`: each draws as many random numbers as it says, so that data ranks draw unequally many."""
+    """The numbers of the samples. `noisy`: each draws as many random numbers as it says, so that
+    data ranks draw unequally many."""
 
     def __init__(self, noisy: bool) -> None:
         self.noisy = noisy
@@ -128,7 +165,8 @@ class Numbers(Dataset):
 
 
 class Script(pl.LightningModule):
-    """A model that is made at once, as in a script, and so draws from the generator that loaders shuffle by."""
+    """A model that is made at once, as in a script, and so draws from the generator that loaders
+    shuffle by."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,11 +192,15 @@ def loader(kind: str, rows: int, plan: Any) -> DataLoader:
     if kind == "own generator":
         return DataLoader(data, rows, shuffle=True, generator=torch.Generator().manual_seed(5))
     if kind == "weighted":
-        return DataLoader(data, rows, sampler=WeightedRandomSampler([1.0 + i for i in range(SAMPLES)], 19))
+        return DataLoader(
+            data, rows, sampler=WeightedRandomSampler([1.0 + i for i in range(SAMPLES)], 19)
+        )
     if kind == "batch sampler":
         return DataLoader(data, batch_sampler=Batches(RandomSampler(data), rows, False))
     if kind == "distributed":
-        return DataLoader(data, rows, sampler=DistributedSampler(data, **plan.distributed_sampler_kwargs, seed=7))
+        return DataLoader(
+            data, rows, sampler=DistributedSampler(data, **plan.distributed_sampler_kwargs, seed=7)
+        )
     return DataLoader(data, rows, shuffle=True, drop_last=kind == "drop_last")
 
 
@@ -175,8 +217,11 @@ class SaveInTheMiddle(pl.Callback):
             trainer.save_checkpoint(f"{self.folder}/middle")
 
 
-def seen_in_script(kind: str, dp: int, folder: str = "", resume: bool = False, steps: int = -1) -> list[list[int]]:
-    """The rows by step of this rank; `dp` 0 is plain Lightning. With `steps`, the fit ends after so many, and is saved then."""
+def seen_in_script(
+    kind: str, dp: int, folder: str = "", resume: bool = False, steps: int = -1
+) -> list[list[int]]:
+    """The rows by step of this rank; `dp` 0 is plain Lightning. With `steps`, the fit ends after so
+    many, and is saved then."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     pl.seed_everything(7, verbose=False)
@@ -184,7 +229,9 @@ def seen_in_script(kind: str, dp: int, folder: str = "", resume: bool = False, s
     options: dict[str, Any] = {"strategy": plan, "devices": dp} if plan else {"devices": 1}
     validation = DataLoader(Numbers(noisy=False), 5, shuffle=True)
     callbacks = [SaveInTheMiddle(folder)] if folder and not resume and steps < 0 else []
-    trainer = quiet_trainer(max_epochs=3, max_steps=steps, callbacks=callbacks, limit_val_batches=2, **options)
+    trainer = quiet_trainer(
+        max_epochs=3, max_steps=steps, callbacks=callbacks, limit_val_batches=2, **options
+    )
 
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> DataLoader:
@@ -200,21 +247,31 @@ def seen_in_script(kind: str, dp: int, folder: str = "", resume: bool = False, s
 
 
 def together(parts: list[list[list[int]]]) -> list[set[int]]:
-    """Global batches from those of the ranks; repeated rows are in the first or the last batch of an epoch anyway."""
+    """Global batches from those of the ranks; repeated rows are in the first or the last batch of
+    an epoch anyway."""
     return [set(sum(rows, [])) for rows in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("kind", by_default(["shuffle", "drop_last", "own generator", "weighted", "batch sampler"], 0, 3, 4))
+@pytest.mark.parametrize(
+    "kind",
+    by_default(["shuffle", "drop_last", "own generator", "weighted", "batch sampler"], 0, 3, 4),
+)
 def test_shuffled_batches_are_those_of_one_process(kind: str) -> None:
     (alone,) = run_ranks(seen_in_script, 1, kind, 0, process_group=False)
     epoch = len(alone) // 3
-    assert len(alone) == 3 * (2 if kind == "drop_last" else 3) and alone[:epoch] != alone[epoch : 2 * epoch]
+    assert (
+        len(alone) == 3 * (2 if kind == "drop_last" else 3)
+        and alone[:epoch] != alone[epoch : 2 * epoch]
+    )
     for dp in (1, 2, 4) if kind == "shuffle" else (2,):
         found = together(run_ranks(seen_in_script, dp, kind, dp, process_group=False))
         for batch, (rows, expected) in enumerate(zip(found, alone, strict=True)):
-            # To give all ranks as many, the last batch of an epoch also holds rows from its beginning, which weigh nothing.
+            # To give all ranks as many, the last batch of an epoch also holds rows from its
+            # beginning, which weigh nothing.
             first = set(alone[batch // epoch * epoch])
-            assert rows == set(expected) or (batch % epoch == epoch - 1 and set(expected) < rows <= set(expected) | first), (dp, batch)
+            assert rows == set(expected) or (
+                batch % epoch == epoch - 1 and set(expected) < rows <= set(expected) | first
+            ), (dp, batch)
 
 
 def test_ranks_that_draw_unequally_read_every_sample_once() -> None:
@@ -225,11 +282,15 @@ def test_ranks_that_draw_unequally_read_every_sample_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["noisy", "own generator", "weighted"])
-def test_a_resumed_epoch_keeps_its_order_on_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
+def test_a_resumed_epoch_keeps_its_order_on_another_number_of_ranks(
+    kind: str, tmp_path: Path
+) -> None:
     whole = together(run_ranks(seen_in_script, 2, kind, 2, str(tmp_path), process_group=False))
     same = together(run_ranks(seen_in_script, 2, kind, 2, str(tmp_path), True, process_group=False))
     assert same == whole[STEPS + 2 :]
-    other = together(run_ranks(seen_in_script, 1, kind, 1, str(tmp_path), True, process_group=False))
+    other = together(
+        run_ranks(seen_in_script, 1, kind, 1, str(tmp_path), True, process_group=False)
+    )
     assert other[0] <= same[0] and len(other) == len(same)
     if kind == "own generator":
         assert all(rows <= expected for rows, expected in zip(other, same, strict=True))
@@ -239,7 +300,9 @@ def test_a_resumed_epoch_keeps_its_order_on_another_number_of_ranks(kind: str, t
 @pytest.mark.parametrize("steps", by_default([2, 3, 5, 6], 0, 1))
 def test_a_fit_that_max_steps_ended_goes_on_at_the_next_rows(steps: int, tmp_path: Path) -> None:
     whole = run_ranks(seen_in_script, 2, "shuffle", 2, process_group=False)
-    begin = run_ranks(seen_in_script, 2, "shuffle", 2, str(tmp_path), False, steps, process_group=False)
+    begin = run_ranks(
+        seen_in_script, 2, "shuffle", 2, str(tmp_path), False, steps, process_group=False
+    )
     rest = run_ranks(seen_in_script, 2, "shuffle", 2, str(tmp_path), True, process_group=False)
     assert [len(rows) for rows in begin] == [steps, steps]
     assert [first + second for first, second in zip(begin, rest, strict=True)] == whole
@@ -252,7 +315,9 @@ def resume_without_order(folder: str) -> tuple[list[list[int]], list[str]]:
     from lightning_3d.checkpoint import ORDERS, CheckpointStore
 
     load = CheckpointStore.load
-    CheckpointStore.load = lambda *args: {key: value for key, value in load(*args).items() if key != ORDERS}  # type: ignore[method-assign]
+    CheckpointStore.load = lambda *args: {
+        key: value for key, value in load(*args).items() if key != ORDERS
+    }  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -262,9 +327,14 @@ def resume_without_order(folder: str) -> tuple[list[list[int]], list[str]]:
     return seen, [str(warning.message) for warning in caught]
 
 
-def test_a_checkpoint_from_before_orders_were_saved_goes_on_in_the_order_that_it_had(tmp_path: Path) -> None:
-    """That of Lightning's DistributedSampler, which this strategy's loaders had: no row is read twice."""
-    whole = together(run_ranks(seen_in_script, 2, "distributed", 2, str(tmp_path), process_group=False))
+def test_a_checkpoint_from_before_orders_were_saved_goes_on_in_the_order_that_it_had(
+    tmp_path: Path,
+) -> None:
+    """That of Lightning's DistributedSampler, which this strategy's loaders had: no row is read
+    twice."""
+    whole = together(
+        run_ranks(seen_in_script, 2, "distributed", 2, str(tmp_path), process_group=False)
+    )
     parts = run_ranks(resume_without_order, 2, str(tmp_path), process_group=False)
     found = together([seen for seen, _ in parts])
     assert found[0] == whole[STEPS + 2]
@@ -278,7 +348,9 @@ class OfItsRank(RandomSampler):
     def __iter__(self) -> Any:
         import torch.distributed as dist
 
-        yield from torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(dist.get_rank())).tolist()
+        yield from torch.randperm(
+            SAMPLES, generator=torch.Generator().manual_seed(dist.get_rank())
+        ).tolist()
 
 
 def orders_that_differ() -> None:
@@ -290,5 +362,7 @@ def orders_that_differ() -> None:
 
 
 def test_ranks_whose_orders_differ_are_refused() -> None:
-    with pytest.raises(DataError, match="OfItsRank orders the samples differently on different ranks"):
+    with pytest.raises(
+        DataError, match="OfItsRank orders the samples differently on different ranks"
+    ):
         run_ranks(orders_that_differ, 2, process_group=False)

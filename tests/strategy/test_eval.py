@@ -1,4 +1,5 @@
-"""Validation, test and prediction under pipeline and tensor parallelism see what one process sees."""
+"""Validation, test and prediction under pipeline and tensor parallelism see what one process
+sees."""
 
 import os
 import socket
@@ -23,7 +24,9 @@ LAYOUTS = [
     {"layout": "tp2_dp2"},
     {"layout": "pp2_dp2", "zero_stage": 3, "micro_batch_size": 1},
 ]
-every_layout = pytest.mark.parametrize("strategy", LAYOUTS, ids=lambda strategy: "-".join(map(str, strategy.values())))
+every_layout = pytest.mark.parametrize(
+    "strategy", LAYOUTS, ids=lambda strategy: "-".join(map(str, strategy.values()))
+)
 ROWS, BATCH = 13, 4  # the last batches are short, and with two data ranks one row is repeated
 TOLERANCE = 1e-5
 
@@ -44,7 +47,10 @@ class Evaluated(Module):
 
     def predict_step(self, batch: models.Batch, batch_idx: int) -> dict[str, Tensor]:
         assert self.model is not None
-        return {"logits": self.model(input_ids=batch["input_ids"]).logits, "ids": batch["input_ids"]}
+        return {
+            "logits": self.model(input_ids=batch["input_ids"]).logits,
+            "ids": batch["input_ids"],
+        }
 
 
 def evaluation_rows(recipe: Recipe) -> models.Batch:
@@ -92,7 +98,11 @@ def test_evaluation_equals_one_process(model: str, strategy: dict) -> None:
             torch.testing.assert_close(batch["logits"], logits[rows], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", by_default(LAYOUTS, 1, 6), ids=lambda strategy: "-".join(map(str, strategy.values())))
+@pytest.mark.parametrize(
+    "strategy",
+    by_default(LAYOUTS, 1, 6),
+    ids=lambda strategy: "-".join(map(str, strategy.values())),
+)
 def test_prediction_covers_every_row_once(strategy: dict) -> None:
     recipe = Recipe()
     found = run_ranks(predicted_ids, _world_size(strategy), recipe, **strategy)
@@ -109,14 +119,17 @@ def predicted_ids(recipe: Recipe, **strategy: Any) -> tuple[int, Tensor]:
     plan = Lightning3DStrategy(**strategy)
     assert plan.layout is not None
     trainer = quiet_trainer(strategy=plan, devices=plan.layout.world_size)
-    batches: Any = trainer.predict(Evaluated(recipe), DataLoader(Rows(evaluation_rows(recipe)), batch_size=BATCH))
+    batches: Any = trainer.predict(
+        Evaluated(recipe), DataLoader(Rows(evaluation_rows(recipe)), batch_size=BATCH)
+    )
     assert batches is not None and plan.mesh is not None
     return plan.mesh.index("dp"), torch.cat([batch["ids"] for batch in batches])
 
 
 @pytest.mark.slow
 def test_one_trainer_trains_and_evaluates_in_turn() -> None:
-    """Without torchrun's agent, as under Lightning's own launcher: every entry point connects the ranks anew."""
+    """Without torchrun's agent, as under Lightning's own launcher: every entry point connects the
+    ranks anew."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -21,7 +21,8 @@ BATCH, STEPS = 8, 3
 
 
 class Overflow(pl.Callback):
-    """Multiplies the output of a layer, or its gradient, by infinity, in one micro-batch of the second step of one data-parallel rank."""
+    """Multiplies the output of a layer, or its gradient, by infinity, in one micro-batch of the
+    second step of one data-parallel rank."""
 
     def __init__(self, layer: str, data_rank: int, *, backward: bool, once: bool) -> None:
         self.layer, self.data_rank, self.backward, self.once = layer, data_rank, backward, once
@@ -56,7 +57,11 @@ def fit(layout: str, how: str, spoiler: dict[str, Any], **options: Any) -> tuple
     strategy = Lightning3DStrategy(layout, micro_batch_size=2, nonfinite=how, **options)
     assert strategy.layout is not None
     trainer = quiet_trainer(
-        strategy=strategy, devices=strategy.layout.world_size, max_epochs=1, callbacks=[Overflow(**spoiler)], precision="32-true"
+        strategy=strategy,
+        devices=strategy.layout.world_size,
+        max_epochs=1,
+        callbacks=[Overflow(**spoiler)],
+        precision="32-true",
     )
     rows = Rows(data(recipe))
     error = ""
@@ -83,23 +88,39 @@ LAYOUTS = [
 @pytest.mark.parametrize(("layout", "options"), by_default(LAYOUTS, 0, 1), ids=str)
 def test_f41_first_layer_is_named(layout: str, options: dict[str, Any], backward: bool) -> None:
     dp = Layout.parse(layout).dp
-    spoiler = {"layer": "layers.2.mlp.down_proj", "data_rank": dp - 1, "backward": backward, "once": False}
+    spoiler = {
+        "layer": "layers.2.mlp.down_proj",
+        "data_rank": dp - 1,
+        "backward": backward,
+        "once": False,
+    }
     results = run_ranks(fit, Layout.parse(layout).world_size, layout, "stop", spoiler, **options)
     assert len({error for error, _ in results}) == 1
     what = "gradient of the output" if backward else "output"
-    said = rf"The first that is not finite is the {what} of model\.model\.layers\.2\.mlp\.down_proj \(rank \d, stage \d, micro-batch 1:"
-    said += rf" rows 2 to 3 of the batch of data-parallel rank {dp - 1}\)\. The optimizer did not take"
+    said = (
+        rf"The first that is not finite is the {what} of model\.model\.layers\.2\.mlp\.down_proj"
+        r" \(rank \d, stage \d, micro-batch 1:"
+    )
+    said += (
+        rf" rows 2 to 3 of the batch of data-parallel rank {dp - 1}\)\. The optimizer did not take"
+    )
     assert re.search(said, results[0][0]), results[0][0]
 
 
 def test_f41_what_is_finite_the_second_time_is_wrong_arithmetic() -> None:
     spoiler = {"layer": "layers.2.mlp.down_proj", "data_rank": 0, "backward": False, "once": True}
     [(error, _), _] = run_ranks(fit, 2, "pp2", "stop", spoiler)
-    assert "Computed again from the same numbers, the step is finite: look for a device that computes wrongly" in error
+    assert (
+        "Computed again from the same numbers, the step is finite: look for a device that computes"
+        " wrongly" in error
+    )
 
 
 def test_f41_a_skipped_step_is_named_too() -> None:
     spoiler = {"layer": "layers.0.mlp.down_proj", "data_rank": 0, "backward": False, "once": False}
     (error, warned), _ = run_ranks(fit, 2, "pp2", "skip", spoiler)
     assert error == "" and len(warned) == 1
-    assert "layers.0.mlp.down_proj" in warned[0] and "The optimizer skips this step (skipped so far: 1)." in warned[0]
+    assert (
+        "layers.0.mlp.down_proj" in warned[0]
+        and "The optimizer skips this step (skipped so far: 1)." in warned[0]
+    )

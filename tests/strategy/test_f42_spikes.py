@@ -1,4 +1,5 @@
-"""What a run does when its loss jumps: on all ranks alike, and the same numbers as without the jump where it should."""
+"""What a run does when its loss jumps: on all ranks alike, and the same numbers as without the jump
+where it should."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ BATCH, STEPS, JUMP = 4, 26, 23
 
 
 class Jumps(pl.Callback):
-    """Adds to the output of the last block in one step: once, as wrong arithmetic does, or always, as data does."""
+    """Adds to the output of the last block in one step: once, as wrong arithmetic does, or always,
+    as data does."""
 
     def __init__(self, size: float, *, once: bool) -> None:
         self.size, self.once = size, once
@@ -49,14 +51,28 @@ def fit(layout: str, how: str, size: float, once: bool) -> tuple[list[float], li
     from lightning_3d.strategy import Lightning3DStrategy
 
     recipe = Recipe("llama", 2, steps=STEPS, global_batch=BATCH)
-    strategy = Lightning3DStrategy(layout, micro_batch_size=1, reliability={"loss_spikes": how, "loss_spike_score": 20.0})
+    strategy = Lightning3DStrategy(
+        layout, micro_batch_size=1, reliability={"loss_spikes": how, "loss_spike_score": 20.0}
+    )
     assert strategy.layout is not None
     jumps = Jumps(size, once=once)
-    trainer = quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_epochs=1, callbacks=[jumps], precision="64-true")
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=strategy.layout.world_size,
+        max_epochs=1,
+        callbacks=[jumps],
+        precision="64-true",
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        trainer.fit(Module(recipe), datamodule=Data(Rows(data(recipe)), BATCH // strategy.layout.dp))
-    return jumps.losses, jumps.skipped, [str(one.message) for one in warned if "the loss jumps" in str(one.message)]
+        trainer.fit(
+            Module(recipe), datamodule=Data(Rows(data(recipe)), BATCH // strategy.layout.dp)
+        )
+    return (
+        jumps.losses,
+        jumps.skipped,
+        [str(one.message) for one in warned if "the loss jumps" in str(one.message)],
+    )
 
 
 @pytest.mark.slow
@@ -77,4 +93,6 @@ def test_f42_jumps_are_told_apart(layout: str) -> None:
         else:
             assert losses[JUMP] > clean[JUMP] + 1
             assert skipped == ([JUMP + 1] if how == "skip" else [])
-            assert ("it is the same to the last bit: look at the data" in warned) == (how == "rerun")
+            assert ("it is the same to the last bit: look at the data" in warned) == (
+                how == "rerun"
+            )

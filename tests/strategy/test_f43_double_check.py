@@ -1,4 +1,5 @@
-"""A step that runs twice shows a fault in the arithmetic of one rank: which rank, where, and whether it is there again."""
+"""A step that runs twice shows a fault in the arithmetic of one rank: which rank, where, and
+whether it is there again."""
 
 import re
 from typing import Any
@@ -59,13 +60,16 @@ def train(
     every: int | None = EVERY,
     **options: Any,
 ) -> tuple[str, list[str], int, dict[str, Tensor]]:
-    """Fit on this rank. Returns the text of the error, the warnings, the steps taken and this rank's optimizer state."""
+    """Fit on this rank. Returns the text of the error, the warnings, the steps taken and this
+    rank's optimizer state."""
     from lightning_3d.strategy import Lightning3DStrategy
     from lightning_3d.strategy.step.again import RepeatableStep
 
     recipe = Recipe(model, 4, steps=steps, global_batch=BATCH)
     strategy = Lightning3DStrategy(
-        layout, **{"micro_batch_size": 1, **options}, reliability={"rerun_every_n_steps": every, "check_replicas_every_n_steps": 1}
+        layout,
+        **{"micro_batch_size": 1, **options},
+        reliability={"rerun_every_n_steps": every, "check_replicas_every_n_steps": 1},
     )
     assert strategy.layout is not None
     trainer = quiet_trainer(
@@ -80,7 +84,9 @@ def train(
     wrong = FaultyProduct(product, persistent=persistent, which=which, in_run=in_run)
     remember, again = RepeatableStep.remember, RepeatableStep.again
 
-    def begins(self: Any, micro_batches: Any, rest: Any, step: int, place: int, **kwargs: Any) -> None:
+    def begins(
+        self: Any, micro_batches: Any, rest: Any, step: int, place: int, **kwargs: Any
+    ) -> None:
         wrong.on = faulty == strategy.global_rank and step == 1
         wrong.calls = wrong.calls if place else 0
         remember(self, micro_batches, rest, step, place, **kwargs)
@@ -96,10 +102,17 @@ def train(
         patch.setattr(RepeatableStep, "remember", begins)
         patch.setattr(RepeatableStep, "again", begins_again)
         try:
-            trainer.fit(Module(recipe), datamodule=Data(Rows(data(recipe)), BATCH // strategy.layout.dp // accumulate))
+            trainer.fit(
+                Module(recipe),
+                datamodule=Data(Rows(data(recipe)), BATCH // strategy.layout.dp // accumulate),
+            )
         except ArithmeticFault as found:
             error = str(found)
-    state = {f"{s.name} {k}": torch.as_tensor(v).clone() for s in strategy.built.backend.optimizer_shards() for k, v in s.values.items()}
+    state = {
+        f"{s.name} {k}": torch.as_tensor(v).clone()
+        for s in strategy.built.backend.optimizer_shards()
+        for k, v in s.values.items()
+    }
     said = [str(one.message) for one in warned if "computed twice" in str(one.message)]
     return error, said, trainer.global_step, state
 
@@ -122,25 +135,39 @@ CELLS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "rank", "options"), by_default(CELLS, 0, 1, 2), ids=str)
-def test_f43_a_transient_fault_is_found_and_left_out(layout: str, rank: int, options: dict[str, Any]) -> None:
+def test_f43_a_transient_fault_is_found_and_left_out(
+    layout: str, rank: int, options: dict[str, Any]
+) -> None:
     world = Layout.parse(layout).world_size
     parts = run_ranks(train, world, layout, rank, **options)
     plain = run_ranks(train, world, layout, every=None, **options)
     [said] = parts[0][1]
-    begin = rf"^Step 2 was computed twice, and the results differ on rank {rank} \([^()]*, cpu\), first in [^()]*\. A third run agrees with"
+    begin = (
+        rf"^Step 2 was computed twice, and the results differ on rank {rank} \([^()]*, cpu\), first"
+        r" in [^()]*\. A third run agrees with"
+    )
     assert re.search(begin, said), said
     assert "the fault was transient" in said
     for part, other in zip(parts, plain, strict=True):
         assert (part[0], part[2]) == ("", STEPS)
-        assert part[3].keys() == other[3].keys() and not [k for k, v in part[3].items() if not torch.equal(v, other[3][k])]
+        assert part[3].keys() == other[3].keys() and not [
+            k for k, v in part[3].items() if not torch.equal(v, other[3][k])
+        ]
 
 
 @pytest.mark.parametrize(("layout", "rank", "options"), by_default(CELLS, 1, 4), ids=str)
-def test_f44_a_persistent_fault_ends_the_run_and_names_the_rank(layout: str, rank: int, options: dict[str, Any]) -> None:
-    parts = run_ranks(train, Layout.parse(layout).world_size, layout, rank, persistent=True, **options)
+def test_f44_a_persistent_fault_ends_the_run_and_names_the_rank(
+    layout: str, rank: int, options: dict[str, Any]
+) -> None:
+    parts = run_ranks(
+        train, Layout.parse(layout).world_size, layout, rank, persistent=True, **options
+    )
     assert len({part[0] for part in parts}) == 1
     error, said, steps, _ = parts[0]
-    begin = rf"^Step 2 was computed twice, and the results differ on rank {rank} \([^()]*, cpu\), first in [^()]*\. A third run differs too"
+    begin = (
+        rf"^Step 2 was computed twice, and the results differ on rank {rank} \([^()]*, cpu\), first"
+        r" in [^()]*\. A third run differs too"
+    )
     assert re.search(begin, error), error
     assert not said and steps == 1
 
@@ -148,7 +175,10 @@ def test_f44_a_persistent_fault_ends_the_run_and_names_the_rank(layout: str, ran
 CLEAN: list[tuple[str, dict[str, Any]]] = [
     ("tp2_pp2", {}),
     ("dp2", {"compile": True}),
-    *((layout, {key: value for key, value in options.items() if key not in ("which", "in_run")}) for layout, _, options in CELLS),
+    *(
+        (layout, {key: value for key, value in options.items() if key not in ("which", "in_run")})
+        for layout, _, options in CELLS
+    ),
 ]
 
 
@@ -163,7 +193,9 @@ def test_f43_healthy_steps_have_the_same_bits_twice(layout: str, options: dict[s
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("layout", "options"), CLEAN, ids=str)
 def test_f43_no_false_alarm_in_a_thousand_steps(layout: str, options: dict[str, Any]) -> None:
-    parts = run_ranks(train, Layout.parse(layout).world_size, layout, every=2, steps=1000, timeout=1200, **options)
+    parts = run_ranks(
+        train, Layout.parse(layout).world_size, layout, every=2, steps=1000, timeout=1200, **options
+    )
     assert all(part[:3] == ("", [], 1000) for part in parts)
 
 
@@ -173,7 +205,9 @@ def test_gpus_without_deterministic_kernels_are_refused(monkeypatch: pytest.Monk
     parts: Any = None
     check = DoubleCheck(parts, parts, parts, torch.device("cuda"), layers=True)
     check.begin_fit(None)
-    with pytest.raises(ConfigError, match=r"deterministic kernels.*\+trainer.extra.deterministic=true"):
+    with pytest.raises(
+        ConfigError, match=r"deterministic kernels.*\+trainer.extra.deterministic=true"
+    ):
         check.begin_fit(5)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     check.begin_fit(5)

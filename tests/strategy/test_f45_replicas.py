@@ -1,4 +1,5 @@
-"""One flipped bit in what several ranks hold alike is found, and the rank is named; healthy runs are never accused."""
+"""One flipped bit in what several ranks hold alike is found, and the rank is named; healthy runs
+are never accused."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +25,14 @@ CPU = torch.device("cpu")
 
 def test_one_flipped_bit_always_changes_the_hash() -> None:
     torch.manual_seed(0)
-    tensors = [torch.randn(70_001), torch.randn(3), torch.randn(9).bfloat16(), torch.zeros(()), torch.randn(5)[1:], torch.tensor([True])]
+    tensors = [
+        torch.randn(70_001),
+        torch.randn(3),
+        torch.randn(9).bfloat16(),
+        torch.zeros(()),
+        torch.randn(5)[1:],
+        torch.tensor([True]),
+    ]
     before = int(hash_bits(tensors, CPU))
     assert before == int(hash_bits([tensor.clone() for tensor in tensors], CPU))
     for tensor in tensors:
@@ -71,9 +79,17 @@ class Flip:
             shards = [shard for shard in backend.optimizer_shards() if self.name in shard.name]
             [tensor] = [shard.values[self.state] for shard in shards]
         elif strategy.zero_stage == 3:
-            tensor = next(s.values["weight"] for s in backend.weight_shards() if self.name in s.name and s.values["weight"].numel())
+            tensor = next(
+                s.values["weight"]
+                for s in backend.weight_shards()
+                if self.name in s.name and s.values["weight"].numel()
+            )
         else:
-            [tensor] = [p.detach() for name, p in strategy.lightning_module.named_parameters() if self.name in name]
+            [tensor] = [
+                p.detach()
+                for name, p in strategy.lightning_module.named_parameters()
+                if self.name in name
+            ]
         tensor.view(-1).view(torch.uint8)[0] ^= 1
 
 
@@ -81,8 +97,14 @@ class Flipper(pl.Callback):
     def __init__(self, flip: Flip | None) -> None:
         self.flip = flip
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if self.flip is not None and trainer.global_rank == self.flip.rank and batch_idx == self.flip.batch:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (
+            self.flip is not None
+            and trainer.global_rank == self.flip.rank
+            and batch_idx == self.flip.batch
+        ):
             self.flip(trainer.strategy)
 
 
@@ -98,14 +120,21 @@ def train(
     folder: Path | None = None,
     **options: Any,
 ) -> tuple[str, int, int | None]:
-    """Fit on this rank. Returns the text of the error, the steps taken, and the last step after which ranks agreed."""
+    """Fit on this rank. Returns the text of the error, the steps taken, and the last step after
+    which ranks agreed."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     recipe = Recipe(model, 4, steps=steps, global_batch=BATCH)
     reliability = {"check_replicas_every_n_steps": every}
-    strategy = Lightning3DStrategy(layout, micro_batch_size=micro_batch_size, reliability=reliability, **options)
+    strategy = Lightning3DStrategy(
+        layout, micro_batch_size=micro_batch_size, reliability=reliability, **options
+    )
     assert strategy.layout is not None
-    saves = [ModelCheckpoint(folder, "step_{step}", every_n_train_steps=4, save_top_k=-1)] if folder is not None else []
+    saves = (
+        [ModelCheckpoint(folder, "step_{step}", every_n_train_steps=4, save_top_k=-1)]
+        if folder is not None
+        else []
+    )
     trainer = quiet_trainer(
         strategy=strategy,
         devices=strategy.layout.world_size,
@@ -116,7 +145,9 @@ def train(
     )
     error = ""
     try:
-        trainer.fit(Module(recipe), datamodule=Data(Rows(data(recipe)), BATCH // strategy.layout.dp))
+        trainer.fit(
+            Module(recipe), datamodule=Data(Rows(data(recipe)), BATCH // strategy.layout.dp)
+        )
     except ReplicaError as found:
         error = str(found)
     return error, trainer.global_step, strategy._replicas.agreed
@@ -125,22 +156,76 @@ def train(
 NORM = "layers.0.input_layernorm.weight"
 TWO_LEVELS = {"zero_stage": 3, "zero_shard_size": 2}
 FLIPS: list[tuple[str, Flip, dict[str, Any], str]] = [
-    ("dp4", Flip(2, "layers.1.mlp.up_proj"), {}, r"rank 2 \(.*, cpu\) holds other weights of model.*layers.1.mlp.up_proj.* than 3 other"),
-    ("tp2", Flip(1, NORM), {}, rf"rank 0 \(.*\) and rank 1 \(.*\) hold different weights of .*{NORM}"),
-    ("dp2", Flip(1, NORM, state="exp_avg"), {}, rf"rank 0 .* and rank 1 .* hold different optimizer state of .*{NORM}, "),
-    ("dp2", Flip(0, NORM), {"zero_stage": 1}, rf"rank 0 .* and rank 1 .* hold different weights of .*{NORM}, "),
-    ("dp2", Flip(1, NORM), {"zero_stage": 2, "dtype": "bfloat16"}, rf"rank 0 .* and rank 1 .* hold different weights of .*{NORM}, "),
-    ("pp2_dp2", Flip(3, "layers.3.self_attn.q_proj"), {}, r"rank 1 .* and rank 3 .* hold different weights of .*layers.3.self_attn.q_proj"),
-    ("tp2", Flip(1, NORM), {"zero_stage": 3}, rf"rank 0 .* and rank 1 .* hold different weights of .*{NORM}, "),
-    ("pp2", Flip(1, "lm_head"), {"model": "qwen2"}, r"rank 0 .* and rank 1 .* hold different weights of .*embed_tokens.weight, "),
-    ("dp4_ep2", Flip(1, "layers.1.mlp.experts.down"), {"model": "mixtral"}, r"rank 1 .* and rank 3 .* hold different weights of .*experts"),
-    ("dp4", Flip(3, NORM, state="exp_avg"), TWO_LEVELS, rf"rank 1 .* and rank 3 .* hold different optimizer state of .*{NORM}, "),
+    (
+        "dp4",
+        Flip(2, "layers.1.mlp.up_proj"),
+        {},
+        r"rank 2 \(.*, cpu\) holds other weights of model.*layers.1.mlp.up_proj.* than 3 other",
+    ),
+    (
+        "tp2",
+        Flip(1, NORM),
+        {},
+        rf"rank 0 \(.*\) and rank 1 \(.*\) hold different weights of .*{NORM}",
+    ),
+    (
+        "dp2",
+        Flip(1, NORM, state="exp_avg"),
+        {},
+        rf"rank 0 .* and rank 1 .* hold different optimizer state of .*{NORM}, ",
+    ),
+    (
+        "dp2",
+        Flip(0, NORM),
+        {"zero_stage": 1},
+        rf"rank 0 .* and rank 1 .* hold different weights of .*{NORM}, ",
+    ),
+    (
+        "dp2",
+        Flip(1, NORM),
+        {"zero_stage": 2, "dtype": "bfloat16"},
+        rf"rank 0 .* and rank 1 .* hold different weights of .*{NORM}, ",
+    ),
+    (
+        "pp2_dp2",
+        Flip(3, "layers.3.self_attn.q_proj"),
+        {},
+        r"rank 1 .* and rank 3 .* hold different weights of .*layers.3.self_attn.q_proj",
+    ),
+    (
+        "tp2",
+        Flip(1, NORM),
+        {"zero_stage": 3},
+        rf"rank 0 .* and rank 1 .* hold different weights of .*{NORM}, ",
+    ),
+    (
+        "pp2",
+        Flip(1, "lm_head"),
+        {"model": "qwen2"},
+        r"rank 0 .* and rank 1 .* hold different weights of .*embed_tokens.weight, ",
+    ),
+    (
+        "dp4_ep2",
+        Flip(1, "layers.1.mlp.experts.down"),
+        {"model": "mixtral"},
+        r"rank 1 .* and rank 3 .* hold different weights of .*experts",
+    ),
+    (
+        "dp4",
+        Flip(3, NORM, state="exp_avg"),
+        TWO_LEVELS,
+        rf"rank 1 .* and rank 3 .* hold different optimizer state of .*{NORM}, ",
+    ),
     ("cp2", Flip(1, "lm_head"), {}, r"rank 0 .* and rank 1 .* hold different weights of .*lm_head"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "flip", "options", "said"), by_default(FLIPS, 0, 1, 2, 3, 5, 9), ids=str)
-def test_f45_one_flipped_bit_on_one_rank_is_found_and_named(layout: str, flip: Flip, options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "flip", "options", "said"), by_default(FLIPS, 0, 1, 2, 3, 5, 9), ids=str
+)
+def test_f45_one_flipped_bit_on_one_rank_is_found_and_named(
+    layout: str, flip: Flip, options: dict[str, Any], said: str
+) -> None:
     parts = run_ranks(train, Layout.parse(layout).world_size, layout, flip, **options)
     assert len({error for error, _, _ in parts}) == 1
     error, steps, agreed = parts[0]
@@ -155,7 +240,9 @@ def test_f45_no_checkpoint_is_written_of_ranks_that_differ(tmp_path: Path) -> No
     parts = run_ranks(train, 2, "dp2", flip, every=100, steps=10, folder=tmp_path)
     error, steps, agreed = parts[0]
     assert (steps, agreed) == (8, 4)
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["step_step=4.ckpt"]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == [
+        "step_step=4.ckpt"
+    ]
     assert "After step 8, rank 0" in error and "They last agreed after step 4." in error
     assert f"Resume the checkpoint {tmp_path}/step_step=4.ckpt (step 4)" in error
 
@@ -185,6 +272,7 @@ def test_f45_healthy_ranks_are_not_accused(layout: str, options: dict[str, Any])
 @pytest.mark.parametrize(("layout", "options"), CLEAN, ids=str)
 def test_f45_no_false_alarm_in_a_thousand_steps(layout: str, options: dict[str, Any]) -> None:
     parsed = Layout.parse(layout)
-    few = {"micro_batch_size": max(BATCH // parsed.dp // parsed.pp, 1), "timeout": 1200}  # a thousand steps, each as short as it can be
+    # a thousand steps, each as short as it can be
+    few = {"micro_batch_size": max(BATCH // parsed.dp // parsed.pp, 1), "timeout": 1200}
     parts = run_ranks(train, parsed.world_size, layout, every=10, steps=1000, **few, **options)
     assert all(part == ("", 1000, 999) for part in parts)

@@ -1,4 +1,5 @@
-"""What the user's code raises in the first step of a layout ends in one message; errors on one process, and later, stay as they are."""
+"""What the user's code raises in the first step of a layout ends in one message; errors on one
+process, and later, stay as they are."""
 
 import subprocess
 import sys
@@ -117,7 +118,10 @@ def fails(layout: str, kinds: list[tuple[str, dict[str, Any]]]) -> list[tuple[st
     return found
 
 
-@pytest.mark.parametrize(("layout", "what", "says"), [("pp2", "optimizer", "pp = 2"), ("tp2", "step", "(8, 8) here, and (16, 8)")])
+@pytest.mark.parametrize(
+    ("layout", "what", "says"),
+    [("pp2", "optimizer", "pp = 2"), ("tp2", "step", "(8, 8) here, and (16, 8)")],
+)
 def test_code_of_the_user_is_explained_on_every_rank(layout: str, what: str, says: str) -> None:
     for ((kind, text, raised),) in run_ranks(fails, 2, layout, [(what, {})], timeout=120):
         assert kind == "FirstStepError" and "test_first_step.py:" in text and f"{raised}: " in text
@@ -125,12 +129,21 @@ def test_code_of_the_user_is_explained_on_every_rank(layout: str, what: str, say
 
 
 def test_values_that_a_step_carries_to_its_next_call_are_refused() -> None:
-    """The loss depends on an average that changes in every call; a counter alone, and a value that is kept, do not count."""
+    """The loss depends on an average that changes in every call; a counter alone, and a value that
+    is kept, do not count."""
     split: dict[str, Any] = {"micro_batch_size": 4, "self_check": "auto"}
-    kinds = [("counter", split), ("average", split), ("cached", split), ("counter", {}), ("average", {**split, "self_check": "never"})]
+    kinds = [
+        ("counter", split),
+        ("average", split),
+        ("cached", split),
+        ("counter", {}),
+        ("average", {**split, "self_check": "never"}),
+    ]
     ((kind, text, _),) = run_ranks(fails, 1, "dp1", kinds, timeout=120)[0]
     assert kind == "ConfigError" and "self.mean" in text and "micro_batch_size=8" in text
-    for shown in run_ranks(fails, 2, "pp2", [("counter", split), ("cached", split), ("average", split)], timeout=120):
+    for shown in run_ranks(
+        fails, 2, "pp2", [("counter", split), ("cached", split), ("average", split)], timeout=120
+    ):
         ((kind, text, _),) = shown
         assert kind == "ConfigError" and "self.mean" in text and "on_train_batch_end" in text
 
@@ -139,9 +152,20 @@ def test_one_process_later_steps_and_files_are_left_alone() -> None:
     split = {"micro_batch_size": 4}
     kinds = [("step", {}), ("optimizer", {}), ("rows", split), ("later", split), ("file", split)]
     (shown,) = run_ranks(fails, 1, "dp1", kinds, timeout=120)
-    assert [kind for kind, _, _ in shown] == ["KeyError", "TypeError", "FirstStepError", "KeyError", "FileNotFoundError"]
+    assert [kind for kind, _, _ in shown] == [
+        "KeyError",
+        "TypeError",
+        "FirstStepError",
+        "KeyError",
+        "FileNotFoundError",
+    ]
     rows = shown[2][1]
-    assert "4 of the 8 rows" in rows and "batch[0] (4, 4)" in rows and "split_batch=" in rows and "micro_batch_size=8" in rows
+    assert (
+        "4 of the 8 rows" in rows
+        and "batch[0] (4, 4)" in rows
+        and "split_batch=" in rows
+        and "micro_batch_size=8" in rows
+    )
 
 
 SCRIPT = """
@@ -160,16 +184,27 @@ trainer.fit(Module(what), DataLoader(data, batch_size=8))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "what", "says"), [("pp2", "weights", "pp = 2"), ("tp2", "step", "(8, 8)"), ("tp2", "alone", "only here")]
+    ("layout", "what", "says"),
+    [("pp2", "weights", "pp = 2"), ("tp2", "step", "(8, 8)"), ("tp2", "alone", "only here")],
 )
-def test_a_script_ends_with_code_2_and_one_message(layout: str, what: str, says: str, tmp_path: Path) -> None:
+def test_a_script_ends_with_code_2_and_one_message(
+    layout: str, what: str, says: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folder=str(Path(__file__).parent)))
     shows = what == "alone"
     words = {**environment(), "LIGHTNING_3D_TRACEBACK": str(int(shows))}
-    words["PYTHONPATH"] = f"{words.get('PYTHONPATH', '')}:{Path(__file__).parent.parent / 'support'}"
+    words["PYTHONPATH"] = (
+        f"{words.get('PYTHONPATH', '')}:{Path(__file__).parent.parent / 'support'}"
+    )
     done = subprocess.run(
-        [sys.executable, str(script), layout, what], env=words, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False
+        [sys.executable, str(script), layout, what],
+        env=words,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("in the first step with") == 1 and says in done.stderr, done.stderr

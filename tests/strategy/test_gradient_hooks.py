@@ -1,4 +1,5 @@
-"""Parameters stay the objects that the user made, and hooks on their gradients get what they get on one process."""
+"""Parameters stay the objects that the user made, and hooks on their gradients get what they get on
+one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -102,12 +103,24 @@ def one_process() -> Run:
     module, values, norms = Hooked(eager=True), [], []
     module.on_train_batch_end = lambda outputs, *_: values.append(float(outputs["loss"]))  # type: ignore[method-assign]
     module.on_before_optimizer_step = lambda _: norms.append(  # type: ignore[method-assign]
-        float(torch.stack([parameter.grad.norm() for parameter in module.parameters() if parameter.grad is not None]).norm())
+        float(
+            torch.stack(
+                [
+                    parameter.grad.norm()
+                    for parameter in module.parameters()
+                    if parameter.grad is not None
+                ]
+            ).norm()
+        )
     )
     loader = DataLoader(Rows(data(RECIPE)), batch_size=RECIPE.global_batch)
-    quiet_trainer(devices=1, max_steps=RECIPE.steps, gradient_clip_val=RECIPE.clip).fit(module, loader)
+    quiet_trainer(devices=1, max_steps=RECIPE.steps, gradient_clip_val=RECIPE.clip).fit(
+        module, loader
+    )
     assert module.calls == RECIPE.steps * len(HOOKS)
-    weights = {f"model.{name}": parameter.detach() for name, parameter in module.model.named_parameters()}  # type: ignore[union-attr]
+    weights = {
+        f"model.{name}": parameter.detach() for name, parameter in module.model.named_parameters()
+    }  # type: ignore[union-attr]
     return Run(values, norms, weights)
 
 
@@ -138,7 +151,9 @@ FULL = pytest.mark.full
     ],
     ids=str,
 )
-def test_hooks_on_gradients_get_what_one_process_gives_them(layout: str, options: dict[str, Any]) -> None:
+def test_hooks_on_gradients_get_what_one_process_gives_them(
+    layout: str, options: dict[str, Any]
+) -> None:
     size = 1
     for part in layout.split("_"):
         size *= int(part[2:])
@@ -211,7 +226,11 @@ class _Refused(Hooked):
         parameter.sub_(parameter.grad)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        parameters = [p for name, p in self.named_parameters() if self.kind != "untrained" or "norm" not in name]
+        parameters = [
+            p
+            for name, p in self.named_parameters()
+            if self.kind != "untrained" or "norm" not in name
+        ]
         if self.kind == "untrained":
             self.model.model.norm.weight.register_hook(_halve)  # type: ignore[union-attr]
         return torch.optim.SGD(parameters, lr=0.1)
@@ -225,7 +244,14 @@ def refusals(*kinds: str) -> dict[str, str]:
     for kind in kinds:
         try:
             accumulate = 2 if kind == "accumulated" else 1
-            fit_on_rank(RECIPE, Rows(data(RECIPE)), _Refused(kind), layout="dp2", accumulate=accumulate, self_check="never")
+            fit_on_rank(
+                RECIPE,
+                Rows(data(RECIPE)),
+                _Refused(kind),
+                layout="dp2",
+                accumulate=accumulate,
+                self_check="never",
+            )
         except ConfigError as error:
             found[kind] = str(error)
     return found

@@ -1,4 +1,5 @@
-"""Hooks of callbacks and of the module are called in the same order, and as often, as under Lightning's DDPStrategy."""
+"""Hooks of callbacks and of the module are called in the same order, and as often, as under
+Lightning's DDPStrategy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,25 @@ from reference import Recipe, cut, data
 from torch.utils.data import DataLoader
 
 RECIPE = Recipe(steps=4)
-# What callbacks and modules may define; the steps themselves are called once per micro-batch, so they are left out.
-CALLBACK_HOOKS = sorted(name for name in vars(pl.Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+# What callbacks and modules may define; the steps themselves are called once per micro-batch, so
+# they are left out.
+CALLBACK_HOOKS = sorted(
+    name for name in vars(pl.Callback) if name.startswith("on_") or name in ("setup", "teardown")
+)
 MODULE_HOOKS = sorted(
     name
     for name in dir(pl.LightningModule)
-    if name.startswith("on_") and callable(getattr(pl.LightningModule, name)) and name not in ("on_gpu",)
-) + ["setup", "teardown", "configure_optimizers", "optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"]
+    if name.startswith("on_")
+    and callable(getattr(pl.LightningModule, name))
+    and name not in ("on_gpu",)
+) + [
+    "setup",
+    "teardown",
+    "configure_optimizers",
+    "optimizer_step",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+]
 
 
 class Recorder(pl.Callback):
@@ -30,8 +43,12 @@ class Recorder(pl.Callback):
 
     @staticmethod
     def _recording(name: str, calls: list[str]) -> Callable[..., None]:
-        def record(trainer: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-            calls.append(f"callback.{name} {getattr(kwargs.get('stage'), 'value', kwargs.get('stage', ''))}")
+        def record(
+            trainer: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any
+        ) -> None:
+            calls.append(
+                f"callback.{name} {getattr(kwargs.get('stage'), 'value', kwargs.get('stage', ''))}"
+            )
 
         return record
 
@@ -63,11 +80,15 @@ class Recorded(Module):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        }
 
 
 def calls(kind: str, accumulate: int) -> list[str]:
-    """Fit with sanity check and validation, then validate, test and predict; `kind` is "one process", "ddp" or a layout."""
+    """Fit with sanity check and validation, then validate, test and predict; `kind` is "one
+    process", "ddp" or a layout."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     arguments: dict[str, Any] = {}
@@ -98,7 +119,11 @@ def calls(kind: str, accumulate: int) -> list[str]:
 def test_hooks_are_called_as_under_ddp(accumulate: int) -> None:
     [expected, _] = run_ranks(calls, 2, "ddp", accumulate)
     assert len(expected) > 200
-    assert {"module.on_before_optimizer_step", "module.optimizer_step", "callback.on_after_backward "} <= set(expected)
+    assert {
+        "module.on_before_optimizer_step",
+        "module.optimizer_step",
+        "callback.on_after_backward ",
+    } <= set(expected)
     for found in run_ranks(calls, 2, "dp2", accumulate):
         assert found == expected
 

@@ -1,4 +1,5 @@
-"""A training step launches all of its work, the optimizer's too, before the host reads a number that the device computes."""
+"""A training step launches all of its work, the optimizer's too, before the host reads a number
+that the device computes."""
 
 import warnings
 from contextlib import nullcontext
@@ -22,7 +23,8 @@ from lightning_3d.strategy.step.checks import SameBatch
 
 STEPS = 5
 CHECKED = 3
-"""Steps at the start of a fit that check what later steps do not: that ranks read the same batch, and have as many."""
+"""Steps at the start of a fit that check what later steps do not: that ranks read the same batch,
+and have as many."""
 
 ON_HOST = (
     "_require_held",  # of CPU tensors only; on a device an assertion takes its place
@@ -77,11 +79,20 @@ class Ends(parity.StepValues):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:  # type: ignore[override]
         super().on_train_batch_end(trainer, module, outputs, *args)
-        self.seen.append((float(outputs["loss"]), float(outputs["twice"]), float(trainer.callback_metrics["loss_step"])))
+        self.seen.append(
+            (
+                float(outputs["loss"]),
+                float(outputs["twice"]),
+                float(trainer.callback_metrics["loss_step"]),
+            )
+        )
 
 
-def fit(layout: str, model: str = "llama", dtype: str = "float32", *, known: bool = True, **options: Any) -> Any:
-    """(reads of each step before its optimizer is launched, what callbacks see, (losses, norms)) on this rank.
+def fit(
+    layout: str, model: str = "llama", dtype: str = "float32", *, known: bool = True, **options: Any
+) -> Any:
+    """(reads of each step before its optimizer is launched, what callbacks see, (losses, norms)) on
+    this rank.
 
     Args:
         known: whether the host answers questions about masks as on a GPU.
@@ -90,7 +101,16 @@ def fit(layout: str, model: str = "llama", dtype: str = "float32", *, known: boo
         return _fit(layout, model, dtype, **options)
 
 
-def _fit(layout: str, model: str, dtype: str, *, mask: str = "none", fused: bool = True, accumulate: int = 1, **options: Any) -> Any:
+def _fit(
+    layout: str,
+    model: str,
+    dtype: str,
+    *,
+    mask: str = "none",
+    fused: bool = True,
+    accumulate: int = 1,
+    **options: Any,
+) -> Any:
     recipe = Recipe(model, 4, steps=STEPS, global_batch=4)
     rows = parity.Rows(with_mask(data(recipe), mask))
     plan = Lightning3DStrategy(layout, micro_batch_size=1, seed=0, self_check="never", **options)
@@ -98,9 +118,14 @@ def _fit(layout: str, model: str, dtype: str, *, mask: str = "none", fused: bool
     ends, module = Ends(), Logs(recipe)
     module.fused = fused
     trainer = parity.quiet_trainer(
-        strategy=plan, devices=plan.layout.world_size, max_steps=STEPS, precision=parity.PRECISIONS[dtype], gradient_clip_val=0.3,
-        callbacks=[ends], accumulate_grad_batches=accumulate,
-    )  # fmt: skip
+        strategy=plan,
+        devices=plan.layout.world_size,
+        max_steps=STEPS,
+        precision=parity.PRECISIONS[dtype],
+        gradient_clip_val=0.3,
+        callbacks=[ends],
+        accumulate_grad_batches=accumulate,
+    )
     reads: list[list[str]] = []
     step, advance = plan.training_step, plan.optimizer_step
 
@@ -138,11 +163,17 @@ def ranks_of(layout: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 1), ids=str)
-def test_nothing_is_read_before_the_optimizer_is_launched(layout: str, options: dict[str, Any]) -> None:
+def test_nothing_is_read_before_the_optimizer_is_launched(
+    layout: str, options: dict[str, Any]
+) -> None:
     """Logs, numbers and outputs of the step are those of a step that reads first, on every rank."""
     launched = run_ranks(fit, ranks_of(layout), layout, **options)
-    first = run_ranks(fit, ranks_of(layout), layout, **options | {"reliability": {"loss_spikes": "skip"}})
-    for (reads, seen, numbers), (reads_first, seen_first, numbers_first) in zip(launched, first, strict=True):
+    first = run_ranks(
+        fit, ranks_of(layout), layout, **options | {"reliability": {"loss_spikes": "skip"}}
+    )
+    for (reads, seen, numbers), (reads_first, seen_first, numbers_first) in zip(
+        launched, first, strict=True
+    ):
         assert reads[CHECKED:] == [[]] * (STEPS - CHECKED)
         assert all(reads_first)
         assert numbers == numbers_first and seen == seen_first
@@ -150,8 +181,13 @@ def test_nothing_is_read_before_the_optimizer_is_launched(layout: str, options: 
 
 
 READS = {"llama": (1, 1, 2), "gemma3": (2, 1, 2), "mistral": (1, 0, 0), "gpt2_tiny": (1, 1, 2)}
-"""Reads that Transformers' masks cost for a micro-batch without a mask, with a mask of ones, and with padding."""
-ASKED = [(model, mask, reads) for model, counts in READS.items() for mask, reads in zip(("none", "ones", "right"), counts, strict=True)]
+"""Reads that Transformers' masks cost for a micro-batch without a mask, with a mask of ones, and
+with padding."""
+ASKED = [
+    (model, mask, reads)
+    for model, counts in READS.items()
+    for mask, reads in zip(("none", "ones", "right"), counts, strict=True)
+]
 
 
 @pytest.mark.slow
@@ -188,7 +224,8 @@ def test_an_optimizer_that_the_device_cannot_skip_waits() -> None:
 
 
 class Overflows(Logs):
-    """The loss of one batch, its second unless another is given, is infinite, but no gradient is."""
+    """The loss of one batch, its second unless another is given, is infinite, but no gradient
+    is."""
 
     bad = 1
 
@@ -198,8 +235,11 @@ class Overflows(Logs):
         return outputs
 
 
-def weights_by_step(accumulate: int = 1, **options: Any) -> tuple[list[torch.Tensor], list[bool], list[str]]:
-    """(a weight, skipped, warnings) at the end of each step, on one rank. The first batch of the second step overflows."""
+def weights_by_step(
+    accumulate: int = 1, **options: Any
+) -> tuple[list[torch.Tensor], list[bool], list[str]]:
+    """(a weight, skipped, warnings) at the end of each step, on one rank. The first batch of the
+    second step overflows."""
     recipe = Recipe("llama", 1, steps=STEPS, global_batch=2)
     plan = Lightning3DStrategy("dp1", nonfinite="skip", **options)
     kept: list[torch.Tensor] = []
@@ -211,7 +251,13 @@ def weights_by_step(accumulate: int = 1, **options: Any) -> tuple[list[torch.Ten
                 kept.append(next(module.parameters()).detach().clone())
                 skipped.append(trainer.strategy.last_step.skipped)
 
-    trainer = parity.quiet_trainer(strategy=plan, devices=1, max_steps=STEPS, callbacks=[Keeps()], accumulate_grad_batches=accumulate)
+    trainer = parity.quiet_trainer(
+        strategy=plan,
+        devices=1,
+        max_steps=STEPS,
+        callbacks=[Keeps()],
+        accumulate_grad_batches=accumulate,
+    )
     module = Overflows(recipe)
     module.bad = accumulate
     with warnings.catch_warnings(record=True) as warned:
@@ -227,11 +273,15 @@ def test_the_device_looks_at_loss_and_norm(accumulate: int) -> None:
     assert skipped == [False, True, False, False, False]
     assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
     [said] = [text for text in warned if "The optimizer skips this step" in text]
-    assert said.startswith("Step 2: the loss is inf and the gradient norm is ") and "norm is nan" not in said
+    assert (
+        said.startswith("Step 2: the loss is inf and the gradient norm is ")
+        and "norm is nan" not in said
+    )
 
 
 class Hooked(Overflows):
-    """A hook before the optimizer, as for clipping by a running mean, which would keep what is not finite."""
+    """A hook before the optimizer, as for clipping by a running mean, which would keep what is not
+    finite."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -239,7 +289,9 @@ class Hooked(Overflows):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.trainer.strategy.last_step is not None  # type: ignore[attr-defined]
-        self.seen.append(float(self.trainer.callback_metrics["loss_step"]) - self.trainer.strategy.last_step.loss)  # type: ignore[attr-defined]
+        self.seen.append(
+            float(self.trainer.callback_metrics["loss_step"]) - self.trainer.strategy.last_step.loss
+        )  # type: ignore[attr-defined]
 
 
 def seen_by_hook() -> list[float]:
@@ -260,29 +312,46 @@ def test_hooks_before_the_optimizer_run_in_steps_that_are_taken() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "accumulate"), by_default([("dp1", 4), ("dp2", 2), ("tp2_pp2", 2), ("tp2_pp2", 4)], 0, 1))
+@pytest.mark.parametrize(
+    ("layout", "accumulate"),
+    by_default([("dp1", 4), ("dp2", 2), ("tp2_pp2", 2), ("tp2_pp2", 4)], 0, 1),
+)
 def test_batches_that_accumulate_are_not_read(layout: str, accumulate: int) -> None:
-    """Until the last one of their step is launched, whether the device decides about the step or not."""
+    """Until the last one of their step is launched, whether the device decides about the step or
+    not."""
     once = run_ranks(fit, ranks_of(layout), layout)
     for fused in (True, False):
         several = run_ranks(fit, ranks_of(layout), layout, accumulate=accumulate, fused=fused)
         for (reads, seen, numbers), (_, seen_once, numbers_once) in zip(several, once, strict=True):
-            at_last = 0 if fused else accumulate + 2  # all losses, the norm, and what the last batch logs
-            assert [len(names) for names in reads[accumulate * CHECKED :]] == ([0] * (accumulate - 1) + [at_last]) * (STEPS - CHECKED)
-            assert numbers[0] == pytest.approx(numbers_once[0], rel=1e-5) and numbers[1] == pytest.approx(numbers_once[1], rel=1e-4)
+            # all losses, the norm, and what the last batch logs
+            at_last = 0 if fused else accumulate + 2
+            assert [len(names) for names in reads[accumulate * CHECKED :]] == (
+                [0] * (accumulate - 1) + [at_last]
+            ) * (STEPS - CHECKED)
+            assert numbers[0] == pytest.approx(numbers_once[0], rel=1e-5) and numbers[
+                1
+            ] == pytest.approx(numbers_once[1], rel=1e-4)
             assert len(seen) == accumulate * len(seen_once)
-            assert all(logged == pytest.approx(accumulate * loss, rel=1e-2) for loss, _, logged in seen)
+            assert all(
+                logged == pytest.approx(accumulate * loss, rel=1e-2) for loss, _, logged in seen
+            )
 
 
-@pytest.mark.parametrize(("accumulate", "compared"), [(1, [1, 2, 3, 64, 128]), (4, [1, 5, 65, 129]), (64, [1, 65, 129])])
+@pytest.mark.parametrize(
+    ("accumulate", "compared"), [(1, [1, 2, 3, 64, 128]), (4, [1, 5, 65, 129]), (64, [1, 65, 129])]
+)
 def test_batches_are_compared_before_the_first_kernel_of_a_step(
     accumulate: int, compared: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For which the host waits for the device."""
     found: list[int] = []
-    mesh: Any = SimpleNamespace(size=lambda axis: 2 if axis == "tp" else 1, group=lambda *axes: None)
+    mesh: Any = SimpleNamespace(
+        size=lambda axis: 2 if axis == "tp" else 1, group=lambda *axes: None
+    )
     same = SameBatch(mesh, torch.device("cpu"))
     for number in range(1, 131):
-        monkeypatch.setattr(checks.dist, "all_reduce", lambda *args, at=number, **kwargs: found.append(at))
+        monkeypatch.setattr(
+            checks.dist, "all_reduce", lambda *args, at=number, **kwargs: found.append(at)
+        )
         same.check({"input_ids": torch.ones(2, 2)}, begins=(number - 1) % accumulate == 0)
     assert found == compared

@@ -29,13 +29,27 @@ CASES = [
 ]
 
 
-def train(kind: str, layout: str, zero: int, module: type[ImageModule] = ImageModule, self_check: str = "auto") -> Part:
+def train(
+    kind: str,
+    layout: str,
+    zero: int,
+    module: type[ImageModule] = ImageModule,
+    self_check: str = "auto",
+) -> Part:
     from lightning_3d.strategy import Lightning3DStrategy
 
-    strategy = Lightning3DStrategy(layout, micro_batch_size=2, zero_stage=zero, self_check=self_check)
+    strategy = Lightning3DStrategy(
+        layout, micro_batch_size=2, zero_stage=zero, self_check=self_check
+    )
     values, ours = StepValues(), module(kind)
     degrees = Layout.parse(layout)
-    trainer = quiet_trainer(strategy=strategy, devices=degrees.world_size, max_steps=STEPS, max_epochs=1, callbacks=[values])
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=degrees.world_size,
+        max_steps=STEPS,
+        max_epochs=1,
+        callbacks=[values],
+    )
     trainer.fit(ours, datamodule=Data(Rows(rows_of(kind)), ROWS // degrees.dp))
     weights = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
     return Part(values.losses, values.grad_norms, weights, copy.deepcopy(dict(strategy.specs)))
@@ -45,10 +59,19 @@ def noise(kind: str, expected: Run) -> Noise:
     """What the last bit of the weights changes: Gemma 4's norms magnify it."""
     other = train_plain(kind, rounding=2**-24)
     relative = (
-        max(abs(one - two) / one for one, two in zip(getattr(expected, values), getattr(other, values), strict=True))
+        max(
+            abs(one - two) / one
+            for one, two in zip(getattr(expected, values), getattr(other, values), strict=True)
+        )
         for values in ("losses", "grad_norms")
     )
-    return Noise(*relative, max((value - other.weights[name]).abs().max().item() for name, value in expected.weights.items()))
+    return Noise(
+        *relative,
+        max(
+            (value - other.weights[name]).abs().max().item()
+            for name, value in expected.weights.items()
+        ),
+    )
 
 
 @pytest.mark.slow
@@ -61,11 +84,16 @@ def test_images_train_as_on_one_process(kind: str, layout: str, zero: int) -> No
 
 @pytest.mark.slow
 def test_blocks_of_a_later_stage_that_need_the_tower_are_refused() -> None:
-    with pytest.raises(PlanError, match="Self-check: Qwen3VLForConditionalGeneration as rewritten for pp2"):
+    with pytest.raises(
+        PlanError, match="Self-check: Qwen3VLForConditionalGeneration as rewritten for pp2"
+    ):
         run_ranks(train, 2, "qwen3_vl", "pp2", 0, timeout=180)
 
 
 @pytest.mark.slow
 def test_images_that_the_self_check_has_not_seen_are_refused() -> None:
-    with pytest.raises(PlanError, match="This batch has pixel_values, but the first one had no such input"):
-        run_ranks(train, 2, "llava", "pp2", 0, TextFirst, "always", timeout=180)  # not remembered from a run with images
+    with pytest.raises(
+        PlanError, match="This batch has pixel_values, but the first one had no such input"
+    ):
+        # not remembered from a run with images
+        run_ranks(train, 2, "llava", "pp2", 0, TextFirst, "always", timeout=180)

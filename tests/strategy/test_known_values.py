@@ -1,4 +1,5 @@
-"""Masks and positions whose values the host knows: models compute the same, and a value that has changed is read."""
+"""Masks and positions whose values the host knows: models compute the same, and a value that has
+changed is read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,15 +42,24 @@ def loss_and_gradients(model: nn.Module, batch: Batch) -> list[Tensor]:
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+    return [
+        loss.detach(),
+        *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None),
+    ]
 
 
 def step(
-    model: nn.Module, known: KnownValues, batch: Batch, change: Change = lambda batch: None, rows: slice = slice(1, 3)
+    model: nn.Module,
+    known: KnownValues,
+    batch: Batch,
+    change: Change = lambda batch: None,
+    rows: slice = slice(1, 3),
 ) -> tuple[list[Tensor], list[str]]:
-    """(loss and gradients, reads) of a step on a batch that is moved, split and changed as in a fit."""
+    """(loss and gradients, reads) of a step on a batch that is moved, split and changed as in a
+    fit."""
     with known.moving():
-        moved = {name: tensor.to(CPU, copy=True) for name, tensor in batch.items()}  # as to other memory
+        # as to other memory
+        moved = {name: tensor.to(CPU, copy=True) for name, tensor in batch.items()}
     with HostWaits(("read_host_copy", "_computed_on_host")) as waits, known.following():
         own = {name: tensor[rows] for name, tensor in moved.items()}
         change(own)
@@ -68,13 +78,21 @@ def test_models_compute_the_same_and_read_nothing(name: str, mask: str) -> None:
     found, reads = step(model, known, batch)
     known.end()
     assert reads == []
-    assert_equal(found, loss_and_gradients(model, {key: tensor[1:3] for key, tensor in batch.items()}))
+    assert_equal(
+        found, loss_and_gradients(model, {key: tensor[1:3] for key, tensor in batch.items()})
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("mask", "rows", "waits"), [("right", 2, 2), ("left", 2, 2), ("packed", 1, 3), ("none", 1, 1), ("none", 2, 0)])
-def test_flash_attention_reads_nothing_in_blocks(mask: str, rows: int, waits: int, recompute: bool) -> None:
-    """Transformers would read where padding is, or whether one row has several documents, in each layer."""
+@pytest.mark.parametrize(
+    ("mask", "rows", "waits"),
+    [("right", 2, 2), ("left", 2, 2), ("packed", 1, 3), ("none", 1, 1), ("none", 2, 0)],
+)
+def test_flash_attention_reads_nothing_in_blocks(
+    mask: str, rows: int, waits: int, recompute: bool
+) -> None:
+    """Transformers would read where padding is, or whether one row has several documents, in each
+    layer."""
     with fake_flash():
         model, known = make()
         use_flash(model)
@@ -84,7 +102,9 @@ def test_flash_attention_reads_nothing_in_blocks(mask: str, rows: int, waits: in
         found, reads = step(model, known, batch, rows=slice(1, 1 + rows))
         known.end()
         with HostWaits() as own:
-            expected = loss_and_gradients(model, {key: tensor[1 : 1 + rows] for key, tensor in batch.items()})
+            expected = loss_and_gradients(
+                model, {key: tensor[1 : 1 + rows] for key, tensor in batch.items()}
+            )
     assert reads == []
     assert_equal(found, expected)
     layers = 2 * (1 + recompute)
@@ -114,7 +134,9 @@ def pad_by_set(batch: Batch) -> None:
 
 
 def replace_by_what_no_host_knows(batch: Batch) -> None:
-    batch["attention_mask"] = (torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(0)) < 0.7).long()
+    batch["attention_mask"] = (
+        torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    ).long()
 
 
 def replace_by_a_function_of_tokens(batch: Batch) -> None:
@@ -155,7 +177,8 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_is_read(change: Change) -> None:
-    """A model that took the batch's mask of ones for the changed one would compute something else."""
+    """A model that took the batch's mask of ones for the changed one would compute something
+    else."""
     model, known = make()
     batch = batch_of("llama", "ones")
     found, reads = step(model, known, batch, change)
@@ -177,7 +200,8 @@ def pad_uncounted(batch: Batch) -> None:
 
 @pytest.mark.parametrize(("fits", "number"), [(1, 1), (1, 64), (2, 1)])
 def test_a_write_that_torch_does_not_count_is_found(fits: int, number: int) -> None:
-    """In the first batches of a fit and every 64th. From then on, the model reads what it asks about."""
+    """In the first batches of a fit and every 64th. From then on, the model reads what it asks
+    about."""
     model, known = make()
     for _ in range(fits - 1):
         for _ in range(5):
@@ -242,7 +266,11 @@ def test_whoever_reads_a_copy_may_write_to_it() -> None:
 def test_large_tensors_and_real_numbers_are_not_followed() -> None:
     _, known = make()
     with known.following(), HostWaits(("read_host_copy",)) as waits:
-        for tensor in (torch.arange(1 << 23), torch.ones(2, 2), torch.ones(2, 2, 2, dtype=torch.bool)):
+        for tensor in (
+            torch.arange(1 << 23),
+            torch.ones(2, 2),
+            torch.ones(2, 2, 2, dtype=torch.bool),
+        ):
             assert bool((tensor == tensor).all())
     assert len(waits.names) == 3
 
@@ -273,7 +301,9 @@ def test_the_mode_is_left_in_blocks_and_after_a_failure() -> None:
     model, known = make()
     layers = model.get_submodule("model.layers")
     inside: list[Any] = []
-    layers[0].self_attn.register_forward_pre_hook(lambda *args: inside.append(innermost_function_mode()))
+    layers[0].self_attn.register_forward_pre_hook(
+        lambda *args: inside.append(innermost_function_mode())
+    )
     with known.following():
         model(**batch_of("llama", "none"))
         assert innermost_function_mode() is known
@@ -290,13 +320,17 @@ def test_the_mode_is_left_in_blocks_and_after_a_failure() -> None:
         model(**batch_of("llama", "none"))
     assert innermost_function_mode() is None
     known.end()
-    assert [len(layer._forward_pre_hooks) for layer in layers] == [0, 1] and not any(layer._forward_hooks for layer in layers)
+    assert [len(layer._forward_pre_hooks) for layer in layers] == [0, 1] and not any(
+        layer._forward_hooks for layer in layers
+    )
 
 
 def test_a_compiler_finds_nothing_in_the_mode() -> None:
     _, known = make()
     mask = torch.ones(2, 4, dtype=torch.long)
-    traced = torch.compile(lambda mask: (mask[:, 1:] == 1).sum(-1) + torch.arange(2), backend="eager", fullgraph=True)
+    traced = torch.compile(
+        lambda mask: (mask[:, 1:] == 1).sum(-1) + torch.arange(2), backend="eager", fullgraph=True
+    )
     with known.moving():
         moved = mask.to(CPU)
     with known.following():
@@ -321,7 +355,9 @@ class PadsUncounted(PadsInPlace):
     change = staticmethod(pad_uncounted)
 
 
-def fit_in_place(kind: type[PadsInPlace], *, known: bool) -> tuple[list[float], list[bool], list[bool]]:
+def fit_in_place(
+    kind: type[PadsInPlace], *, known: bool
+) -> tuple[list[float], list[bool], list[bool]]:
     """(losses, whether blocks have hooks at the end of the fit, and after it)."""
     recipe = Recipe("llama", 2, steps=2, global_batch=4)
     module = kind(recipe)

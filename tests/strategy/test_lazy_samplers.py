@@ -1,4 +1,5 @@
-"""A sampler is read no further than the batches need: what it draws later, or at its end, is drawn when one process draws it."""
+"""A sampler is read no further than the batches need: what it draws later, or at its end, is drawn
+when one process draws it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,14 +75,18 @@ def loader(kind: str, rows: int) -> DataLoader:
     data = [torch.tensor([float(number)]) for number in range(ROWS)]
     own = torch.Generator().manual_seed(5)
     if kind == "replacement":
-        return DataLoader(data, rows, sampler=RandomSampler(data, replacement=True, num_samples=70, generator=own))
+        return DataLoader(
+            data, rows, sampler=RandomSampler(data, replacement=True, num_samples=70, generator=own)
+        )
     for sampler in (Drawn, Endless, Curriculum):
         if kind == sampler.__name__:
             return DataLoader(data, rows, sampler=sampler(data))
     return DataLoader(data, rows, shuffle=True, generator=own)
 
 
-def seen_rows(kinds: list[str], dp: int, saved: str = "", resume: str = "") -> dict[str, list[list[int]]]:
+def seen_rows(
+    kinds: list[str], dp: int, saved: str = "", resume: str = ""
+) -> dict[str, list[list[int]]]:
     """The rows of each batch of this rank, by kind; `dp` 0 is plain Lightning.
 
     Args:
@@ -98,9 +103,19 @@ def seen_rows(kinds: list[str], dp: int, saved: str = "", resume: str = "") -> d
         # The first fit ends inside an epoch, the second begins a new one.
         steps = [5, -1] if kind == "two fits" else [-1]
         for max_steps in steps:
-            options: dict[str, Any] = {"strategy": Lightning3DStrategy(f"dp{dp}"), "devices": dp} if dp else {"devices": 1}
+            options: dict[str, Any] = (
+                {"strategy": Lightning3DStrategy(f"dp{dp}"), "devices": dp}
+                if dp
+                else {"devices": 1}
+            )
             callbacks = [SaveInTheMiddle(saved)] if saved else []
-            trainer = quiet_trainer(max_epochs=EPOCHS, max_steps=max_steps, limit_train_batches=limit, callbacks=callbacks, **options)
+            trainer = quiet_trainer(
+                max_epochs=EPOCHS,
+                max_steps=max_steps,
+                limit_train_batches=limit,
+                callbacks=callbacks,
+                **options,
+            )
             trainer.fit(module, data, ckpt_path=f"{resume}/middle" if resume else None)
         found[kind] = module.seen
     return found
@@ -117,7 +132,10 @@ class SaveInTheMiddle(pl.Callback):
 
 def global_batches(parts: list[dict[str, list[list[int]]]], kind: str) -> list[list[int]]:
     """The rows of all ranks, in the order of one process."""
-    return [[row for rows in zip(*batches, strict=True) for row in rows] for batches in zip(*(part[kind] for part in parts), strict=True)]
+    return [
+        [row for rows in zip(*batches, strict=True) for row in rows]
+        for batches in zip(*(part[kind] for part in parts), strict=True)
+    ]
 
 
 OWN_GENERATOR = ["limited", "whole epochs", "two fits", "replacement"]
@@ -138,7 +156,9 @@ def test_rows_are_those_of_one_process(dp: int, alone: dict[str, list[list[int]]
 
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_resumed_fit_reads_what_one_process_reads(dp: int, alone: dict[str, list[list[int]]], tmp_path: Path) -> None:
+def test_a_resumed_fit_reads_what_one_process_reads(
+    dp: int, alone: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
     run_ranks(seen_rows, dp, ["limited"], dp, str(tmp_path), process_group=False)
     parts = run_ranks(seen_rows, dp, ["limited"], dp, "", str(tmp_path), process_group=False)
     assert global_batches(parts, "limited") == alone["limited"][3:]
@@ -147,16 +167,31 @@ def test_a_resumed_fit_reads_what_one_process_reads(dp: int, alone: dict[str, li
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("rows", [21, 24, 25])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_generator_is_where_one_process_has_it(rows: int, drop_last: bool, workers: int) -> None:
+def test_the_generator_is_where_one_process_has_it(
+    rows: int, drop_last: bool, workers: int
+) -> None:
     """After each batch of two epochs, of which the first is not read to its end."""
 
     def states(ranks: int) -> list[Tensor]:
         own = torch.Generator().manual_seed(5)
         sampler: Any = RandomSampler(range(rows), generator=own)
         if ranks:
-            options = {"num_replicas": ranks, "rank": ranks - 1, "drop_last": drop_last, "device": torch.device("cpu"), "seed": 0}
+            options = {
+                "num_replicas": ranks,
+                "rank": ranks - 1,
+                "drop_last": drop_last,
+                "device": torch.device("cpu"),
+                "seed": 0,
+            }
             sampler = OneProcessOrder(sampler, range(rows), **options)  # type: ignore[arg-type]
-        data = DataLoader(range(rows), 8 // max(ranks, 1), sampler=sampler, drop_last=drop_last, num_workers=workers, generator=own)
+        data = DataLoader(
+            range(rows),
+            8 // max(ranks, 1),
+            sampler=sampler,
+            drop_last=drop_last,
+            num_workers=workers,
+            generator=own,
+        )
         found = []
         for limit in (2, 4):
             for _, _ in zip(range(limit), data, strict=False):
@@ -167,4 +202,6 @@ def test_the_generator_is_where_one_process_has_it(rows: int, drop_last: bool, w
     for ranks in (1, 2):
         found = states(ranks)
         assert len(found) == len(expected)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), ranks
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), (
+            ranks
+        )

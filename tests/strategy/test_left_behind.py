@@ -1,4 +1,5 @@
-"""What blocks of other stages leave in attributes and hooks is not answered: exact where every rank has it, else refused by name."""
+"""What blocks of other stages leave in attributes and hooks is not answered: exact where every rank
+has it, else refused by name."""
 
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,18 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def fit(hows: tuple[str, ...], layout: str, folder: Path, **options: Any) -> list[dict[str, list[float]]]:
-    return run_ranks(left_behind.fit, Layout.parse(layout).world_size, hows, layout, str(folder), timeout=120, **options)
+def fit(
+    hows: tuple[str, ...], layout: str, folder: Path, **options: Any
+) -> list[dict[str, list[float]]]:
+    return run_ranks(
+        left_behind.fit,
+        Layout.parse(layout).world_size,
+        hows,
+        layout,
+        str(folder),
+        timeout=120,
+        **options,
+    )
 
 
 def assert_exact(parts: list[dict[str, list[float]]]) -> None:
@@ -53,14 +64,18 @@ def test_what_every_rank_has_is_exact(tmp_path: Path) -> None:
     assert_exact(fit(EXACT, "pp2", tmp_path))
 
 
-def test_attributes_are_those_of_the_micro_batch_where_no_block_is_elsewhere(tmp_path: Path) -> None:
+def test_attributes_are_those_of_the_micro_batch_where_no_block_is_elsewhere(
+    tmp_path: Path,
+) -> None:
     """Equal values of all rows: the mean over micro-batches is that over the batch."""
     assert_exact(fit(("attribute", "list", "hook", "loop"), "dp2", tmp_path, micro_batch_size=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(LAYOUTS, 0, 1), ids=str)
-def test_what_every_rank_has_is_exact_in_other_layouts(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_what_every_rank_has_is_exact_in_other_layouts(
+    layout: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     assert_exact(fit(EXACT, layout, tmp_path, **options))
 
 
@@ -72,7 +87,9 @@ def test_what_only_another_stage_has_is_refused_by_name(how: str, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["attribute", "list", "hook", "inner hook", "loop", "weight"])
-def test_a_rank_with_several_stages_does_not_answer_for_another_micro_batch(how: str, tmp_path: Path) -> None:
+def test_a_rank_with_several_stages_does_not_answer_for_another_micro_batch(
+    how: str, tmp_path: Path
+) -> None:
     with pytest.raises((PlanError, ConfigError), match=r"blocks|earlier stage"):
         fit((how,), "pp2", tmp_path, vp=2, self_check="never")
 

@@ -1,4 +1,5 @@
-"""Loaders that know their position resume on every data-parallel rank at its next batch, and streams end on all ranks together."""
+"""Loaders that know their position resume on every data-parallel rank at its next batch, and
+streams end on all ranks together."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ Read = tuple[int, list[list[float]], float]
 
 
 class Documents:
-    """A stream of a rank's own documents: rank r takes r + 1 for a batch. A pass has `batches`; the next one goes on where it ended."""
+    """A stream of a rank's own documents: rank r takes r + 1 for a batch. A pass has `batches`; the
+    next one goes on where it ended."""
 
     def __init__(self, rank: int, batches: int) -> None:
         self.rank = rank
@@ -68,7 +70,8 @@ class Alike(Passes):
 
 
 class Dealt(Sized):
-    """A stream that other ranks can take over: all of them together have read what the states of the ranks count."""
+    """A stream that other ranks can take over: all of them together have read what the states of
+    the ranks count."""
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         self.state = {"next": sum(state["next"] for state in states), "last": []}
@@ -110,11 +113,17 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "passes": lambda rank: Passes(rank, 6),
     "rows": lambda rank: DataLoader(Rows(rank, 12), 2),
     "shuffled": lambda rank: shuffled(6),
-    "batch sampler": lambda rank: DataLoader(Numbers(24), batch_sampler=Pairs(RandomSampler(range(24)), 2, False)),
+    "batch sampler": lambda rank: DataLoader(
+        Numbers(24), batch_sampler=Pairs(RandomSampler(range(24)), 2, False)
+    ),
     "beside a shorter plain loader": lambda rank: {"plain": shuffled(3), "own": Sized(rank, 6)},
     "beside a longer plain loader": lambda rank: [shuffled(6), Sized(rank, 3)],
-    "as long as the shorter": lambda rank: CombinedLoader([shuffled(6), Sized(rank, 9)], "min_size"),
-    "none after the shorter": lambda rank: CombinedLoader([shuffled(6), Passes(rank, 3)], "max_size"),
+    "as long as the shorter": lambda rank: CombinedLoader(
+        [shuffled(6), Sized(rank, 9)], "min_size"
+    ),
+    "none after the shorter": lambda rank: CombinedLoader(
+        [shuffled(6), Passes(rank, 3)], "max_size"
+    ),
     "two streams": lambda rank: (Passes(rank, 4), Passes(rank + 5, 6)),
 }
 
@@ -135,7 +144,10 @@ class Net(nn.Module):
         return self.leave(x)
 
 
-PLAN = {"tp": {}, "pp": {"enter": (["x"], ["h"]), "blocks": (["h"], ["h"]), "leave": (["h"], ["y"])}}
+PLAN = {
+    "tp": {},
+    "pp": {"enter": (["x"], ["h"]), "blocks": (["h"], ["h"]), "leave": (["h"], ["y"])},
+}
 
 
 class Script(pl.LightningModule):
@@ -186,8 +198,17 @@ class Save(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit(kind: str, layout: str, hook: str = "", step: int = 0, path: str = "", resume: bool = False, asks: bool = False) -> list[Read]:
-    """Return what this rank read in a fit that is saved in `hook` after `step`, or that ends there ("end"), or that resumes."""
+def fit(
+    kind: str,
+    layout: str,
+    hook: str = "",
+    step: int = 0,
+    path: str = "",
+    resume: bool = False,
+    asks: bool = False,
+) -> list[Read]:
+    """Return what this rank read in a fit that is saved in `hook` after `step`, or that ends there
+    ("end"), or that resumes."""
     pl.seed_everything(0, verbose=False)
     module = Script(KINDS[kind], asks)
     ends = hook == "end"
@@ -204,8 +225,11 @@ def fit(kind: str, layout: str, hook: str = "", step: int = 0, path: str = "", r
     return module.seen
 
 
-def resumed(kinds: list[str], layout: str, hook: str, step: int, folder: str) -> list[tuple[str, list[Read], list[Read]]]:
-    """For each kind of loader, what this rank reads after `step` without a break, and in a fit that resumes there."""
+def resumed(
+    kinds: list[str], layout: str, hook: str, step: int, folder: str
+) -> list[tuple[str, list[Read], list[Read]]]:
+    """For each kind of loader, what this rank reads after `step` without a break, and in a fit that
+    resumes there."""
     found = []
     for index, kind in enumerate(kinds):
         path = f"{folder}/{hook}{index}"
@@ -217,14 +241,29 @@ def resumed(kinds: list[str], layout: str, hook: str, step: int, folder: str) ->
 
 
 def require_resumed(kinds: list[str], layout: str, hook: str, step: int, folder: Path) -> None:
-    found = run_ranks(resumed, Layout.parse(layout).world_size, kinds, layout, hook, step, str(folder), process_group=False)
+    found = run_ranks(
+        resumed,
+        Layout.parse(layout).world_size,
+        kinds,
+        layout,
+        hook,
+        step,
+        str(folder),
+        process_group=False,
+    )
     for rank, parts in enumerate(found):
         for kind, expected, read in parts:
             assert len(expected) == STEPS - step and read == expected, (rank, kind)
 
 
 def test_loaders_go_on_at_the_next_batch_of_their_rank(tmp_path: Path) -> None:
-    require_resumed(["sized", "passes", "beside a shorter plain loader"], "dp2", "on_train_batch_end", 8, tmp_path)
+    require_resumed(
+        ["sized", "passes", "beside a shorter plain loader"],
+        "dp2",
+        "on_train_batch_end",
+        8,
+        tmp_path,
+    )
 
 
 @pytest.mark.slow
@@ -245,19 +284,27 @@ def test_loaders_go_on_at_the_next_batch_of_their_rank(tmp_path: Path) -> None:
         5,
     ),
 )
-def test_loaders_of_all_kinds_go_on_at_the_next_batch(layout: str, hook: str, step: int, tmp_path: Path) -> None:
+def test_loaders_of_all_kinds_go_on_at_the_next_batch(
+    layout: str, hook: str, step: int, tmp_path: Path
+) -> None:
     kinds = list(KINDS)
     if hook == "on_train_epoch_end":
         kinds.remove("endless")
     require_resumed(kinds, layout, hook, step, tmp_path)
 
 
-def resume_elsewhere(make: type[Documents], layout: str, path: str, steps: int) -> list[list[float]]:
+def resume_elsewhere(
+    make: type[Documents], layout: str, path: str, steps: int
+) -> list[list[float]]:
     """Return the documents that this rank reads until `steps`."""
     KINDS["elsewhere"] = lambda rank: make(rank, 1000)
     module = Script(KINDS["elsewhere"], asks=False)
     resume = Path(path).exists()
-    trainer = quiet_trainer(strategy=Lightning3DStrategy(layout, plan=PLAN), devices=Layout.parse(layout).world_size, max_steps=steps)
+    trainer = quiet_trainer(
+        strategy=Lightning3DStrategy(layout, plan=PLAN),
+        devices=Layout.parse(layout).world_size,
+        max_steps=steps,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, ckpt_path=path if resume else None)
@@ -267,16 +314,22 @@ def resume_elsewhere(make: type[Documents], layout: str, path: str, steps: int) 
 
 
 @pytest.mark.parametrize(("make", "expected"), [(Alike, [3.0, 4.0]), (Dealt, [9.0, 10.0])])
-def test_another_number_of_data_ranks_resumes_what_it_can(make: type[Documents], expected: list[float], tmp_path: Path) -> None:
+def test_another_number_of_data_ranks_resumes_what_it_can(
+    make: type[Documents], expected: list[float], tmp_path: Path
+) -> None:
     run_ranks(resume_elsewhere, 2, make, "dp2", str(tmp_path / "three"), 3, process_group=False)
-    (found,) = run_ranks(resume_elsewhere, 1, make, "dp1", str(tmp_path / "three"), 5, process_group=False)
+    (found,) = run_ranks(
+        resume_elsewhere, 1, make, "dp1", str(tmp_path / "three"), 5, process_group=False
+    )
     assert [first for first, _ in found] == expected
 
 
 def test_another_number_of_data_ranks_is_refused_where_states_differ(tmp_path: Path) -> None:
     run_ranks(resume_elsewhere, 2, Sized, "dp2", str(tmp_path / "three"), 3, process_group=False)
     with pytest.raises(DataError, match="dp=1.*dp=2"):
-        run_ranks(resume_elsewhere, 1, Sized, "dp1", str(tmp_path / "three"), 5, process_group=False)
+        run_ranks(
+            resume_elsewhere, 1, Sized, "dp1", str(tmp_path / "three"), 5, process_group=False
+        )
 
 
 class Uneven(Script):
@@ -296,11 +349,18 @@ class Uneven(Script):
         return self.net(batch)
 
 
-def run_uneven(what: str, layout: str, by_global_rank: bool = False, **options: Any) -> tuple[int, int, list[str]]:
+def run_uneven(
+    what: str, layout: str, by_global_rank: bool = False, **options: Any
+) -> tuple[int, int, list[str]]:
     """Return how many batches this rank ran, the steps, and the warnings."""
     strategy = Lightning3DStrategy(layout, plan=PLAN, **options)
     validates = 1.0 if what == "validate" else 0
-    trainer = quiet_trainer(strategy=strategy, devices=Layout.parse(layout).world_size, max_epochs=2, limit_val_batches=validates)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=Layout.parse(layout).world_size,
+        max_epochs=2,
+        limit_val_batches=validates,
+    )
 
     def make(rank: int) -> DataLoader:
         return DataLoader(Rows(rank, 4 + 4 * (trainer.global_rank if by_global_rank else rank)), 2)
@@ -334,6 +394,8 @@ def test_an_epoch_of_streams_ends_with_the_shortest_and_a_prediction_with_each()
         3,
     ),
 )
-def test_results_of_a_part_of_the_data_are_refused(what: str, layout: str, options: dict[str, Any]) -> None:
+def test_results_of_a_part_of_the_data_are_refused(
+    what: str, layout: str, options: dict[str, Any]
+) -> None:
     with pytest.raises(DataError, match="2 .* batches"):
         run_ranks(run_uneven, 2, what, layout, process_group=False, **options)

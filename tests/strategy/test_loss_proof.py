@@ -1,4 +1,5 @@
-"""The first step proves that the loss is a mean over rows; what a user declares instead trains as plain Lightning does on one process."""
+"""The first step proves that the loss is a mean over rows; what a user declares instead trains as
+plain Lightning does on one process."""
 
 import random
 import warnings
@@ -40,7 +41,9 @@ class Net(nn.Module):
         super().__init__()
         norm = nn.BatchNorm1d if kind == "batchnorm" else nn.LayerNorm
         self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, CLASSES)
-        self.blocks = nn.ModuleList(Block(norm, 0.2 if kind == "dropout" else 0.0) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            Block(norm, 0.2 if kind == "dropout" else 0.0) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -95,7 +98,9 @@ class Steps(pl.LightningModule):
             return -((same * logp).sum(1) / same.sum(1).clamp(min=1)).mean()
         if kind == "gradients":
             one, other = F.cross_entropy(out, y), out.square().mean()
-            sizes = [torch.autograd.grad(loss, out, retain_graph=True)[0].norm() for loss in (one, other)]
+            sizes = [
+                torch.autograd.grad(loss, out, retain_graph=True)[0].norm() for loss in (one, other)
+            ]
             return one + sizes[0] / sizes[1] * other
         if kind == "variance":
             return F.cross_entropy(out, y) + F.relu(1 - out.std(0)).mean()
@@ -122,13 +127,18 @@ def fit(kind: str, layout: str = "dp1", size: int | None = 4, **strategy: Any) -
 
 def fit_module(module: Steps, layout: str, size: int | None, **strategy: Any) -> Steps:
     generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(ROWS * STEPS, 8, generator=generator), torch.randint(CLASSES, (ROWS * STEPS,), generator=generator))
+    data = TensorDataset(
+        torch.randn(ROWS * STEPS, 8, generator=generator),
+        torch.randint(CLASSES, (ROWS * STEPS,), generator=generator),
+    )
     if layout == "plain":
         trainer, rows = quiet_trainer(max_epochs=1, accelerator="cpu", devices=1), ROWS
     else:
         parsed = Layout.parse(layout)
         options = {"plan": PLAN, "micro_batch_size": size, **strategy}
-        trainer = quiet_trainer(max_epochs=1, devices=parsed.world_size, strategy=Lightning3DStrategy(layout, **options))
+        trainer = quiet_trainer(
+            max_epochs=1, devices=parsed.world_size, strategy=Lightning3DStrategy(layout, **options)
+        )
         rows = ROWS // parsed.dp
     trainer.fit(module, DataLoader(data, batch_size=rows))
     return module
@@ -146,7 +156,18 @@ def refusals(kinds: list[str], layout: str, **strategy: Any) -> dict[str, str]:
     return said
 
 
-OTHERS = ["partners", "gradients", "mixup", "sum", "ignore", "weights", "contrastive", "variance", "rmse", "batchnorm"]
+OTHERS = [
+    "partners",
+    "gradients",
+    "mixup",
+    "sum",
+    "ignore",
+    "weights",
+    "contrastive",
+    "variance",
+    "rmse",
+    "batchnorm",
+]
 MEANS = ["mean", "dropout", "noise", "penalty", "weighed"]
 
 
@@ -155,7 +176,9 @@ def test_a_loss_that_is_not_a_mean_over_rows_is_refused_before_the_first_step(ki
     with pytest.raises(ConfigError) as error:
         fit(kind)
     assert "rows together" in str(error.value)
-    assert ('loss_reduction="sum"' if kind == "sum" else 'loss_reduction="accumulate"') in str(error.value)
+    assert ('loss_reduction="sum"' if kind == "sum" else 'loss_reduction="accumulate"') in str(
+        error.value
+    )
     assert f"micro_batch_size={ROWS}" in str(error.value)
 
 
@@ -173,8 +196,12 @@ def test_a_mean_over_rows_is_not_refused_and_the_comparison_leaves_nothing_behin
     assert "was not compared" not in capsys.readouterr().err
     alone = fit(kind, size=size, self_check="never")
     assert proved.seen == alone.seen and proved.table == alone.table
-    assert [block.calls for block in proved.net.blocks] == [block.calls for block in alone.net.blocks]
-    for (name, ours), theirs in zip(proved.state_dict().items(), alone.state_dict().values(), strict=True):
+    assert [block.calls for block in proved.net.blocks] == [
+        block.calls for block in alone.net.blocks
+    ]
+    for (name, ours), theirs in zip(
+        proved.state_dict().items(), alone.state_dict().values(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
 
 
@@ -209,10 +236,19 @@ def test_declared_losses_train_as_on_one_process() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [("dp2", {}), ("dp2", {"zero_stage": 1}), ("dp2", {"zero_stage": 2}), ("dp2", {"zero_stage": 3}), ("tp2_pp2", {}), ("pp2", {})],
+    [
+        ("dp2", {}),
+        ("dp2", {"zero_stage": 1}),
+        ("dp2", {"zero_stage": 2}),
+        ("dp2", {"zero_stage": 3}),
+        ("tp2_pp2", {}),
+        ("pp2", {}),
+    ],
     ids=str,
 )
-def test_declared_losses_train_as_on_one_process_in_every_layout(layout: str, options: dict[str, Any]) -> None:
+def test_declared_losses_train_as_on_one_process_in_every_layout(
+    layout: str, options: dict[str, Any]
+) -> None:
     for found in run_ranks(fits, Layout.parse(layout).world_size, layout, **options, timeout=180):
         for ours, (kind, _) in zip(found, DECLARED, strict=True):
             assert ours == pytest.approx(fit(kind, "plain").seen, rel=1e-5)
@@ -223,14 +259,18 @@ BY_BLOCK = {"zero_stage": 3, "zero_gather": "micro_batch"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "options"), [("dp2", {}), ("dp2", BY_BLOCK), ("tp2", {}), ("pp2", {}), ("tp2_pp2", {})], ids=str
+    ("layout", "options"),
+    [("dp2", {}), ("dp2", BY_BLOCK), ("tp2", {}), ("pp2", {}), ("tp2_pp2", {})],
+    ids=str,
 )
 def test_the_loss_is_proved_in_every_layout(layout: str, options: dict[str, Any]) -> None:
     parsed = Layout.parse(layout)
     by_block = parsed.pp > 1 or options  # the step may not read parameters, or differentiate
     means = [kind for kind in MEANS if kind != "penalty" or not by_block]
     others = [kind for kind in OTHERS if kind != "gradients" or not by_block]
-    for said in run_ranks(refusals, parsed.world_size, [*others, *means], layout, **options, timeout=180):
+    for said in run_ranks(
+        refusals, parsed.world_size, [*others, *means], layout, **options, timeout=180
+    ):
         assert {kind for kind, text in said.items() if text} == set(others)
 
 
@@ -259,9 +299,13 @@ class Writes(Steps):
             self.centers = 0.5 * self.centers + 0.5 * out.detach().mean(0)
         if self.kind == "average":
             weight = self.net.enter.weight.detach()
-            self.average.weight.data[:, 0] = 0.5 * self.average.weight.data[:, 0] + 0.5 * weight[:CLASSES, 0]
+            self.average.weight.data[:, 0] = (
+                0.5 * self.average.weight.data[:, 0] + 0.5 * weight[:CLASSES, 0]
+            )
             loss = loss + (out - self.average(x)).square().mean()
-        if (self.kind == "first call" and self.steps == 1) or (self.kind == "blank" and not self.shift.any()):
+        if (self.kind == "first call" and self.steps == 1) or (
+            self.kind == "blank" and not self.shift.any()
+        ):
             self.shift.data.copy_(-out.detach().mean(0))
         if self.kind in ("first call", "blank"):
             loss = loss + (out + self.shift).square().mean()
@@ -278,13 +322,20 @@ class Writes(Steps):
         if self.kind == "logged":
             self.mean_loss = 0.9 * self.mean_loss + 0.1 * float(loss)
         if self.kind == "drawn":
-            loss = loss + (out * (1 + torch.rand(len(x), 1, generator=self.generator))).square().mean()
+            loss = (
+                loss + (out * (1 + torch.rand(len(x), 1, generator=self.generator))).square().mean()
+            )
         if self.kind == "late" and self.trainer.global_step > 0:
             loss = loss + out.std(0).mean()
         return loss
 
 
-WRITES = {"counter": "self.steps", "last": "self.last", "centers": "self.centers", "average": "average.weight"}
+WRITES = {
+    "counter": "self.steps",
+    "last": "self.last",
+    "centers": "self.centers",
+    "average": "average.weight",
+}
 FIRST = {"first call": "shift", "blank": "shift", "codebook": "not a mean over rows"}
 """What the first call sets from its rows, and what the message says."""
 HARMLESS = ["clamped", "normalized", "logged", "drawn"]
@@ -306,7 +357,9 @@ def written_refused(kinds: list[str], layout: str, size: int | None) -> dict[str
 def test_a_loss_that_depends_on_earlier_calls_of_the_step_is_refused() -> None:
     said = written_refused([*WRITES, *HARMLESS], "dp1", 4)
     for kind, name in WRITES.items():
-        assert name in said[kind] and "4 times" in said[kind] and "on_train_batch_end" in said[kind], kind
+        assert (
+            name in said[kind] and "4 times" in said[kind] and "on_train_batch_end" in said[kind]
+        ), kind
     assert not any(said[kind] for kind in HARMLESS)
     assert not any(written_refused([*WRITES, *HARMLESS], "dp1", None).values())
 
@@ -320,9 +373,13 @@ def test_what_the_first_call_sets_from_its_rows_is_refused() -> None:
 
 @pytest.mark.slow
 def test_what_ranks_write_matters_where_it_depends_on_their_rows() -> None:
-    for said in run_ranks(written_refused, 2, [*WRITES, *FIRST, *HARMLESS], "dp2", None, timeout=180):
+    for said in run_ranks(
+        written_refused, 2, [*WRITES, *FIRST, *HARMLESS], "dp2", None, timeout=180
+    ):
         assert {kind for kind, text in said.items() if text} == {"last", "centers", *FIRST}
-    for said in run_ranks(written_refused, 2, ["counter", "centers", "logged", *FIRST], "pp2", 4, timeout=180):
+    for said in run_ranks(
+        written_refused, 2, ["counter", "centers", "logged", *FIRST], "pp2", 4, timeout=180
+    ):
         assert {kind for kind, text in said.items() if text} == {"counter", "centers", *FIRST}
 
 
@@ -336,7 +393,14 @@ class Logs(Steps):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         right = (self.net(batch[0]).argmax(1) == batch[1]).float()
-        self.log_dict({"root": loss.sqrt(), "perplexity": loss.exp(), "accuracy": right.mean(), "constant": 2.0})
+        self.log_dict(
+            {
+                "root": loss.sqrt(),
+                "perplexity": loss.exp(),
+                "accuracy": right.mean(),
+                "constant": 2.0,
+            }
+        )
         self.log("count", right.sum(), reduce_fx="sum")
         return loss
 
@@ -361,7 +425,8 @@ def test_numbers_that_each_call_changes_are_reported() -> None:
 
 
 class NeedsRows(Steps):
-    """A step that fails in the middle of the model with fewer than four rows, if their labels are odd."""
+    """A step that fails in the middle of the model with fewer than four rows, if their labels are
+    odd."""
 
     def __init__(self) -> None:
         super().__init__("mean")
@@ -379,8 +444,13 @@ class NeedsRows(Steps):
 def needs_rows(shift: int, **options: Any) -> Tensor:
     """The weights after one step."""
     pl.seed_everything(1, verbose=False)
-    data = TensorDataset(torch.randn(ROWS, 8), (torch.arange(ROWS) + shift) % CLASSES)  # ranks have the even rows, and the odd ones
-    trainer = quiet_trainer(max_epochs=1, devices=2, strategy=Lightning3DStrategy("dp2", plan=PLAN, micro_batch_size=4, **options))
+    # ranks have the even rows, and the odd ones
+    data = TensorDataset(torch.randn(ROWS, 8), (torch.arange(ROWS) + shift) % CLASSES)
+    trainer = quiet_trainer(
+        max_epochs=1,
+        devices=2,
+        strategy=Lightning3DStrategy("dp2", plan=PLAN, micro_batch_size=4, **options),
+    )
     module = NeedsRows()
     trainer.fit(module, DataLoader(data, batch_size=ROWS // 2))
     assert len(module.seen) == 1
@@ -424,12 +494,17 @@ class Labels(Steps):
 def test_the_first_step_looks_at_the_most_telling_rows(module: Steps) -> None:
     y = torch.tensor([1, 2, 3, 4] * 3 + [1, 2, 2, -100])
     with pytest.raises(ConfigError, match="is not a mean over rows"):
-        trainer = quiet_trainer(max_steps=1, devices=1, strategy=Lightning3DStrategy("dp1", micro_batch_size=4, plan=PLAN))
+        trainer = quiet_trainer(
+            max_steps=1,
+            devices=1,
+            strategy=Lightning3DStrategy("dp1", micro_batch_size=4, plan=PLAN),
+        )
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 8), y), batch_size=ROWS))
 
 
 class LabelsOfSome(Steps):
-    """Labels are a list, with None for rows that do not count; without any label, the loss is no tensor, zero or NaN."""
+    """Labels are a list, with None for rows that do not count; without any label, the loss is no
+    tensor, zero or NaN."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         out, labels = self.net(batch["x"]), batch["y"]
@@ -444,15 +519,28 @@ def collate(rows: list[tuple[Tensor, Any]]) -> dict[str, Any]:
     return {"x": torch.stack(x), "y": list(y)}
 
 
-@pytest.mark.parametrize(("kind", "size"), [("zero", 1), *product(["number", "zero", "nan"], [2, 4])])
-def test_a_mean_over_labelled_rows_is_refused_whatever_it_is_without_any(kind: str, size: int) -> None:
-    """The first micro-batches have equal shares of labels, and those without None have more kinds of labels."""
-    labels = [1, None, 2, None, 3, None, None, 4, 1, 2, 3, 4, None, 2, 3, 4][:: 1 if size > 1 else -1]
-    data = list(zip(torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0)), labels, strict=True))
+@pytest.mark.parametrize(
+    ("kind", "size"), [("zero", 1), *product(["number", "zero", "nan"], [2, 4])]
+)
+def test_a_mean_over_labelled_rows_is_refused_whatever_it_is_without_any(
+    kind: str, size: int
+) -> None:
+    """The first micro-batches have equal shares of labels, and those without None have more kinds
+    of labels."""
+    labels = [1, None, 2, None, 3, None, None, 4, 1, 2, 3, 4, None, 2, 3, 4][
+        :: 1 if size > 1 else -1
+    ]
+    data = list(
+        zip(torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0)), labels, strict=True)
+    )
     for micro_batch_size in (ROWS, size):
         strategy = Lightning3DStrategy("dp1", micro_batch_size=micro_batch_size, plan=PLAN)
         trainer = quiet_trainer(max_steps=1, devices=1, strategy=strategy)
-        refused = pytest.raises(ConfigError, match="is not a mean over rows") if micro_batch_size == size else nullcontext()
+        refused = (
+            pytest.raises(ConfigError, match="is not a mean over rows")
+            if micro_batch_size == size
+            else nullcontext()
+        )
         with refused:
             trainer.fit(LabelsOfSome(kind), DataLoader(data, batch_size=ROWS, collate_fn=collate))  # type: ignore[arg-type]
 
@@ -465,15 +553,21 @@ def test_statistics_of_single_rows_are_no_pass(kind: str) -> None:
 
 @pytest.mark.slow
 def test_single_rows_of_two_ranks_are_compared() -> None:
-    for said in run_ranks(single_rows_refused, 2, ["mean", "contrastive", "dropout", "weights"], timeout=180):
+    for said in run_ranks(
+        single_rows_refused, 2, ["mean", "contrastive", "dropout", "weights"], timeout=180
+    ):
         assert {kind for kind, text in said.items() if text} == {"contrastive", "weights"}
 
 
 def single_rows_refused(kinds: list[str]) -> dict[str, str]:
     said = {}
     for kind in kinds:
-        data = TensorDataset(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6))
-        trainer = quiet_trainer(max_epochs=1, devices=2, strategy=Lightning3DStrategy("dp2", plan=PLAN))
+        data = TensorDataset(
+            torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6)
+        )
+        trainer = quiet_trainer(
+            max_epochs=1, devices=2, strategy=Lightning3DStrategy("dp2", plan=PLAN)
+        )
         pl.seed_everything(1, verbose=False)
         try:
             trainer.fit(Steps(kind), DataLoader(data, batch_size=1))
@@ -505,7 +599,10 @@ def table_refused(layout: str, **options: Any) -> str:
 
 def test_gradients_by_frequency_are_refused_where_a_batch_is_split() -> None:
     said = table_refused("dp1", scale_grad_by_freq=True)
-    assert "'table_of_labels' has scale_grad_by_freq=True" in said and f"micro_batch_size={ROWS}" in said
+    assert (
+        "'table_of_labels' has scale_grad_by_freq=True" in said
+        and f"micro_batch_size={ROWS}" in said
+    )
     fit_module(Table(scale_grad_by_freq=True), "dp1", None)
     fit_module(Table(scale_grad_by_freq=True), "dp1", 4, loss_reduction="accumulate")
     assert table_refused("dp1", max_norm=0.5) == ""
@@ -560,7 +657,13 @@ def test_attributes_come_back_with_what_they_contained() -> None:
     holds.queue += 1
     holds.names.add("b")
     after = places.now()
-    assert set(places.changed(before, after)) >= {"self.0.number", "self.0.more", "self.0.items", "self.0.own.count", "self.0.queue"}
+    assert set(places.changed(before, after)) >= {
+        "self.0.number",
+        "self.0.more",
+        "self.0.items",
+        "self.0.own.count",
+        "self.0.queue",
+    }
     places.restore(before)
     assert (holds.number, holds.items, holds.own.count, holds.names) == (1, [1, [2]], 0, {"a"})
     assert holds.items is items and not hasattr(holds, "more") and holds.queue.sum() == 0

@@ -1,4 +1,5 @@
-"""Label smoothing and z-loss of the training loss: what the plain formula gives on one process, in every layout."""
+"""Label smoothing and z-loss of the training loss: what the plain formula gives on one process, in
+every layout."""
 
 import lightning.pytorch as pl
 import models
@@ -41,15 +42,24 @@ def test_layouts_train_as_one_process_does(cell: Cell) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize(("smoothing", "z"), [(0.1, 0.0), (0.0, 0.01), (0.2, 0.02)])
-def test_the_loss_of_whole_logits_and_its_gradients_are_those_of_the_formula(smoothing: float, z: float, chunks: int) -> None:
+def test_the_loss_of_whole_logits_and_its_gradients_are_those_of_the_formula(
+    smoothing: float, z: float, chunks: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 6, dtype=torch.float64, generator=generator, requires_grad=True) for n in (9, 11))
+    hidden, weight = (
+        torch.randn(n, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+        for n in (9, 11)
+    )
     labels = torch.randint(11, (9,), generator=generator)
     expected = models.terms_of_loss(F.linear(hidden, weight), labels, smoothing, z)[2:].sum()
     labels[:2] = -100
-    found = summed_losses(deferred(hidden, weight, None, chunks), labels, terms=LossOptions(smoothing, z))
+    found = summed_losses(
+        deferred(hidden, weight, None, chunks), labels, terms=LossOptions(smoothing, z)
+    )
     assert found.item() == pytest.approx(expected.item(), rel=1e-13)
-    for got, wanted in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)), strict=True):
+    for got, wanted in zip(
+        *(torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)), strict=True
+    ):
         assert (got - wanted).abs().max() < 1e-13
 
 
@@ -63,7 +73,8 @@ def test_evaluation_computes_the_cross_entropy_alone() -> None:
 
 
 class WithGradients(Module):
-    """Turns gradients on in validation, as for the sensitivity of an output, and computes the same rows again in plain PyTorch."""
+    """Turns gradients on in validation, as for the sensitivity of an output, and computes the same
+    rows again in plain PyTorch."""
 
     def validation_step(self, batch: models.Batch, batch_idx: int) -> None:
         with torch.enable_grad():
@@ -74,8 +85,12 @@ class WithGradients(Module):
 
 def validated() -> tuple[float, float]:
     recipe = Recipe()
-    trainer = quiet_trainer(strategy=Lightning3DStrategy("dp1", label_smoothing=0.1, z_loss=0.01), devices=1)
-    [numbers] = trainer.validate(WithGradients(recipe), DataLoader(Rows(data(recipe)), batch_size=4), verbose=False)
+    trainer = quiet_trainer(
+        strategy=Lightning3DStrategy("dp1", label_smoothing=0.1, z_loss=0.01), devices=1
+    )
+    [numbers] = trainer.validate(
+        WithGradients(recipe), DataLoader(Rows(data(recipe)), batch_size=4), verbose=False
+    )
     return numbers["found"], numbers["expected"]
 
 
@@ -93,7 +108,9 @@ class OwnLoss(Module):
 
 def refused(kind: type[pl.LightningModule], recipe: Recipe, **options: float) -> str:
     arguments = parity.strategy_arguments(Cell(recipe.model, dp=2))
-    trainer = quiet_trainer(strategy=Lightning3DStrategy(**arguments, **options), devices=2, max_steps=1)
+    trainer = quiet_trainer(
+        strategy=Lightning3DStrategy(**arguments, **options), devices=2, max_steps=1
+    )
     with pytest.raises(PlanError) as error:
         trainer.fit(kind(recipe), datamodule=Data(Rows(data(recipe)), 4))
     return str(error.value)
@@ -101,15 +118,26 @@ def refused(kind: type[pl.LightningModule], recipe: Recipe, **options: float) ->
 
 def test_terms_without_effect_are_refused() -> None:
     for message in run_ranks(refused, 2, OwnLoss, Recipe(), label_smoothing=0.1, z_loss=0.01):
-        assert message.startswith("label_smoothing=0.1 and z_loss=0.01 have no effect on the loss of this step") and "labels=" in message
+        assert (
+            message.startswith(
+                "label_smoothing=0.1 and z_loss=0.01 have no effect on the loss of this step"
+            )
+            and "labels=" in message
+        )
     for message in run_ranks(refused, 2, Module, Recipe(models.PLAIN), z_loss=0.01):
-        assert message.startswith("z_loss=0.01 has no effect: ") and "add the term to the loss of your step" in message
+        assert (
+            message.startswith("z_loss=0.01 has no effect: ")
+            and "add the term to the loss of your step" in message
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and less than 1, for example 0.1; got 1."),
+        (
+            {"label_smoothing": 1.0},
+            "label_smoothing must be at least 0 and less than 1, for example 0.1; got 1.",
+        ),
         ({"label_smoothing": -0.1}, "label_smoothing must be a finite number of at least 0"),
         ({"z_loss": float("nan")}, "z_loss must be a finite number of at least 0"),
     ],

@@ -1,4 +1,5 @@
-"""Kernels that round differently on each tensor-parallel rank, as those of GPUs may: copies of a parameter stay equal nevertheless."""
+"""Kernels that round differently on each tensor-parallel rank, as those of GPUs may: copies of a
+parameter stay equal nevertheless."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,8 @@ CELLS = {
 
 @contextmanager
 def noisy(equal_copies: bool, noise: float = NOISE) -> Iterator[None]:
-    """Context in which gradients of parameters that all tensor-parallel ranks hold arrive with noise, on what claims to be a GPU or not."""
+    """Context in which gradients of parameters that all tensor-parallel ranks hold arrive with
+    noise, on what claims to be a GPU or not."""
     start, nodes = Module.on_train_start, []
 
     def add_noise(module: Module) -> None:
@@ -52,14 +54,18 @@ def noisy(equal_copies: bool, noise: float = NOISE) -> Iterator[None]:
         mesh = strategy.mesh
         for name, parameter in module.named_parameters():
             if strategy.specs[name].is_replicated(mesh.size("tp")) and parameter.requires_grad:
-                # Not by a hook of the tensor: those of users are called with the gradient that is reduced already.
+                # Not by a hook of the tensor: those of users are called with the gradient that is
+                # reduced already.
                 node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 node.register_prehook(lambda gradients: (gradients[0] + noise * mesh.index("tp"),))
                 nodes.append(node)
         start(module)
 
     on_accelerator = PropertyMock(return_value=equal_copies)
-    with patch.object(Lightning3DStrategy, "_on_accelerator", on_accelerator), patch.object(Module, "on_train_start", add_noise):
+    with (
+        patch.object(Lightning3DStrategy, "_on_accelerator", on_accelerator),
+        patch.object(Module, "on_train_start", add_noise),
+    ):
         yield
 
 
@@ -67,7 +73,10 @@ def train(cell: Cell, equal_copies: bool, bucket_bytes: int | None = None) -> Pa
     """What a rank has after a run, or the error that ended it."""
     from lightning_3d.parallel.zero import make_backend
 
-    arguments = parity.strategy_arguments(cell) | {"reliability": {"check_replicas_every_n_steps": 1}, "sequence_parallel": False}
+    arguments = parity.strategy_arguments(cell) | {
+        "reliability": {"check_replicas_every_n_steps": 1},
+        "sequence_parallel": False,
+    }
     buckets = {"bucket_bytes": bucket_bytes} if bucket_bytes is not None else {}
     noise = NOISE * torch.finfo(getattr(torch, cell.dtype)).eps / torch.finfo(torch.float32).eps
     with noisy(equal_copies, noise), patch.dict(make_backend.__kwdefaults__, buckets):
@@ -80,7 +89,8 @@ def train(cell: Cell, equal_copies: bool, bucket_bytes: int | None = None) -> Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(list(CELLS), 0, 1))
 def test_copies_stay_equal(name: str) -> None:
-    """Weights are those of one process, as without noise: the first rank, whose gradients count, has none."""
+    """Weights are those of one process, as without noise: the first rank, whose gradients count,
+    has none."""
     cell = CELLS[name]
     expected, noise = reference(cell.recipe)
     parts = run_ranks(train, cell.world_size, cell, True, timeout=180)
@@ -93,7 +103,9 @@ def test_copies_stay_equal(name: str) -> None:
 @pytest.mark.full
 def test_copies_stay_equal_in_several_messages() -> None:
     cell = CELLS["zero 0"]
-    whole, split = (run_ranks(train, cell.world_size, cell, True, size) for size in (None, SMALL_BUCKETS))
+    whole, split = (
+        run_ranks(train, cell.world_size, cell, True, size) for size in (None, SMALL_BUCKETS)
+    )
     for one, other in zip(whole, split, strict=True):
         assert one.losses == other.losses and one.grad_norms == other.grad_norms
         assert all(torch.equal(one.weights[key], other.weights[key]) for key in one.weights)

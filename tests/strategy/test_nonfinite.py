@@ -1,4 +1,5 @@
-"""A loss or a gradient norm that is not finite: the run stops on all ranks before the weights change, or skips the step, or goes on."""
+"""A loss or a gradient norm that is not finite: the run stops on all ranks before the weights
+change, or skips the step, or goes on."""
 
 import math
 from dataclasses import dataclass, field
@@ -39,11 +40,15 @@ CELLS: list[tuple[str, dict[str, Any]]] = [
     ("dp2_ep2", {"model": "deepseek_v3", "moe_bias_update": 0.01}),
     ("dp2", {"zero_stage": 1, "accumulate": 2}),
     ("tp2_pp2_dp2", {"schedule": "ZBVZeroBubble", "zero_stage": 2}),
-    # With a fused optimizer the device decides, and the host looks at the numbers when it has launched the optimizer.
+    # With a fused optimizer the device decides, and the host looks at the numbers when it has
+    # launched the optimizer.
     ("dp2", {"zero_stage": 1, "dtype": "bfloat16", "fused": True}),
     ("pp2", {"fused": True}),
     ("tp2", {"dtype": "bfloat16", "fused": True}),
-    ("dp2", {"zero_stage": 2, "zero_reduce": "micro_batch", "zero_overlap_gather": True, "fused": True}),
+    (
+        "dp2",
+        {"zero_stage": 2, "zero_reduce": "micro_batch", "zero_overlap_gather": True, "fused": True},
+    ),
     ("dp2", {"zero_stage": 3, "dtype": "bfloat16", "clip": None, "fused": True}),
     ("dp2_ep2", {"model": "deepseek_v3", "moe_bias_update": 0.01, "fused": True}),
     ("dp2", {"accumulate": 2, "fused": True}),
@@ -66,14 +71,17 @@ class Scaled(Module):
 class Fused(Scaled):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         recipe = self.recipe
-        return torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True)
+        return torch.optim.AdamW(
+            self.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
+        )
 
 
 def rows(recipe: Recipe, scale: float | None, *, without: bool = False) -> Rows:
     """The rows of all batches.
 
     Args:
-        scale: of the first row of the bad batch, which the first data-parallel rank reads; None: all of its targets are left out.
+        scale: of the first row of the bad batch, which the first data-parallel rank reads; None:
+            all of its targets are left out.
         without: the bad batch is not there.
     """
     batch = data(recipe) | {"scale": torch.ones(recipe.steps * BATCH)}
@@ -88,8 +96,8 @@ def rows(recipe: Recipe, scale: float | None, *, without: bool = False) -> Rows:
 
 @dataclass
 class Left:
-    """What a fit leaves on a rank: the error's text, steps that began, losses, norms, weights and optimizer state by step, and launches of
-    the optimizer."""
+    """What a fit leaves on a rank: the error's text, steps that began, losses, norms, weights and
+    optimizer state by step, and launches of the optimizer."""
 
     error: str = ""
     steps: int = 0
@@ -104,10 +112,15 @@ class Left:
 def state_of(strategy: Any) -> dict[str, Tensor]:
     """Copies of this rank's weights and of what its optimizer keeps."""
     shards = [*strategy.built.backend.weight_shards(), *strategy.built.backend.optimizer_shards()]
-    state = {f"{s.name} {key} {s.start}": torch.as_tensor(value).clone() for s in shards for key, value in s.values.items()}
+    state = {
+        f"{s.name} {key} {s.start}": torch.as_tensor(value).clone()
+        for s in shards
+        for key, value in s.values.items()
+    }
     module = strategy.lightning_module
     whole = dict(module.named_buffers()) if strategy.zero.stage == 3 else module.state_dict()
-    with torch._C.DisableTorchFunction():  # hooks see whole parameters, or may not read those of experts
+    # hooks see whole parameters, or may not read those of experts
+    with torch._C.DisableTorchFunction():
         return state | {name: value.detach().clone() for name, value in whole.items()}
 
 
@@ -176,7 +189,12 @@ def train(
     with pytest.warns() as warned:
         try:
             module = (Fused if fused else Scaled)(recipe)
-            trainer.fit(module, datamodule=Data(rows(recipe, scale, without=without), BATCH // strategy.layout.dp // accumulate))
+            trainer.fit(
+                module,
+                datamodule=Data(
+                    rows(recipe, scale, without=without), BATCH // strategy.layout.dp // accumulate
+                ),
+            )
             left.steps = trainer.global_step
         except NonFiniteError as error:
             left.error = str(error)
@@ -196,28 +214,52 @@ def world_size(layout: str) -> int:
 
 
 @pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 3, 10, 18), ids=str)
-def test_a_step_that_is_not_finite_stops_all_ranks_before_the_weights_change(layout: str, options: dict[str, Any]) -> None:
+def test_a_step_that_is_not_finite_stops_all_ranks_before_the_weights_change(
+    layout: str, options: dict[str, Any]
+) -> None:
     parts = run_ranks(train, world_size(layout), layout, "stop", **options)
-    where = f" (not finite on data-parallel rank 0 of {Layout.parse(layout).dp})" if "dp2" in layout else ""
+    where = (
+        f" (not finite on data-parallel rank 0 of {Layout.parse(layout).dp})"
+        if "dp2" in layout
+        else ""
+    )
     for left in parts:
-        assert left.error.startswith(f"Step 2: the loss is nan and the gradient norm is nan{where}. ")
+        assert left.error.startswith(
+            f"Step 2: the loss is nan and the gradient norm is nan{where}. "
+        )
         assert "The first that is not finite is the gradient of the output of model" in left.error
         assert "The optimizer did not take this step" in left.error
-        assert "the weights are still those after step 1" in left.error and "lower learning rate (now 0.0003)" in left.error
-        assert "trainer.nonfinite=skip" in left.error and "Look at the data of this step." in left.error
-        assert (left.steps, left.launches, len(left.losses)) == (1, 2 if "fused" in options else 1, 1)
+        assert (
+            "the weights are still those after step 1" in left.error
+            and "lower learning rate (now 0.0003)" in left.error
+        )
+        assert (
+            "trainer.nonfinite=skip" in left.error
+            and "Look at the data of this step." in left.error
+        )
+        assert (left.steps, left.launches, len(left.losses)) == (
+            1,
+            2 if "fused" in options else 1,
+            1,
+        )
         assert_same(left.states[-1], left.states[1])
     assert len({left.error for left in parts}) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), by_default(CELLS, 0, 2, 3, 7, 10, 11, 18), ids=str)
-def test_a_skipped_step_is_as_if_its_batch_had_been_left_out(layout: str, options: dict[str, Any]) -> None:
+def test_a_skipped_step_is_as_if_its_batch_had_been_left_out(
+    layout: str, options: dict[str, Any]
+) -> None:
     parts = run_ranks(train, world_size(layout), layout, "skip", **options)
     expected = run_ranks(train, world_size(layout), layout, "stop", without=True, **options)
     for left, other in zip(parts, expected, strict=True):
         assert left.skipped == [False, True, False, False] and other.skipped == [False] * 3
-        assert (left.steps, left.launches, other.launches) == (STEPS, 4 if "fused" in options else 3, 3)
+        assert (left.steps, left.launches, other.launches) == (
+            STEPS,
+            4 if "fused" in options else 3,
+            3,
+        )
         assert_same(left.states[2], left.states[1])
         assert left.norms[2:] == other.norms[1:] and math.isnan(left.norms[1])
         assert_same(left.states[-1], other.states[-1])
@@ -228,7 +270,11 @@ def test_a_skipped_step_is_as_if_its_batch_had_been_left_out(layout: str, option
 def test_ignore_steps_as_with_any_other_gradient() -> None:
     for left in run_ranks(train, 2, "dp2", "ignore"):
         assert (left.error, left.steps, left.skipped) == ("", STEPS, [False] * STEPS)
-        assert all(value.isnan().any() for name, value in left.states[-1].items() if name.endswith("q_proj.weight"))
+        assert all(
+            value.isnan().any()
+            for name, value in left.states[-1].items()
+            if name.endswith("q_proj.weight")
+        )
 
 
 def test_a_batch_without_targets_is_no_failure() -> None:
@@ -247,9 +293,12 @@ def test_an_infinite_loss_stops_too() -> None:
 
 
 class Breaks(pl.Callback):
-    """After the first step a weight of one rank is not finite, as an overflow in the optimizer leaves it."""
+    """After the first step a weight of one rank is not finite, as an overflow in the optimizer
+    leaves it."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any
+    ) -> None:
         if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
             next(module.parameters()).data.view(-1)[0] = math.inf
 
@@ -257,28 +306,49 @@ class Breaks(pl.Callback):
 def train_and_save(folder: str, layout: str, how: str, breaks: bool, **options: Any) -> Left:
     """With a checkpoint of every step, of the last one, and after an exception."""
     saver = ModelCheckpoint(
-        Path(folder) / "checkpoints", filename="step_{step}", auto_insert_metric_name=False, every_n_train_steps=1, save_top_k=-1,
-        save_last=True, save_on_exception=True,
-    )  # fmt: skip
+        Path(folder) / "checkpoints",
+        filename="step_{step}",
+        auto_insert_metric_name=False,
+        every_n_train_steps=1,
+        save_top_k=-1,
+        save_last=True,
+        save_on_exception=True,
+    )
     ended = OnExceptionCheckpoint(Path(folder) / "ended")
-    return train(layout, how, 1.0 if breaks else math.nan, callbacks=[*([Breaks()] if breaks else []), saver, ended], **options)
+    return train(
+        layout,
+        how,
+        1.0 if breaks else math.nan,
+        callbacks=[*([Breaks()] if breaks else []), saver, ended],
+        **options,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "zero"), by_default([("dp2", 3), ("dp1", 0)], 0))
-def test_what_is_saved_when_a_run_stops_is_whole_and_good(layout: str, zero: int, tmp_path: Path) -> None:
+def test_what_is_saved_when_a_run_stops_is_whole_and_good(
+    layout: str, zero: int, tmp_path: Path
+) -> None:
     """The save of the step before is still under way, in the background, when the step fails."""
-    parts = run_ranks(train_and_save, world_size(layout), str(tmp_path), layout, "stop", False, zero_stage=zero)
+    parts = run_ranks(
+        train_and_save, world_size(layout), str(tmp_path), layout, "stop", False, zero_stage=zero
+    )
     assert all(left.error.startswith("Step 2: ") for left in parts)
     assert check_checkpoints(tmp_path) == check_checkpoints(tmp_path, "ended/[!.]*") == 1
-    assert sorted(path.name for path in tmp_path.glob("checkpoints/[!.]*")) == ["last.ckpt", "step_1.ckpt"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/[!.]*")) == [
+        "last.ckpt",
+        "step_1.ckpt",
+    ]
 
 
 @pytest.mark.parametrize("how", by_default(["stop", "skip"], 0))
 def test_weights_that_are_not_finite_are_not_saved(how: str, tmp_path: Path) -> None:
     parts = run_ranks(train_and_save, 2, str(tmp_path), "dp2", how, True, zero_stage=1)
     for left in parts:
-        assert left.error.startswith(f"The checkpoint {tmp_path}/checkpoints/step_1.ckpt was not written: the weights are not finite")
+        assert left.error.startswith(
+            f"The checkpoint {tmp_path}/checkpoints/step_1.ckpt was not written: the weights are"
+            " not finite"
+        )
     assert check_checkpoints(tmp_path) == check_checkpoints(tmp_path, "ended/[!.]*") == 0
 
 
@@ -306,21 +376,37 @@ def test_the_losses_of_all_batches_of_a_step_count() -> None:
     assert judged(StepGuard("ignore"), math.nan, (math.nan, 8.0))
 
 
-def refused(guard: StepGuard, found: Found | None = None, layout: str = "dp2_pp2", precision: str = "32-true") -> str:
+def refused(
+    guard: StepGuard,
+    found: Found | None = None,
+    layout: str = "dp2_pp2",
+    precision: str = "32-true",
+) -> str:
     judged(guard, math.nan, (3.0, 8.0))
     return guard.refuse(1, math.nan, found or Found(), Layout.parse(layout), 0.1, precision)
 
 
 def test_the_message_names_what_is_known() -> None:
-    with pytest.raises(NonFiniteError, match=r"the loss is 3 and the gradient norm is nan \(gradients not finite on ranks 0 and 1 of 4\)"):
+    with pytest.raises(
+        NonFiniteError,
+        match=(
+            r"the loss is 3 and the gradient norm is nan \(gradients not finite on ranks 0 and 1"
+            r" of 4\)"
+        ),
+    ):
         refused(StepGuard(), Found(ranks=(0, 1)))
-    with pytest.raises(NonFiniteError, match="^Step 1: the loss is 3 and the gradient norm is nan. .* the initial ones"):
+    with pytest.raises(
+        NonFiniteError,
+        match="^Step 1: the loss is 3 and the gradient norm is nan. .* the initial ones",
+    ):
         refused(StepGuard(), Found(ranks=(0, 1, 2, 3)))
     with pytest.raises(NonFiniteError, match="wider precision than bf16"):
         refused(StepGuard(), precision="bf16-true")
     with pytest.raises(NonFiniteError) as error:
         refused(StepGuard(), Found(weights=(0,)))
-    assert "The weights have not been finite since an earlier step." in str(error.value) and "data of this step" not in str(error.value)
+    assert "The weights have not been finite since an earlier step." in str(
+        error.value
+    ) and "data of this step" not in str(error.value)
     with pytest.raises(NonFiniteError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more of 16"):
         refused(StepGuard(), Found(data=tuple(range(10))), "dp16")
 
@@ -338,7 +424,10 @@ def test_a_run_that_only_skips_stops() -> None:
 
 def test_another_way_is_refused() -> None:
     check_nonfinite("trainer.nonfinite", TrainerConfig.nonfinite)
-    with pytest.raises(ConfigError, match="trainer.nonfinite must be stop, skip or ignore; got 'skp'. Did you mean \"skip\"?"):
+    with pytest.raises(
+        ConfigError,
+        match="trainer.nonfinite must be stop, skip or ignore; got 'skp'. Did you mean \"skip\"?",
+    ):
         check_nonfinite("trainer.nonfinite", "skp")
 
 

@@ -1,4 +1,5 @@
-"""What once ended in messages that sent the user in a circle: it works, or one message says what does."""
+"""What once ended in messages that sent the user in a circle: it works, or one message says what
+does."""
 
 import os
 from pathlib import Path
@@ -24,8 +25,18 @@ class Translator(pl.LightningModule):
     def __init__(self, generates: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 4, "num_heads": 4}
-        self.model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+        sizes = {
+            "vocab_size": 64,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_decoder_layers": 4,
+            "num_heads": 4,
+        }
+        self.model = T5ForConditionalGeneration(
+            T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+        )
         ids = torch.arange(2, 14).view(2, 6)
         self.example_input_array = {"input_ids": ids, "labels": ids}
         self.generates = generates
@@ -53,7 +64,10 @@ class Translator(pl.LightningModule):
 def pairs(batch_size: int) -> DataLoader:
     rows = torch.randint(2, 64, (24, 6), generator=torch.Generator().manual_seed(0))
     targets = rows.flip(1).masked_fill(rows < 20, -100)
-    data = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": target} for row, target in zip(rows, targets, strict=True)]
+    data = [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": target}
+        for row, target in zip(rows, targets, strict=True)
+    ]
     return DataLoader(data, batch_size=batch_size)  # type: ignore[arg-type]
 
 
@@ -67,8 +81,12 @@ def translate(layout: str, cache: str, generates: str = "") -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("pp2", 2), pytest.param("pp2_dp2", 4, marks=pytest.mark.slow)])
-def test_an_encoder_decoder_that_is_called_with_labels_trains_as_on_one_process(layout: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("pp2", 2), pytest.param("pp2_dp2", 4, marks=pytest.mark.slow)]
+)
+def test_an_encoder_decoder_that_is_called_with_labels_trains_as_on_one_process(
+    layout: str, ranks: int, tmp_path: Path
+) -> None:
     plain = Translator()
     quiet_trainer(devices=1, max_steps=3).fit(plain, pairs(8))
     for losses in run_ranks(translate, ranks, layout, str(tmp_path), timeout=120):
@@ -119,7 +137,12 @@ class WithoutForward(pl.LightningModule):
 
 def summarized(layout: str, cache: str) -> int:
     os.environ["XDG_CACHE_HOME"] = cache
-    trainer = quiet_trainer(strategy=Lightning3DStrategy(layout, plan="auto"), devices=2, max_steps=1, enable_model_summary=True)
+    trainer = quiet_trainer(
+        strategy=Lightning3DStrategy(layout, plan="auto"),
+        devices=2,
+        max_steps=1,
+        enable_model_summary=True,
+    )
     trainer.fit(WithoutForward(), DataLoader(torch.randn(8, 3, 16, 16), batch_size=4))  # type: ignore[arg-type]
     return trainer.global_step
 
@@ -185,7 +208,9 @@ class Replaced(pl.LightningModule):
 def fit_replaced(strategy: Any, devices: int) -> list[float]:
     module = Replaced()
     rows = torch.randn(24, 3, 8, generator=torch.Generator().manual_seed(0))
-    quiet_trainer(strategy=strategy, devices=devices, max_steps=3).fit(module, DataLoader(rows, batch_size=8))  # type: ignore[arg-type]
+    quiet_trainer(strategy=strategy, devices=devices, max_steps=3).fit(
+        module, DataLoader(rows, batch_size=8)
+    )  # type: ignore[arg-type]
     return module.losses
 
 

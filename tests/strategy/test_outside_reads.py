@@ -1,4 +1,5 @@
-"""Steps and hooks that read parameters and gradients by themselves: the numbers of plain Lightning on one process, or a refusal."""
+"""Steps and hooks that read parameters and gradients by themselves: the numbers of plain Lightning
+on one process, or a refusal."""
 
 import copy
 import io
@@ -38,7 +39,11 @@ class Block(nn.Module):
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.blocks, self.leave = nn.Linear(8, 16), nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, 1)
+        self.enter, self.blocks, self.leave = (
+            nn.Linear(8, 16),
+            nn.ModuleList(Block() for _ in range(4)),
+            nn.Linear(16, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -86,7 +91,10 @@ class Hooked(Own):
                 p.grad.mul_(0.3)
         if self.kind == "own norm":
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            self.losses += [float(torch.stack([gradient.norm() for gradient in gradients]).norm()), max(g.max().item() for g in gradients)]
+            self.losses += [
+                float(torch.stack([gradient.norm() for gradient in gradients]).norm()),
+                max(g.max().item() for g in gradients),
+            ]
         if self.kind == "grad_norm":
             norms = grad_norm(self.network, norm_type=2)
             assert len(norms) == 29
@@ -103,10 +111,16 @@ class Between(Own):
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         self.first = {name: p.detach().clone() for name, p in self.network.named_parameters()}
-        self.average = copy.deepcopy(self.network).requires_grad_(False) if kind == "average" else None
+        self.average = (
+            copy.deepcopy(self.network).requires_grad_(False) if kind == "average" else None
+        )
         if kind == "copied":
             self.average = copy.deepcopy(self.network.blocks).requires_grad_(False)  # type: ignore[assignment]
-        self.target = copy.deepcopy(self.network).requires_grad_(False) if kind.startswith(("loaded", "named")) else None
+        self.target = (
+            copy.deepcopy(self.network).requires_grad_(False)
+            if kind.startswith(("loaded", "named"))
+            else None
+        )
         self.scale = nn.Parameter(torch.tensor(1.3)) if kind == "scale" else None
         self.seen: list[Tensor] = []
 
@@ -165,7 +179,10 @@ class Between(Own):
             for p in self.network.parameters():
                 p.div_(total)
         if self.kind == "moments":
-            self.losses += [float(state["momentum_buffer"].norm()) for state in self.trainer.optimizers[0].state.values()]
+            self.losses += [
+                float(state["momentum_buffer"].norm())
+                for state in self.trainer.optimizers[0].state.values()
+            ]
         if self.kind == "logged":
             self.log("norm", torch.stack([p.norm() for p in self.network.parameters()]).norm())
         if self.kind == "saved":
@@ -183,7 +200,9 @@ class Between(Own):
             else:
                 self.target.load_state_dict(own, strict=self.kind == "loaded")
         if self.kind == "copied":
-            for mean, p in zip(self.average.parameters(), self.network.blocks.parameters(), strict=False):  # type: ignore[union-attr]
+            for mean, p in zip(
+                self.average.parameters(), self.network.blocks.parameters(), strict=False
+            ):  # type: ignore[union-attr]
                 mean.data.copy_(p.data)
         elif self.average is not None:
             for mean, p in zip(self.average.parameters(), self.network.parameters(), strict=False):
@@ -207,7 +226,21 @@ TARGETS = ("loaded", "loaded in part", "named")
 KINDS = {
     **dict.fromkeys(("mask", "own norm", "clip", "grad_norm"), Hooked),
     **dict.fromkeys((*TARGETS, "collected", "copied", "saved"), Between),
-    **dict.fromkeys((*BETWEEN, "early", "noise", "total", "average", "normalized", "penalty", "moments", "logged", "reset"), Between),
+    **dict.fromkeys(
+        (
+            *BETWEEN,
+            "early",
+            "noise",
+            "total",
+            "average",
+            "normalized",
+            "penalty",
+            "moments",
+            "logged",
+            "reset",
+        ),
+        Between,
+    ),
 }
 
 
@@ -216,40 +249,88 @@ def sparse(rows: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [x.to_sparse(), y]
 
 
-def fit(kind: str, strategy: Any, devices: int, dp: int = 1, dtype: torch.dtype = torch.float64) -> list[float]:
+def fit(
+    kind: str, strategy: Any, devices: int, dp: int = 1, dtype: torch.dtype = torch.float64
+) -> list[float]:
     module = KINDS.get(kind, Own)(kind).to(dtype)
     x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
     collate = sparse if kind == "sparse" else None
-    rows = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=8 // dp, collate_fn=collate)
+    rows = DataLoader(
+        TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=8 // dp, collate_fn=collate
+    )
     precision = "64-true" if dtype == torch.float64 else "32-true"
-    quiet_trainer(strategy=strategy, devices=devices, max_steps=3, precision=precision).fit(module, rows)
+    quiet_trainer(strategy=strategy, devices=devices, max_steps=3, precision=precision).fit(
+        module, rows
+    )
     return module.losses
 
 
-def fit_kinds(layout: str, kinds: list[str], options: dict[str, Any], dtype: torch.dtype) -> list[list[float]]:
+def fit_kinds(
+    layout: str, kinds: list[str], options: dict[str, Any], dtype: torch.dtype
+) -> list[list[float]]:
     """The losses of each kind."""
     parsed = Layout.parse(layout)
     plan: dict[str, Any] = {"plan": PLAN, "self_check": "never", **options}
-    return [fit(kind, Lightning3DStrategy(layout, **plan), parsed.world_size, parsed.dp, dtype) for kind in kinds]
+    return [
+        fit(kind, Lightning3DStrategy(layout, **plan), parsed.world_size, parsed.dp, dtype)
+        for kind in kinds
+    ]
 
 
 EXACT = [
-    ("tp2", {}, ["norms", "mask", "clip", "own norm", "grad_norm", "logged", *BETWEEN, *TARGETS, "copied", "sparse", "saved"]),
+    (
+        "tp2",
+        {},
+        [
+            "norms",
+            "mask",
+            "clip",
+            "own norm",
+            "grad_norm",
+            "logged",
+            *BETWEEN,
+            *TARGETS,
+            "copied",
+            "sparse",
+            "saved",
+        ],
+    ),
     ("pp2", {}, ["mask", "clip", "grad_norm", *BETWEEN]),
-    ("dp2", {}, ["norms", "piece", "gather", "mask", "clip", "own norm", "grad_norm", "moments", "logged", *BETWEEN]),
+    (
+        "dp2",
+        {},
+        [
+            "norms",
+            "piece",
+            "gather",
+            "mask",
+            "clip",
+            "own norm",
+            "grad_norm",
+            "moments",
+            "logged",
+            *BETWEEN,
+        ],
+    ),
     ("dp2", {"micro_batch_size": 2}, ["clamped", "function"]),
     ("dp2", {"zero_stage": 1, "zero_reduce_scatter": False}, ["norms", "mask", "clip", "saved"]),
     ("dp2", {"zero_stage": 3, "zero_gather": "step"}, ["norms"]),
 ]
 
 
-@pytest.mark.parametrize(("layout", "options", "kinds"), by_default(EXACT, 0, 1), ids=lambda value: str(value))
-def test_what_one_rank_has_a_part_of_is_read_as_on_one_process(layout: str, options: dict[str, Any], kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "options", "kinds"), by_default(EXACT, 0, 1), ids=lambda value: str(value)
+)
+def test_what_one_rank_has_a_part_of_is_read_as_on_one_process(
+    layout: str, options: dict[str, Any], kinds: list[str]
+) -> None:
     dtype = torch.float64 if not options else torch.float32
     for found in run_ranks(fit_kinds, 2, layout, kinds, options, dtype, process_group=False):
         for kind, losses in zip(kinds, found, strict=True):
             if kind != "gather":  # of each rank's own loss
-                assert losses == pytest.approx(fit(kind, "auto", 1, dtype=dtype), rel=1e-6 if not options else 1e-5), kind
+                assert losses == pytest.approx(
+                    fit(kind, "auto", 1, dtype=dtype), rel=1e-6 if not options else 1e-5
+                ), kind
 
 
 REFUSED = [
@@ -283,8 +364,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "options", "kind", "names"), by_default(REFUSED, 0, 1), ids=lambda value: str(value))
-def test_what_a_rank_cannot_get_is_refused(layout: str, options: dict[str, Any], kind: str, names: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "options", "kind", "names"), by_default(REFUSED, 0, 1), ids=lambda value: str(value)
+)
+def test_what_a_rank_cannot_get_is_refused(
+    layout: str, options: dict[str, Any], kind: str, names: str
+) -> None:
     dtype = torch.float64 if not options else torch.float32
     with pytest.raises((ConfigError, PlanError, DataError), match=names):
-        run_ranks(fit_kinds, Layout.parse(layout).world_size, layout, [kind], options, dtype, process_group=False)
+        run_ranks(
+            fit_kinds,
+            Layout.parse(layout).world_size,
+            layout,
+            [kind],
+            options,
+            dtype,
+            process_group=False,
+        )

@@ -6,12 +6,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BartConfig, BartForCausalLM, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_3d.parallel.specialize import specialize
 from lightning_3d.strategy.step.loss_weights import LossWeights, weigh_loss
 
-SIZES = {"vocab_size": 11, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+SIZES = {
+    "vocab_size": 11,
+    "d_model": 8,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 8,
+}
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 LABELS = torch.tensor([[1, 2, 3, -100], [5, -100, -100, -100]])
 
@@ -19,11 +32,19 @@ LABELS = torch.tensor([[1, 2, 3, -100], [5, -100, -100, -100]])
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return BartForCausalLM(BartConfig(**SIZES, dropout=0.0, is_decoder=True, is_encoder_decoder=False))
+    return BartForCausalLM(
+        BartConfig(**SIZES, dropout=0.0, is_decoder=True, is_encoder_decoder=False)
+    )
 
 
 def small_llama() -> Any:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes))
 
 
@@ -47,7 +68,9 @@ def test_a_mean_over_no_targets_is_zero(model: Any) -> None:
     loss = model(IDS, labels=torch.full_like(LABELS, -100)).loss
     loss.backward()
     assert loss.item() == 0 and weight_of(weights) == 0
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    assert all(
+        parameter.grad is None or not parameter.grad.any() for parameter in model.parameters()
+    )
 
 
 def test_a_loss_of_the_users_own_weighs_rows(model: Any) -> None:
@@ -84,7 +107,12 @@ def test_a_loss_function_counts_alone() -> None:
 
 
 def test_masked_tokens_are_counted() -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model: Any = BertForMaskedLM(BertConfig(vocab_size=11, **sizes)).eval()
     expected = model(IDS, labels=LABELS).loss
     weights = LossWeights()
@@ -119,7 +147,13 @@ def test_a_class_of_the_strategy_in_front_of_a_model_that_counts_changes_nothing
 
 def test_a_loss_function_of_the_users_own_weighs_rows() -> None:
     model = small_llama()
-    model.loss_function = lambda logits, labels, *args, **kwargs: F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    model.loss_function = lambda logits, labels, *args, **kwargs: F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten()
+    )
     weights = LossWeights()
     weigh_loss(nn.ModuleList([model]), weights)
-    assert model(IDS, labels=LABELS).loss.isfinite() and weight_of(weights) == 2 and "forward" not in vars(model)
+    assert (
+        model(IDS, labels=LABELS).loss.isfinite()
+        and weight_of(weights) == 2
+        and "forward" not in vars(model)
+    )

@@ -1,4 +1,5 @@
-"""What a step reads from a model besides its loss and logits, and what it gives it instead of tokens: as on one process, or refused."""
+"""What a step reads from a model besides its loss and logits, and what it gives it instead of
+tokens: as on one process, or refused."""
 
 import os
 from pathlib import Path
@@ -24,8 +25,14 @@ PLAN = {
 }
 VOCABULARY, WIDTH, LENGTH = 32, 16, 12
 SIZE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager", "initializer_range": 0.2,
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "eager",
+    "initializer_range": 0.2,
 }
 
 
@@ -34,7 +41,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 32),
+            nn.Linear(32, WIDTH),
+        )
         self.inner: Any = None
         self.level = 0.0
 
@@ -69,7 +80,11 @@ def read(kind: str, network: Any, output: Any) -> Any:
     last = getattr(network, "blocks", [None])[-1]
     if kind in ("inner", "level", "scale", "result"):
         found = getattr(last, kind)
-        return 1e-3 * found if kind in ("level", "scale") else 0.1 * (found[0] if kind == "inner" else found).pow(2).mean()
+        return (
+            1e-3 * found
+            if kind in ("level", "scale")
+            else 0.1 * (found[0] if kind == "inner" else found).pow(2).mean()
+        )
     if kind == "returned":
         return 0.1 * output["inner"][0].pow(2).mean()
     if kind.startswith("hidden"):
@@ -91,13 +106,22 @@ class Reader(pl.LightningModule):
     def training_step(self, ids: Tensor, _: int) -> Any:
         if self.of_library:
             return self.step_of_library(ids)
-        output = self.network(embedded=self.network.embed(ids)) if self.kind == "own embedded" else self.network(ids)
+        output = (
+            self.network(embedded=self.network.embed(ids))
+            if self.kind == "own embedded"
+            else self.network(ids)
+        )
         return cross_entropy(output["logits"], ids) + read(self.kind, self.network, output)
 
     def step_of_library(self, ids: Tensor) -> Any:
-        more = {"output_hidden_states": self.kind.startswith("hidden"), "output_attentions": self.kind == "attentions"}
+        more = {
+            "output_hidden_states": self.kind.startswith("hidden"),
+            "output_attentions": self.kind == "attentions",
+        }
         if not self.kind.startswith(("prompt", "embedded")):
-            output = self.network(input_ids=ids, labels=ids, **{key: True for key, value in more.items() if value})
+            output = self.network(
+                input_ids=ids, labels=ids, **{key: True for key, value in more.items() if value}
+            )
             return output.loss + read(self.kind, self.network, output)
         embedded, labels = self.network.get_input_embeddings()(ids) * 1.1, ids
         if self.kind == "prompt":
@@ -113,28 +137,43 @@ class Reader(pl.LightningModule):
 
 
 def slow_after(cases: list[Any], quick: int) -> list[Any]:
-    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[quick:])]
+    return [
+        *cases[:quick],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[quick:]),
+    ]
 
 
 def fit(kind: str, strategy: Any = "auto", devices: int = 1, dp: int = 1) -> list[float]:
     module = Reader(kind)
-    ids: Any = torch.randint(0, VOCABULARY, (24, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids: Any = torch.randint(
+        0, VOCABULARY, (24, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     trainer = quiet_trainer(strategy=strategy, devices=devices, max_steps=3, precision="64-true")
     trainer.fit(module, DataLoader(ids, batch_size=8 // dp))
     return module.losses
 
 
-def fit_kinds(layout: str, kinds: tuple[str, ...], cache: str, options: dict[str, Any]) -> list[list[float]]:
+def fit_kinds(
+    layout: str, kinds: tuple[str, ...], cache: str, options: dict[str, Any]
+) -> list[list[float]]:
     os.environ["XDG_CACHE_HOME"] = cache
     found = []
     for kind in kinds:
         plan = {} if Reader(kind).of_library else {"plan": PLAN}
-        found.append(fit(kind, Lightning3DStrategy(layout, **plan, **options), 2, 2 if layout == "dp2" else 1))
+        found.append(
+            fit(
+                kind, Lightning3DStrategy(layout, **plan, **options), 2, 2 if layout == "dp2" else 1
+            )
+        )
     return found
 
 
 EXACT: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("tp2", {"sequence_parallel": False}, ("scale", "result", "hidden2", "prompt", "embedded", "own embedded")),
+    (
+        "tp2",
+        {"sequence_parallel": False},
+        ("scale", "result", "hidden2", "prompt", "embedded", "own embedded"),
+    ),
     ("pp2", {}, ("inner", "scale", "hidden-1", "hidden3", "embedded")),
     ("dp2", {}, ("prompt", "embedded")),
     ("cp2", {}, ("prompt", "embedded")),
@@ -147,7 +186,9 @@ EXACT: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 def test_what_every_rank_has_is_read_as_on_one_process(
     layout: str, options: dict[str, Any], kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for found in run_ranks(fit_kinds, 2, layout, kinds, str(tmp_path), options, process_group=False):
+    for found in run_ranks(
+        fit_kinds, 2, layout, kinds, str(tmp_path), options, process_group=False
+    ):
         for kind, losses in zip(kinds, found, strict=True):
             assert losses == pytest.approx(fit(kind), rel=1e-6), kind
 
@@ -163,7 +204,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("layout", "kind", "names"), slow_after(REFUSED, 1))
-def test_what_a_rank_has_a_part_of_is_refused_by_name(layout: str, kind: str, names: str, tmp_path: Path) -> None:
+def test_what_a_rank_has_a_part_of_is_refused_by_name(
+    layout: str, kind: str, names: str, tmp_path: Path
+) -> None:
     """Also where the self-check is remembered."""
     for _ in range(1 if kind == "hidden1" else 2):
         with pytest.raises((PlanError, ConfigError), match=names):

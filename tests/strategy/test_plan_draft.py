@@ -1,4 +1,5 @@
-"""A plan that is drafted from a model's data flow: it trains as one process does, or says what cannot be derived."""
+"""A plan that is drafted from a model's data flow: it trains as one process does, or says what
+cannot be derived."""
 
 import copy
 import functools
@@ -60,7 +61,13 @@ def test_packed_queries_keys_and_values_are_found_with_their_heads() -> None:
         "transformer.h.*.mlp.0": "colwise",
         "transformer.h.*.mlp.2": "rowwise",
     }
-    assert list(found.plan["pp"]) == ["transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head"]
+    assert list(found.plan["pp"]) == [
+        "transformer.wte",
+        "transformer.wpe",
+        "transformer.h",
+        "transformer.ln_f",
+        "lm_head",
+    ]
 
 
 def test_groups_of_heads_next_to_each_other_are_one_matrix_and_a_fused_gate_two() -> None:
@@ -72,7 +79,9 @@ def test_groups_of_heads_next_to_each_other_are_one_matrix_and_a_fused_gate_two(
 def test_one_key_head_is_shared_and_norms_of_heads_get_the_gradients_of_all() -> None:
     tp = draft(foreign_gpts.XTransformer).plan["tp"]
     assert tp["attn_layers.layers.*.fn.to_kv"] == Cut("colwise", units=1, shared=True)
-    assert {tp[f"attn_layers.layers.*.fn.{name}_norm"] for name in "qk"} == {"replicated_with_grad_allreduce"}
+    assert {tp[f"attn_layers.layers.*.fn.{name}_norm"] for name in "qk"} == {
+        "replicated_with_grad_allreduce"
+    }
 
 
 def test_text_of_a_draft_is_the_plan() -> None:
@@ -98,7 +107,9 @@ def test_model_on_the_meta_device_has_the_same_draft() -> None:
 
 
 def other_attentions() -> dict[str, type[nn.Module]]:
-    return {kind.__name__: kind for kind in (own_gpt.Attention, own_gpt.NamedHeads, own_gpt.SharedKeys)}
+    return {
+        kind.__name__: kind for kind in (own_gpt.Attention, own_gpt.NamedHeads, own_gpt.SharedKeys)
+    }
 
 
 @pytest.mark.full
@@ -116,7 +127,12 @@ class Chain(nn.Module):
         super().__init__()
         self.q_a, self.q_b = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
         self.kv_a, self.kv_b = nn.Linear(WIDTH, 10), nn.Linear(10, 2 * WIDTH)
-        self.q_norm, self.kv_norm, self.out, self.h = nn.RMSNorm(12), nn.RMSNorm(10), nn.Linear(WIDTH, WIDTH), HEADS
+        self.q_norm, self.kv_norm, self.out, self.h = (
+            nn.RMSNorm(12),
+            nn.RMSNorm(10),
+            nn.Linear(WIDTH, WIDTH),
+            HEADS,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, kv = self.q_b(self.q_norm(self.q_a(x))), self.kv_b(self.kv_norm(self.kv_a(x)))
@@ -127,10 +143,15 @@ class Chain(nn.Module):
 def test_layers_before_a_norm_stay_whole_and_the_next_pair_is_sharded() -> None:
     found = draft_plan(Text(GPT(Chain)))
     assert {name: cut for name, cut in found.plan["tp"].items() if ".attn." in name} == {
-        "h.*.attn.q_b": "colwise", "h.*.attn.kv_b": "colwise", "h.*.attn.out": "rowwise",
+        "h.*.attn.q_b": "colwise",
+        "h.*.attn.kv_b": "colwise",
+        "h.*.attn.out": "rowwise",
     }
     assert not any(found.problems.values())
-    assert found.notes == ("'h.0.attn.q_a' stays whole on every rank", "'h.0.attn.kv_a' stays whole on every rank")
+    assert found.notes == (
+        "'h.0.attn.q_a' stays whole on every rank",
+        "'h.0.attn.kv_a' stays whole on every rank",
+    )
 
 
 class Mixed(nn.Module):
@@ -149,11 +170,20 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("how", ["detached", "flipped"])
 def test_flow_that_shards_would_break_is_never_drafted(how: str) -> None:
     found = draft_plan(Text(with_mlp(lambda: Mixed(how))))
-    assert not any(".mlp." in name for name in found.plan["tp"]) and "h.0.mlp.up'" in found.problems["tp"][0]
+    assert (
+        not any(".mlp." in name for name in found.plan["tp"])
+        and "h.0.mlp.up'" in found.problems["tp"][0]
+    )
 
 
 def test_parameter_of_the_model_itself_is_an_entry_of_the_pipeline() -> None:
-    assert list(draft_plan(Text(foreign_gpts.RawPositions())).plan["pp"]) == ["tok_emb", "pos_emb", "blocks", "ln_f", "head"]
+    assert list(draft_plan(Text(foreign_gpts.RawPositions())).plan["pp"]) == [
+        "tok_emb",
+        "pos_emb",
+        "blocks",
+        "ln_f",
+        "head",
+    ]
 
 
 # What cannot be derived
@@ -169,17 +199,51 @@ class TiedByHand(foreign_gpts.XTransformer):
 @pytest.mark.parametrize(
     ("make", "axis", "words"),
     [
-        (lambda: with_attention(foreign_gpts.PackedOneKey), "tp", ["h.0.attn.c_attn'", "several ranks need the same features"]),
-        pytest.param(
-            lambda: with_attention(foreign_gpts.FixedSlopes), "tp", ["h.0.attn'", "does not compute a rank's part"], marks=pytest.mark.full
+        (
+            lambda: with_attention(foreign_gpts.PackedOneKey),
+            "tp",
+            ["h.0.attn.c_attn'", "several ranks need the same features"],
         ),
-        pytest.param(lambda: with_mlp(foreign_gpts.NormBetween), "tp", ["h.0.mlp.up'", "several ranks need"], marks=pytest.mark.full),
-        pytest.param(lambda: GPT(own_gpt.FixedHeads), "tp", ["'h.0.attn'", "Does it use a constant"], marks=pytest.mark.full),
+        pytest.param(
+            lambda: with_attention(foreign_gpts.FixedSlopes),
+            "tp",
+            ["h.0.attn'", "does not compute a rank's part"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            lambda: with_mlp(foreign_gpts.NormBetween),
+            "tp",
+            ["h.0.mlp.up'", "several ranks need"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            lambda: GPT(own_gpt.FixedHeads),
+            "tp",
+            ["'h.0.attn'", "Does it use a constant"],
+            marks=pytest.mark.full,
+        ),
         (foreign_gpts.with_conv1d, "tp", ["c_attn' (Conv1D)", "Replace them by nn.Linear"]),
-        pytest.param(TiedByHand, "pp", ["'token_emb' runs or is read", "both before and after", "Move it into a module"]),
-        pytest.param(foreign_gpts.LooseLayers, "pp", ["'token_emb.weight'", "outside of the forward"], marks=pytest.mark.full),
+        pytest.param(
+            TiedByHand,
+            "pp",
+            ["'token_emb' runs or is read", "both before and after", "Move it into a module"],
+        ),
+        pytest.param(
+            foreign_gpts.LooseLayers,
+            "pp",
+            ["'token_emb.weight'", "outside of the forward"],
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["packed_mqa", "alibi_buffer", "norm_between", "constant_heads", "conv1d", "tied_by_hand", "functional_head"],
+    ids=[
+        "packed_mqa",
+        "alibi_buffer",
+        "norm_between",
+        "constant_heads",
+        "conv1d",
+        "tied_by_hand",
+        "functional_head",
+    ],
 )
 def test_problem_is_named_and_left_out_of_the_plan(make: Make, axis: str, words: list[str]) -> None:
     found = draft(make)
@@ -193,7 +257,10 @@ def test_problem_is_named_and_left_out_of_the_plan(make: Make, axis: str, words:
 
 def test_heads_that_tp_does_not_divide_are_counted() -> None:
     found = draft(NanoGPT, 8)
-    assert "reads 4 groups of features (heads), which tp=8 does not divide; tp=4 works" in found.problems["tp"][0]
+    assert (
+        "reads 4 groups of features (heads), which tp=8 does not divide; tp=4 works"
+        in found.problems["tp"][0]
+    )
     assert not any(".attn." in name for name in found.plan["tp"])
 
 
@@ -223,7 +290,11 @@ def test_model_without_a_list_of_blocks_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "check", "message"),
-    [("aut", "auto", 'Did you mean "auto"'), (3, "auto", "got a int"), ("auto", "never", "needs the self-check")],
+    [
+        ("aut", "auto", 'Did you mean "auto"'),
+        (3, "auto", "got a int"),
+        ("auto", "never", "needs the self-check"),
+    ],
 )
 def test_wrong_plan_option_is_refused(plan: Any, check: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -233,21 +304,37 @@ def test_wrong_plan_option_is_refused(plan: Any, check: str, message: str) -> No
 # Training
 
 DEFAULT = [("nano", "tp2")]
-LONG = [(name, layout) for name in MODELS for layout in ("tp2", "pp2", "tp2_pp2") if (name, layout) not in DEFAULT]
+LONG = [
+    (name, layout)
+    for name in MODELS
+    for layout in ("tp2", "pp2", "tp2_pp2")
+    if (name, layout) not in DEFAULT
+]
 LONG += [("loose", "tp2"), ("low_rank", "tp2_pp2"), ("raw_positions", "tp2_pp2")]
 
 
-TRAINED = MODELS | {"raw_positions": foreign_gpts.RawPositions, "loose": foreign_gpts.LooseLayers, "low_rank": lambda: GPT(Chain)}
+TRAINED = MODELS | {
+    "raw_positions": foreign_gpts.RawPositions,
+    "loose": foreign_gpts.LooseLayers,
+    "low_rank": lambda: GPT(Chain),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), [*DEFAULT, *(pytest.param(*cell, marks=pytest.mark.full) for cell in LONG)])
+@pytest.mark.parametrize(
+    ("name", "layout"), [*DEFAULT, *(pytest.param(*cell, marks=pytest.mark.full) for cell in LONG)]
+)
 def test_drafted_plan_trains_as_one_process_does(name: str, layout: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TRAINED[name]()
-    fitted = run_ranks(own_gpt.fit, Layout.parse(layout).world_size, model, layout, "auto", str(tmp_path))[0]
+    fitted = run_ranks(
+        own_gpt.fit, Layout.parse(layout).world_size, model, layout, "auto", str(tmp_path)
+    )[0]
     assert fitted.losses == pytest.approx(one_process(model), rel=1e-5)
-    assert f"self-check of {type(model).__name__}: passed; {Layout.parse(layout).name} reproduces" in fitted.printed
+    assert (
+        f"self-check of {type(model).__name__}: passed; {Layout.parse(layout).name} reproduces"
+        in fitted.printed
+    )
     assert f"{type(model).__name__} declares no plan for" in fitted.printed
 
 
@@ -265,15 +352,23 @@ def test_model_without_a_plan_is_refused_with_a_draft_and_auto_with_reasons(tmp_
     for message in run_ranks(refusal, 2, "tp2", None, str(tmp_path), NanoGPT()):
         assert message.startswith("NanoGPT (the 'net' of Text) declares no parallel plan")
         assert as_python(draft(NanoGPT)) in message
-        assert message.endswith('Pass it as Lightning3DStrategy("tp2", plan=plan), or pass plan="auto".')
+        assert message.endswith(
+            'Pass it as Lightning3DStrategy("tp2", plan=plan), or pass plan="auto".'
+        )
     for message in run_ranks(refusal, 2, "tp2", "auto", str(tmp_path), foreign_gpts.with_conv1d()):
-        assert "NanoGPT declares no plan for tp, and none can be derived." in message and "(Conv1D)" in message
+        assert (
+            "NanoGPT declares no plan for tp, and none can be derived." in message
+            and "(Conv1D)" in message
+        )
 
 
 def test_an_error_about_a_large_model_says_how_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft runs one of the blocks and what is around them. For 8 billion parameters it takes a minute, and 9 GB."""
+    """A draft runs one of the blocks and what is around them. For 8 billion parameters it takes a
+    minute, and 9 GB."""
     model = NanoGPT()
-    whole, block = (sum(p.numel() for p in part.parameters()) for part in (model, model.transformer.h[0]))
+    whole, block = (
+        sum(p.numel() for p in part.parameters()) for part in (model, model.transformer.h[0])
+    )
     assert parameters_to_run(Text(model)) == whole - (len(model.transformer.h) - 1) * block
     with torch.device("meta"):
         model.lm_head = nn.Linear(WIDTH, 10**8)
@@ -285,7 +380,8 @@ def test_an_error_about_a_large_model_says_how_to_draft(monkeypatch: pytest.Monk
 
 
 def test_each_flow_into_a_layer_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs a backward through what is around the blocks, with the gradient of a vocabulary."""
+    """Each costs a backward through what is around the blocks, with the gradient of a
+    vocabulary."""
     followed: list[tuple[int, ...]] = []
     original = DataFlow._sources_of
 

@@ -1,4 +1,5 @@
-"""The self-check finds faults that trained other models in silence, when their repairs are taken out again."""
+"""The self-check finds faults that trained other models in silence, when their repairs are taken
+out again."""
 
 import os
 import sys
@@ -13,9 +14,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from family_training import Recipe, train_on_rank
 
 PLANTED = {
-    "longcat_flash": ("lightning_3d.parallel.tensor.rewrite.SilentIdentity", type("CountedByAll", (), {}), "LongcatFlashExperts"),
-    "inkling2_text": ("lightning_3d.strategy.assembly.fit_styles", lambda module, plan, tp_size: plan, "Inkling2Experts"),
-    "gemma3n_text": ("lightning_3d.strategy.assembly.fit_styles", lambda module, plan, tp_size: plan, "Gemma3nTextMLP"),
+    "longcat_flash": (
+        "lightning_3d.parallel.tensor.rewrite.SilentIdentity",
+        type("CountedByAll", (), {}),
+        "LongcatFlashExperts",
+    ),
+    "inkling2_text": (
+        "lightning_3d.strategy.assembly.fit_styles",
+        lambda module, plan, tp_size: plan,
+        "Inkling2Experts",
+    ),
+    "gemma3n_text": (
+        "lightning_3d.strategy.assembly.fit_styles",
+        lambda module, plan, tp_size: plan,
+        "Gemma3nTextMLP",
+    ),
     "gemma4_text": (
         "lightning_3d.parallel.tensor.sequence_parallel.SequenceBlock._deal_others",
         lambda self, args, kwargs: (args, kwargs),
@@ -40,7 +53,13 @@ def _message(family: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.full) if "inkling" not in name else name for name in PLANTED])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.full) if "inkling" not in name else name
+        for name in PLANTED
+    ],
+)
 def test_a_planted_fault_is_found_and_named(family: str, tmp_path: Path) -> None:
     for message in run_ranks(train, 2, family, planted=True, cache=str(tmp_path)):
         assert message.startswith("PlanError: Self-check:")

@@ -1,4 +1,5 @@
-"""Random numbers that samples draw are those of plain Lightning on one process; those that a step draws are the same on all stages."""
+"""Random numbers that samples draw are those of plain Lightning on one process; those that a step
+draws are the same on all stages."""
 
 import os
 import random
@@ -19,7 +20,13 @@ from lightning_3d.layout import Layout
 from lightning_3d.strategy import Lightning3DStrategy
 
 VOCABULARY, ROWS = 512, 16
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
 
 
 class Augmented(Dataset[Tensor]):
@@ -29,7 +36,11 @@ class Augmented(Dataset[Tensor]):
         return ROWS
 
     def __getitem__(self, index: int) -> Tensor:
-        drawn = (torch.randint(VOCABULARY, ()), numpy.random.randint(VOCABULARY), random.randrange(VOCABULARY))
+        drawn = (
+            torch.randint(VOCABULARY, ()),
+            numpy.random.randint(VOCABULARY),
+            random.randrange(VOCABULARY),
+        )
         return torch.tensor([index, *map(int, drawn)])
 
 
@@ -86,35 +97,49 @@ def samples(layout: str) -> list[list[list[int]]]:
 
 
 def test_workers_are_seeded_by_the_index_of_their_data() -> None:
-    """Lightning itself seeds them by the global rank, after `seed_everything(workers=True)`, unless the loader has a function for it."""
+    """Lightning itself seeds them by the global rank, after `seed_everything(workers=True)`, unless
+    the loader has a function for it."""
     strategy = Lightning3DStrategy("tp2_dp2")
     loader = DataLoader(Augmented(), num_workers=1)
     data = {"num_replicas": 2, "rank": 1}
     with (
         patch.dict(os.environ, PL_SEED_WORKERS="1"),
-        patch.object(Lightning3DStrategy, "distributed_sampler_kwargs", PropertyMock(return_value=data)),
+        patch.object(
+            Lightning3DStrategy, "distributed_sampler_kwargs", PropertyMock(return_value=data)
+        ),
     ):
         strategy.process_dataloader(loader)
     inside = loader.worker_init_fn.args[1]  # type: ignore[union-attr]
     assert inside.func is pl_worker_init_function and inside.keywords == {"rank": 1}
 
 
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow), pytest.param("cp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2",
+        pytest.param("pp2", marks=pytest.mark.slow),
+        pytest.param("cp2", marks=pytest.mark.slow),
+    ],
+)
 def test_samples_are_those_of_one_process(layout: str) -> None:
     alone = run_ranks(samples, 1, "", process_group=False)[0]
     found = run_ranks(samples, Layout.parse(layout).world_size, layout, process_group=False)
     assert found == [alone] * len(found)
 
 
-def numbers(layout: str) -> tuple[list[list[list[int]]], list[tuple[float, ...]], tuple[float, ...]]:
-    """(samples, what the steps drew before they called the model, what a draw after the fit gives)."""
+def numbers(
+    layout: str,
+) -> tuple[list[list[list[int]]], list[tuple[float, ...]], tuple[float, ...]]:
+    """(samples, what the steps drew before they called the model, what a draw after the fit
+    gives)."""
     module = fit(Drawing, layout)
     assert isinstance(module, Drawing)
     return module.seen, module.before, drawn()
 
 
 def test_what_a_step_draws_is_the_same_on_all_stages() -> None:
-    """The last stage draws more than the first, which must shift neither the next micro-batch nor the next samples."""
+    """The last stage draws more than the first, which must shift neither the next micro-batch nor
+    the next samples."""
     first, last = run_ranks(numbers, 2, "pp2", process_group=False)
     assert first[0] == last[0] and first[2] == last[2]
     assert set(last[1]) <= set(first[1])  # the first stage runs the first micro-batch once more

@@ -14,7 +14,9 @@ PARTS = [slice(0, 4), slice(4, 8), slice(1, 8, 2), slice(2, 3), slice(0, 8)]
 
 
 def _conv_layout(x: Tensor) -> Tensor:
-    return F.dropout(x[..., None].expand(-1, -1, -1, 3).contiguous(memory_format=torch.channels_last), 0.5)
+    return F.dropout(
+        x[..., None].expand(-1, -1, -1, 3).contiguous(memory_format=torch.channels_last), 0.5
+    )
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,7 +35,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens": lambda x: F.dropout(x.flatten(0, 1), 0.5).unflatten(0, x.shape[:2]),
     "transposed": lambda x: F.dropout(x.transpose(1, 2), 0.5),
     "channels_last": _conv_layout,
-    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        x[:, None], x[:, None], x[:, None], dropout_p=0.5
+    ),
     "drop_path": lambda x: x * x.new_empty((len(x), 1, 1)).bernoulli_(0.5),
     "generator": lambda x: x + torch.randn(x.shape, generator=torch.Generator().manual_seed(5)),
     "two": lambda x: F.dropout(F.dropout(x, 0.5) + torch.randn(()), 0.5),

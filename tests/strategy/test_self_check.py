@@ -1,4 +1,5 @@
-"""A model that is rewritten into another one is found before its first step: mistakes of newcomers, each exact or one message."""
+"""A model that is rewritten into another one is found before its first step: mistakes of newcomers,
+each exact or one message."""
 
 import copy
 import importlib
@@ -32,9 +33,13 @@ def build(*arguments: Any, **options: Any) -> GPT:
     return GPT(*arguments, **options)
 
 
-def fit(model: nn.Module, layout: str, cache: Path, plan: dict[str, Any] | None = None, **options: Any) -> Fitted:
+def fit(
+    model: nn.Module, layout: str, cache: Path, plan: dict[str, Any] | None = None, **options: Any
+) -> Fitted:
     """Train on as many ranks; what rank 0 has."""
-    return run_ranks(own_gpt.fit, Layout.parse(layout).world_size, model, layout, plan, str(cache), **options)[0]
+    return run_ranks(
+        own_gpt.fit, Layout.parse(layout).world_size, model, layout, plan, str(cache), **options
+    )[0]
 
 
 def assert_exact(fitted: Fitted, model: nn.Module) -> None:
@@ -51,21 +56,36 @@ ON_FOUR = [pytest.param(kind, "tp4", marks=pytest.mark.full) for kind in KINDS[:
     [*by_default([*itertools.product(KINDS, ["tp2", "tp2_pp2"])], 1, 2, 4), *ON_FOUR],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_heads_are_counted_whatever_their_attribute_is_called(attention: type[nn.Module], layout: str, tmp_path: Path) -> None:
+def test_heads_are_counted_whatever_their_attribute_is_called(
+    attention: type[nn.Module], layout: str, tmp_path: Path
+) -> None:
     model = build(attention)
     fitted = fit(model, layout, tmp_path)
     assert_exact(fitted, model)
-    assert f"self-check of GPT: passed; {Layout.parse(layout).name} reproduces the whole model" in fitted.printed
+    assert (
+        f"self-check of GPT: passed; {Layout.parse(layout).name} reproduces the whole model"
+        in fitted.printed
+    )
 
 
 @pytest.mark.full
-def test_fewer_key_heads_than_ranks_are_refused_by_name_until_the_plan_shares_them(tmp_path: Path) -> None:
+def test_fewer_key_heads_than_ranks_are_refused_by_name_until_the_plan_shares_them(
+    tmp_path: Path,
+) -> None:
     """Half a key head on each rank cannot be what the module computes."""
-    with pytest.raises(PlanError, match=r"'h.0.attn' \(SharedKeys\).*If k and v have fewer heads than there are tp ranks.*shared=True"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"'h.0.attn' \(SharedKeys\).*If k and v have fewer heads than there are tp"
+            r" ranks.*shared=True"
+        ),
+    ):
         fit(build(own_gpt.SharedKeys), "tp4", tmp_path)
     shared = {f"h.*.attn.{name}": Cut("colwise", units=2, shared=True) for name in "kv"}
     model = build(own_gpt.SharedKeys)
-    assert_exact(fit(model, "tp4", tmp_path, {"tp": ATTENTION | shared | MLP, "pp": PIPELINE}), model)
+    assert_exact(
+        fit(model, "tp4", tmp_path, {"tp": ATTENTION | shared | MLP, "pp": PIPELINE}), model
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +96,9 @@ def test_a_packed_projection_that_says_what_it_packs_is_exact(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tied": True}, {"dropout": 0.1}], ids=["tied", "dropout"])
-def test_tied_weights_and_dropout_are_no_difference(options: dict[str, Any], tmp_path: Path) -> None:
+def test_tied_weights_and_dropout_are_no_difference(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     model = build(**options)
     fitted = fit(model, "tp2_pp2", tmp_path)
     assert "reproduces the whole model" in fitted.printed
@@ -89,7 +111,12 @@ def without(entries: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 MISTAKES: dict[str, tuple[type[nn.Module], str, dict[str, Any], str]] = {
-    "wrong name": (own_gpt.Attention, "tp2", {"tp": {**ATTENTION, "h.*.upp": "colwise"}, "pp": PIPELINE}, "h.*.upp|all the names"),
+    "wrong name": (
+        own_gpt.Attention,
+        "tp2",
+        {"tp": {**ATTENTION, "h.*.upp": "colwise"}, "pp": PIPELINE},
+        "h.*.upp|all the names",
+    ),
     "half a pair": (
         own_gpt.Attention,
         "tp2",
@@ -108,10 +135,30 @@ MISTAKES: dict[str, tuple[type[nn.Module], str, dict[str, Any], str]] = {
         {"tp": ATTENTION | {"h.*.up": "rowwise", "h.*.down": "colwise"}, "pp": PIPELINE},
         "up .* runs before down",
     ),
-    "a column forgotten": (own_gpt.Attention, "tp2", {"tp": without(ATTENTION, "h.*.attn.v") | MLP, "pp": PIPELINE}, "q and k but not v"),
-    "missing parameter": (own_gpt.Attention, "pp2", {"tp": ATTENTION, "pp": without(PIPELINE, "wpe")}, "'net.wpe.weight' is in no module"),
-    "fixed heads": (own_gpt.FixedHeads, "tp2", PLAN, r"'h.0.attn' \(FixedHeads\).*between q, k and v.*number of heads"),
-    "partial gradient": (own_gpt.NormedHeads, "tp2", PLAN, "'h.0.attn.norm' is replicated.*replicated_with_grad_allreduce"),
+    "a column forgotten": (
+        own_gpt.Attention,
+        "tp2",
+        {"tp": without(ATTENTION, "h.*.attn.v") | MLP, "pp": PIPELINE},
+        "q and k but not v",
+    ),
+    "missing parameter": (
+        own_gpt.Attention,
+        "pp2",
+        {"tp": ATTENTION, "pp": without(PIPELINE, "wpe")},
+        "'net.wpe.weight' is in no module",
+    ),
+    "fixed heads": (
+        own_gpt.FixedHeads,
+        "tp2",
+        PLAN,
+        r"'h.0.attn' \(FixedHeads\).*between q, k and v.*number of heads",
+    ),
+    "partial gradient": (
+        own_gpt.NormedHeads,
+        "tp2",
+        PLAN,
+        "'h.0.attn.norm' is replicated.*replicated_with_grad_allreduce",
+    ),
     "packed by columns": (
         own_gpt.Packed,
         "tp2",
@@ -152,7 +199,8 @@ def test_a_check_multiplies_in_float32_whatever_the_run_does(name: str) -> None:
             raise ZeroDivisionError
         assert torch.get_float32_matmul_precision() == name
         assert [backend.fp32_precision for backend in backends] == set_before
-        torch.backends.cuda.matmul.fp32_precision = "tf32"  # a script that sets backends, which may have no common name then
+        # a script that sets backends, which may have no common name then
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
         with _own_context(torch.device("cpu")):
             assert torch.backends.cuda.matmul.fp32_precision == "ieee"
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -174,7 +222,10 @@ def test_a_check_is_remembered_with_what_it_found(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_other_stages_are_checked_again(tmp_path: Path) -> None:
     model = build()
-    printed = ["self-check" in fit(model, "pp2", tmp_path, stages=stages).printed for stages in (None, [1, 3], [1, 3], [2, 2])]
+    printed = [
+        "self-check" in fit(model, "pp2", tmp_path, stages=stages).printed
+        for stages in (None, [1, 3], [1, 3], [2, 2])
+    ]
     assert printed == [True, True, False, True]
 
 
@@ -190,12 +241,15 @@ def test_a_damaged_memory_is_no_result(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match='self_check must be auto, always or never; got "sometimes"'):
+    with pytest.raises(
+        ConfigError, match='self_check must be auto, always or never; got "sometimes"'
+    ):
         Lightning3DStrategy("tp2", self_check="sometimes")
 
 
 class Noting(own_gpt.Block):
-    """The first block leaves a note for the ones behind it, which do without where there is none."""
+    """The first block leaves a note for the ones behind it, which do without where there is
+    none."""
 
     notes: dict[str, torch.Tensor]
 
@@ -219,7 +273,9 @@ class Handing(Noting):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.index == 3:
             self.notes["third"] = x
-        return own_gpt.Block.forward(self, x + self.notes.pop("third", 0.0) if self.index == 4 else x)
+        return own_gpt.Block.forward(
+            self, x + self.notes.pop("third", 0.0) if self.index == 4 else x
+        )
 
 
 class NotingGPT(GPT):
@@ -303,7 +359,9 @@ class GivesMask(own_gpt.Text):
 
 
 @pytest.mark.slow
-def test_inputs_without_gradients_or_rows_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_without_gradients_or_rows_are_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradient of a mask is spread over the ranks, and nobody reads it."""
     torch.manual_seed(0)
     model = Scaled()
@@ -322,20 +380,32 @@ class Returning(GPT):
 
     def forward(self, ids: torch.Tensor) -> Any:
         logits = super().forward(ids)
-        return {"nested": {"out": {"logits": logits}}, "listed": [[logits], ids], "object": SimpleNamespace(logits=logits)}[self.how]
+        return {
+            "nested": {"out": {"logits": logits}},
+            "listed": [[logits], ids],
+            "object": SimpleNamespace(logits=logits),
+        }[self.how]
 
 
 class ReadsLogits(own_gpt.Text):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         (ids,) = batch
         output = self.net(ids)
-        logits = output.logits if hasattr(output, "logits") else output[0][0] if isinstance(output, list) else output["out"]["logits"]
+        logits = (
+            output.logits
+            if hasattr(output, "logits")
+            else output[0][0]
+            if isinstance(output, list)
+            else output["out"]["logits"]
+        )
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", by_default(["nested", "listed", "object"], 0))
-def test_outputs_in_containers_are_compared(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_in_containers_are_compared(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     fitted = run_ranks(fit_with, 2, ReadsLogits, Returning(how), "tp2", cache=str(tmp_path))[0]
     assert "reproduces the whole model" in fitted.printed
@@ -372,15 +442,27 @@ def test_random_numbers_and_locks_are_no_difference(layout: str, tmp_path: Path)
 class CallsForward(own_gpt.Text):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         (ids,) = batch
-        return nn.functional.cross_entropy(self.net.forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.net.forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
 
 
 @pytest.mark.slow
 def test_a_step_that_never_calls_the_model_is_not_unchecked_in_silence(tmp_path: Path) -> None:
-    """Without a call no hook runs: the number of heads stays that of the whole model, and other losses come out."""
-    with pytest.raises(PlanError, match=r"cannot run: .*model.forward.*sizes that 'h.0.attn' has on each rank.*Call the model itself"):
+    """Without a call no hook runs: the number of heads stays that of the whole model, and other
+    losses come out."""
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"cannot run: .*model.forward.*sizes that 'h.0.attn' has on each rank.*Call the model"
+            r" itself"
+        ),
+    ):
         run_ranks(fit_with, 2, CallsForward, build(own_gpt.NamedHeads), "tp2", cache=str(tmp_path))
-    assert "skipped: the step runs the layers" in run_ranks(fit_with, 2, CallsForward, build(), "pp2", cache=str(tmp_path))[0].printed
+    assert (
+        "skipped: the step runs the layers"
+        in run_ranks(fit_with, 2, CallsForward, build(), "pp2", cache=str(tmp_path))[0].printed
+    )
 
 
 def fit_with(step: type[own_gpt.Text], model: nn.Module, layout: str, cache: str) -> Fitted:
@@ -399,12 +481,19 @@ def fit_made(make: Any, layout: str, cache: str) -> Fitted:
         own_gpt.copy = copy
 
 
-def test_what_a_class_inherits_uses_and_is_configured_with_is_part_of_its_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_class_inherits_uses_and_is_configured_with_is_part_of_its_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a check that passed would stand for a model that computes something else now."""
-    text = "from torch import nn\nSCALE = 1\nclass Base(nn.Module):\n    def forward(self, x):\n        return x * SCALE\n"
+    text = (
+        "from torch import nn\nSCALE = 1\nclass Base(nn.Module):\n    def forward(self, x):\n      "
+        "  return x * SCALE\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     seen = set()
-    for number, changed in enumerate((text, text.replace("SCALE = 1", "SCALE = 2"), text.replace("x * SCALE", "x + SCALE"))):
+    for number, changed in enumerate(
+        (text, text.replace("SCALE = 1", "SCALE = 2"), text.replace("x * SCALE", "x + SCALE"))
+    ):
         (tmp_path / f"base{number}.py").write_text(changed)
         base = importlib.import_module(f"base{number}").Base
         base.__module__, name = "base", base.__module__
@@ -416,12 +505,23 @@ def test_what_a_class_inherits_uses_and_is_configured_with_is_part_of_its_identi
     assert len(seen) == 6
 
 
-def test_code_of_a_class_without_a_file_is_part_of_its_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook, whose module has no file. The same code has the same identity in another process."""
-    text = "class Cell(nn.Module):\n    def forward(self, x):\n        return [SCALE * y for y in x]\n"
+def test_code_of_a_class_without_a_file_is_part_of_its_identity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a notebook, whose module has no file. The same code has the same identity in another
+    process."""
+    text = (
+        "class Cell(nn.Module):\n    def forward(self, x):\n        return [SCALE * y for y in x]\n"
+    )
     monkeypatch.setitem(sys.modules, "notebook", ModuleType("notebook"))
     found = []
-    for code in (text, text, text.replace("SCALE * y", "SCALE + y"), text.replace("[SCALE", "[2 * SCALE"), text.replace("SCALE", "OTHER")):
+    for code in (
+        text,
+        text,
+        text.replace("SCALE * y", "SCALE + y"),
+        text.replace("[SCALE", "[2 * SCALE"),
+        text.replace("SCALE", "OTHER"),
+    ):
         scope: dict[str, Any] = {"nn": nn, "__name__": "notebook"}
         exec(code, scope)
         found.append(identity(scope["Cell"](), ParallelPlan({}), Layout.parse("tp2"), []))
@@ -437,14 +537,24 @@ class TestBlocks:
         assert kept_blocks(kinds_of(blocks)) == ([0, 1, 4, 5], 2)
 
     def test_one_block_of_each_kind(self) -> None:
-        blocks = [own_gpt.Block(own_gpt.Attention, 0.0), own_gpt.Block(own_gpt.Packed, 0.0), own_gpt.Block(own_gpt.Attention, 0.1)]
+        blocks = [
+            own_gpt.Block(own_gpt.Attention, 0.0),
+            own_gpt.Block(own_gpt.Packed, 0.0),
+            own_gpt.Block(own_gpt.Attention, 0.1),
+        ]
         assert kept_blocks(kinds_of(copy.deepcopy(blocks))) == ([0, 1, 2], 1)
 
 
 def tiny_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
@@ -452,7 +562,9 @@ LISTED = "torch 2.13.0, transformers 5.24.0"
 """Versions in verified.json."""
 
 
-def test_a_verified_family_is_checked_again_only_if_its_forward_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verified_family_is_checked_again_only_if_its_forward_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(remembered, "versions", lambda: LISTED)
     model = tiny_llama()
     assert is_verified(model, Layout(tp=2, pp=2, cp=2))
@@ -462,7 +574,9 @@ def test_a_verified_family_is_checked_again_only_if_its_forward_is_replaced(monk
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_a_version_that_is_not_listed_has_no_verified_family(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_not_listed_has_no_verified_family(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A patch release may change a model as much as a minor one."""
     installed = dict(pair.split() for pair in LISTED.split(", "))
     monkeypatch.setattr(remembered, "version", lambda name: installed[name])
@@ -487,7 +601,10 @@ def test_the_copy_of_a_replaced_forward_runs_the_copied_modules() -> None:
 def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"'h.0.attn' \(FixedHeads\)"):
         run_ranks(own_gpt.validate, 2, build(own_gpt.FixedHeads), str(tmp_path))
-    assert "reproduces the whole model" in run_ranks(own_gpt.validate, 2, build(own_gpt.NamedHeads), str(tmp_path))[0]
+    assert (
+        "reproduces the whole model"
+        in run_ranks(own_gpt.validate, 2, build(own_gpt.NamedHeads), str(tmp_path))[0]
+    )
 
 
 class Sharp(own_gpt.Block):

@@ -1,4 +1,5 @@
-"""Batches that are not all alike: other lengths, short last ones, padding, rows that the sampler repeats."""
+"""Batches that are not all alike: other lengths, short last ones, padding, rows that the sampler
+repeats."""
 
 from typing import Any
 
@@ -28,7 +29,8 @@ one_layout = pytest.mark.parametrize("strategy", by_default(LAYOUTS, 6), ids=nam
 
 
 def padded(rows: models.Batch) -> models.Batch:
-    """Right padding of 0 to 15 tokens, so that a row has 16 to 1 targets; every fifth row has none at all."""
+    """Right padding of 0 to 15 tokens, so that a row has 16 to 1 targets; every fifth row has none
+    at all."""
     count, length = rows["input_ids"].shape
     kept = length - (7 * torch.arange(count)) % length
     real = torch.arange(length) < kept[:, None]
@@ -55,21 +57,28 @@ def test_lengths_differ_from_step_to_step_and_between_data_ranks(strategy: dict)
     dp, world_size = degrees(strategy)
     batches = batches_of_all_lengths(recipe, 6 * dp)
     parts = run_ranks(train_batches, world_size, recipe, batches, micro_batch_size=1, **strategy)
-    expected = train_on(recipe, [batches[start : start + dp] for start in range(0, len(batches), dp)])
+    expected = train_on(
+        recipe, [batches[start : start + dp] for start in range(0, len(batches), dp)]
+    )
     assert_same_run(parts, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "extra"),
-    by_default([(strategy, extra) for strategy in LAYOUTS for extra in (1, 5, 10)], 0, 4, 7, 14, 18),
+    by_default(
+        [(strategy, extra) for strategy in LAYOUTS for extra in (1, 5, 10)], 0, 4, 7, 14, 18
+    ),
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_a_short_last_batch_counts_each_row_once(strategy: dict, extra: int) -> None:
-    """DistributedSampler repeats rows from the beginning to give all ranks as many: those weigh nothing."""
+    """DistributedSampler repeats rows from the beginning to give all ranks as many: those weigh
+    nothing."""
     recipe = Recipe(steps=10)
     rows = cut(data(recipe), 0, 2 * recipe.global_batch + extra)
-    parts = run_ranks(train_rows, degrees(strategy)[1], recipe, rows, micro_batch_size=2, **strategy)
+    parts = run_ranks(
+        train_rows, degrees(strategy)[1], recipe, rows, micro_batch_size=2, **strategy
+    )
     expected = train_on(recipe, [split(batch, 2) for batch in split(rows, recipe.global_batch)])
     assert len(expected.losses) == 3
     assert_same_run(parts, expected)
@@ -80,7 +89,9 @@ def test_a_short_last_batch_counts_each_row_once(strategy: dict, extra: int) -> 
 def test_tokens_weigh_equally_whatever_the_padding(strategy: dict) -> None:
     recipe = Recipe(steps=4)
     rows = padded(cut(data(recipe), 0, 4 * recipe.global_batch))
-    parts = run_ranks(train_rows, degrees(strategy)[1], recipe, rows, micro_batch_size=1, **strategy)
+    parts = run_ranks(
+        train_rows, degrees(strategy)[1], recipe, rows, micro_batch_size=1, **strategy
+    )
     expected = train_on(recipe, [split(batch, 2) for batch in split(rows, recipe.global_batch)])
     assert_same_run(parts, expected)
 
@@ -88,7 +99,9 @@ def test_tokens_weigh_equally_whatever_the_padding(strategy: dict) -> None:
 def own_loss(model: nn.Module, batch: models.Batch) -> Tensor:
     """A loss from the logits, as users write it: the mean over this micro-batch's targets."""
     logits = model(batch["input_ids"]).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=models.IGNORE)
+    return F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=models.IGNORE
+    )
 
 
 class OwnLoss(Module):
@@ -102,12 +115,25 @@ def train_own_loss(recipe: Recipe, rows: models.Batch, **strategy: Any) -> Part:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", by_default([{"layout": "tp2_pp2"}, {"layout": "pp2", "zero_stage": 1}], 0), ids=["tp2_pp2", "pp2"])
+@pytest.mark.parametrize(
+    "strategy",
+    by_default([{"layout": "tp2_pp2"}, {"layout": "pp2", "zero_stage": 1}], 0),
+    ids=["tp2_pp2", "pp2"],
+)
 def test_a_loss_of_the_users_own_is_weighted_by_rows(strategy: dict) -> None:
-    """Without data parallelism the micro-batches are the reference's; 13 rows become 13 micro-batches of one."""
+    """Without data parallelism the micro-batches are the reference's; 13 rows become 13
+    micro-batches of one."""
     recipe = Recipe(steps=4)
     rows = cut(data(recipe), 0, 2 * recipe.global_batch + 13)
-    parts = run_ranks(train_own_loss, degrees(strategy)[1], recipe, rows, micro_batch_size=2, loss_reduction="mean", **strategy)
+    parts = run_ranks(
+        train_own_loss,
+        degrees(strategy)[1],
+        recipe,
+        rows,
+        micro_batch_size=2,
+        loss_reduction="mean",
+        **strategy,
+    )
     *full, last = split(rows, recipe.global_batch)
     expected = train_on(recipe, [*(split(batch, 2) for batch in full), split(last, 1)], own_loss)
     assert_same_run(parts, expected)
@@ -117,6 +143,12 @@ def test_a_loss_of_the_users_own_is_weighted_by_rows(strategy: dict) -> None:
 def test_a_hand_written_model_with_short_batches() -> None:
     recipe = Recipe(models.PLAIN, steps=4)
     rows = cut(data(recipe), 0, recipe.global_batch + 7)
-    strategy: dict[str, Any] = {"layout": "tp2_pp2_dp2", "plan": models.PlainModel.plan, "micro_batch_size": 2}
+    strategy: dict[str, Any] = {
+        "layout": "tp2_pp2_dp2",
+        "plan": models.PlainModel.plan,
+        "micro_batch_size": 2,
+    }
     parts = run_ranks(train_rows, 8, recipe, rows, **strategy)
-    assert_same_run(parts, train_on(recipe, [split(batch, 2) for batch in split(rows, recipe.global_batch)]))
+    assert_same_run(
+        parts, train_on(recipe, [split(batch, 2) for batch in split(rows, recipe.global_batch)])
+    )

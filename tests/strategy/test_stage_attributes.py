@@ -1,4 +1,5 @@
-"""What steps leave in attributes after the model's call is the same on every stage, at the end of an epoch, as on one process."""
+"""What steps leave in attributes after the model's call is the same on every stage, at the end of
+an epoch, as on one process."""
 
 import threading
 from typing import Any
@@ -73,7 +74,15 @@ class Collects(pl.LightningModule):
     def _end(self) -> None:
         errors = torch.cat([out - y for out, y in self.pairs])
         rows = self.by_name["rows"]
-        self.found.append([torch.stack(self.losses).mean().item(), errors.norm().item(), self.counts[0], self.meter.total / rows, rows])
+        self.found.append(
+            [
+                torch.stack(self.losses).mean().item(),
+                errors.norm().item(),
+                self.counts[0],
+                self.meter.total / rows,
+                rows,
+            ]
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return F.mse_loss(self.network(batch[0]), batch[1])
@@ -110,7 +119,11 @@ def in_layout(layout: str, options: dict[str, Any], validates: bool) -> list[lis
 
 @pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize(
-    "options", [{"micro_batch_size": 4}, pytest.param({"micro_batch_size": 2, "schedule": "ZBVZeroBubble"}, marks=pytest.mark.slow)]
+    "options",
+    [
+        {"micro_batch_size": 4},
+        pytest.param({"micro_batch_size": 2, "schedule": "ZBVZeroBubble"}, marks=pytest.mark.slow),
+    ],
 )
 def test_every_stage_has_them(options: dict[str, Any], validates: bool) -> None:
     expected = epochs("auto", 1, validates)

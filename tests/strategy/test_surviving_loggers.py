@@ -26,7 +26,9 @@ class OnFullDisk(CSVLogger):
 def fit(folder: str) -> tuple[int, int]:
     recipe = Recipe(layers=2, steps=3, global_batch=4)
     strategy = Lightning3DStrategy("dp2", micro_batch_size=2)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=3, logger=OnFullDisk(folder), log_every_n_steps=1)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=2, max_steps=3, logger=OnFullDisk(folder), log_every_n_steps=1
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Module(recipe), DataLoader(Rows(data(recipe)), batch_size=2))

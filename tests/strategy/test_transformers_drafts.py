@@ -40,24 +40,38 @@ def test_gpt2_has_transposed_layers() -> None:
         "transformer.h.*.mlp.c_fc": "colwise",
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
-    assert list(found.plan["pp"]) == ["transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head"]
+    assert list(found.plan["pp"]) == [
+        "transformer.wte",
+        "transformer.wpe",
+        "transformer.h",
+        "transformer.ln_f",
+        "lm_head",
+    ]
     blocks = build_on_meta("gpt2").transformer.h
-    assert found.local_sizes == {f"transformer.h.{index}.attn.split_size": 16 for index in range(len(blocks))}
+    assert found.local_sizes == {
+        f"transformer.h.{index}.attn.split_size": 16 for index in range(len(blocks))
+    }
 
 
 def test_what_cannot_be_split_gathers_its_output() -> None:
     """Falcon's query_key_value makes the queries of all heads and one key for all of them."""
     found = draft("falcon")
-    assert found.plan["tp"]["transformer.h.*.self_attention.query_key_value"] == "colwise_gather_output"
+    assert (
+        found.plan["tp"]["transformer.h.*.self_attention.query_key_value"]
+        == "colwise_gather_output"
+    )
     assert found.plan["tp"]["transformer.h.*.self_attention.dense"] == "rowwise_split_input"
     assert found.plan["tp"]["transformer.h.*.mlp.dense_h_to_4h"] == "colwise"
     found.require(Layout.parse("tp2"), ["tp"], partly=True)
-    with pytest.raises(PlanError, match="Falcon.* declares no plan for tp, and none can be derived. .* or use dp2"):
+    with pytest.raises(
+        PlanError, match="Falcon.* declares no plan for tp, and none can be derived. .* or use dp2"
+    ):
         found.require(Layout.parse("tp2"), ["tp"], partly=False)
 
 
 def test_a_pipeline_sends_what_blocks_read_besides_the_hidden_states() -> None:
-    """Zamba's blocks read the embedding again; ZAYA's hand the hidden states of their routers on, and the model reads two parameters."""
+    """Zamba's blocks read the embedding again; ZAYA's hand the hidden states of their routers on,
+    and the model reads two parameters."""
     zamba = draft("zamba", 1).plan["pp"]
     assert zamba["model.embed_tokens"] == (["inputs"], ["model.embed_tokens"])
     assert zamba["model.layers"] == (["hidden", "model.embed_tokens"], ["hidden"])
@@ -73,7 +87,9 @@ class Doubled(nn.Linear):
 
 
 @pytest.mark.parametrize(("layer", "works"), [(FalconLinear, True), (Doubled, False)])
-def test_a_layer_that_computes_the_product_itself_is_sharded(layer: type[nn.Linear], works: bool) -> None:
+def test_a_layer_that_computes_the_product_itself_is_sharded(
+    layer: type[nn.Linear], works: bool
+) -> None:
     model = nn.Sequential(layer(4, 6), nn.Linear(6, 4))
     if works:
         assert resolve(model, ParallelPlan({"0": Cut("colwise")}), 2)["0"].style == "colwise"
@@ -95,5 +111,6 @@ def test_a_rank_takes_the_slopes_of_its_heads(rows: int) -> None:
     take_heads(module, HeadArgument("slopes", 0, heads), Place(1, 2))
     expected = slopes.view(rows, heads, 1, 5)[:, 2:].reshape(-1, 1, 5)
     assert torch.equal(module(torch.zeros(1), slopes=slopes), expected)
-    take_heads(module, HeadArgument("slopes", 0, heads), Place(1, 2))  # again, for a module that is fitted twice
+    # again, for a module that is fitted twice
+    take_heads(module, HeadArgument("slopes", 0, heads), Place(1, 2))
     assert torch.equal(module(torch.zeros(1), slopes=slopes), expected)

@@ -1,4 +1,5 @@
-"""An ordinary LightningModule, with callbacks, metrics and a scheduler, behaves as on one process."""
+"""An ordinary LightningModule, with callbacks, metrics and a scheduler, behaves as on one
+process."""
 
 import ast
 import functools
@@ -62,8 +63,11 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in sorted(metrics.items())}
 
 
-def fit(folder: str, batch_size: int, strategy: Any, devices: int, module: LanguageModel) -> Outcome:
-    """What a user's script does. Early stopping ends it when the loss improves by less than it asks for."""
+def fit(
+    folder: str, batch_size: int, strategy: Any, devices: int, module: LanguageModel
+) -> Outcome:
+    """What a user's script does. Early stopping ends it when the loss improves by less than it asks
+    for."""
     history = History()
     checkpoint = ModelCheckpoint(folder, monitor="val_loss", mode="min", save_weights_only=True)
     stopping = EarlyStopping("val_loss", patience=1, min_delta=0.12)
@@ -96,9 +100,13 @@ def fit_on_rank(folder: str, layout: str, **strategy: Any) -> Outcome:
     from lightning_3d.strategy import Lightning3DStrategy
 
     size = Layout.parse(layout)
-    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH), **strategy)
+    plan = Lightning3DStrategy(
+        layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH), **strategy
+    )
     assert plan.layout is not None
-    return fit(folder, GLOBAL_BATCH // plan.layout.dp, plan, plan.layout.world_size, LanguageModel())
+    return fit(
+        folder, GLOBAL_BATCH // plan.layout.dp, plan, plan.layout.world_size, LanguageModel()
+    )
 
 
 @functools.cache
@@ -120,8 +128,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def test_the_module_imports_nothing_of_ours() -> None:
     tree = ast.parse(Path(plain_module.__file__).read_text())
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {name.partition(".")[0] for name in imported} == {"lightning", "torch", "torchmetrics", "transformers"}
+    imported |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert {name.partition(".")[0] for name in imported} == {
+        "lightning",
+        "torch",
+        "torchmetrics",
+        "transformers",
+    }
 
 
 def test_the_reference_learns_and_stops_early(expected: Outcome) -> None:
@@ -143,9 +161,13 @@ def test_the_reference_learns_and_stops_early(expected: Outcome) -> None:
         ],
         3,
     ),
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "default",
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(map(str, value.values())) or "default"
+    ),
 )
-def test_every_rank_sees_the_true_values(layout: str, strategy: dict, expected: Outcome, tmp_path: Path) -> None:
+def test_every_rank_sees_the_true_values(
+    layout: str, strategy: dict, expected: Outcome, tmp_path: Path
+) -> None:
     ranks = run_ranks(fit_on_rank, _world_size(layout), str(tmp_path), layout, **strategy)
     for outcome in ranks:
         assert (outcome.steps, outcome.stopped_epoch) == (expected.steps, expected.stopped_epoch)
@@ -185,7 +207,13 @@ def refused_fit(folder: str) -> tuple[str, str]:
     from lightning_3d.strategy import Lightning3DStrategy
 
     try:
-        fit(folder, GLOBAL_BATCH, Lightning3DStrategy("pp2_vp5", schedule="Interleaved1F1B"), 2, LanguageModel())
+        fit(
+            folder,
+            GLOBAL_BATCH,
+            Lightning3DStrategy("pp2_vp5", schedule="Interleaved1F1B"),
+            2,
+            LanguageModel(),
+        )
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -209,7 +237,11 @@ def attributes_after_fit(folder: str) -> set[str]:
 
 def own_attributes(module: nn.Module) -> set[str]:
     """Methods of the class that an instance attribute hides."""
-    return {name for name in vars(module) if callable(getattr(type(module), name, None)) and name != "training"}
+    return {
+        name
+        for name in vars(module)
+        if callable(getattr(type(module), name, None)) and name != "training"
+    }
 
 
 def _world_size(layout: str) -> int:

@@ -1,4 +1,5 @@
-"""Steps as people write them: other argument names, outputs beside the loss, metrics, a second Trainer, frozen parts."""
+"""Steps as people write them: other argument names, outputs beside the loss, metrics, a second
+Trainer, frozen parts."""
 
 import contextlib
 import io
@@ -34,10 +35,16 @@ class Sees(pl.Callback):
         self.trained: list[Any] = []
         self.validated: list[Any] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        self.trained.append({key: float(value) for key, value in outputs.items() if value.ndim == 0})
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any
+    ) -> None:
+        self.trained.append(
+            {key: float(value) for key, value in outputs.items() if value.ndim == 0}
+        )
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any
+    ) -> None:
         self.validated.append(float(outputs["val_loss"]))
 
 
@@ -47,7 +54,11 @@ class Steps(Module):
     def training_step(self, batch: models.Batch, _: int) -> dict[str, Tensor]:
         assert self.model is not None
         out = self.model(**batch)
-        return {"loss": out.loss, "largest": out.logits.max().detach(), "logits": out.logits.detach()}
+        return {
+            "loss": out.loss,
+            "largest": out.logits.max().detach(),
+            "logits": out.logits.detach(),
+        }
 
     def validation_step(self, batch: models.Batch) -> dict[str, Tensor]:
         assert self.model is not None
@@ -59,7 +70,9 @@ class Steps(Module):
 class NumberedSteps(Steps):
     """An index under another name, and two loaders."""
 
-    def validation_step(self, batch: models.Batch, i: int, dataloader_idx: int = 0) -> dict[str, Tensor]:  # type: ignore[override]
+    def validation_step(
+        self, batch: models.Batch, i: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:  # type: ignore[override]
         return super().validation_step(batch)
 
 
@@ -74,7 +87,9 @@ def rows() -> Rows:
 def loss_of(batch: models.Batch) -> tuple[float, int]:
     """(mean loss, target tokens) on one process."""
     with torch.no_grad():
-        return models.causal_token_losses(initial_model(RECIPE), batch).mean().item(), target_count("llama", batch)
+        return models.causal_token_losses(initial_model(RECIPE), batch).mean().item(), target_count(
+            "llama", batch
+        )
 
 
 def strategy_trainer(
@@ -84,19 +99,28 @@ def strategy_trainer(
 
     plan = Lightning3DStrategy(layout, **{"micro_batch_size": 1} | strategy)
     assert plan.layout is not None
-    return quiet_trainer(strategy=plan, devices=plan.layout.world_size, max_epochs=max_epochs, callbacks=callbacks or [])
+    return quiet_trainer(
+        strategy=plan,
+        devices=plan.layout.world_size,
+        max_epochs=max_epochs,
+        callbacks=callbacks or [],
+    )
 
 
 def validate(layout: str, numbered: bool) -> tuple[list[float], list[float]]:
     seen = Sees()
     loaders = [DataLoader(rows(), batch_size=BATCH) for _ in range(1 + numbered)]
     module = NumberedSteps(RECIPE) if numbered else Steps(RECIPE)
-    found = strategy_trainer(layout, [seen]).validate(module, loaders if numbered else loaders[0], verbose=False)
+    found = strategy_trainer(layout, [seen]).validate(
+        module, loaders if numbered else loaders[0], verbose=False
+    )
     return [value for metrics in found for value in metrics.values()], seen.validated
 
 
 @pytest.mark.parametrize("numbered", by_default([False, True], 1), ids=["no_index", "named_i"])
-@pytest.mark.parametrize(("layout", "ranks"), by_default([("pp2_dp2", 4), ("dp2", 2), ("pp2", 2)], 0))
+@pytest.mark.parametrize(
+    ("layout", "ranks"), by_default([("pp2_dp2", 4), ("dp2", 2), ("pp2", 2)], 0)
+)
 def test_steps_need_not_be_called_batch_idx(layout: str, ranks: int, numbered: bool) -> None:
     """A row that the sampler repeats counts once whether or not the step takes an index."""
     expected, _ = loss_of(rows().batch)
@@ -126,8 +150,12 @@ def test_callbacks_of_every_rank_see_the_numbers_beside_the_loss() -> None:
     with torch.no_grad():
         largest = initial_model(RECIPE)(input_ids=batch["input_ids"]).logits.amax((1, 2)).tolist()
     counts = [target_count("llama", cut(batch, row, 1)) for row in range(BATCH)]
-    expected = sum(value * count for value, count in zip(largest, counts, strict=True)) / sum(counts)
-    assert first[0]["largest"] == pytest.approx(expected, rel=1e-5), "one row a micro-batch, weighted as its loss"
+    expected = sum(value * count for value, count in zip(largest, counts, strict=True)) / sum(
+        counts
+    )
+    assert first[0]["largest"] == pytest.approx(expected, rel=1e-5), (
+        "one row a micro-batch, weighted as its loss"
+    )
     for other in others:
         assert all(step == pytest.approx(seen) for step, seen in zip(other, first, strict=True))
 
@@ -157,22 +185,35 @@ def print_in_steps(layout: str, early: bool, **strategy: Any) -> tuple[list[str]
     out = io.StringIO()
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(out):
         warnings.simplefilter("always")
-        strategy_trainer(layout, **strategy).fit(Prints(RECIPE, early), DataLoader(rows(), batch_size=BATCH))
-    return [str(one.message) for one in caught if str(one.message).startswith("self.")], out.getvalue().split()
+        strategy_trainer(layout, **strategy).fit(
+            Prints(RECIPE, early), DataLoader(rows(), batch_size=BATCH)
+        )
+    return [
+        str(one.message) for one in caught if str(one.message).startswith("self.")
+    ], out.getvalue().split()
 
 
-@pytest.mark.parametrize("early", by_default([True, False], 0), ids=["before the model", "after the model"])
+@pytest.mark.parametrize(
+    "early", by_default([True, False], 0), ids=["before the model", "after the model"]
+)
 def test_prints_in_a_step_of_a_pipeline_are_warned_of_once(early: bool) -> None:
     """Each case is warned of by the one rank that knows it: rank 0, or the last stage."""
     (first, printed), (last, nothing) = run_ranks(print_in_steps, 2, "pp2", early)
     assert (nothing, printed.count("end")) == ([], 4)
     if early:
-        assert last == [] and len(first) == 1 and first[0].startswith("self.print is used before the step calls the model.")
+        assert (
+            last == []
+            and len(first) == 1
+            and first[0].startswith("self.print is used before the step calls the model.")
+        )
         assert printed.count("early") >= ROWS, "once for each micro-batch of one row"
     else:
         assert first == [] and "late" not in printed
         assert [one.partition(" ")[0] for one in last] == ["self.print", "self.logger"]
-        assert all("does nothing" in one and "Use self.log" in one and "on_train_batch_end" in one for one in last)
+        assert all(
+            "does nothing" in one and "Use self.log" in one and "on_train_batch_end" in one
+            for one in last
+        )
 
 
 @pytest.mark.full
@@ -198,7 +239,9 @@ class Numbers(Module):
         for row, token in enumerate(first.tolist()):
             target = torch.zeros(scores.shape[1], dtype=torch.bool)
             target[token] = True
-            self.ranking.update(scores[row], target, indexes=batch["row"][row].expand(scores.shape[1]))
+            self.ranking.update(
+                scores[row], target, indexes=batch["row"][row].expand(scores.shape[1])
+            )
         return {"mean": float(out.loss), "rows": len(first), "kind": "text"}
 
     def on_validation_epoch_end(self) -> None:
@@ -209,7 +252,9 @@ class KeepsOutputs(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any
+    ) -> None:
         self.seen.append(outputs)
 
 
@@ -229,19 +274,24 @@ class WithoutRow(Numbers):
 def validate_numbers(layout: str) -> tuple[float, list[Any]]:
     outputs = KeepsOutputs()
     trainer = strategy_trainer(layout, [outputs])
-    found = trainer.validate(WithoutRow(RECIPE), DataLoader(numbered_rows(), batch_size=4), verbose=False)
+    found = trainer.validate(
+        WithoutRow(RECIPE), DataLoader(numbered_rows(), batch_size=4), verbose=False
+    )
     return found[0]["mrr"], outputs.seen
 
 
 def ranking_and_losses() -> tuple[float, list[float]]:
-    """(mean reciprocal rank of each row's first token, mean loss of each batch) on one process, without torchmetrics."""
+    """(mean reciprocal rank of each row's first token, mean loss of each batch) on one process,
+    without torchmetrics."""
     batch = numbered_rows().batch
     ids = batch["input_ids"]
     with torch.no_grad():
         scores = initial_model(RECIPE)(input_ids=ids).logits[:, 0]
     ranks = 1 + (scores > scores.gather(1, ids[:, :1])).sum(1)
     tokens = {key: value for key, value in batch.items() if key != "row"}
-    return (1 / ranks).mean().item(), [loss_of(cut(tokens, start, 4))[0] for start in range(0, 12, 4)]
+    return (1 / ranks).mean().item(), [
+        loss_of(cut(tokens, start, 4))[0] for start in range(0, 12, 4)
+    ]
 
 
 @pytest.mark.slow
@@ -271,19 +321,38 @@ class ComputesInside(Module):
         return loss
 
 
-def fit(layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, **arguments: Any) -> int:
+def fit(
+    layout: str, kind: str, zero_stage: int = 0, micro_batch_size: int = 1, **arguments: Any
+) -> int:
     """Steps taken."""
-    kinds: dict[str, type[Module]] = {"inside": ComputesInside, "frozen": PartlyFrozen, "communicates": Communicates}
-    kinds |= {"fewer": CallsLessOften, "backward": OwnBackward, "tempered": Tempered, "two": TwoOptimizers, "manual": Manual}
+    kinds: dict[str, type[Module]] = {
+        "inside": ComputesInside,
+        "frozen": PartlyFrozen,
+        "communicates": Communicates,
+    }
+    kinds |= {
+        "fewer": CallsLessOften,
+        "backward": OwnBackward,
+        "tempered": Tempered,
+        "two": TwoOptimizers,
+        "manual": Manual,
+    }
     module = kinds.get(kind, Steps)(RECIPE, **arguments)
-    callbacks: list[pl.Callback] = [GradientAccumulationScheduler({0: 1, 1: 2})] if kind == "accumulates" else []
-    trainer = strategy_trainer(layout, callbacks, zero_stage=zero_stage, micro_batch_size=micro_batch_size, max_epochs=2)
+    callbacks: list[pl.Callback] = (
+        [GradientAccumulationScheduler({0: 1, 1: 2})] if kind == "accumulates" else []
+    )
+    trainer = strategy_trainer(
+        layout, callbacks, zero_stage=zero_stage, micro_batch_size=micro_batch_size, max_epochs=2
+    )
     trainer.fit(module, DataLoader(rows(), batch_size=BATCH))
     return trainer.global_step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("on_step", "layout"), by_default([(False, "pp2"), (True, "pp2"), (False, "dp2"), (True, "dp2")], 0))
+@pytest.mark.parametrize(
+    ("on_step", "layout"),
+    by_default([(False, "pp2"), (True, "pp2"), (False, "dp2"), (True, "dp2")], 0),
+)
 def test_a_metric_over_all_ranks_inside_a_step_is_refused(on_step: bool, layout: str) -> None:
     """Some ranks never get there: it would wait for ever."""
     with pytest.raises(ConfigError, match="metric.compute"):
@@ -306,7 +375,9 @@ class Communicates(Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "how"), by_default([("pp2", "all_gather"), ("dp2", "barrier")], 0))
+@pytest.mark.parametrize(
+    ("layout", "how"), by_default([("pp2", "all_gather"), ("dp2", "barrier")], 0)
+)
 def test_communication_of_the_users_own_inside_a_step_is_refused(layout: str, how: str) -> None:
     with pytest.raises(ConfigError, match="communicates with all ranks"):
         run_ranks(fit, 2, layout, "communicates", how=how)
@@ -323,14 +394,23 @@ class CallsLessOften(Module):
 
 @pytest.mark.slow
 def test_fewer_calls_on_the_last_stage_are_refused() -> None:
-    with pytest.raises(PlanError, match="On the last pipeline stage, the step calls the model 1 time, but on the first stage 2 times"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            "On the last pipeline stage, the step calls the model 1 time, but on the first stage 2"
+            " times"
+        ),
+    ):
         run_ranks(fit, 2, "pp2", "fewer")
 
 
 @pytest.mark.slow
 def test_whole_batches_may_communicate() -> None:
     """One micro-batch, no pipeline: the step runs equally often everywhere."""
-    assert run_ranks(fit, 2, "dp2", "communicates", micro_batch_size=BATCH, how="all_gather") == [4, 4]
+    assert run_ranks(fit, 2, "dp2", "communicates", micro_batch_size=BATCH, how="all_gather") == [
+        4,
+        4,
+    ]
 
 
 class OwnBackward(Module):
@@ -367,15 +447,19 @@ class TwoOptimizers(Module):
 
 
 def train_with_wrong_plan(precision: str) -> None:
-    """The norms of queries and keys are used on each rank's own heads, which the plan does not say."""
+    """The norms of queries and keys are used on each rank's own heads, which the plan does not
+    say."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     recipe = Recipe("qwen3", steps=2)
     wrong = dict(initial_model(recipe).config.base_model_tp_plan)  # type: ignore[union-attr, arg-type]
     plan = {f"model.{name}": style for name, style in wrong.items() if "_norm" not in name}
-    # With sequence parallelism all gradients in there are sums over the ranks, so that nothing has to be said.
+    # With sequence parallelism all gradients in there are sums over the ranks, so that nothing has
+    # to be said.
     cuts = plan | {"lm_head": "colwise_gather_output"}
-    strategy = Lightning3DStrategy("tp2", plan={"tp": cuts}, sequence_parallel=False, self_check="never")
+    strategy = Lightning3DStrategy(
+        "tp2", plan={"tp": cuts}, sequence_parallel=False, self_check="never"
+    )
     trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, precision=precision)
     trainer.fit(Module(recipe), DataLoader(Rows(cut(data(recipe), 0, 8)), batch_size=4))
 
@@ -418,7 +502,9 @@ class Tempered(Module):
         self.temperature = torch.nn.Parameter(torch.ones(()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([{"params": [self.temperature]}, {"params": list(self.parameters())[1:]}])
+        return torch.optim.AdamW(
+            [{"params": [self.temperature]}, {"params": list(self.parameters())[1:]}]
+        )
 
 
 @pytest.mark.slow
@@ -428,7 +514,8 @@ def test_a_parameter_that_is_on_another_stage_is_told() -> None:
 
 
 def second_trainer(layout: str, second: str) -> tuple[list[float], str]:
-    """Loss after a fit: validated by its own Trainer, by another one, and after a second fit by the other."""
+    """Loss after a fit: validated by its own Trainer, by another one, and after a second fit by the
+    other."""
     module, loader = Steps(RECIPE), DataLoader(rows(), batch_size=BATCH)
     first = strategy_trainer(layout)
     first.fit(module, loader)
@@ -476,15 +563,18 @@ def test_a_pipeline_that_idles_for_want_of_micro_batches_is_told_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "zero"), by_default([(layout, zero) for layout in ("tp2_dp4", "tp4_pp1_dp2") for zero in (0, 1, 3)], 4)
+    ("layout", "zero"),
+    by_default([(layout, zero) for layout in ("tp2_dp4", "tp4_pp1_dp2") for zero in (0, 1, 3)], 4),
 )
 def test_copies_stay_equal_where_the_vocabulary_is_cut_unevenly(layout: str, zero: int) -> None:
-    """67 tokens: tensor-parallel ranks have flat buffers of different sizes, but hold the same norms bit by bit."""
+    """67 tokens: tensor-parallel ranks have flat buffers of different sizes, but hold the same
+    norms bit by bit."""
     parity.assert_same_training("llama", layout, zero=zero)
 
 
 def another_module() -> list[float]:
-    """A strategy that has trained one module validates another, in memory and without `configure_model`."""
+    """A strategy that has trained one module validates another, in memory and without
+    `configure_model`."""
     trainer, loader = strategy_trainer("pp2"), DataLoader(rows(), batch_size=BATCH)
     trainer.fit(Steps(RECIPE), loader)
     other = Steps(RECIPE, initial_model(RECIPE))
@@ -515,7 +605,9 @@ def test_batches_of_several_loaders() -> None:
 
 
 class Fails(pl.Callback):
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_rank == 1 and batch_idx == 1:
             raise ArithmeticError("cannot go on")
 
@@ -525,7 +617,9 @@ def fit_and_fail(folder: str) -> None:
 
     callbacks = [Fails(), OnExceptionCheckpoint(folder)]
     strategy = Lightning3DStrategy("pp2", micro_batch_size=1)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=2, max_epochs=1, callbacks=callbacks, enable_checkpointing=True
+    )
     trainer.fit(Steps(RECIPE), DataLoader(rows(), batch_size=BATCH))
 
 
@@ -533,7 +627,9 @@ def fit_and_fail(folder: str) -> None:
 def test_a_checkpoint_on_exception_does_not_wait_for_ranks_that_know_nothing(tmp_path: Any) -> None:
     with pytest.raises(ArithmeticError):
         run_ranks(fit_and_fail, 2, str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} <= {".lightning_3d.lock"}, "no checkpoint, nor a part of one"
+    assert {path.name for path in tmp_path.iterdir()} <= {".lightning_3d.lock"}, (
+        "no checkpoint, nor a part of one"
+    )
 
 
 class LayerwiseRates(Steps):
@@ -567,8 +663,13 @@ def test_learning_rates_of_later_stages_survive_a_resume(tmp_path: Any) -> None:
     for before, after, message in (first, last):
         assert message == "" and after == pytest.approx([rate / 2 for rate in before])
     assert set(first[0]) != set(last[0])
-    for before, after, message in run_ranks(resumed_rates, 2, str(tmp_path), "dp2"):  # each parameter finds its group
-        assert message == "" and set(before) <= {2 * rate for rate in after} and len(after) > len(before)
+    # each parameter finds its group
+    for before, after, message in run_ranks(resumed_rates, 2, str(tmp_path), "dp2"):
+        assert (
+            message == ""
+            and set(before) <= {2 * rate for rate in after}
+            and len(after) > len(before)
+        )
 
 
 def unequal(training: bool) -> str:
@@ -576,11 +677,17 @@ def unequal(training: bool) -> str:
     from lightning_3d.strategy import Lightning3DStrategy
 
     strategy = Lightning3DStrategy("dp2", micro_batch_size=1)
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1, use_distributed_sampler=False)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=2, max_epochs=1, use_distributed_sampler=False
+    )
     chosen = Subset(rows(), range(BATCH * (1 + trainer.global_rank)))
     loader = DataLoader(chosen, batch_size=BATCH)
     try:
-        trainer.fit(Steps(RECIPE), loader) if training else trainer.validate(Steps(RECIPE), loader, verbose=False)
+        (
+            trainer.fit(Steps(RECIPE), loader)
+            if training
+            else trainer.validate(Steps(RECIPE), loader, verbose=False)
+        )
     except Exception as error:
         return str(error)
     return ""

@@ -1,4 +1,5 @@
-"""The smallest model and optimizer of a configuration, and a Trainer that fits them to the alphabet on one process."""
+"""The smallest model and optimizer of a configuration, and a Trainer that fits them to the alphabet
+on one process."""
 
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,18 @@ def alphabet(**kwargs: Any) -> Alphabet:
 
 
 def trainer(folder: Path, *callbacks: Callback, **kwargs: Any) -> Trainer:
-    options = {"max_steps": 20, "limit_val_batches": 4, "val_check_interval": 20, "check_val_every_n_epoch": None}
-    options |= {"enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks)}
-    options |= {"enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks)}
+    options = {
+        "max_steps": 20,
+        "limit_val_batches": 4,
+        "val_check_interval": 20,
+        "check_val_every_n_epoch": None,
+    }
+    options |= {
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    }
+    options |= {
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks)
+    }
     return Trainer(
         accelerator="cpu",
         devices=1,

@@ -17,10 +17,19 @@ from skips import NO_BROWSER
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=5000",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--virtual-time-budget=5000",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--enable-logging=stderr",
+)
 PROBE = """<script>
 const seen = { errors: [], asked: [] };
 addEventListener("error", (event) => seen.errors.push(String(event.message || event.target)), true);
@@ -64,9 +73,13 @@ class Seen:
 
 def chromium() -> str:
     """The browser; the test is skipped where there is none."""
-    found = os.environ.get("LIGHTNING_3D_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    found = os.environ.get("LIGHTNING_3D_CHROMIUM") or next(
+        filter(None, map(shutil.which, NAMES)), None
+    )
     if found is None:
-        pytest.skip(f"{NO_BROWSER}; `make browser` installs it, or set LIGHTNING_3D_CHROMIUM to its path")
+        pytest.skip(
+            f"{NO_BROWSER}; `make browser` installs it, or set LIGHTNING_3D_CHROMIUM to its path"
+        )
     return found
 
 
@@ -76,15 +89,29 @@ def look(page: Path, *, width: int, dark: bool) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "picture.png"
         copy = Path(folder) / page.name
-        copy.write_text(page.read_text("utf-8").replace("<head>", f"<head>{PROBE}", 1), encoding="utf-8")
+        copy.write_text(
+            page.read_text("utf-8").replace("<head>", f"<head>{PROBE}", 1), encoding="utf-8"
+        )
         scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
         frame = Path(folder) / "frame.html"  # a window has a width of 500 at the least
         frame.write_text(FRAME.format(page=copy.as_uri(), width=width), encoding="utf-8")
-        where = (f"--window-size={max(width, 500)},1200", f"--user-data-dir={folder}/user", f"--screenshot={picture}")
-        done = subprocess.run([browser, *FLAGS, scheme, *where, frame.as_uri()], capture_output=True, text=True, timeout=120, check=False)
+        where = (
+            f"--window-size={max(width, 500)},1200",
+            f"--user-data-dir={folder}/user",
+            f"--screenshot={picture}",
+        )
+        done = subprocess.run(
+            [browser, *FLAGS, scheme, *where, frame.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         said = re.search(r"SEEN([A-Za-z0-9+/=]*)END", done.stderr)
         assert said and picture.is_file(), f"the page did not load:\n{done.stderr[-2000:]}"
         pixels = picture.read_bytes()
     seen: dict[str, Any] = json.loads(unquote(base64.b64decode(said[1]).decode()))
-    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line and "SEEN" not in line]
+    console = [
+        line for line in done.stderr.splitlines() if ":CONSOLE" in line and "SEEN" not in line
+    ]
     return Seen(picture=pixels, **{**seen, "errors": [*seen["errors"], *console]})

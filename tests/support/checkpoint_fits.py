@@ -1,4 +1,5 @@
-"""Fits that save and resume checkpoints of a small Llama with tied embeddings, and the tensors in these checkpoints."""
+"""Fits that save and resume checkpoints of a small Llama with tied embeddings, and the tensors in
+these checkpoints."""
 
 import math
 from pathlib import Path
@@ -22,7 +23,8 @@ STEPS_PER_EPOCH = 64 // GLOBAL_BATCH
 
 
 class TiedModel(LanguageModel):
-    """With an embedding on the first and the last stage, a vocabulary that tp does not divide, and a buffer."""
+    """With an embedding on the first and the last stage, a vocabulary that tp does not divide, and
+    a buffer."""
 
     def __init__(self, hidden_size: int = 32, tied: bool = True) -> None:
         super().__init__()
@@ -58,11 +60,15 @@ class SaveAtStart(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def make_trainer(layout: str, epochs: int, callbacks: list[Any], precision: str = "32-true", **strategy: Any) -> Any:
+def make_trainer(
+    layout: str, epochs: int, callbacks: list[Any], precision: str = "32-true", **strategy: Any
+) -> Any:
     from lightning_3d.strategy import Lightning3DStrategy
 
     size = Layout.parse(layout)
-    plan = Lightning3DStrategy(layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH), **strategy)
+    plan = Lightning3DStrategy(
+        layout, micro_batch_size=micro_batch_rows(size.dp, size.pp, GLOBAL_BATCH), **strategy
+    )
     assert plan.layout is not None
     trainer = quiet_trainer(
         strategy=plan,
@@ -88,7 +94,9 @@ def fit(
 ) -> list[float]:
     """The loss of every step of a fit, and of one validation after it."""
     values = StepValues()
-    trainer, rows = make_trainer(layout, epochs, [values] + ([SaveAtStart(at_start)] if at_start else []), **more)
+    trainer, rows = make_trainer(
+        layout, epochs, [values] + ([SaveAtStart(at_start)] if at_start else []), **more
+    )
     module = model()
     trainer.fit(module, datamodule=rows, ckpt_path=resume)
     if at_end:

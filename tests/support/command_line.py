@@ -1,8 +1,9 @@
 """Runs command lines of lightning-3d in one process, one after the other, and says how each ended.
 
-A fresh interpreter costs a second, and importing torch and its friends five to nine; so one process runs many command lines, in
-the way a sweep does, and where it does not matter when torch is imported, that process is a warm one. What each prints is captured at
-the file descriptors, so that the output of ranks is in it.
+A fresh interpreter costs a second, and importing torch and its friends five to nine; so one process
+runs many command lines, in the way a sweep does, and where it does not matter when torch is
+imported, that process is a warm one. What each prints is captured at the file descriptors, so that
+the output of ranks is in it.
 """
 
 import json
@@ -17,7 +18,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 REPOSITORY = Path(__file__).parents[2]
-OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
+OUTSIDE = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+)
 
 
 @dataclass(frozen=True)
@@ -40,16 +49,27 @@ class Result:
 def environment(**more: str) -> dict[str, str]:
     """The environment of a fresh process: this one's, without a launcher's variables."""
     mine = {name: value for name, value in os.environ.items() if name not in OUTSIDE}
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests" / "support"), *filter(None, [mine.get("PYTHONPATH")])]
-    return mine | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | more
+    paths = [
+        str(REPOSITORY),
+        str(REPOSITORY / "tests" / "support"),
+        *filter(None, [mine.get("PYTHONPATH")]),
+    ]
+    return (
+        mine
+        | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        | more
+    )
 
 
-def run_commands(lines: list[list[str]], timeout: float = 240, warm: bool = False, **more: str) -> list[Result]:
+def run_commands(
+    lines: list[list[str]], timeout: float = 240, warm: bool = False, **more: str
+) -> list[Result]:
     """Run `lightning-3d ARGUMENTS` for each list of arguments, each in an empty working directory.
 
     Args:
         timeout: seconds for all.
-        warm: in a process that has imported torch and its friends already, see `starts.in_fresh_process`.
+        warm: in a process that has imported torch and its friends already, see
+            `starts.in_fresh_process`.
         **more: variables of the environment.
     """
     if warm:
@@ -60,17 +80,29 @@ def run_commands(lines: list[list[str]], timeout: float = 240, warm: bool = Fals
         answers = Path(folder) / "answers.json"
         command = [sys.executable, __file__, str(answers), json.dumps(lines)]
         done = subprocess.run(
-            command, cwd=folder, env=environment(**more), timeout=timeout, check=False, capture_output=True, text=True
+            command,
+            cwd=folder,
+            env=environment(**more),
+            timeout=timeout,
+            check=False,
+            capture_output=True,
+            text=True,
         )
         if not answers.is_file():
-            raise AssertionError(f"the process that runs command lines ended with {done.returncode}:\n{done.stderr}")
+            raise AssertionError(
+                f"the process that runs command lines ended with {done.returncode}:\n{done.stderr}"
+            )
         return [Result(**answer) for answer in json.loads(answers.read_text())]
 
 
 def assert_refused(result: Result, says: list[str]) -> None:
     """Exit code 2, and one message without a traceback that contains all of these words."""
     assert result.code == 2, result.output
-    messages = [line for line in result.output.splitlines() if line.startswith(("lightning_3d: ", "lightning-3d: "))]
+    messages = [
+        line
+        for line in result.output.splitlines()
+        if line.startswith(("lightning_3d: ", "lightning-3d: "))
+    ]
     assert len(messages) == 1, result.output
     assert "Traceback" not in result.output, result.output
     assert [words for words in says if words not in messages[0]] == [], messages[0]
@@ -83,7 +115,9 @@ def _main() -> None:
     answers.write_text(json.dumps(results))
 
 
-def run_here(lines: list[list[str]], more: Mapping[str, str] = MappingProxyType({})) -> list[Result]:
+def run_here(
+    lines: list[list[str]], more: Mapping[str, str] = MappingProxyType({})
+) -> list[Result]:
     """In this process, whose environment it changes."""
     os.environ.update(environment(**more))
     return [_run(arguments) for arguments in lines]
@@ -111,7 +145,9 @@ def _run(arguments: list[str]) -> Result:
                 os.close(descriptor)
         captured.seek(0)
         left = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
-        return Result(code, captured.read().decode(errors="replace"), seconds, left, "torch" in sys.modules)
+        return Result(
+            code, captured.read().decode(errors="replace"), seconds, left, "torch" in sys.modules
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Batches that context parallelism must split with care: packed documents, padding, and few tokens."""
+"""Batches that context parallelism must split with care: packed documents, padding, and few
+tokens."""
 
 from typing import Any
 
@@ -14,7 +15,8 @@ KINDS = ("ring", "ulysses")
 
 
 def packed(recipe: Recipe) -> Batch:
-    """Rows of several documents, some of which go over all ranks, given as position ids that begin anew."""
+    """Rows of several documents, some of which go over all ranks, given as position ids that begin
+    anew."""
     batch = data(recipe)
     generator = torch.Generator().manual_seed(3)
     begins = torch.rand(batch["input_ids"].shape, generator=generator) < 0.2
@@ -31,7 +33,10 @@ def padded(recipe: Recipe) -> Batch:
     kept = torch.ones_like(batch["input_ids"])
     kept[1::4, 9:] = 0
     kept[2::4, :3] = 0
-    return batch | {"attention_mask": kept, "labels": batch["labels"].masked_fill(kept == 0, IGNORE)}
+    return batch | {
+        "attention_mask": kept,
+        "labels": batch["labels"].masked_fill(kept == 0, IGNORE),
+    }
 
 
 def one_token_a_chunk(recipe: Recipe) -> Batch:

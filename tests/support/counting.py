@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_3d.parallel import gloo_exchange as exchange
 
-# Function -> the argument, by name and position, that holds what this rank hands over (or what it only receives).
+# Function -> the argument, by name and position, that holds what this rank hands over (or what it
+# only receives).
 COLLECTIVES: dict[str, tuple[str, int]] = {
     "all_reduce": ("tensor", 0),
     "broadcast": ("tensor", 0),
@@ -63,7 +64,8 @@ EXCHANGES = {  # functions of gloo_exchange: what they do
 
 @dataclass(frozen=True)
 class Call:
-    """One call on this rank: the function, the global ranks of its group, what this rank puts in, and when by `perf_counter`."""
+    """One call on this rank: the function, the global ranks of its group, what this rank puts in,
+    and when by `perf_counter`."""
 
     name: str
     ranks: tuple[int, ...]
@@ -79,11 +81,14 @@ class Recorder:
         self.calls: list[Call] = []
 
     def over(self, ranks: Sequence[int], *names: str, numel: int | None = None) -> list[Call]:
-        """Calls in the group of exactly these ranks, of these functions (of all by default) and this size."""
+        """Calls in the group of exactly these ranks, of these functions (of all by default) and
+        this size."""
         return [
             call
             for call in self.calls
-            if call.ranks == tuple(ranks) and (not names or call.name in names) and (numel is None or call.numel == numel)
+            if call.ranks == tuple(ranks)
+            and (not names or call.name in names)
+            and (numel is None or call.numel == numel)
         ]
 
     def summary(self) -> Counter[tuple[str, tuple[int, ...], int]]:
@@ -92,7 +97,8 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record every call made as ``torch.distributed.<function>`` or as one of ``exchange``; what these call inside is not counted again."""
+    """Record every call made as ``torch.distributed.<function>`` or as one of ``exchange``; what
+    these call inside is not counted again."""
     recorder = Recorder()
     names = {name: name for name in COLLECTIVES} | OWN_NAMES
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +116,9 @@ def _recorded(recorder: Recorder, name: str, function: Callable[..., Any]) -> Ca
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         value = kwargs[argument] if argument in kwargs else args[position]
-        group = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, dist.ProcessGroup)), None)
+        group = next(
+            (arg for arg in (*args, *kwargs.values()) if isinstance(arg, dist.ProcessGroup)), None
+        )
         recorder.calls.append(_described(name, value, group))
         return function(*args, **kwargs)
 
@@ -119,7 +127,8 @@ def _recorded(recorder: Recorder, name: str, function: Callable[..., Any]) -> Ca
 
 @contextlib.contextmanager
 def arriving_at_once() -> Iterator[None]:
-    """Let `all_reduce` and `reduce` return when they are complete, so that the order of events does not depend on how fast messages are."""
+    """Let `all_reduce` and `reduce` return when they are complete, so that the order of events does
+    not depend on how fast messages are."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "reduce"):
             patch.setattr(dist, name, _complete(getattr(dist, name)))
@@ -144,7 +153,9 @@ def _recorded_batch(recorder: Recorder, function: Callable[..., Any]) -> Callabl
     @functools.wraps(function)
     def call(operations: list[dist.P2POp]) -> Any:
         for operation in operations:
-            recorder.calls.append(_described(operation.op.__name__, operation.tensor, operation.group))
+            recorder.calls.append(
+                _described(operation.op.__name__, operation.tensor, operation.group)
+            )
         return function(operations)
 
     return call
@@ -155,21 +166,31 @@ def _described(name: str, value: Any, group: dist.ProcessGroup | None) -> Call:
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
     numel = sum(tensor.numel() for tensor in tensors)
-    return Call(name, ranks, numel, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return Call(
+        name, ranks, numel, sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    )
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts for what a host would have to wait if the tensors were on a GPU: numbers that it reads, and results whose shape it must learn.
+    """Counts for what a host would have to wait if the tensors were on a GPU: numbers that it
+    reads, and results whose shape it must learn.
 
     Args:
-        on_host: names of functions whose tensors are in host memory whatever the device is; what they and what they call read does not
-            count.
+        on_host: names of functions whose tensors are in host memory whatever the device is; what
+            they and what they call read does not count.
 
     Attributes:
         names: what it was, in order.
     """
 
-    _shapes = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+    _shapes = (
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "bincount",
+    )
     _numbers = ("_local_scalar_dense", "equal")
 
     def __init__(self, on_host: Sequence[str] = ()) -> None:
@@ -204,10 +225,14 @@ class HostWaits(TorchDispatchMode):
 
         return tolist
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        by_mask = name.startswith("index") and any(leaf.dtype == torch.bool for leaf in tree_leaves(args[1:2]) if hasattr(leaf, "dtype"))
+        by_mask = name.startswith("index") and any(
+            leaf.dtype == torch.bool for leaf in tree_leaves(args[1:2]) if hasattr(leaf, "dtype")
+        )
         repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
         if name in self._shapes + self._numbers or by_mask or repeats:
             self._count(name)
@@ -215,8 +240,9 @@ class HostWaits(TorchDispatchMode):
 
 
 def when_a_gradient_arrives(parameter: torch.Tensor, function: Callable[[], None]) -> Any:
-    """Call a function when autograd has added to the gradient of a parameter. The strategy defers the hooks of the parameter itself, but
-    not those of this node of the graph. Returns a handle, whose `remove` ends it."""
+    """Call a function when autograd has added to the gradient of a parameter. The strategy defers
+    the hooks of the parameter itself, but not those of this node of the graph. Returns a handle,
+    whose `remove` ends it."""
     with torch.enable_grad():
         node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     assert node is not None

@@ -1,7 +1,8 @@
 """Small sets of combinations that cover all pairs, or triples, of values.
 
-The greedy method of AETG (Cohen et al., 1997), made deterministic: every round looks at the valid combinations and
-takes the one that covers most of what is left. With a few thousand of them an exhaustive look is quick.
+The greedy method of AETG (Cohen et al., 1997), made deterministic: every round looks at the valid
+combinations and takes the one that covers most of what is left. With a few thousand of them an
+exhaustive look is quick.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -11,8 +12,11 @@ Row = tuple[Hashable, ...]
 Tuples = frozenset[tuple[tuple[int, Hashable], ...]]
 
 
-def covering_set(rows: Iterable[Row], strength: int = 2, cost: Callable[[Row], float] = lambda row: 0.0) -> list[Row]:
-    """Choose rows such that every ``strength`` values that occur together in some row occur together in a chosen one.
+def covering_set(
+    rows: Iterable[Row], strength: int = 2, cost: Callable[[Row], float] = lambda row: 0.0
+) -> list[Row]:
+    """Choose rows such that every ``strength`` values that occur together in some row occur
+    together in a chosen one.
 
     Args:
         rows: all valid combinations, one value per factor.

@@ -1,9 +1,12 @@
-"""A DeepSeek-V3 whose routers send all tokens to two experts of eight, and so none to some ranks."""
+"""A DeepSeek-V3 whose routers send all tokens to two experts of eight, and so none to some
+ranks."""
 
 from parity import Module
 from torch import nn
 
-HOT = (2, 3)  # the group of two from which DeepSeek-V3's routers choose; on one expert-parallel rank of two or four, on two of eight
+# the group of two from which DeepSeek-V3's routers choose; on one expert-parallel rank of two or
+# four, on two of eight
+HOT = (2, 3)
 
 
 def crowd(module: nn.Module) -> None:

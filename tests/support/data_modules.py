@@ -20,13 +20,25 @@ def trainer_of(replicas: int, rank: int) -> Any:
         ckpt_path=None,
         current_epoch=0,
         max_steps=-1,
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), restarting=False, _combined_loader=None),
+        fit_loop=SimpleNamespace(
+            epoch_loop=SimpleNamespace(batch_progress=progress),
+            restarting=False,
+            _combined_loader=None,
+        ),
     )
 
 
-def blend_of(sources: dict[str, Any], *, sequence_length: int, global_batch_size: int, steps: int) -> Any:
+def blend_of(
+    sources: dict[str, Any], *, sequence_length: int, global_batch_size: int, steps: int
+) -> Any:
     """A data module of a blend for a run of so many steps on one rank, ready to be read."""
-    given = {"name": "blend", "sources": sources, "sequence_length": sequence_length, "global_batch_size": global_batch_size, "seed": 3}
+    given = {
+        "name": "blend",
+        "sources": sources,
+        "sequence_length": sequence_length,
+        "global_batch_size": global_batch_size,
+        "seed": 3,
+    }
     check_files(given, steps)
     data = make_data_module(given)
     data.trainer = trainer_of(1, 0)

@@ -1,4 +1,5 @@
-"""Facts of ranks as the checks of `lightning-3d doctor` gather them, without ranks; and checks with one changed measurement, with ranks."""
+"""Facts of ranks as the checks of `lightning-3d doctor` gather them, without ranks; and checks with
+one changed measurement, with ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,17 +27,34 @@ H100 = ClusterConfig(
 SMI = Path(__file__).parents[2] / "tools" / "cuda_sim" / "bin"
 
 
-def setup_of(layout: str = "dp4", accelerator: str = "gpu", folder: str = "/runs", **more: Any) -> Setup:
+def setup_of(
+    layout: str = "dp4", accelerator: str = "gpu", folder: str = "/runs", **more: Any
+) -> Setup:
     cluster = H100 if accelerator == "gpu" else ClusterConfig(name="local_cpu", accelerator="cpu")
-    return Setup(Layout.parse(layout), accelerator, more.pop("cluster", cluster), folder, more.pop("limit", 20.0))
+    return Setup(
+        Layout.parse(layout),
+        accelerator,
+        more.pop("cluster", cluster),
+        folder,
+        more.pop("limit", 20.0),
+    )
 
 
 def gathered(
-    facts: Mapping[int, Mapping[str, Any]], setup: Setup | None = None, per_host: int = 2, earlier: Mapping[str, Any] | None = None
+    facts: Mapping[int, Mapping[str, Any]],
+    setup: Setup | None = None,
+    per_host: int = 2,
+    earlier: Mapping[str, Any] | None = None,
 ) -> Gathered:
     """Facts of ranks that fill hosts node0, node1, ... in order."""
-    places = Places([Place(rank, f"node{rank // per_host}", rank % per_host) for rank in facts], max(facts) + 1, per_host)
-    return Gathered(setup or setup_of(), places, {rank: dict(one) for rank, one in facts.items()}, earlier or {})
+    places = Places(
+        [Place(rank, f"node{rank // per_host}", rank % per_host) for rank in facts],
+        max(facts) + 1,
+        per_host,
+    )
+    return Gathered(
+        setup or setup_of(), places, {rank: dict(one) for rank, one in facts.items()}, earlier or {}
+    )
 
 
 def all_ranks(count: int = 4, **facts: Any) -> dict[int, dict[str, Any]]:

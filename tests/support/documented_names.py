@@ -1,4 +1,5 @@
-"""What Python blocks of the documentation take for given: a module, its rows, a folder of weights. Each is made when it is asked for."""
+"""What Python blocks of the documentation take for given: a module, its rows, a folder of weights.
+Each is made when it is asked for."""
 
 import io
 from pathlib import Path
@@ -12,7 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d import Lightning3DStrategy
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 
 
 class Module(LightningModule):
@@ -89,13 +96,22 @@ def strategy() -> Lightning3DStrategy:
 
 
 def trainer() -> Trainer:
-    return Trainer(accelerator="cpu", devices=8, strategy=strategy(), max_steps=6, enable_progress_bar=False)
+    return Trainer(
+        accelerator="cpu", devices=8, strategy=strategy(), max_steps=6, enable_progress_bar=False
+    )
 
 
 def checkpoint(where: Path) -> None:
     """A checkpoint of two steps of the module."""
-    first = Trainer(accelerator="cpu", devices=8, strategy=strategy(), max_steps=2, logger=False, enable_checkpointing=False,
-                    enable_progress_bar=False)  # fmt: skip
+    first = Trainer(
+        accelerator="cpu",
+        devices=8,
+        strategy=strategy(),
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     first.fit(Module(), Batches())
     first.save_checkpoint(where)
 

@@ -1,4 +1,5 @@
-"""A callback that makes one rank fail, for command lines: `+callbacks.faulty._target_=faulty.FailAtStep`."""
+"""A callback that makes one rank fail, for command lines:
+`+callbacks.faulty._target_=faulty.FailAtStep`."""
 
 import os
 import signal
@@ -14,16 +15,21 @@ class FailAtStep(Callback):
     """Fails on one rank at the start of a step.
 
     Args:
-        how: "raise" an exception, "kill" this process, ask for more "memory" than there is, "hang" the other ranks while this one
-            raises, or send SIGTERM to the process that started this one, to "end" the run, or SIGINT, to "interrupt" it.
+        how: "raise" an exception, "kill" this process, ask for more "memory" than there is, "hang"
+            the other ranks while this one raises, or send SIGTERM to the process that started this
+            one, to "end" the run, or SIGINT, to "interrupt" it.
         once: fail in torchrun's first attempt only.
     """
 
     def __init__(self, rank: int, step: int = 1, how: str = "raise", once: bool = False) -> None:
         self.rank, self.step, self.how, self.once = rank, step, how, once
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step != self.step or (self.once and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"):
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self.step or (
+            self.once and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        ):
             return
         if trainer.global_rank == self.rank:
             if self.how in ("end", "interrupt"):
@@ -65,7 +71,15 @@ class KillInSave(Callback):
         save: not before this save, counted from 1.
     """
 
-    PHASES = ("before the first byte", "in a shard", "before metadata", "before the manifest", "before the rename", "in pruning", "between")
+    PHASES = (
+        "before the first byte",
+        "in a shard",
+        "before metadata",
+        "before the manifest",
+        "before the rename",
+        "in pruning",
+        "between",
+    )
     OF_RANK_ZERO = PHASES[3:6]
     """Phases that only rank 0 comes to; the other ranks are killed when it does."""
 
@@ -83,7 +97,9 @@ class KillInSave(Callback):
         if trainer.global_rank == (0 if self.phase in self.OF_RANK_ZERO else self.rank):
             self._wait_in_ambush(trainer.global_rank)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._come_to("between")
 
     def _is_at(self, phase: str) -> bool:
@@ -93,7 +109,8 @@ class KillInSave(Callback):
         if self._is_at(phase):
             self.phase = "over"
             victims = self.processes if self.everyone else [self.processes[self.rank]]
-            for process in sorted(victims, key=lambda process: process == os.getpid()):  # this one last
+            # this one last
+            for process in sorted(victims, key=lambda process: process == os.getpid()):
                 os.kill(process, signal.SIGKILL)
 
     def _wait_in_ambush(self, rank: int) -> None:

@@ -1,6 +1,6 @@
 """Users' scripts with one fault each, for `lightning-3d verify SCRIPT`."""
 
-BODY = '''
+BODY = """
 import sys
 import torch, torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -57,10 +57,10 @@ class Plain(LightningModule):
 Mine, callbacks, more, undivided, stream = Plain, [], {}, {}, None
 rows, workers = None, 0
 SPLIT = {"tp": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
-'''
+"""
 """A script without a fault, up to the place where a fault follows."""
 
-END = '''
+END = """
 seed_everything(0, workers=True)
 layout = sys.argv[1]
 data = TensorDataset(torch.randn(48, 8), torch.randn(48, 8)) if rows is None else rows
@@ -72,9 +72,9 @@ size = {"batch_size": 8 // shape.dp, "num_workers": workers}
 loader = DataLoader(data, shuffle=True, **size) if stream is None else DataLoader(stream, **size)
 trainer.fit(Mine(), loader, DataLoader(data, **size))
 print("after the fit")
-'''
+"""
 
-RIGHT = '''
+RIGHT = """
 class Mine(Plain):
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -83,54 +83,54 @@ class Mine(Plain):
         loss = self.loss(out, y + noise)
         self.log("train_loss", loss)
         return loss
-'''
+"""
 """A step that draws random numbers for its rows."""
 
 ZERO = '\nmore = {"zero_stage": 3}\n'
 
 ACCUMULATED = RIGHT + '\nundivided = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}\n'
 
-PARTLY_TRAINED = '''
+PARTLY_TRAINED = """
 class Mine(Plain):
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.leave.parameters(), lr=1e-2)
-'''
+"""
 """Parameters that no optimizer has get gradients, too."""
 
-PENALTY = '''
+PENALTY = """
 class Mine(Plain):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + 1e-2 * sum(p.square().sum() for p in self.net.parameters())
-'''
+"""
 
-SUM = '''
+SUM = """
 class Mine(Plain):
     def loss(self, out, y):
         return F.mse_loss(out, y, reduction="sum")
-'''
+"""
 
-CLIPPED = '''
+CLIPPED = """
 class Mine(Plain):
     def on_before_optimizer_step(self, optimizer):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
-'''
+"""
 
-BUFFER = '''
+BUFFER = """
 class Mine(Plain):
     def training_step(self, batch, batch_idx):
         self.seen += 1
         return super().training_step(batch, batch_idx)
-'''
+"""
 
-LOGGED = '''
+LOGGED = """
 class Mine(Plain):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("spread", batch[1].square().mean().sqrt())
         return loss
-'''
+"""
 
-WEIGHTS = '''
+WEIGHTS = """
 class Shrink(Callback):
     def on_train_batch_end(self, trainer, module, *args):
         with torch.no_grad():
@@ -138,14 +138,14 @@ class Shrink(Callback):
                 parameter.mul_(1 - 1e-2 * trainer.global_rank)
 
 callbacks = [Shrink()]
-'''
+"""
 
-DATA = '''
+DATA = """
 undivided = {"use_distributed_sampler": False}
-'''
+"""
 """All data-parallel ranks read the same rows."""
 
-STREAM = '''
+STREAM = """
 class Numbers(IterableDataset):
     def __iter__(self):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -154,13 +154,14 @@ class Numbers(IterableDataset):
             yield torch.randn(8, generator=generator), torch.randn(8, generator=generator)
 
 stream = Numbers()
-'''
+"""
 """Not a fault: the script divides an endless data set itself."""
 
 
 def script(text: str) -> str:
     """Complete a fault to a script that takes the layout as its argument."""
     return BODY + text + END
+
 
 UNPROVED = """
 from lightning_3d.strategy.step.loss_proof import LossProof

@@ -1,4 +1,5 @@
-"""A web server for a folder, with ranges, that counts what it is asked for and fails as it is told to."""
+"""A web server for a folder, with ranges, that counts what it is asked for and fails as it is told
+to."""
 
 from __future__ import annotations
 
@@ -13,12 +14,10 @@ from typing import Any
 
 
 class FileServer(ThreadingHTTPServer):
-    """Attributes:
-    requests: number of requests for each (method, path, range).
-    failing: statuses of the next responses, before those that succeed.
-    always: status of all responses whose path contains a text.
-    sent: bytes of files that were sent.
-    dies_after: number of ranges of `.bin` files after which they are answered with 503; None: never.
+    """Attributes: requests: number of requests for each (method, path, range). failing: statuses of
+    the next responses, before those that succeed. always: status of all responses whose path
+    contains a text. sent: bytes of files that were sent. dies_after: number of ranges of `.bin`
+    files after which they are answered with 503; None: never.
     """
 
     daemon_threads = True
@@ -40,7 +39,11 @@ class FileServer(ThreadingHTTPServer):
 
     def ranges(self, name: str) -> dict[str, int]:
         """How often each range of a file was asked for."""
-        return {span: count for (method, path, span), count in self.requests.items() if (method, path) == ("GET", f"/{name}")}
+        return {
+            span: count
+            for (method, path, span), count in self.requests.items()
+            if (method, path) == ("GET", f"/{name}")
+        }
 
     def forget(self) -> None:
         self.requests.clear()
@@ -61,7 +64,9 @@ class _Handler(SimpleHTTPRequestHandler):
         span = self.headers.get("Range", "")
         with self.server.lock:
             self.server.requests[self.command, self.path, span] += 1
-            status = next((code for text, code in self.server.always.items() if text in self.path), None)
+            status = next(
+                (code for text, code in self.server.always.items() if text in self.path), None
+            )
             if self.server.dies_after is not None and span and self.path.endswith(".bin"):
                 self.server.dies_after -= 1
                 status = 503 if self.server.dies_after < 0 else None
@@ -91,7 +96,9 @@ class _Handler(SimpleHTTPRequestHandler):
 @contextmanager
 def serving(folder: Path) -> Iterator[FileServer]:
     server = FileServer(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield server

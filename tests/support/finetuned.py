@@ -1,4 +1,5 @@
-"""A module that trains a part of its parameters, and the ZeRO modes that such fits are tested with."""
+"""A module that trains a part of its parameters, and the ZeRO modes that such fits are tested
+with."""
 
 from typing import Any
 

@@ -1,6 +1,8 @@
-"""Checkpoints as others write them, made by the real thing: Lightning's DDP and FSDP strategies, DeepSpeed's engine.
+"""Checkpoints as others write them, made by the real thing: Lightning's DDP and FSDP strategies,
+DeepSpeed's engine.
 
-Each function runs on every rank, trains `STEPS` steps, saves, goes on for `MORE`, and returns the losses of the latter.
+Each function runs on every rank, trains `STEPS` steps, saves, goes on for `MORE`, and returns the
+losses of the latter.
 """
 
 import contextlib
@@ -42,7 +44,9 @@ class MeanLosses(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any
+    ) -> None:
         mean = outputs["loss"].detach().clone()
         dist.all_reduce(mean)
         self.losses.append(float(mean) / dist.get_world_size())
@@ -53,11 +57,14 @@ class DealtText(TextData):
 
     def train_dataloader(self) -> DataLoader:
         rows = RepeatingText(self.train_rows, seed=1)
-        return DataLoader(rows, batch_size=self.batch_size, sampler=DistributedSampler(rows, shuffle=False))
+        return DataLoader(
+            rows, batch_size=self.batch_size, sampler=DistributedSampler(rows, shuffle=False)
+        )
 
 
 def fsdp_on_cpu() -> Any:
-    """A context in which torch's FSDP runs on CPUs: it does if it is told so by an argument, which Lightning leaves to CUDA."""
+    """A context in which torch's FSDP runs on CPUs: it does if it is told so by an argument, which
+    Lightning leaves to CUDA."""
     make = FullyShardedDataParallel.__init__
 
     def make_on_cpu(self: Any, *args: Any, **more: Any) -> None:
@@ -65,16 +72,28 @@ def fsdp_on_cpu() -> Any:
 
     patches = contextlib.ExitStack()
     patches.enter_context(patch.object(FullyShardedDataParallel, "__init__", make_on_cpu))
-    # What is "offloaded" from the CPU to the CPU is not copied, and its memory is freed: torch 2.13 then crashes.
+    # What is "offloaded" from the CPU to the CPU is not copied, and its memory is freed: torch 2.13
+    # then crashes.
     copied = partial(fsdp.FullStateDictConfig, offload_to_cpu=False)
-    patches.enter_context(patch.object(fsdp, "FullStateDictConfig", lambda rank0_only, **_: copied(rank0_only=rank0_only)))
+    patches.enter_context(
+        patch.object(
+            fsdp, "FullStateDictConfig", lambda rank0_only, **_: copied(rank0_only=rank0_only)
+        )
+    )
     of_optimizer = partial(fsdp.api.FullOptimStateDictConfig, offload_to_cpu=False)
-    patches.enter_context(patch.object(fsdp.api, "FullOptimStateDictConfig", lambda rank0_only, **_: of_optimizer(rank0_only=rank0_only)))
+    patches.enter_context(
+        patch.object(
+            fsdp.api,
+            "FullOptimStateDictConfig",
+            lambda rank0_only, **_: of_optimizer(rank0_only=rank0_only),
+        )
+    )
     return patches
 
 
 class CPU(CUDAAccelerator):
-    """Lightning's FSDPStrategy asks for this class of accelerators; torch's FSDP runs on CPUs too."""
+    """Lightning's FSDPStrategy asks for this class of accelerators; torch's FSDP runs on CPUs
+    too."""
 
     def setup_device(self, device: torch.device) -> None:
         pass
@@ -103,7 +122,8 @@ class CPU(CUDAAccelerator):
 
 
 class Module(TiedModel):
-    """With the same weights everywhere, however it is built; `tied` and the kind of parameter groups are hyper parameters."""
+    """With the same weights everywhere, however it is built; `tied` and the kind of parameter
+    groups are hyper parameters."""
 
     def __init__(self, tied: bool = True, kind: str = "decay") -> None:
         super().__init__(tied=tied)
@@ -119,7 +139,9 @@ class Module(TiedModel):
             for parameter in self.model.parameters():
                 if not parameter.is_meta:
                     scale = 1.0 if parameter.ndim == 1 else 0.0
-                    parameter.copy_(scale + 0.05 * torch.randn(parameter.shape, generator=generator))
+                    parameter.copy_(
+                        scale + 0.05 * torch.randn(parameter.shape, generator=generator)
+                    )
         if self.hparams["kind"] == "frozen":
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_("layers.1." not in name)
@@ -151,7 +173,9 @@ def lightning_losses(path: str, strategy: str, **options: Any) -> list[float]:
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
         more["accelerator"] = CPU()
-        kind = FSDPStrategy(state_dict_type=strategy, auto_wrap_policy={LlamaDecoderLayer}, use_orig_params=True)
+        kind = FSDPStrategy(
+            state_dict_type=strategy, auto_wrap_policy={LlamaDecoderLayer}, use_orig_params=True
+        )
     trainer = quiet_trainer(
         strategy=kind,
         devices=world_size,
@@ -166,40 +190,61 @@ def lightning_losses(path: str, strategy: str, **options: Any) -> list[float]:
     return values.losses[STEPS:]
 
 
-def deepspeed_losses(folder: str, stage: int, dtype: str = "float32", client: str | None = None, **options: Any) -> list[float]:
+def deepspeed_losses(
+    folder: str, stage: int, dtype: str = "float32", client: str | None = None, **options: Any
+) -> list[float]:
     """DeepSpeed's own engine and loop; its loss is the mean over the ranks'.
 
     Args:
-        client: a file of Lightning, whose dict is handed to the engine as Lightning's DeepSpeedStrategy does it.
+        client: a file of Lightning, whose dict is handed to the engine as Lightning's
+            DeepSpeedStrategy does it.
     """
     import deepspeed
     from deepspeed.ops import __compatible_ops__
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    # Modules and parameters are counted for ever, and ranks of the pool have taken part in different fits.
+    # Modules and parameters are counted for ever, and ranks of the pool have taken part in
+    # different fits.
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = Init.param_id = 0
 
     __compatible_ops__["deepspeed_shm_comm"] = False
     module = Module(**options)
     module.configure_model()
     made = module.configure_optimizers()
-    optimizer, scheduler = (made["optimizer"], made["lr_scheduler"]["scheduler"]) if isinstance(made, dict) else (made, None)
+    optimizer, scheduler = (
+        (made["optimizer"], made["lr_scheduler"]["scheduler"])
+        if isinstance(made, dict)
+        else (made, None)
+    )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size,
-        "zero_optimization": {"stage": stage, "sub_group_size": 10_000, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": stage,
+            "sub_group_size": 10_000,
+            "stage3_param_persistence_threshold": 0,
+        },
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": dtype == "bfloat16"},
     }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )
     rows = RepeatingText(64, seed=1).rows
     losses = []
     steps, state = STEPS_DEEPSPEED, {}
     if client is not None:
         saved = torch.load(client, weights_only=True)
-        steps, state = STEPS, {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}
+        steps, state = (
+            STEPS,
+            {
+                key: value
+                for key, value in saved.items()
+                if key not in ("state_dict", "optimizer_states")
+            },
+        )
     for step in range(steps + MORE):
         if step == steps:
             engine.save_checkpoint(folder, tag="checkpoint", client_state=state)

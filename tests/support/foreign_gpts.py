@@ -1,4 +1,5 @@
-"""Small language models in the styles in which people write them, without a word of this project."""
+"""Small language models in the styles in which people write them, without a word of this
+project."""
 
 import math
 from collections.abc import Callable
@@ -7,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, HEADS, VOCABULARY, LENGTH, LAYERS = 32, 4, 64, 12, 4  # those of own_gpt, whose rows they read
+# those of own_gpt, whose rows they read
+WIDTH, HEADS, VOCABULARY, LENGTH, LAYERS = 32, 4, 64, 12, 4
 
 
-# As in nanoGPT: everything packed in c_attn, modules in a ModuleDict, learned positions, tied embedding and head.
+# As in nanoGPT: everything packed in c_attn, modules in a ModuleDict, learned positions, tied
+# embedding and head.
 
 
 class PackedAttention(nn.Module):
@@ -33,7 +36,9 @@ class NanoBlock(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attn = PackedAttention(heads)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -45,7 +50,12 @@ class NanoGPT(nn.Module):
         super().__init__()
         blocks = nn.ModuleList(NanoBlock(heads) for _ in range(LAYERS))
         self.transformer = nn.ModuleDict(
-            {"wte": nn.Embedding(VOCABULARY, WIDTH), "wpe": nn.Embedding(LENGTH, WIDTH), "h": blocks, "ln_f": nn.LayerNorm(WIDTH)}
+            {
+                "wte": nn.Embedding(VOCABULARY, WIDTH),
+                "wpe": nn.Embedding(LENGTH, WIDTH),
+                "h": blocks,
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
         )
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.transformer["wte"].weight = self.lm_head.weight
@@ -67,12 +77,17 @@ class MaskedAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.key, self.query, self.value, self.proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.register_buffer("mask", torch.tril(torch.ones(LENGTH, LENGTH)).view(1, 1, LENGTH, LENGTH))
+        self.register_buffer(
+            "mask", torch.tril(torch.ones(LENGTH, LENGTH)).view(1, 1, LENGTH, LENGTH)
+        )
         self.heads = HEADS
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        k, q, v = (layer(x).view(batch, length, self.heads, -1).transpose(1, 2) for layer in (self.key, self.query, self.value))
+        k, q, v = (
+            layer(x).view(batch, length, self.heads, -1).transpose(1, 2)
+            for layer in (self.key, self.query, self.value)
+        )
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(k.shape[-1])
         scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))
         return self.proj((scores.softmax(-1) @ v).transpose(1, 2).contiguous().flatten(2))
@@ -83,7 +98,13 @@ class MinBlock(nn.Module):
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attn = MaskedAttention()
-        self.mlp = nn.ModuleDict({"fc": nn.Linear(WIDTH, 4 * WIDTH), "proj": nn.Linear(4 * WIDTH, WIDTH), "act": nn.ReLU()})
+        self.mlp = nn.ModuleDict(
+            {
+                "fc": nn.Linear(WIDTH, 4 * WIDTH),
+                "proj": nn.Linear(4 * WIDTH, WIDTH),
+                "act": nn.ReLU(),
+            }
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln1(x))
@@ -110,18 +131,26 @@ class RawPositions(MinGPT):
         self.pos_emb = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))  # type: ignore[assignment]
 
     def forward(self, idx: Tensor) -> Tensor:
-        return self.head(self.ln_f(self.blocks(self.tok_emb(idx) + self.pos_emb[:, : idx.shape[1]])))  # type: ignore[index]
+        return self.head(
+            self.ln_f(self.blocks(self.tok_emb(idx) + self.pos_emb[:, : idx.shape[1]]))
+        )  # type: ignore[index]
 
 
-# As in lit-gpt: query, key and value of each key group next to each other, rotary positions, RMS norms, gated MLPs.
+# As in lit-gpt: query, key and value of each key group next to each other, rotary positions, RMS
+# norms, gated MLPs.
 
 
 def rotated(x: Tensor) -> Tensor:
     """Rotary position embedding of (batch, ..., length, width)."""
     half = x.shape[-1] // 2
-    angle = torch.outer(torch.arange(x.shape[-2], dtype=x.dtype), 100.0 ** -(torch.arange(half, dtype=x.dtype) / half))
+    angle = torch.outer(
+        torch.arange(x.shape[-2], dtype=x.dtype),
+        100.0 ** -(torch.arange(half, dtype=x.dtype) / half),
+    )
     first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+    return torch.cat(
+        [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1
+    )
 
 
 class GroupedAttention(nn.Module):
@@ -133,10 +162,20 @@ class GroupedAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        qkv = self.attn(x).view(batch, length, self.n_query_groups, self.q_per_kv + 2, self.head_size).permute(0, 2, 3, 1, 4)
+        qkv = (
+            self.attn(x)
+            .view(batch, length, self.n_query_groups, self.q_per_kv + 2, self.head_size)
+            .permute(0, 2, 3, 1, 4)
+        )
         q, k, v = qkv.split((self.q_per_kv, 1, 1), dim=2)
-        q, k, v = rotated(q).flatten(1, 2), rotated(k).expand_as(q).flatten(1, 2), v.expand_as(q).flatten(1, 2)
-        return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            rotated(q).flatten(1, 2),
+            rotated(k).expand_as(q).flatten(1, 2),
+            v.expand_as(q).flatten(1, 2),
+        )
+        return self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class GatedMLP(nn.Module):
@@ -156,7 +195,10 @@ class FusedMLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up, self.down = nn.Linear(WIDTH, 128, bias=False), nn.Linear(64, WIDTH, bias=False)
+        self.gate_up, self.down = (
+            nn.Linear(WIDTH, 128, bias=False),
+            nn.Linear(64, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -179,7 +221,9 @@ class LitGPT(nn.Module):
         super().__init__()
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         blocks = nn.ModuleList(LitBlock(groups, mlp) for _ in range(LAYERS))
-        self.transformer = nn.ModuleDict({"wte": nn.Embedding(VOCABULARY, WIDTH), "h": blocks, "ln_f": nn.RMSNorm(WIDTH)})
+        self.transformer = nn.ModuleDict(
+            {"wte": nn.Embedding(VOCABULARY, WIDTH), "h": blocks, "ln_f": nn.RMSNorm(WIDTH)}
+        )
 
     def forward(self, idx: Tensor) -> Tensor:
         x = self.transformer["wte"](idx)
@@ -188,14 +232,18 @@ class LitGPT(nn.Module):
         return self.lm_head(self.transformer["ln_f"](x))
 
 
-# As in x-transformers: attention and feed-forward are layers of one list, one key head for all queries, norms of queries and keys.
+# As in x-transformers: attention and feed-forward are layers of one list, one key head for all
+# queries, norms of queries and keys.
 
 
 class OneKeyHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.heads, width = HEADS, WIDTH // HEADS
-        self.to_q, self.to_kv = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * width, bias=False)
+        self.to_q, self.to_kv = (
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.Linear(WIDTH, 2 * width, bias=False),
+        )
         self.q_norm, self.k_norm = nn.RMSNorm(width), nn.RMSNorm(width)
         self.to_out = nn.Linear(WIDTH, WIDTH, bias=False)
 
@@ -212,7 +260,9 @@ class OneKeyHead(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ff = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.0), nn.Linear(4 * WIDTH, WIDTH))
+        self.ff = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.0), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ff(x)
@@ -230,7 +280,9 @@ class Residual(nn.Module):
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Residual(make()) for _ in range(LAYERS // 2) for make in (OneKeyHead, FeedForward))
+        self.layers = nn.ModuleList(
+            Residual(make()) for _ in range(LAYERS // 2) for make in (OneKeyHead, FeedForward)
+        )
         self.final_norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -286,7 +338,10 @@ class Conv1D(nn.Module):
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) * 0.02), nn.Parameter(torch.zeros(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs) * 0.02),
+            nn.Parameter(torch.zeros(outputs)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
@@ -304,14 +359,21 @@ class PackedOneKey(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, WIDTH + 2 * WIDTH // HEADS), nn.Linear(WIDTH, WIDTH)
+        self.c_attn, self.c_proj = (
+            nn.Linear(WIDTH, WIDTH + 2 * WIDTH // HEADS),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.num_heads, self.head_width = HEADS, WIDTH // HEADS
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.c_attn(x).split((self.num_heads * self.head_width, self.head_width, self.head_width), dim=-1)
+        q, k, v = self.c_attn(x).split(
+            (self.num_heads * self.head_width, self.head_width, self.head_width), dim=-1
+        )
         q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k, v = (part[:, None].expand(-1, self.num_heads, -1, -1) for part in (k, v))
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.c_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class FixedSlopes(MaskedAttention):
@@ -325,7 +387,10 @@ class FixedSlopes(MaskedAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        k, q, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.key, self.query, self.value))
+        k, q, v = (
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.key, self.query, self.value)
+        )
         distance = torch.arange(length).view(1, -1) - torch.arange(length).view(-1, 1)
         scores = q @ k.transpose(-2, -1) + self.slopes[: q.shape[1]] * distance
         scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))

@@ -1,4 +1,5 @@
-"""Functions on ranks that use real GPUs. With more ranks than GPUs they share them, see `lightning_3d.app.selftest.workers`."""
+"""Functions on ranks that use real GPUs. With more ranks than GPUs they share them, see
+`lightning_3d.app.selftest.workers`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ _pools: dict[int, Workers] = {}
 _SIZES = (4, 8)
 
 
-def run(fn: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120.0, **kwargs: Any) -> list[Any]:
+def run(
+    fn: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120.0, **kwargs: Any
+) -> list[Any]:
     """Results of ``fn(*args, **kwargs)`` on each rank. The ranks stay for the next call."""
     os.environ[ACCELERATOR] = "gpu"
     size = _pool_size(ranks)
@@ -45,14 +48,23 @@ def close() -> None:
         _pools.popitem()[1].__exit__(None, None, None)
 
 
-def train(cell: Cell, fit: Callable[..., Part] = parity.train_on_rank, **strategy: Any) -> list[Part]:
+def train(
+    cell: Cell, fit: Callable[..., Part] = parity.train_on_rank, **strategy: Any
+) -> list[Part]:
     """What each rank has after a run."""
-    return run(fit, cell.world_size, cell.recipe, nodes=nodes(cell.world_size), **parity.strategy_arguments(cell) | strategy)
+    return run(
+        fit,
+        cell.world_size,
+        cell.recipe,
+        nodes=nodes(cell.world_size),
+        **parity.strategy_arguments(cell) | strategy,
+    )
 
 
 @functools.cache
 def one_process(recipe: Recipe) -> tuple[Run, Noise]:
-    """The reference on a GPU: sines and cosines of positions are float32 there, too, and differ from a CPU's in the last bit."""
+    """The reference on a GPU: sines and cosines of positions are float32 there, too, and differ
+    from a CPU's in the last bit."""
     [found] = run(_on_gpu, 1, recipe)
     return found
 
@@ -61,13 +73,18 @@ def _on_gpu(recipe: Recipe) -> tuple[Run, Noise]:
     model, data = reference.initial_model, reference.data
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "initial_model", lambda recipe: model(recipe).cuda())
-        patch.setattr(reference, "data", lambda recipe: {key: value.cuda() for key, value in data(recipe).items()})
+        patch.setattr(
+            reference,
+            "data",
+            lambda recipe: {key: value.cuda() for key, value in data(recipe).items()},
+        )
         found, noise = reference.reference(recipe)
     found.weights.update({name: value.cpu() for name, value in found.weights.items()})
     return found, noise
 
 
 def check(cell: Cell, **strategy: Any) -> None:
-    """Compare losses, gradient norms and final weights with a plain loop in one process, to the tolerances of `parity`."""
+    """Compare losses, gradient norms and final weights with a plain loop in one process, to the
+    tolerances of `parity`."""
     expected, noise = one_process(cell.recipe)
     parity.assert_same_run(train(cell, **strategy), expected, cell.dtype, noise)

@@ -59,7 +59,8 @@ class Run:
     frozen: tuple[str, ...] = ()  # beginnings of names
     late: bool = False  # only the first data-parallel rank has gradients for "down.bias"
     wakes: int | None = None  # step from which on "unused" is used
-    one_count: bool = False  # AdamW counts the steps of all parameters, and not those in which one has a gradient
+    # AdamW counts the steps of all parameters, and not those in which one has a gradient
+    one_count: bool = False
     tensor_scale: bool = False
     shard: int | None = None  # data-parallel ranks that shard; None: all
     overlap_gather: bool = False
@@ -87,13 +88,18 @@ def initial(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def gradient(name: str, weight: Tensor, step: int, micro_batch: int, use: str = "") -> Tensor:
-    """Of one global micro-batch; `use` tells the two uses of the tied embedding apart. In the weights' type."""
+    """Of one global micro-batch; `use` tells the two uses of the tied embedding apart. In the
+    weights' type."""
     noise = _noise(name + use, tuple(weight.shape), step + 1, micro_batch + 1).to(weight.dtype)
     return noise + weight * 0.1
 
 
 def _noise(name: str, shape: tuple[int, ...], step: int, micro_batch: int) -> Tensor:
-    seed = sum((index + 1) * byte for index, byte in enumerate(name.encode())) * 10007 + step * 101 + micro_batch
+    seed = (
+        sum((index + 1) * byte for index, byte in enumerate(name.encode())) * 10007
+        + step * 101
+        + micro_batch
+    )
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -106,7 +112,10 @@ def arrives(run: Run, name: str, step: int, micro_batch: int) -> bool:
     """Whether this micro-batch has a gradient for the parameter."""
     if name == "unused":
         return run.wakes is not None and step >= run.wakes
-    return not (run.late and name.endswith("down.bias")) or micro_batch % Layout.parse(run.layout).dp == 0
+    return (
+        not (run.late and name.endswith("down.bias"))
+        or micro_batch % Layout.parse(run.layout).dp == 0
+    )
 
 
 def trainable(name: str, run: Run) -> bool:
@@ -114,13 +123,16 @@ def trainable(name: str, run: Run) -> bool:
 
 
 def parameter_groups(named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """Weights, vectors without weight decay, and a group that only the last layer's norm is in: empty on other
-    stages."""
+    """Weights, vectors without weight decay, and a group that only the last layer's norm is in:
+    empty on other stages."""
     last = f"layers.{LAYERS - 1}.norm.weight"
     return [
         {"params": [p for name, p in named.items() if p.ndim > 1]},
         {"params": [p for name, p in named.items() if name == last], "lr": 1e-3},
-        {"params": [p for name, p in named.items() if p.ndim == 1 and name != last], "weight_decay": 0.05},
+        {
+            "params": [p for name, p in named.items() if p.ndim == 1 and name != last],
+            "weight_decay": 0.05,
+        },
     ]
 
 
@@ -137,7 +149,10 @@ def reference(run: Run) -> tuple[dict[str, Tensor], list[float]]:
         for name, shape in full_shapes().items()
     }
     exact = run.dtype if run.dtype != torch.bfloat16 else torch.float32
-    masters = {name: nn.Parameter(p.detach().to(exact), requires_grad=p.requires_grad) for name, p in named.items()}
+    masters = {
+        name: nn.Parameter(p.detach().to(exact), requires_grad=p.requires_grad)
+        for name, p in named.items()
+    }
     optimizer, scheduler = make_optimizer(run, masters)
     norms = []
     for step in range(run.steps):
@@ -148,16 +163,24 @@ def reference(run: Run) -> tuple[dict[str, Tensor], list[float]]:
                 for use in uses(name)
                 if arrives(run, name, step, micro_batch)
             ]
-            master.grad = sum(parts[1:], parts[0]) / MICRO_BATCHES if parts and master.requires_grad else None
+            master.grad = (
+                sum(parts[1:], parts[0]) / MICRO_BATCHES if parts and master.requires_grad else None
+            )
         gradients = [master.grad for master in masters.values() if master.grad is not None]
         norms.append(float(torch.cat([g.reshape(-1) for g in gradients]).double().norm()))
         if run.max_norm is not None:
             for g in gradients:
-                g.mul_(float(clip_coefficient(torch.tensor(norms[-1], dtype=torch.float64), run.max_norm)))
+                g.mul_(
+                    float(
+                        clip_coefficient(torch.tensor(norms[-1], dtype=torch.float64), run.max_norm)
+                    )
+                )
         if run.clip_value is not None:
             nn.utils.clip_grad_value_(masters.values(), run.clip_value)
         for master in masters.values() if run.one_count else ():
-            state = optimizer.state[master] or {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+            state = optimizer.state[master] or {
+                key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")
+            }
             optimizer.state[master] = {**state, "step": torch.tensor(float(step))}
         optimizer.step()
         scheduler.step()
@@ -184,7 +207,12 @@ class Shard:
 
     def _add(self, name: str, shape: tuple[int, ...]) -> None:
         last = self.layout.pp - 1
-        if name == "embed.weight" and self.at["pp"] not in (0, last) or name == "unused" and self.at["pp"] != last:
+        if (
+            name == "embed.weight"
+            and self.at["pp"] not in (0, last)
+            or name == "unused"
+            and self.at["pp"] != last
+        ):
             return
         spec = self._spec(name, shape)
         if name == "embed.weight" and last > 0:
@@ -207,7 +235,14 @@ class Shard:
             holders = tuple(range(first, first + share))
             heads = max(1, HEADS // tp)
             piece = (first // share * heads * 3, heads * 3)
-            return cut_along(name, shape, 0, [piece], tp_replicas=holders, tp_grad_sum=holders if share > 1 else ())
+            return cut_along(
+                name,
+                shape,
+                0,
+                [piece],
+                tp_replicas=holders,
+                tp_grad_sum=holders if share > 1 else (),
+            )
         return replicated(name, shape, tp, grad_sum=name.endswith("norm.weight"))
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -218,11 +253,13 @@ class Shard:
             for ranks in self.layout.groups("tp")
             for start in range(0, self.layout.tp, share)
         ]
-        return groups + [(ranks[0], ranks[-1]) for ranks in self.layout.groups("pp") if len(ranks) > 1]
+        return groups + [
+            (ranks[0], ranks[-1]) for ranks in self.layout.groups("pp") if len(ranks) > 1
+        ]
 
     def backward(self, step: int, micro_batch: int, use: str) -> None:
-        """Add this rank's part of the gradients of one of its micro-batches, of the first or the second use of
-        parameters."""
+        """Add this rank's part of the gradients of one of its micro-batches, of the first or the
+        second use of parameters."""
         for spec in self.specs.values():
             parameter = self.named[spec.name]
             canonical = spec.tied_to or spec.name
@@ -230,30 +267,46 @@ class Shard:
                 continue
             if not arrives(self.run, canonical, step, micro_batch):
                 continue
-            mine = {"": 0, "/head": self.layout.pp - 1}[use] if len(spec.pp_replicas) > 1 else self.at["pp"]
+            mine = (
+                {"": 0, "/head": self.layout.pp - 1}[use]
+                if len(spec.pp_replicas) > 1
+                else self.at["pp"]
+            )
             if mine == self.at["pp"]:
                 self._arrive(spec, parameter, step, micro_batch, canonical, use)
 
     def _arrive(
-        self, spec: ShardSpec, parameter: nn.Parameter, step: int, micro_batch: int, name: str, use: str
+        self,
+        spec: ShardSpec,
+        parameter: nn.Parameter,
+        step: int,
+        micro_batch: int,
+        name: str,
+        use: str,
     ) -> None:
         full = torch.zeros(spec.global_shape, dtype=parameter.dtype)
-        spec.paste(parameter.detach(), full)  # elements of other shards stay zero and are cut away again
+        # elements of other shards stay zero and are cut away again
+        spec.paste(parameter.detach(), full)
         arriving = spec.cut(gradient(name, full, step, micro_batch, use))
         if len(spec.tp_grad_sum) > 1:  # parts that add up without rounding: n, -1, -1, ...
-            arriving = arriving * (len(spec.tp_grad_sum) if spec.tp_grad_sum[0] == self.at["tp"] else -1)
+            arriving = arriving * (
+                len(spec.tp_grad_sum) if spec.tp_grad_sum[0] == self.at["tp"] else -1
+            )
         parameter.grad = arriving if parameter.grad is None else parameter.grad + arriving
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train one rank's shard; returns weights by parameter name, specifications, norms and what was counted."""
+    """Train one rank's shard; returns weights by parameter name, specifications, norms and what was
+    counted."""
     layout = Layout.parse(run.layout)
     mesh = Mesh(layout)
     mesh.shard_data(run.shard)
     shard = Shard(run, layout, dist.get_rank())
     mesh.create(shard.groups())
     zero = replace(MODES[run.mode], overlap_gather=run.overlap_gather)
-    backend = make_backend(zero, mesh, shard.specs, precision=run.precision, bucket_bytes=run.bucket_bytes)
+    backend = make_backend(
+        zero, mesh, shard.specs, precision=run.precision, bucket_bytes=run.bucket_bytes
+    )
     backend.shard(shard.module, [], torch.device("cpu"), lambda block: True)
     optimizer, scheduler = make_optimizer(run, shard.named)
     assert backend.prepare(shard.module, optimizer) is optimizer
@@ -266,7 +319,9 @@ def train(run: Run) -> dict[str, Any]:
                     for use in ("", "/head"):
                         shard.backward(step, micro_batch, use)
                         backend.after_backward(shard.module.parameters())
-            backend.reduce(torch.tensor(1.0 / MICRO_BATCHES) if run.tensor_scale else 1.0 / MICRO_BATCHES)
+            backend.reduce(
+                torch.tensor(1.0 / MICRO_BATCHES) if run.tensor_scale else 1.0 / MICRO_BATCHES
+            )
         norms.append(backend.grad_norm())
         if run.max_norm is not None or run.clip_value is not None:
             backend.clip(max_norm=run.max_norm, value=run.clip_value)
@@ -296,6 +351,11 @@ def check(run: Run, *, weights: float, norm: float, world_size: int | None = Non
         for name, weight in result["weights"].items():
             spec = result["specs"][name]
             seen.add(spec.tied_to or name)
-            error = (weight.double() - spec.cut(expected[spec.tied_to or name]).double()).abs().max().item()
+            error = (
+                (weight.double() - spec.cut(expected[spec.tied_to or name]).double())
+                .abs()
+                .max()
+                .item()
+            )
             assert error <= weights, f"{name}: {error:.2e}"
     assert seen == set(full_shapes())

@@ -1,4 +1,5 @@
-"""A tiny Llama with what people add to a model: hooks and patches that see tokens, count, draw or write; and fits of it."""
+"""A tiny Llama with what people add to a model: hooks and patches that see tokens, count, draw or
+write; and fits of it."""
 
 import functools
 import itertools
@@ -25,7 +26,13 @@ def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
 
 
@@ -73,7 +80,12 @@ class Counter:
     made = 0
 
     def __init__(self) -> None:
-        self.calls, self.outputs, self.drawn, self.generator = 0, [], [], torch.Generator().manual_seed(3)
+        self.calls, self.outputs, self.drawn, self.generator = (
+            0,
+            [],
+            [],
+            torch.Generator().manual_seed(3),
+        )
         self.numbers = itertools.count()
         self.sum = torch.zeros(())
 
@@ -110,7 +122,8 @@ def _into(outputs: list[Any], module: nn.Module, args: Any, output: Any) -> None
 
 
 def counted(layout: str | None, cache: str, micro_batch: int = ROWS, **options: Any) -> list[Any]:
-    """Count with all kinds of hooks on the first block in one step, on this rank or in plain Lightning with as many micro-batches."""
+    """Count with all kinds of hooks on the first block in one step, on this rank or in plain
+    Lightning with as many micro-batches."""
     os.environ["XDG_CACHE_HOME"] = cache
     COUNTS.clear()
     SEEN.clear()
@@ -120,7 +133,9 @@ def counted(layout: str | None, cache: str, micro_batch: int = ROWS, **options: 
     for hook in counter.hooks():
         block.register_forward_hook(hook)
     if layout is None:
-        trainer = quiet_trainer(strategy="auto", devices=1, max_steps=1, accumulate_grad_batches=ROWS // micro_batch)
+        trainer = quiet_trainer(
+            strategy="auto", devices=1, max_steps=1, accumulate_grad_batches=ROWS // micro_batch
+        )
         trainer.fit(module, DataLoader(rows(), batch_size=micro_batch))
     else:
         strategy = Lightning3DStrategy(layout, micro_batch_size=micro_batch, **options)
@@ -144,14 +159,17 @@ WHERE = {
 
 
 class Text(pl.LightningModule):
-    """Adds to its model what `way` says: (hook, place), (hook, place, "late") or the name of a patch."""
+    """Adds to its model what `way` says: (hook, place), (hook, place, "late") or the name of a
+    patch."""
 
     def __init__(self, way: Any) -> None:
         super().__init__()
         self.model, self.way = llama(), way
         if way == "patched norm":
             for layer in self.model.model.layers:
-                layer.input_layernorm.forward = types.MethodType(patched_norm, layer.input_layernorm)
+                layer.input_layernorm.forward = types.MethodType(
+                    patched_norm, layer.input_layernorm
+                )
         elif way is not None and way[-1] != "late":
             self._hook()
 
@@ -171,21 +189,27 @@ class Text(pl.LightningModule):
 
 
 def rows() -> TensorDataset:
-    return TensorDataset(torch.randint(0, 32, (ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(1)))
+    return TensorDataset(
+        torch.randint(0, 32, (ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(1))
+    )
 
 
 class _Losses(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any
+    ) -> None:
         self.losses.append(float(outputs["loss"]))
 
 
 def one_process(way: Any) -> list[float]:
     """Losses of plain Lightning."""
     losses = _Losses()
-    quiet_trainer(strategy="auto", devices=1, max_steps=STEPS, callbacks=[losses]).fit(Text(way), DataLoader(rows(), batch_size=ROWS))
+    quiet_trainer(strategy="auto", devices=1, max_steps=STEPS, callbacks=[losses]).fit(
+        Text(way), DataLoader(rows(), batch_size=ROWS)
+    )
     return losses.losses
 
 
@@ -198,9 +222,12 @@ def fits(ways: list[Any], layout: str, cache: str, **options: Any) -> list[list[
         assert strategy.layout is not None
         losses = _Losses()
         try:
-            quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_steps=STEPS, callbacks=[losses]).fit(
-                Text(way), DataLoader(rows(), batch_size=ROWS)
-            )
+            quiet_trainer(
+                strategy=strategy,
+                devices=strategy.layout.world_size,
+                max_steps=STEPS,
+                callbacks=[losses],
+            ).fit(Text(way), DataLoader(rows(), batch_size=ROWS))
             found.append(losses.losses)
         except PlanError as error:
             found.append(str(error))
@@ -213,7 +240,8 @@ def crossed(x: Tensor) -> Tensor:
 
 
 class Crossing(nn.Module):
-    """A block whose activation is an argument. Its norm keeps trials of styles from running it alone."""
+    """A block whose activation is an argument. Its norm keeps trials of styles from running it
+    alone."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -247,7 +275,9 @@ def crossed_fits(ways: list[str], cache: str) -> list[str]:
     found = []
     for way in ways:
         try:
-            trainer = quiet_trainer(strategy=Lightning3DStrategy("tp2", plan=plan), devices=2, max_steps=1)
+            trainer = quiet_trainer(
+                strategy=Lightning3DStrategy("tp2", plan=plan), devices=2, max_steps=1
+            )
             trainer.fit(Regression(way), DataLoader(TensorDataset(torch.ones(4, 8)), batch_size=4))
             found.append("trained")
         except PlanError as error:

@@ -1,4 +1,5 @@
-"""Chains of starts on one run folder: each goes on from the newest checkpoint and is killed, until one comes to the end.
+"""Chains of starts on one run folder: each goes on from the newest checkpoint and is killed, until
+one comes to the end.
 
 What must hold after every kill is asserted here and in `saving`.
 """
@@ -36,7 +37,8 @@ class Chain:
     """Starts on one folder.
 
     Attributes:
-        cells: layouts, one start after the other takes the next; with one layout, what is resumed is the same bit by bit.
+        cells: layouts, one start after the other takes the next; with one layout, what is resumed
+            is the same bit by bit.
         asynchronous: saves are written in the background.
         last: `ModelCheckpoint(save_last=True)`: each save replaces last.ckpt too.
     """
@@ -53,7 +55,15 @@ class Chain:
         kinds = [(phase, everyone) for phase in self.phases for everyone in self.everyone]
         draw.shuffle(kinds)
         ranks = min(cell.world_size for cell in self.cells)
-        return [Kill(phase, draw.randrange(ranks), all_, 2 if phase == "in pruning" else draw.choice((1, 2))) for phase, all_ in kinds]
+        return [
+            Kill(
+                phase,
+                draw.randrange(ranks),
+                all_,
+                2 if phase == "in pruning" else draw.choice((1, 2)),
+            )
+            for phase, all_ in kinds
+        ]
 
 
 def run_chain(chain: Chain, seed: int, folder: Path) -> int:
@@ -66,7 +76,8 @@ def run_chain(chain: Chain, seed: int, folder: Path) -> int:
         AssertionError: with the seed.
     """
     kills = chain.kills(seed)
-    steps = sum(EVERY * (kill.save + (kill.phase == "in pruning")) for kill in kills) + 2 * EVERY  # more than they let pass
+    # more than they let pass
+    steps = sum(EVERY * (kill.save + (kill.phase == "in pruning")) for kill in kills) + 2 * EVERY
     expected = undisturbed(chain.cells[0], steps, folder / "undisturbed")
     run = folder / "run"
     run.mkdir()
@@ -80,18 +91,24 @@ def run_chain(chain: Chain, seed: int, folder: Path) -> int:
         values = read_values(run / f"values_{number}.csv")
         after = check_checkpoints(run)
         check_values(values, expected, f"{what}\n{ended}", exact=len(chain.cells) == 1)
-        assert not values or min(values) == before + 1, f"{what}: it went on with step {min(values)}"
+        assert not values or min(values) == before + 1, (
+            f"{what}: it went on with step {min(values)}"
+        )
         if kill is None or kill.save > 1:
             assert not remains & remains_in(run), f"{what}: {remains} of the kill before are left"
         if kill is None:
             assert ended.codes == [0] * cell.world_size, f"{what}: {ended}"
             assert max(values) == after == steps, what
-            left = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
+            left = [
+                path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")
+            ]
             assert not left, f"{what}: {left} are left"
         else:
             check_end(kill, ended, what)
             lost = max(values, default=before) - after
-            assert lost <= EVERY * (2 if chain.asynchronous else 1), f"{what}: {lost} steps are lost\n{ended}"
+            assert lost <= EVERY * (2 if chain.asynchronous else 1), (
+                f"{what}: {lost} steps are lost\n{ended}"
+            )
             assert after >= before, f"{what}: the newest is step {after}"
     return len(kills)
 
@@ -105,16 +122,35 @@ def check_end(kill: Kill, ended: Ended, what: str) -> None:
 
 def remains_in(run: Path) -> set[tuple[str, int]]:
     """Name and time of what saves and removals have left unfinished."""
-    return {(path.name, path.stat().st_mtime_ns) for path in run.glob("checkpoints/.*") if path.is_dir()}
+    return {
+        (path.name, path.stat().st_mtime_ns) for path in run.glob("checkpoints/.*") if path.is_dir()
+    }
 
 
 # What follows runs in the ranks.
 
 
-def train(cell: Cell, steps: int, run: Path, number: int, asynchronous: bool, last: bool, kill: Kill | None) -> None:
+def train(
+    cell: Cell,
+    steps: int,
+    run: Path,
+    number: int,
+    asynchronous: bool,
+    last: bool,
+    kill: Kill | None,
+) -> None:
     """A rank of a start."""
     naming: dict[str, Any] = {"filename": "step_{step}", "auto_insert_metric_name": False}
-    callbacks: list[pl.Callback] = [ModelCheckpoint(run / "checkpoints", every_n_train_steps=EVERY, save_last=last, **naming)]
+    callbacks: list[pl.Callback] = [
+        ModelCheckpoint(run / "checkpoints", every_n_train_steps=EVERY, save_last=last, **naming)
+    ]
     if kill is not None:
         callbacks.append(KillInSave(**vars(kill)))
-    fit(cell, steps, run / f"values_{number}.csv", callbacks, newest_checkpoint(run), checkpoint_asynchronous=asynchronous)
+    fit(
+        cell,
+        steps,
+        run / f"values_{number}.csv",
+        callbacks,
+        newest_checkpoint(run),
+        checkpoint_asynchronous=asynchronous,
+    )

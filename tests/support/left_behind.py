@@ -1,4 +1,5 @@
-"""Modules whose blocks leave values in attributes, lists and hooks, which the step reads, and plain Lightning on one process for them."""
+"""Modules whose blocks leave values in attributes, lists and hooks, which the step reads, and plain
+Lightning on one process for them."""
 
 import os
 from collections.abc import Callable
@@ -43,7 +44,9 @@ READS: dict[str, Callable[[Any], Any]] = {
     "early": lambda network: network.kept[0].pow(2).mean(),
     "late": lambda network: network.kept[-1].pow(2).mean(),
     "weight": lambda network: sum(block.gate.weight.pow(2).sum() for block in network.blocks),
-    "constants": lambda network: sum(block.index * block.width + (block.kind == "odd") for block in network.blocks),
+    "constants": lambda network: sum(
+        block.index * block.width + (block.kind == "odd") for block in network.blocks
+    ),
     "hook": lambda network: sum(value.pow(2).mean() for value in network.seen),
     "inner hook": lambda network: sum(value.pow(2).mean() for value in network.seen),
     "global": lambda network: sum(SINK),
@@ -55,8 +58,17 @@ READS: dict[str, Callable[[Any], Any]] = {
 class Block(nn.Module):
     def __init__(self, how: str, index: int, owner: "Network") -> None:
         super().__init__()
-        self.how, self.index, self.width, self.kind = how, index, WIDTH, "odd" if index % 2 else "even"
-        self.gate, self.up, self.down = nn.Linear(WIDTH, 4, bias=False), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.how, self.index, self.width, self.kind = (
+            how,
+            index,
+            WIDTH,
+            "odd" if index % 2 else "even",
+        )
+        self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, 4, bias=False),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
         self.balance: Any = 0.0
         self.losses: list[Tensor] = []
         self.stats: dict[str, Tensor] = {}
@@ -89,7 +101,9 @@ class Network(nn.Module):
             if how == "hook":
                 block.register_forward_hook(lambda module, args, output: self.seen.append(output))
             elif how == "inner hook":
-                block.gate.register_forward_hook(lambda module, args, output: self.seen.append(output))  # type: ignore[union-attr]
+                block.gate.register_forward_hook(
+                    lambda module, args, output: self.seen.append(output)
+                )  # type: ignore[union-attr]
             elif how == "scaling hook":
                 block.register_forward_hook(lambda module, args, output: output * 0.9)
 
@@ -158,7 +172,9 @@ def one_process(how: str) -> list[float]:
     return module.losses
 
 
-def fit(hows: tuple[str, ...], layout: str, cache: str, plan: Any = None, **options: Any) -> dict[str, list[float]]:
+def fit(
+    hows: tuple[str, ...], layout: str, cache: str, plan: Any = None, **options: Any
+) -> dict[str, list[float]]:
     """The losses of this rank, by kind."""
     os.environ["XDG_CACHE_HOME"] = cache
     found = {}
@@ -169,6 +185,8 @@ def fit(hows: tuple[str, ...], layout: str, cache: str, plan: Any = None, **opti
             module.example_input_array = torch.randn(2, 8)
         strategy = Lightning3DStrategy(layout, plan=given, **options)
         assert strategy.layout is not None
-        quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_steps=STEPS).fit(module, data(ROWS // strategy.layout.dp))
+        quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_steps=STEPS).fit(
+            module, data(ROWS // strategy.layout.dp)
+        )
         found[how] = module.losses
     return found

@@ -19,7 +19,9 @@ def train_on_rank(recipe: Recipe, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), Finetuned(recipe, model), **strategy)
 
 
-def recipe_of(cell: Cell, lora: dict[str, Any], steps: int = STEPS, in_memory: bool = False) -> Recipe:
+def recipe_of(
+    cell: Cell, lora: dict[str, Any], steps: int = STEPS, in_memory: bool = False
+) -> Recipe:
     words = {key: tuple(value) if isinstance(value, list) else value for key, value in lora.items()}
     return replace(cell.recipe, lora=tuple(words.items()), steps=steps, adapted_in_memory=in_memory)
 
@@ -35,13 +37,25 @@ def check(
     steps: int = STEPS,
     in_memory: bool = False,
 ) -> None:
-    """Losses, gradient norms, adapters as on one process; the frozen weights bit for bit those of the beginning."""
+    """Losses, gradient norms, adapters as on one process; the frozen weights bit for bit those of
+    the beginning."""
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
     stage, options = MODES[mode]
-    cell = Cell(model, schedule=schedule, zero=stage, dtype=dtype, options=tuple(sorted(options.items())), **degrees)
+    cell = Cell(
+        model,
+        schedule=schedule,
+        zero=stage,
+        dtype=dtype,
+        options=tuple(sorted(options.items())),
+        **degrees,
+    )
     recipe = recipe_of(cell, lora, steps, in_memory)
-    before = {f"model.{name}": parameter for name, parameter in initial_model(recipe).named_parameters()}
-    parts = run_ranks(train_on_rank, cell.world_size, recipe, **parity.strategy_arguments(cell), timeout=180)
+    before = {
+        f"model.{name}": parameter for name, parameter in initial_model(recipe).named_parameters()
+    }
+    parts = run_ranks(
+        train_on_rank, cell.world_size, recipe, **parity.strategy_arguments(cell), timeout=180
+    )
     assert_same_run(parts, train(recipe), dtype)
     whole, _ = parity.assemble(parts)
     trained = {name for name, parameter in before.items() if parameter.requires_grad}

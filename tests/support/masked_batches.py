@@ -1,4 +1,5 @@
-"""Batches with masks and positions, and ranks on a CPU that answer questions about them as ranks on a GPU do."""
+"""Batches with masks and positions, and ranks on a CPU that answer questions about them as ranks on
+a GPU do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ MASKS = ("none", "ones", "right", "left", "packed")
 
 
 def with_mask(batch: Batch, kind: str) -> Batch:
-    """The batch with an `attention_mask`: of ones, or with padding in each row on the "right" or "left"; or with the `position_ids` of
-    "packed" documents; or with "none". Shapes (rows, sequence)."""
+    """The batch with an `attention_mask`: of ones, or with padding in each row on the "right" or
+    "left"; or with the `position_ids` of "packed" documents; or with "none". Shapes (rows,
+    sequence)."""
     rows, length = batch["input_ids"].shape
     places = torch.arange(length).expand(rows, -1)
     sizes = 3 + torch.arange(rows).unsqueeze(1) % 5
@@ -28,7 +30,11 @@ def with_mask(batch: Batch, kind: str) -> Batch:
 
 @contextmanager
 def known_on_cpu() -> Iterator[None]:
-    """Let models that are built here know values as on a GPU. On a CPU nothing is gained by it, so by default it is off."""
+    """Let models that are built here know values as on a GPU. On a CPU nothing is gained by it, so
+    by default it is off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_3d.strategy.build.KnownValues", lambda device, wanted: KnownValues(device, wanted=True))
+        patch.setattr(
+            "lightning_3d.strategy.build.KnownValues",
+            lambda device, wanted: KnownValues(device, wanted=True),
+        )
         yield

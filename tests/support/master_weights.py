@@ -1,4 +1,5 @@
-"""The reference for bf16: a loop on one process with float32 master weights and float32 sums of gradients."""
+"""The reference for bf16: a loop on one process with float32 master weights and float32 sums of
+gradients."""
 
 from collections.abc import Callable
 
@@ -11,8 +12,11 @@ RECIPE = Recipe(dtype="bfloat16", steps=50 if STEPS > 4 else 20)  # in the long 
 
 
 @one_thread()
-def train_with_masters(recipe: Recipe = RECIPE, prepare: Callable[[nn.Module], None] | None = None) -> Run:
-    """Mixed precision as Megatron's: gradients of each micro-batch are added in float32, AdamW steps float32 weights.
+def train_with_masters(
+    recipe: Recipe = RECIPE, prepare: Callable[[nn.Module], None] | None = None
+) -> Run:
+    """Mixed precision as Megatron's: gradients of each micro-batch are added in float32, AdamW
+    steps float32 weights.
 
     Args:
         prepare: changes the model before it is trained.
@@ -22,7 +26,9 @@ def train_with_masters(recipe: Recipe = RECIPE, prepare: Callable[[nn.Module], N
         prepare(model)
     task = models.task(recipe.model)
     masters = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.AdamW(
+        masters.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+    )
     rows, losses, norms = data(recipe), [], []
     for start in range(0, recipe.steps * recipe.global_batch, recipe.global_batch):
         batch = cut(rows, start, recipe.global_batch)

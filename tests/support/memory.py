@@ -1,4 +1,5 @@
-"""Counts the bytes of all tensors that are alive while a block of code runs, by watching what every operation returns."""
+"""Counts the bytes of all tensors that are alive while a block of code runs, by watching what every
+operation returns."""
 
 import functools
 import weakref
@@ -22,7 +23,9 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._freed: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
-        self._total = 0  # of the sizes when they were last seen: never too small, too large where one was shrunk since
+        # of the sizes when they were last seen: never too small, too large where one was shrunk
+        # since
+        self._total = 0
         self.peak = 0
 
     @property
@@ -51,7 +54,8 @@ class LiveBytes(TorchDispatchMode):
             self._keep(key, known[0], size)
 
     def _forget(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        """Only note it: other threads free storages too, and the garbage collector does so in the middle of a sum."""
+        """Only note it: other threads free storages too, and the garbage collector does so in the
+        middle of a sum."""
         self._freed.append((key, reference))
 
     def _settle(self) -> None:
@@ -61,12 +65,15 @@ class LiveBytes(TorchDispatchMode):
             if known is not None and known[0] is reference:
                 self._total -= self._storages.pop(key)[1]
 
-    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         self._settle()
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 self._see(leaf.untyped_storage())
-        if self._total > self.peak:  # counting all of them at every operation would take most of the time of a test
+        # counting all of them at every operation would take most of the time of a test
+        if self._total > self.peak:
             self.peak = max(self.peak, self.now)
         return result

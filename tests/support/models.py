@@ -1,7 +1,8 @@
 """Tiny models of every family that the suite trains, and a hand-written one with its own plan.
 
-They are small enough for 20 steps in seconds and awkward on purpose: key/value heads fewer than tensor-parallel ranks,
-vocabularies that 2 and 4 do not divide, tied embeddings, biases, packed projections, layers of different kinds.
+They are small enough for 20 steps in seconds and awkward on purpose: key/value heads fewer than
+tensor-parallel ranks, vocabularies that 2 and 4 do not divide, tied embeddings, biases, packed
+projections, layers of different kinds.
 """
 
 import inspect
@@ -50,7 +51,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": (
         "GPTNeoX",
-        {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "hidden_dropout": 0.0, "rotary_pct": 0.25},
+        {
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "hidden_dropout": 0.0,
+            "rotary_pct": 0.25,
+        },
     ),
     "gemma3": (
         "Gemma3",
@@ -63,11 +70,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
-    "phi3": ("Phi3", {"vocab_size": 68, "num_key_value_heads": 2, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "phi3": (
+        "Phi3",
+        {"vocab_size": 68, "num_key_value_heads": 2, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ),
 }
 # Mixtures of 8 experts, of which a token sees 2.
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 8, "sliding_window": 8}),
+    "mixtral": (
+        "Mixtral",
+        {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 8, "sliding_window": 8},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -127,15 +140,37 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PLAIN = "plain"
 MODELS = (*FAMILIES, PLAIN)
-# Whose blocks are made in other ways: norms behind layers, norms over all heads between gather pairs, parallel branches, multipliers.
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0, "original_max_position_embeddings": 8}
+# Whose blocks are made in other ways: norms behind layers, norms over all heads between gather
+# pairs, parallel branches, multipliers.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 8,
+}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"vocab_size": 64, "num_key_value_heads": 2}),
     "glm4": ("Glm4", {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8}),
     "cohere": ("Cohere", {"vocab_size": 64, "num_key_value_heads": 2, "use_qk_norm": True}),
-    "granite": ("Granite", {"vocab_size": 64, "num_key_value_heads": 2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0}),
-    "gemma2": ("Gemma2", {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}),
-    "starcoder2": ("Starcoder2", {"vocab_size": 64, "num_key_value_heads": 2, "residual_dropout": 0.0}),
+    "granite": (
+        "Granite",
+        {
+            "vocab_size": 64,
+            "num_key_value_heads": 2,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
+    ),
+    "starcoder2": (
+        "Starcoder2",
+        {"vocab_size": 64, "num_key_value_heads": 2, "residual_dropout": 0.0},
+    ),
     "deepseek_v3_dense": (
         "DeepseekV3",
         {
@@ -150,14 +185,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Positions beyond the original ones are scaled.
     "llama_yarn": ("Llama", {"vocab_size": 67, "num_key_value_heads": 2, "rope_parameters": YARN}),
-    "qwen3_yarn": ("Qwen3", {"vocab_size": 72, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": YARN}),
+    "qwen3_yarn": (
+        "Qwen3",
+        {"vocab_size": 72, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": YARN},
+    ),
 }
 # Read from `conf/model`: tiny models of the families of large ones.
 OF_CONF = ("llama_tiny", "gpt2_tiny", "gpt_oss_tiny", "deepseek_v3_tiny", "qwen3_moe_tiny")
 
 
 def build(name: str, layers: int = 4) -> nn.Module:
-    """The model of a family with ``layers`` blocks, on the current default device, in the current default dtype.
+    """The model of a family with ``layers`` blocks, on the current default device, in the current
+    default dtype.
 
     In float64 its norms keep double precision, see ``keep_double``.
     """
@@ -198,7 +237,9 @@ def build_from_conf(name: str, layers: int) -> nn.Module:
     config.num_hidden_layers = layers
     if torch.get_default_dtype() == torch.float64:
         config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=entry["attn_implementation"])
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=entry["attn_implementation"]
+    )
     if torch.get_default_dtype() == torch.float64:
         keep_double(model)
     return model
@@ -207,9 +248,10 @@ def build_from_conf(name: str, layers: int) -> nn.Module:
 def keep_double(model: nn.Module) -> None:
     """Let the RMS norms and routers of a Transformers model compute in the dtype of their input.
 
-    They round to float32 inside, whatever the model's dtype. Then a gradient that was scaled before the norm instead of
-    after the step, or summed in another order, is rounded to another float32, and float64 would show 1e-8 for equal
-    arithmetic. Nothing else in these models rounds what depends on weights.
+    They round to float32 inside, whatever the model's dtype. Then a gradient that was scaled before
+    the norm instead of after the step, or summed in another order, is rounded to another float32,
+    and float64 would show 1e-8 for equal arithmetic. Nothing else in these models rounds what
+    depends on weights.
     """
     doubled: dict[type, type] = {}
     for module in model.modules():
@@ -221,7 +263,8 @@ def keep_double(model: nn.Module) -> None:
 
 
 def _double_norm(kind: type) -> type:
-    shift = 1.0 if kind.__name__.startswith("Gemma") else 0.0  # Gemma's weights are distances from one
+    # Gemma's weights are distances from one
+    shift = 1.0 if kind.__name__.startswith("Gemma") else 0.0
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         epsilon = self.eps if hasattr(self, "eps") else self.variance_epsilon
@@ -234,7 +277,11 @@ def _double_norm(kind: type) -> type:
 def _double_router(kind: type) -> type:
     """The router's own code with float64 where it says float32."""
     source = textwrap.dedent(inspect.getsource(kind.forward))  # type: ignore[attr-defined]
-    for single, double in (("torch.float32", "torch.float64"), ("dtype=torch.float,", "dtype=torch.float64,"), (".float()", ".double()")):
+    for single, double in (
+        ("torch.float32", "torch.float64"),
+        ("dtype=torch.float,", "dtype=torch.float64,"),
+        (".float()", ".double()"),
+    ):
         source = source.replace(single, double)
     scope: dict[str, Any] = {}
     exec(source, vars(sys.modules[kind.__module__]), scope)
@@ -257,7 +304,8 @@ def _sizes(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """What a family's batch holds and how its user computes the loss: ``step(model, batch) -> scalar``."""
+    """What a family's batch holds and how its user computes the loss: ``step(model, batch) ->
+    scalar``."""
 
     data: Callable[[int, int, torch.Generator], Batch]
     step: Callable[[nn.Module, Batch], Tensor]
@@ -269,7 +317,8 @@ def task(name: str) -> Task:
 
 
 def tokens(rows: int, length: int, first: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Token ids in [first, vocab), small ones more often, so that there is something to learn; shape (rows, length)."""
+    """Token ids in [first, vocab), small ones more often, so that there is something to learn;
+    shape (rows, length)."""
     uniform = torch.rand((rows, length), generator=generator)
     return first + (uniform.square() * (vocab - first)).long()
 
@@ -287,18 +336,25 @@ def causal_step(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch).loss
 
 
-def causal_token_losses(model: nn.Module, batch: Batch, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def causal_token_losses(
+    model: nn.Module, batch: Batch, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
     """Losses of the target tokens from full logits, in the dtype of the model; shape (targets,)."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     logits = model(**inputs).logits[:, :-1].flatten(0, 1)
     targets = batch["labels"][:, 1:].flatten()
     if label_smoothing or z_loss:
-        return terms_of_loss(logits[targets != IGNORE], targets[targets != IGNORE], label_smoothing, z_loss)
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")[targets != IGNORE]
+        return terms_of_loss(
+            logits[targets != IGNORE], targets[targets != IGNORE], label_smoothing, z_loss
+        )
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")[
+        targets != IGNORE
+    ]
 
 
 def terms_of_loss(logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
-    """Cross-entropy with the smoothed distribution of targets written out, and the z-loss; (targets,)."""
+    """Cross-entropy with the smoothed distribution of targets written out, and the z-loss;
+    (targets,)."""
     log_z = logits.exp().sum(-1).log()
     log_probabilities = logits - log_z[:, None]
     wanted = torch.full_like(logits, label_smoothing / logits.shape[1])
@@ -325,7 +381,8 @@ PLAIN_TASK = Task(plain_data, plain_step, plain_token_losses)
 
 
 class PlainModel(nn.Module):
-    """A decoder as one writes it by hand: no configuration, no Transformers, learned positions, a chain of blocks."""
+    """A decoder as one writes it by hand: no configuration, no Transformers, learned positions, a
+    chain of blocks."""
 
     vocabulary = 66
     plan = {
@@ -364,18 +421,22 @@ class PlainEmbedding(nn.Module):
         self.position = nn.Embedding(positions, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.token(tokens) + self.position(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
 
 
 class PlainBlock(nn.Module):
-    """Attention and MLP; the number of heads is read from the width of ``q``, as a tensor-parallel rank has fewer."""
+    """Attention and MLP; the number of heads is read from the width of ``q``, as a tensor-parallel
+    rank has fewer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.v, self.o = (nn.Linear(width, width) for _ in range(3))
-        self.k = nn.Linear(width, width, bias=False)  # its gradient would be zero but for rounding, which Adam amplifies
+        # its gradient would be zero but for rounding, which Adam amplifies
+        self.k = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Multi-token prediction on one process, written with Transformers' own DeepSeek-V3 and its `MtpLayer`, and what ranks are compared with.
+"""Multi-token prediction on one process, written with Transformers' own DeepSeek-V3 and its
+`MtpLayer`, and what ranks are compared with.
 
 Of the package, the reference uses only ``initialize``, for the same initial weights.
 """
@@ -15,7 +16,11 @@ from parity import PRECISIONS, Data, Part, Rows, StepValues, quiet_trainer
 from reference import Recipe, Run, default_dtype, initialize
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3ForCausalLM, DeepseekV3RMSNorm
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3ForCausalLM,
+    DeepseekV3RMSNorm,
+)
 
 from lightning_3d.app.training.module import CausalLM, transformers_config
 
@@ -59,13 +64,16 @@ def recipe(dtype: str = "float64") -> Recipe:
 
 
 def rows(plan: Recipe, *, documents: bool = False) -> dict[str, Tensor]:
-    """Token rows whose labels are ignored in some places: in the middle, at the end, and in one row everywhere but at one place.
+    """Token rows whose labels are ignored in some places: in the middle, at the end, and in one row
+    everywhere but at one place.
 
     Args:
         documents: pack several documents into each row, kept apart as `data.document_mask` does.
     """
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(2, VOCABULARY, (plan.steps * plan.global_batch, SEQUENCE), generator=generator)
+    ids = torch.randint(
+        2, VOCABULARY, (plan.steps * plan.global_batch, SEQUENCE), generator=generator
+    )
     labels = ids.clone()
     labels[::3, 4:6] = -100
     labels[1::4, -2:] = -100
@@ -92,7 +100,9 @@ class Trained(CausalLM):
             in_double(self.model, self.recipe)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.recipe.learning_rate, weight_decay=self.recipe.weight_decay)
+        return torch.optim.AdamW(
+            self.parameters(), lr=self.recipe.learning_rate, weight_decay=self.recipe.weight_decay
+        )
 
 
 def in_double(model: nn.Module, plan: Recipe) -> None:
@@ -148,7 +158,11 @@ def train_ahead(
         gradient_clip_val=plan.clip,
         callbacks=[values, *([SaveAfterFirst(save)] if save is not None else [])],
     )
-    trainer.fit(module, datamodule=Data(Rows(rows(plan, documents=documents)), plan.global_batch // made.layout.dp), ckpt_path=resume)
+    trainer.fit(
+        module,
+        datamodule=Data(Rows(rows(plan, documents=documents)), plan.global_batch // made.layout.dp),
+        ckpt_path=resume,
+    )
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Part(values.losses, values.grad_norms, weights, dict(made.specs)), logged
@@ -165,7 +179,9 @@ class Plain(nn.Module):
         ahead = copy.deepcopy(config)
         ahead.first_k_dense_replace = 0
         ahead._experts_implementation = config._experts_implementation = "eager"
-        self.mtp = nn.ModuleList(MtpLayer(ahead, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, k) for k in range(depths))
+        self.mtp = nn.ModuleList(
+            MtpLayer(ahead, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, k) for k in range(depths)
+        )
 
     def sums(self, ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> list[Tensor]:
         """Sum of the cross-entropies of each depth, that of the model first.
@@ -189,9 +205,13 @@ class Plain(nn.Module):
 
 
 def same_document(positions: Tensor) -> Tensor:
-    """(rows, 1, sequence, sequence): whether a token sees another one, of its own document and not behind it."""
+    """(rows, 1, sequence, sequence): whether a token sees another one, of its own document and not
+    behind it."""
     documents = (positions == 0).cumsum(1)
-    return ((documents[:, :, None] == documents[:, None, :]) & torch.ones(positions.shape[1], positions.shape[1]).tril().bool())[:, None]
+    return (
+        (documents[:, :, None] == documents[:, None, :])
+        & torch.ones(positions.shape[1], positions.shape[1]).tril().bool()
+    )[:, None]
 
 
 def cross_entropies(logits: Tensor, labels: Tensor, distance: int) -> Tensor:
@@ -210,7 +230,11 @@ def plain_name(name: str) -> str:
     if parts[:2] != ["model", "layers"] or int(parts[2]) < LAYERS:
         return f"model.{name}"
     rest = ".".join(parts[3:]).replace("shared_head.norm", "post_norm")
-    inner = rest if rest.split(".")[0] in ("enorm", "hnorm", "eh_proj", "post_norm") else f"mtp_block.{rest}"
+    inner = (
+        rest
+        if rest.split(".")[0] in ("enorm", "hnorm", "eh_proj", "post_norm")
+        else f"mtp_block.{rest}"
+    )
     return f"mtp.{int(parts[2]) - LAYERS}.{inner}"
 
 
@@ -221,7 +245,9 @@ def initial_weights(group: dict[str, Any], plan: Recipe) -> dict[str, Tensor]:
         module.configure_model()
     module.to(plan.torch_dtype)
     initialize(module, plan.seed)
-    return {name.removeprefix("model."): value.detach() for name, value in module.state_dict().items()}
+    return {
+        name.removeprefix("model."): value.detach() for name, value in module.state_dict().items()
+    }
 
 
 def plain_model(group: dict[str, Any], plan: Recipe) -> Plain:
@@ -235,14 +261,20 @@ def plain_model(group: dict[str, Any], plan: Recipe) -> Plain:
     return plain.train()
 
 
-def reference_run(group: dict[str, Any], plan: Recipe, *, documents: bool = False) -> tuple[Run, list[list[float]]]:
-    """Train on one process. Returns the run with our names, and the loss of each depth in each step."""
+def reference_run(
+    group: dict[str, Any], plan: Recipe, *, documents: bool = False
+) -> tuple[Run, list[list[float]]]:
+    """Train on one process. Returns the run with our names, and the loss of each depth in each
+    step."""
     plain = plain_model(group, plan)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay)
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay
+    )
     data, losses, norms, parts = rows(plan, documents=documents), [], [], []
     for start in range(0, plan.steps * plan.global_batch, plan.global_batch):
         ids, labels, positions = (
-            data[key][start : start + plan.global_batch] if key in data else None for key in ("input_ids", "labels", "position_ids")
+            data[key][start : start + plan.global_batch] if key in data else None
+            for key in ("input_ids", "labels", "position_ids")
         )
         count = int((labels[:, 1:] != -100).sum())
         sums = [each / count for each in plain.sums(ids, labels, positions)]
@@ -255,9 +287,14 @@ def reference_run(group: dict[str, Any], plan: Recipe, *, documents: bool = Fals
         parts.append([each.item() for each in sums])
     known = dict(plain.named_parameters())
     names = [name for name in initial_weights(group, plan) if plain_name(name) in known]
-    return Run(losses, norms, {f"model.{name}": known[plain_name(name)].detach() for name in names}), parts
+    return (
+        Run(losses, norms, {f"model.{name}": known[plain_name(name)].detach() for name in names}),
+        parts,
+    )
 
 
 @functools.cache
-def expected(dtype: str = "float64", *, tied: bool = False, documents: bool = False) -> tuple[Run, list[list[float]]]:
+def expected(
+    dtype: str = "float64", *, tied: bool = False, documents: bool = False
+) -> tuple[Run, list[list[float]]]:
     return reference_run(model_group(tie_word_embeddings=tied), recipe(dtype), documents=documents)

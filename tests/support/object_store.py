@@ -1,5 +1,6 @@
-"""An object store for tests, as a backend of fsspec: objects appear whole when they are closed, there is no rename and there are no
-folders. They lie in a folder of the local disk, so that several processes see them: `bucket:///tmp/x/a.ckpt`.
+"""An object store for tests, as a backend of fsspec: objects appear whole when they are closed,
+there is no rename and there are no folders. They lie in a folder of the local disk, so that several
+processes see them: `bucket:///tmp/x/a.ckpt`.
 
 As S3 did until 2020, and others do, a listing may lag behind; an upload may fail in the middle.
 """
@@ -42,7 +43,12 @@ class Bucket(AbstractFileSystem):
         cls.requests.clear()
 
     def _objects(self, below: str) -> list[Path]:
-        return [Path(top) / name for top, _, names in os.walk(below) for name in names if not name.endswith(".part")]
+        return [
+            Path(top) / name
+            for top, _, names in os.walk(below)
+            for name in names
+            if not name.endswith(".part")
+        ]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
@@ -63,7 +69,11 @@ class Bucket(AbstractFileSystem):
             inside = item.relative_to(path).parts
             name = f"{path}/{inside[0]}"
             is_file = len(inside) == 1
-            found[name] = {"name": name, "type": "file" if is_file else "directory", "size": item.stat().st_size if is_file else 0}
+            found[name] = {
+                "name": name,
+                "type": "file" if is_file else "directory",
+                "size": item.stat().st_size if is_file else 0,
+            }
         if not found and not os.path.isfile(path):
             raise FileNotFoundError(path)
         return list(found.values()) if detail else list(found)
@@ -73,7 +83,9 @@ class Bucket(AbstractFileSystem):
 
         return datetime.fromtimestamp(os.path.getmtime(self._strip_protocol(path)), UTC)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
         path = self._strip_protocol(path)
         with open(path, "rb") as file:
             file.seek(start or 0)

@@ -1,8 +1,10 @@
-"""A run whose processes stop at one phase of their life, so that the process that started them can be killed there.
+"""A run whose processes stop at one phase of their life, so that the process that started them can
+be killed there.
 
-`Run` starts a command with a folder in its environment, by which all its processes are found, and with this file's folder and a
-`sitecustomize` in front of their search path. Who reaches the phase writes a marker. Rank 0 stays there and sleeps; the others
-go on and wait for it, in the C++ of a rendezvous or a collective. In the phases of a fresh interpreter the child sleeps.
+`Run` starts a command with a folder in its environment, by which all its processes are found, and
+with this file's folder and a `sitecustomize` in front of their search path. Who reaches the phase
+writes a marker. Rank 0 stays there and sleeps; the others go on and wait for it, in the C++ of a
+rendezvous or a collective. In the phases of a fresh interpreter the child sleeps.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ import psutil
 
 PHASE, FOLDER = "ORPHANS_PHASE", "ORPHANS_FOLDER"
 PATIENCE_SECONDS = 10.0
-"""How long processes may take to end after the kill. Those that sleep or wait for the dead would take ten minutes."""
+"""How long processes may take to end after the kill. Those that sleep or wait for the dead would
+take ten minutes."""
 
 _SITE = """
 import orphans
@@ -27,7 +30,8 @@ orphans.stop_fresh_interpreter()
 
 
 def reach(phase: str, sleeps: bool) -> None:
-    """Say that this process has come to a phase, where the run is to be killed, and stay there or go on."""
+    """Say that this process has come to a phase, where the run is to be killed, and stay there or
+    go on."""
     if os.environ.get(PHASE) == phase:
         (Path(os.environ[FOLDER]) / f"{phase} {os.getpid()}").touch()
         if sleeps:
@@ -40,7 +44,8 @@ def is_rank_0() -> bool:
 
 
 def stop_fresh_interpreter() -> None:
-    """Called when an interpreter starts: a rank that was started as one sleeps before its first line, or when it imports torch."""
+    """Called when an interpreter starts: a rank that was started as one sleeps before its first
+    line, or when it imports torch."""
     if "LOCAL_RANK" not in os.environ and "--multiprocessing-fork" not in sys.orig_argv:
         return
     reach("exec", sleeps=True)
@@ -74,7 +79,9 @@ class Run:
         with self.log.open("wb") as output:
             given |= {PHASE: phase, FOLDER: str(folder)}
             command = [sys.executable, "-W", "ignore", *arguments]
-            self.process = subprocess.Popen(command, env=given, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, env=given, cwd=folder, stdout=output, stderr=subprocess.STDOUT
+            )
 
     def members(self) -> list[psutil.Process]:
         """Processes of this run that live, whoever their parent is."""
@@ -87,7 +94,8 @@ class Run:
         return found
 
     def kill_at(self, markers: int, seconds: float = 150.0) -> None:
-        """Kill the process that was started once so many others, or it too, have reached the phase, and see all others end.
+        """Kill the process that was started once so many others, or it too, have reached the phase,
+        and see all others end.
 
         Raises:
             AssertionError: they do not, or the phase is never reached.
@@ -95,7 +103,9 @@ class Run:
         try:
             deadline = time.monotonic() + seconds
             while len(list(self.folder.glob(f"{self.phase} *"))) < markers:
-                assert self.process.poll() is None and time.monotonic() < deadline, f"{self.phase} not reached:\n{self.log.read_text()}"
+                assert self.process.poll() is None and time.monotonic() < deadline, (
+                    f"{self.phase} not reached:\n{self.log.read_text()}"
+                )
                 time.sleep(0.05)
             self.kill()
         finally:
@@ -105,13 +115,18 @@ class Run:
 
     def kill(self) -> None:
         """Kill the process that was started, and see all others end."""
-        assert len(self.members()) > 1, f"there is nobody who could outlive it:\n{self.log.read_text()}"
+        assert len(self.members()) > 1, (
+            f"there is nobody who could outlive it:\n{self.log.read_text()}"
+        )
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (left := self.members()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not left, f"killed at {self.phase}, these are left: {[process.cmdline() for process in left]}\n{self.log.read_text()}"
+        assert not left, (
+            f"killed at {self.phase}, these are left:"
+            f" {[process.cmdline() for process in left]}\n{self.log.read_text()}"
+        )
 
 
 def phase_callback() -> Any:
@@ -149,7 +164,8 @@ def phase_callback() -> Any:
 
 
 class Rows:
-    """A data set that a worker process cannot finish reading: the later samples take ten minutes each."""
+    """A data set that a worker process cannot finish reading: the later samples take ten minutes
+    each."""
 
     def __len__(self) -> int:
         return 64
@@ -182,8 +198,20 @@ def script() -> None:
             return torch.optim.SGD(self.parameters(), 0.1)
 
     strategy = Lightning3DStrategy("dp2")
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, callbacks=[phase_callback()], **quiet)
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=2,
+        callbacks=[phase_callback()],
+        **quiet,
+    )
     trainer.fit(Module(), DataLoader(Rows(), batch_size=2, num_workers=1))  # type: ignore[arg-type]
     trainer.save_checkpoint("saved.ckpt")
     if not is_rank_0():

@@ -1,4 +1,5 @@
-"""Mixtures with a shared expert on this rank, which may run while tokens travel to the others, and the events of an exchange."""
+"""Mixtures with a shared expert on this rank, which may run while tokens travel to the others, and
+the events of an exchange."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -32,12 +33,18 @@ PLAN = ParallelPlan(
 
 def deepseek() -> nn.Module:
     """Calls its shared expert after the others."""
-    return DeepseekV3MoE(DeepseekV3Config(**SIZES, n_routed_experts=EXPERTS, n_group=4, topk_group=2, n_shared_experts=1))
+    return DeepseekV3MoE(
+        DeepseekV3Config(
+            **SIZES, n_routed_experts=EXPERTS, n_group=4, topk_group=2, n_shared_experts=1
+        )
+    )
 
 
 def qwen() -> nn.Module:
     """Calls its shared expert before the router, and its gate after the others."""
-    return Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(**SIZES, num_experts=EXPERTS, shared_expert_intermediate_size=12))
+    return Qwen2MoeSparseMoeBlock(
+        Qwen2MoeConfig(**SIZES, num_experts=EXPERTS, shared_expert_intermediate_size=12)
+    )
 
 
 BLOCKS = {"deepseek": (deepseek, "shared_experts"), "qwen": (qwen, "shared_expert")}
@@ -76,8 +83,11 @@ def run(mlp: nn.Module, between: Callable[[], Any] = lambda: None) -> list[Tenso
 
 
 @contextlib.contextmanager
-def exchanges(sent: Callable[[], Any], arrived: Callable[[], Any], hidden: int = HIDDEN) -> Iterator[None]:
-    """Call `sent` when an all-to-all of hidden states starts, and `arrived` when it has been waited for."""
+def exchanges(
+    sent: Callable[[], Any], arrived: Callable[[], Any], hidden: int = HIDDEN
+) -> Iterator[None]:
+    """Call `sent` when an all-to-all of hidden states starts, and `arrived` when it has been waited
+    for."""
     original = gloo_exchange.start_all_to_all
 
     class Watched:

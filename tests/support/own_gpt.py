@@ -1,4 +1,5 @@
-"""A small GPT as people write it, without a word of this project, in several hands; and a fit of it."""
+"""A small GPT as people write it, without a word of this project, in several hands; and a fit of
+it."""
 
 import copy
 import io
@@ -34,7 +35,14 @@ class Attention(nn.Module):
         self.head_width = WIDTH // HEADS
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(attend(*(layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))))
+        return self.proj(
+            attend(
+                *(
+                    layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+                    for layer in (self.q, self.k, self.v)
+                )
+            )
+        )
 
 
 class FixedHeads(Attention):
@@ -42,7 +50,14 @@ class FixedHeads(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
-        return self.proj(attend(*(layer(x).view(b, t, HEADS, c // HEADS).transpose(1, 2) for layer in (self.q, self.k, self.v))))
+        return self.proj(
+            attend(
+                *(
+                    layer(x).view(b, t, HEADS, c // HEADS).transpose(1, 2)
+                    for layer in (self.q, self.k, self.v)
+                )
+            )
+        )
 
 
 class NamedHeads(Attention):
@@ -54,11 +69,19 @@ class NamedHeads(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        return self.proj(attend(*(layer(x).view(b, t, self.nh, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))))
+        return self.proj(
+            attend(
+                *(
+                    layer(x).view(b, t, self.nh, -1).transpose(1, 2)
+                    for layer in (self.q, self.k, self.v)
+                )
+            )
+        )
 
 
 class SharedKeys(nn.Module):
-    """Two key heads for four query heads, counted in attributes: H, HK and how many queries share one."""
+    """Two key heads for four query heads, counted in attributes: H, HK and how many queries share
+    one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +92,10 @@ class SharedKeys(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         q = self.q(x).view(b, t, self.H, self.width).transpose(1, 2)
-        k, v = (layer(x).view(b, t, self.HK, self.width).transpose(1, 2).repeat_interleave(self.rep, 1) for layer in (self.k, self.v))
+        k, v = (
+            layer(x).view(b, t, self.HK, self.width).transpose(1, 2).repeat_interleave(self.rep, 1)
+            for layer in (self.k, self.v)
+        )
         return self.proj(attend(q, k, v))
 
 
@@ -81,7 +107,10 @@ class NormedHeads(Attention):
         self.norm = nn.LayerNorm(self.head_width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         return self.proj(attend(self.norm(q), k, v))
 
 
@@ -96,7 +125,9 @@ class Packed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         parts = self.c_attn(x).split(self.n_embd, dim=2)
-        return self.proj(attend(*(part.view(b, t, self.n_head, -1).transpose(1, 2) for part in parts)))
+        return self.proj(
+            attend(*(part.view(b, t, self.n_head, -1).transpose(1, 2) for part in parts))
+        )
 
 
 class Block(nn.Module):
@@ -113,7 +144,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, attention: type[nn.Module] = Attention, *, dropout: float = 0.0, tied: bool = False) -> None:
+    def __init__(
+        self, attention: type[nn.Module] = Attention, *, dropout: float = 0.0, tied: bool = False
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.h = nn.ModuleList(Block(attention, dropout) for _ in range(4))
@@ -142,9 +175,18 @@ class Text(pl.LightningModule):
 
 
 ATTENTION = {f"h.*.attn.{name}": "colwise" for name in "qkv"} | {"h.*.attn.proj": "rowwise"}
-PACKED = {"h.*.attn.c_attn": Cut("packed_colwise", units=HEADS, parts=(WIDTH,) * 3), "h.*.attn.proj": "rowwise"}
+PACKED = {
+    "h.*.attn.c_attn": Cut("packed_colwise", units=HEADS, parts=(WIDTH,) * 3),
+    "h.*.attn.proj": "rowwise",
+}
 MLP = {"h.*.up": "colwise", "h.*.down": "rowwise"}
-PIPELINE = {"wte": (["ids"], ["x"]), "wpe": ([], ["x"]), "h": (["x"], ["x"]), "f": (["x"], ["x"]), "head": (["x"], ["y"])}
+PIPELINE = {
+    "wte": (["ids"], ["x"]),
+    "wpe": ([], ["x"]),
+    "h": (["x"], ["x"]),
+    "f": (["x"], ["x"]),
+    "head": (["x"], ["y"]),
+}
 PLAN: dict[str, Any] = {"tp": ATTENTION | MLP, "pp": PIPELINE}
 
 
@@ -160,7 +202,9 @@ class _Losses(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any
+    ) -> None:
         self.losses.append(float(outputs["loss"]))
 
 
@@ -184,9 +228,12 @@ def fit(
     losses = _Losses()
     printed = io.StringIO()
     with redirect_stderr(printed):
-        quiet_trainer(strategy=strategy, devices=strategy.layout.world_size, max_steps=STEPS, callbacks=[losses]).fit(
-            Text(copy.deepcopy(model)), DataLoader(rows(), batch_size=4 // strategy.layout.dp)
-        )
+        quiet_trainer(
+            strategy=strategy,
+            devices=strategy.layout.world_size,
+            max_steps=STEPS,
+            callbacks=[losses],
+        ).fit(Text(copy.deepcopy(model)), DataLoader(rows(), batch_size=4 // strategy.layout.dp))
     return Fitted(losses.losses, printed.getvalue())
 
 
@@ -197,7 +244,9 @@ def validate(model: nn.Module, cache: str) -> str:
     module.validation_step = module.training_step  # type: ignore[method-assign]
     with redirect_stderr(printed):
         strategy = Lightning3DStrategy("tp2", plan=PLAN, micro_batch_size=2)
-        quiet_trainer(strategy=strategy, devices=2, max_steps=1).validate(module, DataLoader(rows(), batch_size=4), verbose=False)
+        quiet_trainer(strategy=strategy, devices=2, max_steps=1).validate(
+            module, DataLoader(rows(), batch_size=4), verbose=False
+        )
     return printed.getvalue()
 
 

@@ -1,7 +1,8 @@
-"""``assert_same_training(model="llama", layout="tp2_pp2_dp2", ...)``: a layout computes what one process computes.
+"""``assert_same_training(model="llama", layout="tp2_pp2_dp2", ...)``: a layout computes what one
+process computes.
 
-An ordinary LightningModule runs through a real ``Trainer`` on warm ranks; the loss and the gradient norm of every step
-and every final weight are compared with the plain loop of ``reference.py``.
+An ordinary LightningModule runs through a real ``Trainer`` on warm ranks; the loss and the gradient
+norm of every step and every final weight are compared with the plain loop of ``reference.py``.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-# (relative for losses and gradient norms, absolute for weights); larger where 3 x the reference's own noise is larger.
+# (relative for losses and gradient norms, absolute for weights); larger where 3 x the reference's
+# own noise is larger.
 TOLERANCES = {"float32": (1e-5, 5e-5), "float64": (1e-10, 1e-10)}
 NOISE_FACTOR = 3
 QUIET = Noise(0.0, 0.0, 0.0)
@@ -30,11 +32,13 @@ V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 SCHEDULES = ("GPipe", "1F1B", *LOOPED_SCHEDULES, *V_SCHEDULES)
 LOSS_TERMS = ("label_smoothing", "z_loss")
-UNEVEN_MODELS = ("qwen3", "gemma3", models.PLAIN)  # five layers where the stages allow: no split of them is even
+# five layers where the stages allow: no split of them is even
+UNEVEN_MODELS = ("qwen3", "gemma3", models.PLAIN)
 
 
 def micro_batch_rows(dp: int, pp: int, global_batch: int = Recipe.global_batch) -> int:
-    """Twice as many micro-batches as pipeline ranks: all phases of a schedule run, and tensor-parallel ranks send few messages."""
+    """Twice as many micro-batches as pipeline ranks: all phases of a schedule run, and
+    tensor-parallel ranks send few messages."""
     return max(1, global_batch // dp // (2 * pp))
 
 
@@ -56,7 +60,11 @@ class Cell:
 
     @property
     def layout(self) -> str:
-        further = (f"_{axis}{degree}" for axis, degree in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp)) if degree and degree > 1)
+        further = (
+            f"_{axis}{degree}"
+            for axis, degree in (("cp", self.cp), ("ep", self.ep), ("vp", self.vp))
+            if degree and degree > 1
+        )
         return f"tp{self.tp}_pp{self.pp}_dp{self.dp}" + "".join(further)
 
     @property
@@ -74,21 +82,34 @@ class Cell:
 
     @property
     def micro_batch(self) -> int:
-        """Rows of a micro-batch: twice as many micro-batches as pipeline ranks, so that all phases of a schedule run; with losses of
-        routers as many as the reference's."""
+        """Rows of a micro-batch: twice as many micro-batches as pipeline ranks, so that all phases
+        of a schedule run; with losses of routers as many as the reference's."""
         if self.recipe.routers:
             return 4
         return micro_batch_rows(self.dp, self.pp)
 
     @property
     def recipe(self) -> Recipe:
-        routers = tuple((key.removeprefix("moe_"), value) for key, value in self.options if key.startswith("moe_"))
+        routers = tuple(
+            (key.removeprefix("moe_"), value)
+            for key, value in self.options
+            if key.startswith("moe_")
+        )
         loss = tuple((key, value) for key, value in self.options if key in LOSS_TERMS)
-        return Recipe(self.model, self.layers, self.dtype, routers=routers, loss=loss, data_ranks=self.dp if routers else 1)
+        return Recipe(
+            self.model,
+            self.layers,
+            self.dtype,
+            routers=routers,
+            loss=loss,
+            data_ranks=self.dp if routers else 1,
+        )
 
     @property
     def name(self) -> str:
-        return "-".join([self.model, self.layout, self.schedule, f"zero{self.zero}", self.dtype, *self.words])
+        return "-".join(
+            [self.model, self.layout, self.schedule, f"zero{self.zero}", self.dtype, *self.words]
+        )
 
     @property
     def words(self) -> list[str]:
@@ -122,9 +143,9 @@ class Measured:
 
 
 HEADER = (
-    f"{'model':<9} {'layout':<12} {'schedule':<21} {'mode':<13}  "
-    f"{'loss':<17}  {'grad norm':<17}  {'weights':<17}      s\n"
-    f"largest error over {STEPS} steps (the reference's own reordering noise); losses and norms relative, weights absolute"
+    f"{'model':<9} {'layout':<12} {'schedule':<21} {'mode':<13}  {'loss':<17}  {'grad norm':<17} "
+    f" {'weights':<17}      s\nlargest error over {STEPS} steps (the reference's own reordering"
+    " noise); losses and norms relative, weights absolute"
 )
 TABLE: list[Measured] = []  # printed at the end of the session, see conftest.py
 
@@ -137,30 +158,52 @@ def assert_same_training(
     dtype: str = "float32",
     **strategy: Any,
 ) -> Measured:
-    """Train ``model`` on ``layout`` and on one process; fail where they differ by more than rounding.
+    """Train ``model`` on ``layout`` and on one process; fail where they differ by more than
+    rounding.
 
     Args:
-        layout: every degree of "tp", "pp", "dp", "cp", "ep" and "vp" that is not 1, as in "tp2_dp4".
-        strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would choose.
+        layout: every degree of "tp", "pp", "dp", "cp", "ep" and "vp" that is not 1, as in
+            "tp2_dp4".
+        strategy: further arguments of ``Lightning3DStrategy``, which override what the cell would
+            choose.
     """
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
-    options = tuple(sorted((key, strategy.pop(key)) for key in list(strategy) if key.startswith(("zero_", "moe_", "cp_", *LOSS_TERMS))))
-    return check(Cell(model, schedule=schedule, zero=zero, dtype=dtype, options=options, **degrees), **strategy)
+    options = tuple(
+        sorted(
+            (key, strategy.pop(key))
+            for key in list(strategy)
+            if key.startswith(("zero_", "moe_", "cp_", *LOSS_TERMS))
+        )
+    )
+    return check(
+        Cell(model, schedule=schedule, zero=zero, dtype=dtype, options=options, **degrees),
+        **strategy,
+    )
 
 
 def check(cell: Cell, **strategy: Any) -> Measured:
     """Measure a cell, add it to the table, and assert that it holds."""
     measured = measure(cell, **strategy)
     TABLE.append(measured)
-    assert measured.drift == 0.0, f"ranks that hold the same shard differ by {measured.drift:.1e}\n{measured.line()}"
-    assert measured.ok, f"differs from one process by more than {measured.limits}\n{HEADER}\n{measured.line()}"
+    assert measured.drift == 0.0, (
+        f"ranks that hold the same shard differ by {measured.drift:.1e}\n{measured.line()}"
+    )
+    assert measured.ok, (
+        f"differs from one process by more than {measured.limits}\n{HEADER}\n{measured.line()}"
+    )
     return measured
 
 
 def measure(cell: Cell, **strategy: Any) -> Measured:
     expected, noise = reference(cell.recipe)
     started = time.monotonic()
-    parts = run_ranks(train_on_rank, cell.world_size, cell.recipe, **strategy_arguments(cell) | strategy, timeout=180)
+    parts = run_ranks(
+        train_on_rank,
+        cell.world_size,
+        cell.recipe,
+        **strategy_arguments(cell) | strategy,
+        timeout=180,
+    )
     seconds = time.monotonic() - started
     error, drift = differences(parts, expected)
     if cell.recipe.routers:
@@ -179,26 +222,41 @@ def limits(dtype: str, noise: Noise = QUIET) -> Noise:
 
 
 def differences(parts: list["Part"], expected: Run) -> tuple[Noise, float]:
-    """Largest differences between a run on ranks and the reference, and between two ranks that hold the same shard."""
+    """Largest differences between a run on ranks and the reference, and between two ranks that hold
+    the same shard."""
     for part in parts[1:]:
-        assert (part.losses, part.grad_norms) == (parts[0].losses, parts[0].grad_norms), "ranks report different values"
+        assert (part.losses, part.grad_norms) == (
+            parts[0].losses,
+            parts[0].grad_norms,
+        ), "ranks report different values"
     weights, drift = assemble(parts)
     return compare(Run(parts[0].losses, parts[0].grad_norms, weights), expected), drift
 
 
 def assert_same_routers(parts: list["Part"], expected: Run, cell: Cell) -> None:
-    """All ranks report the losses of the routers that one process has, and as many tokens as there are."""
+    """All ranks report the losses of the routers that one process has, and as many tokens as there
+    are."""
     for part in parts:
         found = [loss for step in part.routers for loss in (step.aux_loss, step.z_loss)]
         wanted = [loss for losses in expected.router_losses for loss in losses]
         tolerance = TOLERANCES[cell.dtype][0]
-        assert max(abs(a - b) / b for a, b in zip(found, wanted, strict=True)) < tolerance, (found[:4], wanted[:4])
-        pairs = models.experts_of_a_token(cell.recipe.model) * models.SEQUENCE * cell.recipe.global_batch
+        assert max(abs(a - b) / b for a, b in zip(found, wanted, strict=True)) < tolerance, (
+            found[:4],
+            wanted[:4],
+        )
+        pairs = (
+            models.experts_of_a_token(cell.recipe.model)
+            * models.SEQUENCE
+            * cell.recipe.global_batch
+        )
         assert all(sum(tokens) == pairs for step in part.routers for tokens in step.tokens)
 
 
-def assert_same_run(parts: list["Part"], expected: Run, dtype: str = "float32", noise: Noise = QUIET) -> None:
-    """As ``check``, for runs with data or modules of their own. ``noise``: what rounding changes on one process."""
+def assert_same_run(
+    parts: list["Part"], expected: Run, dtype: str = "float32", noise: Noise = QUIET
+) -> None:
+    """As ``check``, for runs with data or modules of their own. ``noise``: what rounding changes on
+    one process."""
     error, drift = differences(parts, expected)
     allowed = limits(dtype, noise)
     assert drift == 0.0, f"ranks that hold the same shard differ by {drift:.1e}"
@@ -233,15 +291,17 @@ def assemble(parts: list[Part]) -> tuple[dict[str, Tensor], float]:
     """Put the shards of all ranks together.
 
     Returns:
-        The whole weights by name (tied copies once, under the name that they are tied to), and the largest difference
-        between two ranks that hold the same elements.
+        The whole weights by name (tied copies once, under the name that they are tied to), and the
+        largest difference between two ranks that hold the same elements.
     """
     whole: dict[str, Tensor] = {}
     drift = 0.0
     for part in parts:
         for name, local in part.weights.items():
             spec = part.specs[name]
-            full = whole.setdefault(spec.tied_to or name, torch.full(spec.global_shape, torch.nan, dtype=local.dtype))
+            full = whole.setdefault(
+                spec.tied_to or name, torch.full(spec.global_shape, torch.nan, dtype=local.dtype)
+            )
             seen = spec.cut(full)
             both = ~seen.isnan()
             drift = max(drift, (seen - local)[both].abs().max().item() if both.any() else 0.0)
@@ -285,11 +345,14 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         recipe = self.recipe
-        return torch.optim.AdamW(self.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+        return torch.optim.AdamW(
+            self.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+        )
 
 
 class Data(pl.LightningDataModule):
-    """Rows in their order: left to itself, Lightning shuffles training data when there are several ranks.
+    """Rows in their order: left to itself, Lightning shuffles training data when there are several
+    ranks.
 
     Args:
         rows: the data set.
@@ -302,12 +365,15 @@ class Data(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
-        sampler: DistributedSampler = DistributedSampler(self.rows, shuffle=False, **self.trainer.distributed_sampler_kwargs or {})
+        sampler: DistributedSampler = DistributedSampler(
+            self.rows, shuffle=False, **self.trainer.distributed_sampler_kwargs or {}
+        )
         return DataLoader(self.rows, batch_size=self.batch_size, sampler=sampler)
 
 
 class StepValues(pl.Callback):
-    """Keeps the strategy's loss, averaged over the batches that accumulate, and gradient norm of every optimizer step."""
+    """Keeps the strategy's loss, averaged over the batches that accumulate, and gradient norm of
+    every optimizer step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -327,7 +393,8 @@ class StepValues(pl.Callback):
 
 
 def quiet_trainer(**arguments: Any) -> pl.Trainer:
-    """A Trainer that writes no files and draws no bars, on CPU unless the variable ACCELERATOR says otherwise (`tests/cuda`)."""
+    """A Trainer that writes no files and draws no bars, on CPU unless the variable ACCELERATOR says
+    otherwise (`tests/cuda`)."""
     defaults: dict[str, Any] = {
         "accelerator": os.environ.get(ACCELERATOR, "cpu"),
         "logger": False,
@@ -340,8 +407,14 @@ def quiet_trainer(**arguments: Any) -> pl.Trainer:
 
 
 def train_on_rank(recipe: Recipe, *, eager: bool = False, **strategy: Any) -> Part:
-    """Run the recipe through a Trainer; the model is built in ``configure_model``, or before it if ``eager``."""
-    return fit_on_rank(recipe, Rows(data(recipe)), Module(recipe, initial_model(recipe) if eager else None), **strategy)
+    """Run the recipe through a Trainer; the model is built in ``configure_model``, or before it if
+    ``eager``."""
+    return fit_on_rank(
+        recipe,
+        Rows(data(recipe)),
+        Module(recipe, initial_model(recipe) if eager else None),
+        **strategy,
+    )
 
 
 class SaveFirst(pl.Callback):
@@ -396,5 +469,7 @@ def fit_on_rank(
     )
     data = Data(rows, None if batches else recipe.global_batch // plan.layout.dp // accumulate)
     trainer.fit(module, datamodule=data, ckpt_path=resume)
-    weights = {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
+    weights = {
+        name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()
+    }
     return Part(values.losses, values.grad_norms, weights, dict(plan.specs), values.routers)

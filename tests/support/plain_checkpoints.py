@@ -26,8 +26,19 @@ def tensors(step: int, numel: int = 1000) -> dict[str, Tensor]:
     return {"weight": torch.full((numel,), float(step)), "bias": torch.arange(5) + step}
 
 
-def save(path: Path, step: int, store: CheckpointStore | None = None, mode: SaveMode = SaveMode.REQUIRED, numel: int = 1000) -> bool:
-    checkpoint = {"global_step": step, "epoch": 0, "state_dict": tensors(step, numel), "note": torch.ones(3)}
+def save(
+    path: Path,
+    step: int,
+    store: CheckpointStore | None = None,
+    mode: SaveMode = SaveMode.REQUIRED,
+    numel: int = 1000,
+) -> bool:
+    checkpoint = {
+        "global_step": step,
+        "epoch": 0,
+        "state_dict": tensors(step, numel),
+        "note": torch.ones(3),
+    }
     store = store or CheckpointStore(CheckpointOptions(asynchronous=False))
     return store.save(path, checkpoint, PlainState(), None, {"layout": "tp1"}, mode)  # type: ignore[arg-type]
 

@@ -1,4 +1,5 @@
-"""What a user has before looking at this project: a LightningModule around a Transformers model, with the usual extras.
+"""What a user has before looking at this project: a LightningModule around a Transformers model,
+with the usual extras.
 
 Imports nothing of ours. It runs on one process with any Trainer, and unchanged with our strategy.
 """
@@ -62,15 +63,22 @@ class LanguageModel(pl.LightningModule):
         other = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.97**step)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.97**step
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class RepeatingText(Dataset):
     """Rows that count upwards from a random token: easy to learn, so that the accuracy moves."""
 
     def __init__(self, rows: int, seed: int) -> None:
-        starts = torch.randint(0, VOCABULARY, (rows, 1), generator=torch.Generator().manual_seed(seed))
+        starts = torch.randint(
+            0, VOCABULARY, (rows, 1), generator=torch.Generator().manual_seed(seed)
+        )
         self.rows = (starts + torch.arange(SEQUENCE)) % VOCABULARY
 
     def __len__(self) -> int:

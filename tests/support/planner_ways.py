@@ -10,7 +10,8 @@ from lightning_3d.app.planner.rank_memory import Memory
 
 
 def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
-    """Yield a job that fits in `room` bytes with each useful ZeRO stage, with the least recomputation with which it does."""
+    """Yield a job that fits in `room` bytes with each useful ZeRO stage, with the least
+    recomputation with which it does."""
     for each in ways(job, fixed):
         way: Job | None = each
         while way is not None and (found := fitting(way, room, fixed)) is None:

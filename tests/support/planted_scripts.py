@@ -1,4 +1,5 @@
-"""Users' scripts whose fault is served or refused, with the one place switched off that does it: `lightning-3d verify` must find each."""
+"""Users' scripts whose fault is served or refused, with the one place switched off that does it:
+`lightning-3d verify` must find each."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ from dataclasses import dataclass
 
 from faulty_scripts import UNPROVED, UNWATCHED_HOOKS, UNWATCHED_READS
 
-from lightning_3d.app.verification.advice import BEGINNING, GRADIENTS, PARTS, READING, ROWS, TOGETHER, VALUES, WRITTEN
+from lightning_3d.app.verification.advice import (
+    BEGINNING,
+    GRADIENTS,
+    PARTS,
+    READING,
+    ROWS,
+    TOGETHER,
+    VALUES,
+    WRITTEN,
+)
 
 
 @dataclass(frozen=True)
@@ -187,7 +197,9 @@ check.has_own_code = remembered.has_own_code = lambda module: False
 """
 """The list of verified families knows names of classes only."""
 
-HOOKED_FAMILY = LLAMA + """
+HOOKED_FAMILY = (
+    LLAMA
+    + """
 class Llama(Mine):
     def __init__(self):
         super().__init__()
@@ -196,12 +208,15 @@ class Llama(Mine):
 
 Mine = Llama
 """
+)
 
 REPLACED_ATTENTION = """
 from lightning_3d.parallel.context import checks
 checks._attends_otherwise = lambda module: False
 """
-SOFTENED = LLAMA + """
+SOFTENED = (
+    LLAMA
+    + """
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -214,8 +229,11 @@ AttentionInterface.register("softened", softened)
 AttentionMaskInterface.register("softened", sdpa_mask)
 config._attn_implementation = "softened"
 """
+)
 
-FUSED_HEAD = LLAMA + """
+FUSED_HEAD = (
+    LLAMA
+    + """
 class Fused(Mine):
     def __init__(self):
         super().__init__()
@@ -228,6 +246,7 @@ class Fused(Mine):
 
 Mine = Fused
 """
+)
 
 LISTS_WHOLE = """
 from lightning_3d.parallel import nested
@@ -255,7 +274,9 @@ class Mine(Plain):
         self.net(batch["x"])
 """
 
-TWO_CALLS = LLAMA + """
+TWO_CALLS = (
+    LLAMA
+    + """
 class Twice(Mine):
     def training_step(self, ids, batch_idx):
         some = torch.where((ids % 3 == 0).cumsum(1) > 2, ids, -100)
@@ -263,6 +284,7 @@ class Twice(Mine):
 
 Mine = Twice
 """
+)
 CONTRASTIVE = """
 class Mine(Plain):
     def loss(self, out, y):
@@ -395,7 +417,9 @@ LAYOUT_DECIDES = """
 from lightning_3d.parallel.context import inputs
 inputs._makes_cache = lambda *args: False
 """
-PACKED = LLAMA + """
+PACKED = (
+    LLAMA
+    + """
 class Packed(Mine):
     def training_step(self, ids, batch_idx):
         positions = torch.arange(8, device=ids.device).remainder(4).expand(len(ids), -1)
@@ -403,12 +427,15 @@ class Packed(Mine):
 
 Mine = Packed
 """
+)
 
 UNGUARDED_UNITS = """
 from lightning_3d.parallel.zero import parameter_units
 parameter_units.ParameterUnits._require_use = lambda self, *args: None
 """
-GENERATED = LLAMA + """
+GENERATED = (
+    LLAMA
+    + """
 class Speaking(Mine):
     def on_train_batch_end(self, *args):
         with torch.no_grad():
@@ -418,6 +445,7 @@ class Speaking(Mine):
 Mine = Speaking
 more = {"plan": None, "zero_stage": 3}
 """
+)
 
 UNSEEDED_WORKERS = """
 from lightning_3d.strategy import rank_hooks
@@ -439,14 +467,34 @@ workers = 1
 """
 
 PLANTED = [
-    Planted("hook of a parameter", NEW_PARAMETERS + HOOKED, "tp2", "gradient norm of step 1", GRADIENTS),
-    Planted("hook in configure_model", NEW_IN_CONFIGURE + POST_HOOKED, "dp2", "gradient norm of step 1", TOGETHER),
+    Planted(
+        "hook of a parameter", NEW_PARAMETERS + HOOKED, "tp2", "gradient norm of step 1", GRADIENTS
+    ),
+    Planted(
+        "hook in configure_model",
+        NEW_IN_CONFIGURE + POST_HOOKED,
+        "dp2",
+        "gradient norm of step 1",
+        TOGETHER,
+    ),
     Planted("groups by id", NEW_PARAMETERS + GROUPS, "tp2", "weight", WRITTEN),
     Planted("losses of blocks", ANSWERING_STUBS + BALANCED, "pp2", "loss of step 1", PARTS),
-    Planted("counters of blocks", ANSWERING_STUBS + COUNTING, "pp2", "logged value entropy of step 1", VALUES),
+    Planted(
+        "counters of blocks",
+        ANSWERING_STUBS + COUNTING,
+        "pp2",
+        "logged value entropy of step 1",
+        VALUES,
+    ),
     Planted("remembered check", UNCHECKED + CROSSED, "tp2", "loss of step 1", PARTS),
     Planted("hook on a family", WITHOUT_OWN_CODE + HOOKED_FAMILY, "cp2", "loss of step 1", PARTS),
-    Planted("own attention", WITHOUT_OWN_CODE + REPLACED_ATTENTION + SOFTENED, "cp2", "loss of step 1", PARTS),
+    Planted(
+        "own attention",
+        WITHOUT_OWN_CODE + REPLACED_ATTENTION + SOFTENED,
+        "cp2",
+        "loss of step 1",
+        PARTS,
+    ),
     Planted("fused head", UNWATCHED_READS + FUSED_HEAD, "tp2", "loss of step 1", PARTS),
     Planted("lists", UNPROVED + LISTS_WHOLE + TASKS, "pp2", "loss of step 1", ROWS),
     Planted("two calls", UNPROVED + TWO_CALLS, "pp2", "loss of step 1", ROWS),
@@ -455,16 +503,34 @@ PLANTED = [
     Planted("class weights", UNPROVED + CLASS_WEIGHTS, "dp2", "loss of step 1", ROWS),
     Planted("mixup", UNPROVED + MIXUP, "pp2", "loss of step 1", ROWS),
     Planted("root", UNPROVED + ROOT, "dp2", "loss of step 1", ROWS),
-    Planted("collectives", UNPROVED + UNWATCHED_COLLECTIVES + GATHERED, "tp2", "loss of step 1", ROWS),
+    Planted(
+        "collectives", UNPROVED + UNWATCHED_COLLECTIVES + GATHERED, "tp2", "loss of step 1", ROWS
+    ),
     Planted("scaled gradients", UNWATCHED_HOOKS + CLIPPED_NOTHING, "dp2", "of step 1", WRITTEN),
     Planted("noise on gradients", UNWATCHED_HOOKS + NOISY_GRADIENTS, "pp2", "of step 1", WRITTEN),
     Planted("batch norm", UNPROVED + NORMED, "dp2", "loss of step 1", ROWS),
     Planted("spectral norm", UNPROVED + SPECTRAL, "dp2", "of step 1", ROWS),
-    Planted("scaled by frequency", UNPROVED + COUNTED_IDS.format(option="scale_grad_by_freq=True"), "dp2", "norm of step 1", TOGETHER),
-    Planted("largest norm", UNPROVED + COUNTED_IDS.format(option="max_norm=0.5"), "dp2", "initial weights", BEGINNING),
+    Planted(
+        "scaled by frequency",
+        UNPROVED + COUNTED_IDS.format(option="scale_grad_by_freq=True"),
+        "dp2",
+        "norm of step 1",
+        TOGETHER,
+    ),
+    Planted(
+        "largest norm",
+        UNPROVED + COUNTED_IDS.format(option="max_norm=0.5"),
+        "dp2",
+        "initial weights",
+        BEGINNING,
+    ),
     Planted("trials with hooks", TRIALS_STAY + FIRST_CALLS, "tp2", "loss of step 1", PARTS),
-    Planted("swapped and recomputed", UNPROVED + FORGETFUL + SWAPPED, "dp2", "norm of step 1", GRADIENTS),
+    Planted(
+        "swapped and recomputed", UNPROVED + FORGETFUL + SWAPPED, "dp2", "norm of step 1", GRADIENTS
+    ),
     Planted("packed documents", LAYOUT_DECIDES + PACKED, "cp2", "loss of step 1", PARTS),
-    Planted("calls in hooks", UNGUARDED_UNITS + GENERATED, "dp2", "logged value token of step 1", VALUES),
+    Planted(
+        "calls in hooks", UNGUARDED_UNITS + GENERATED, "dp2", "logged value token of step 1", VALUES
+    ),
     Planted("workers", UNSEEDED_WORKERS + WORKERS, "pp2", "data", READING),
 ]

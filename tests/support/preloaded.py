@@ -1,4 +1,5 @@
-"""What the fork server of `ranks` imports of this project and what a first fit would import, so that no rank pays for it again."""
+"""What the fork server of `ranks` imports of this project and what a first fit would import, so
+that no rank pays for it again."""
 
 import contextlib
 import importlib
@@ -31,7 +32,7 @@ for name in WHAT_A_FIT_IMPORTS:
     with contextlib.suppress(ImportError):  # another version has another tree
         importlib.import_module(name)
 with contextlib.suppress(ImportError):
-    # Ranks compute as on GPUs: with sequence parallelism by default, which they leave out over gloo. `tests/strategy/test_communication.py`
-    # tests the default of ranks over gloo.
+    # Ranks compute as on GPUs: with sequence parallelism by default, which they leave out over
+    # gloo. `tests/strategy/test_communication.py` tests the default of ranks over gloo.
     sequence_parallel = importlib.import_module("lightning_3d.parallel.tensor.sequence_parallel")
     sequence_parallel.uses_gloo = lambda group: False  # type: ignore[attr-defined]

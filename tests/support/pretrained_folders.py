@@ -1,4 +1,5 @@
-"""Folders of pretrained weights as Transformers saves them, changed copies of them, and a module that loads one."""
+"""Folders of pretrained weights as Transformers saves them, changed copies of them, and a module
+that loads one."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +19,9 @@ from lightning_3d import load_pretrained
 UNTRAINED = {"steps": 1, "learning_rate": 0.0, "weight_decay": 0.0}
 
 
-def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32, size: str = "20KB") -> Path:
+def saved(
+    family: str, folder: Path, dtype: torch.dtype = torch.float32, size: str = "20KB"
+) -> Path:
     """A model with random weights, saved by Transformers in several files."""
     torch.manual_seed(len(family))
     model: Any = models.build(family).to(dtype)
@@ -41,16 +44,23 @@ class Loaded(parity.Module):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = load_pretrained(models.build(self.recipe.model, self.recipe.layers), self.folder)
+            self.model = load_pretrained(
+                models.build(self.recipe.model, self.recipe.layers), self.folder
+            )
             if self.lora is not None:
                 self.model = get_peft_model(self.model, LoraConfig(**self.lora))  # type: ignore[arg-type]
 
 
 def rewritten(folder: Path, target: Path, rename: Any) -> Path:
-    """The folder with all tensors in one file, under other names; `rename` returns None for what is left out."""
+    """The folder with all tensors in one file, under other names; `rename` returns None for what is
+    left out."""
     target.mkdir()
     shutil.copy(folder / "config.json", target)
-    tensors = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    tensors = {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     renamed = {rename(name): value for name, value in tensors.items() if rename(name) is not None}
     save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
     return target

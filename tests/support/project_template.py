@@ -1,4 +1,5 @@
-"""Renders the project template: with copier if it is installed, else as copier would, with Jinja alone."""
+"""Renders the project template: with copier if it is installed, else as copier would, with Jinja
+alone."""
 
 import importlib.util
 import re
@@ -16,15 +17,19 @@ QUESTIONS = {name: question for name, question in SETTINGS.items() if not name.s
 
 def environment() -> Environment:
     jinja = Environment(keep_trailing_newline=True, undefined=StrictUndefined)
-    jinja.filters["regex_search"] = lambda text, pattern: re.search(pattern, text)  # copier has the filters of Ansible
+    # copier has the filters of Ansible
+    jinja.filters["regex_search"] = lambda text, pattern: re.search(pattern, text)
     return jinja
 
 
 def answers(**given: str) -> dict[str, str]:
-    """Answers to all questions: those given, and defaults, which may refer to answers before them."""
+    """Answers to all questions: those given, and defaults, which may refer to answers before
+    them."""
     found: dict[str, str] = {}
     for name, question in QUESTIONS.items():
-        found[name] = given.get(name) or environment().from_string(question["default"]).render(found)
+        found[name] = given.get(name) or environment().from_string(question["default"]).render(
+            found
+        )
         if wrong := environment().from_string(question.get("validator", "")).render(found):
             raise ValueError(wrong)
     return found
@@ -44,11 +49,19 @@ def render(folder: Path, **given: str) -> Path:
 def render_with_jinja(folder: Path, **given: str) -> None:
     jinja, known, source = environment(), answers(**given), TEMPLATE / SETTINGS["_subdirectory"]
     suffix = SETTINGS["_templates_suffix"]
-    for file in sorted(path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
-        parts = [jinja.from_string(part.removesuffix(suffix)).render(known) for part in file.relative_to(source).parts]
+    for file in sorted(
+        path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ):
+        parts = [
+            jinja.from_string(part.removesuffix(suffix)).render(known)
+            for part in file.relative_to(source).parts
+        ]
         if not all(parts):
             continue  # a name that is rendered to nothing leaves the file out
         target = folder.joinpath(*parts)
         target.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text("utf-8")
-        target.write_text(jinja.from_string(text).render(known) if file.name.endswith(suffix) else text, encoding="utf-8")
+        target.write_text(
+            jinja.from_string(text).render(known) if file.name.endswith(suffix) else text,
+            encoding="utf-8",
+        )

@@ -1,12 +1,13 @@
 """One warm pool of rank processes for a whole test session.
 
-``run_ranks(fn, world_size, *args, **kwargs)`` runs a module-level function on ``world_size`` ranks that form a gloo
-process group, and returns their results in rank order. A fork server imports torch, Transformers, Lightning, DeepSpeed
-and what most tests need of this project once; ranks are forked from it, so eight of them start in about a second, and
-they stay from one test to the next. Every call has its own process group, part of the store and log, and leaves no global state behind.
+``run_ranks(fn, world_size, *args, **kwargs)`` runs a module-level function on ``world_size`` ranks
+that form a gloo process group, and returns their results in rank order. A fork server imports
+torch, Transformers, Lightning, DeepSpeed and what most tests need of this project once; ranks are
+forked from it, so eight of them start in about a second, and they stay from one test to the next.
+Every call has its own process group, part of the store and log, and leaves no global state behind.
 
-After a failure or a time-out all ranks are killed, because those that are left may wait in a collective for ever;
-the next call forks new ones.
+After a failure or a time-out all ranks are killed, because those that are left may wait in a
+collective for ever; the next call forks new ones.
 """
 
 import atexit
@@ -60,14 +61,25 @@ SERVER_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
-    # Every new connection to a store looks up the name of its address. Where no name server answers that takes 5 s.
+    # Every new connection to a store looks up the name of its address. Where no name server answers
+    # that takes 5 s.
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
 OTHERS_SECONDS = 1.0
-CAUSE_SECONDS = 60.0  # after a failure by a lost peer, how long the rank that was lost may take to be seen; a busy machine takes its time
+# after a failure by a lost peer, how long the rank that was lost may take to be seen; a busy
+# machine takes its time
+CAUSE_SECONDS = 60.0
 STACKS_SECONDS = 3.0  # after a time-out, how long they may take to write where they are
 LOG_TAIL_BYTES = 4000
-LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 class RankTimeout(TimeoutError):
@@ -75,7 +87,8 @@ class RankTimeout(TimeoutError):
 
 
 class RankDied(RuntimeError):
-    """A rank process ended without an answer (a signal, ``os._exit``, out of memory); ``answers`` are those of the others."""
+    """A rank process ended without an answer (a signal, ``os._exit``, out of memory); ``answers``
+    are those of the others."""
 
     answers: list[Any] = []  # replaced on instances
 
@@ -86,7 +99,8 @@ class RankFailure(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a rank is told: the pickled function with its arguments, and where it stands in the world."""
+    """What a rank is told: the pickled function with its arguments, and where it stands in the
+    world."""
 
     payload: bytes
     rank: int
@@ -101,7 +115,8 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a rank says: the pickled result, or the pickled exception with its traceback. `lost_peer`: another rank may be the cause."""
+    """What a rank says: the pickled result, or the pickled exception with its traceback.
+    `lost_peer`: another rank may be the cause."""
 
     ok: bool
     payload: bytes
@@ -113,7 +128,8 @@ class RankPool:
     """Up to ``limit`` rank processes that wait for calls. Used from one thread.
 
     Args:
-        others_seconds: after the first failure, which is what is raised, how long the other ranks may take to report theirs.
+        others_seconds: after the first failure, which is what is raised, how long the other ranks
+            may take to report theirs.
     """
 
     def __init__(self, limit: int = 8, others_seconds: float = OTHERS_SECONDS) -> None:
@@ -126,11 +142,21 @@ class RankPool:
         self._store: Any = None
         self._store_of_call: Any = None
 
-    def run(self, fn: Callable[..., Any], world_size: int, args: tuple, kwargs: dict, timeout: float, process_group: bool) -> list[Any]:
-        """Run ``fn(*args, **kwargs)`` on ranks 0 .. world_size - 1 and return the results by rank."""
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: tuple,
+        kwargs: dict,
+        timeout: float,
+        process_group: bool,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on ranks 0 .. world_size - 1 and return the results by
+        rank."""
         if not 1 <= world_size <= self.limit:
             raise ValueError(f"world size {world_size} is not in 1 .. {self.limit}")
-        payload = pickle.dumps((fn, args, kwargs))  # a lambda or a local function fails here, in the test
+        # a lambda or a local function fails here, in the test
+        payload = pickle.dumps((fn, args, kwargs))
         self._start(world_size)
         folder = self._require_folder()
         self._calls += 1
@@ -146,7 +172,9 @@ class RankPool:
             search_path=tuple(map(str, sys.path)),
         )
         for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
-            pipe.send(dataclasses.replace(call, rank=rank, log_path=str(folder / f"rank_{rank}.log")))
+            pipe.send(
+                dataclasses.replace(call, rank=rank, log_path=str(folder / f"rank_{rank}.log"))
+            )
         try:
             answers = self._collect(world_size, timeout)
         except BaseException:
@@ -166,7 +194,8 @@ class RankPool:
             self._ranks.append((process, here))
 
     def _collect(self, world_size: int, timeout: float) -> list[Answer]:
-        """Wait for every rank's answer; raise the first failure that is no consequence of another, with all tracebacks as notes."""
+        """Wait for every rank's answer; raise the first failure that is no consequence of another,
+        with all tracebacks as notes."""
         answers: dict[int, Answer] = {}
         failed: list[int] = []
         end = deadline = time.monotonic() + timeout
@@ -183,7 +212,9 @@ class RankPool:
                     failed.append(rank)
             if failed:
                 lost = all(answers[rank].lost_peer for rank in failed)
-                deadline = min(end, time.monotonic() + (CAUSE_SECONDS if lost else self._others_seconds))
+                deadline = min(
+                    end, time.monotonic() + (CAUSE_SECONDS if lost else self._others_seconds)
+                )
         if failed:
             failed.sort(key=lambda rank: answers[rank].lost_peer)
             raise self._failure(failed, answers, world_size)
@@ -200,22 +231,35 @@ class RankPool:
             error = RankDied(f"rank {rank} ended with exit code {process.exitcode} and no answer")
             return Answer(False, pickle.dumps(error), str(error))
 
-    def _failure(self, failed: Sequence[int], answers: dict[int, Answer], world_size: int) -> BaseException:
+    def _failure(
+        self, failed: Sequence[int], answers: dict[int, Answer], world_size: int
+    ) -> BaseException:
         error: BaseException = pickle.loads(answers[failed[0]].payload)
-        for text in dict.fromkeys(answers[rank].traceback for rank in failed):  # each different one once
+        # each different one once
+        for text in dict.fromkeys(answers[rank].traceback for rank in failed):
             ranks = [rank for rank in failed if answers[rank].traceback == text]
-            error.add_note(f"ranks {ranks} of {world_size} raised:\n{text}{self._log_tail(ranks[0])}")
+            error.add_note(
+                f"ranks {ranks} of {world_size} raised:\n{text}{self._log_tail(ranks[0])}"
+            )
         if isinstance(error, RankDied):
-            error.answers = [pickle.loads(answer.payload) for answer in answers.values() if answer.ok]
+            error.answers = [
+                pickle.loads(answer.payload) for answer in answers.values() if answer.ok
+            ]
         missing = [rank for rank in range(world_size) if rank not in answers]
         if missing:
-            error.add_note(f"ranks {missing} had not finished {self._others_seconds:.0f} s after the first failure")
+            error.add_note(
+                f"ranks {missing} had not finished {self._others_seconds:.0f} s after the first"
+                " failure"
+            )
         return error
 
     def _timeout(self, timeout: float, answers: dict[int, Answer], world_size: int) -> RankTimeout:
         missing = [rank for rank in range(world_size) if rank not in answers]
-        error = RankTimeout(f"ranks {missing} of {world_size} have not finished after {timeout:g} s")
-        stacks = [self._require_folder() / f"rank_{rank}.log.stack" for rank in missing]  # the ranks write them, see _answer
+        error = RankTimeout(
+            f"ranks {missing} of {world_size} have not finished after {timeout:g} s"
+        )
+        # the ranks write them, see _answer
+        stacks = [self._require_folder() / f"rank_{rank}.log.stack" for rank in missing]
         deadline = time.monotonic() + STACKS_SECONDS
         while not all(stack.stat().st_size for stack in stacks) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -225,19 +269,26 @@ class RankPool:
         return error
 
     def _log_tail(self, rank: int) -> str:
-        text = (self._require_folder() / f"rank_{rank}.log").read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        text = (
+            (self._require_folder() / f"rank_{rank}.log")
+            .read_bytes()[-LOG_TAIL_BYTES:]
+            .decode(errors="replace")
+        )
         return f"\n--- output of rank {rank} (its end) ---\n{text}" if text.strip() else ""
 
     def _store_port(self, process_group: bool) -> int:
         """Port of the store through which ranks find each other, which this process serves.
 
-        Calls whose group is made here share one store: their keys begin with the number of the call. A function that makes
-        its own group gets a store without keys of an earlier call, as torchrun serves a new one for each attempt.
+        Calls whose group is made here share one store: their keys begin with the number of the
+        call. A function that makes its own group gets a store without keys of an earlier call, as
+        torchrun serves a new one for each attempt.
         """
         from torch.distributed import TCPStore
 
         if process_group:
-            self._store = self._store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = self._store or TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False
+            )
             return self._store.port
         self._store_of_call = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self._store_of_call.port
@@ -269,18 +320,27 @@ atexit.register(POOL.close)
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, process_group: bool = True, **kwargs: Any
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    process_group: bool = True,
+    **kwargs: Any,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on each of ``world_size`` ranks; return the results in rank order.
+    """Call ``fn(*args, **kwargs)`` on each of ``world_size`` ranks; return the results in rank
+    order.
 
     Args:
-        fn: a module-level function; its module must be importable from ``sys.path`` (test files are).
+        fn: a module-level function; its module must be importable from ``sys.path`` (test files
+            are).
         world_size: 1 to 8.
         timeout: seconds for the whole call; collectives inside have the same limit.
-        process_group: ``False`` leaves the default process group to ``fn`` (RANK, WORLD_SIZE, MASTER_* are set).
+        process_group: ``False`` leaves the default process group to ``fn`` (RANK, WORLD_SIZE,
+            MASTER_* are set).
 
-    Arguments and results are pickled. The first failing rank's exception is raised here, with the tracebacks of all
-    failing ranks as notes; a time-out raises ``RankTimeout`` with every unfinished rank's stack.
+    Arguments and results are pickled. The first failing rank's exception is raised here, with the
+    tracebacks of all failing ranks as notes; a time-out raises ``RankTimeout`` with every
+    unfinished rank's stack.
     """
     return POOL.run(fn, world_size, args, kwargs, timeout, process_group)
 
@@ -288,11 +348,15 @@ def run_ranks(
 @contextlib.contextmanager
 def server_environment() -> Iterator[None]:
     """The fork server takes its environment and its standard streams from its first start."""
-    variables = SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # it finds what this process finds
+    # it finds what this process finds
+    variables = SERVER_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    # only what is installed: the server skips a module that it cannot find, but a parent of it must exist
-    names = [name for name in PRELOAD if importlib.util.find_spec(name.partition(".")[0]) is not None]
+    # only what is installed: the server skips a module that it cannot find, but a parent of it must
+    # exist
+    names = [
+        name for name in PRELOAD if importlib.util.find_spec(name.partition(".")[0]) is not None
+    ]
     multiprocessing.set_forkserver_preload(names)
     try:
         yield
@@ -326,8 +390,8 @@ def _serve(pipe: connection.Connection) -> None:
 def _die_with_owner() -> None:
     """End this rank when the test session ends, however that happens.
 
-    A rank that waits in a collective would not see its pipe close. The kernel's parent-death signal would not do: the
-    parent is the fork server, which lives as long as its children.
+    A rank that waits in a collective would not see its pipe close. The kernel's parent-death signal
+    would not do: the parent is the fork server, which lives as long as its children.
     """
     owner = multiprocessing.parent_process()
     assert owner is not None
@@ -336,7 +400,8 @@ def _die_with_owner() -> None:
 
 
 class _Outcome:
-    """Context that ends in an ``Answer``, whatever its body raises: a ``SystemExit`` too must not end the rank."""
+    """Context that ends in an ``Answer``, whatever its body raises: a ``SystemExit`` too must not
+    end the rank."""
 
     answer = Answer(False, b"")
 
@@ -363,7 +428,12 @@ def _dump_exception(error: BaseException) -> bytes:
 
 
 def _answer(call: Call) -> Answer:
-    with _redirected_output(call.log_path), _stack_on_timeout(call), _Outcome() as outcome, _clean_state(call):
+    with (
+        _redirected_output(call.log_path),
+        _stack_on_timeout(call),
+        _Outcome() as outcome,
+        _clean_state(call),
+    ):
         fn, args, kwargs = pickle.loads(call.payload)
         with _process_group(call):
             outcome.answer = Answer(True, pickle.dumps(fn(*args, **kwargs)))
@@ -372,7 +442,8 @@ def _answer(call: Call) -> Answer:
 
 @contextlib.contextmanager
 def _redirected_output(path: str) -> Iterator[None]:
-    """Standard output and error of the call go to a fresh file, which is shown if the call fails."""
+    """Standard output and error of the call go to a fresh file, which is shown if the call
+    fails."""
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -394,7 +465,8 @@ def _connect(port: int) -> Any:
 
 @contextlib.contextmanager
 def _stack_on_timeout(call: Call) -> Iterator[None]:
-    """Write the stacks of all threads to a file when the call takes too long. No signal is used: Trainers replace handlers."""
+    """Write the stacks of all threads to a file when the call takes too long. No signal is used:
+    Trainers replace handlers."""
     descriptor = os.open(f"{call.log_path}.stack", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     faulthandler.dump_traceback_later(call.timeout, file=descriptor)
     try:
@@ -413,9 +485,12 @@ def _process_group(call: Call) -> Iterator[None]:
         limit = timedelta(seconds=call.timeout)
         store = dist.PrefixStore(f"call {call.number}", _connect(call.store_port))
         store.set_timeout(limit)
-        dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=limit
+        )
     yield
-    # After an exception the group is left as it is: the pool is killed, and an orderly end could wait for others.
+    # After an exception the group is left as it is: the pool is killed, and an orderly end could
+    # wait for others.
     if dist.is_initialized():
         dist.barrier()  # nobody closes connections that another rank still reads from
         dist.destroy_process_group()
@@ -454,15 +529,29 @@ def _launch_environment(call: Call) -> dict[str, str]:
 
     The store at MASTER_PORT is served by the session, as torchrun's agent serves one.
     """
-    values = (call.rank, call.rank, 0, call.world_size, call.world_size, "127.0.0.1", call.store_port)
+    values = (
+        call.rank,
+        call.rank,
+        0,
+        call.world_size,
+        call.world_size,
+        "127.0.0.1",
+        call.store_port,
+    )
     launch = {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
-    elastic = {"RUN_ID": "ranks", "USE_AGENT_STORE": "True", "RESTART_COUNT": call.number, "MAX_RESTARTS": call.number}
+    elastic = {
+        "RUN_ID": "ranks",
+        "USE_AGENT_STORE": "True",
+        "RESTART_COUNT": call.number,
+        "MAX_RESTARTS": call.number,
+    }
     return launch | {f"TORCHELASTIC_{name}": str(value) for name, value in elastic.items()}
 
 
 def _reset_deepspeed() -> None:
-    """DeepSpeed keeps the groups of its last engine in module globals; they are gone with the process group. Its own ZeRO 3 replaces
-    `torch.nn.functional.linear` for good, with a function whose gradients are wrong in compiled blocks of a later test."""
+    """DeepSpeed keeps the groups of its last engine in module globals; they are gone with the
+    process group. Its own ZeRO 3 replaces `torch.nn.functional.linear` for good, with a function
+    whose gradients are wrong in compiled blocks of a later test."""
     import torch
 
     torch.nn.functional.linear = torch._C._nn.linear

@@ -1,7 +1,8 @@
-"""Fits that write down the loss of every step, and what must hold of the checkpoints that they leave.
+"""Fits that write down the loss of every step, and what must hold of the checkpoints that they
+leave.
 
-Asserted here with nothing of the product's own reading: hashes by hashlib, steps by the manifests, losses and gradient norms by those of
-a run that nobody disturbed and that writes no checkpoints.
+Asserted here with nothing of the product's own reading: hashes by hashlib, steps by the manifests,
+losses and gradient norms by those of a run that nobody disturbed and that writes no checkpoints.
 """
 
 import csv
@@ -26,25 +27,37 @@ def check_values(found: Values, expected: Values, what: str, exact: bool = True)
     """The same steps gave the same: to the last bit, or to rounding."""
     for step, values in found.items():
         wanted = expected[step]
-        same = values == wanted if exact else all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(values, wanted, strict=True))
+        same = (
+            values == wanted
+            if exact
+            else all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(values, wanted, strict=True))
+        )
         assert same, f"{what}\nstep {step} has loss and gradient norm {values}, not {wanted}"
 
 
 def check_checkpoints(run: Path, pattern: str = "checkpoints/[!.]*") -> int:
-    """Everything that is taken for a checkpoint is whole, to the last bit. Returns the step of the newest, 0 where there is none."""
+    """Everything that is taken for a checkpoint is whole, to the last bit. Returns the step of the
+    newest, 0 where there is none."""
     steps = [0]
     for manifest in run.glob(f"{pattern}/manifest.json"):
         known = json.loads(manifest.read_text())
         steps.append(known["global_step"])
-        assert {path.name for path in manifest.parent.iterdir()} == {*known["files"], manifest.name}, manifest.parent
+        assert {path.name for path in manifest.parent.iterdir()} == {
+            *known["files"],
+            manifest.name,
+        }, manifest.parent
         for name, file in known["files"].items():
             contents = (manifest.parent / name).read_bytes()
-            assert (len(contents), hashlib.sha256(contents).hexdigest()) == (file["bytes"], file["sha256"]), manifest.parent / name
+            assert (len(contents), hashlib.sha256(contents).hexdigest()) == (
+                file["bytes"],
+                file["sha256"],
+            ), manifest.parent / name
     return max(steps)
 
 
 def undisturbed(cell: Cell, steps: int, folder: Path) -> Values:
-    """The values of each step of a run that writes no checkpoints. In a process of `starts.in_fresh_process`."""
+    """The values of each step of a run that writes no checkpoints. In a process of
+    `starts.in_fresh_process`."""
     folder.mkdir()
     path = folder / "values.csv"
     ended = start(fit, (cell, steps, path), cell.world_size, folder / "logs")
@@ -105,5 +118,9 @@ def fit(
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
     }
     made = quiet_trainer(**{**arguments, **(trainer or {})})
-    made.fit(Module(recipe), datamodule=Data(Rows(data(recipe)), recipe.global_batch // cell.dp), ckpt_path=resume)
+    made.fit(
+        Module(recipe),
+        datamodule=Data(Rows(data(recipe)), recipe.global_batch // cell.dp),
+        ckpt_path=resume,
+    )
     return made

@@ -1,4 +1,5 @@
-"""Faults that tests plant in the workers of a self-test. Every worker calls one of them when it starts."""
+"""Faults that tests plant in the workers of a self-test. Every worker calls one of them when it
+starts."""
 
 import os
 import time
@@ -6,12 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_3d.parallel import gloo_exchange
 from lightning_3d.app.selftest import rank
+from lightning_3d.parallel import gloo_exchange
 
 
 def enlarge_sums() -> None:
-    """Make every large sum over ranks a thousandth too large. (Small ones are numbers of tokens, by which others are divided.)"""
+    """Make every large sum over ranks a thousandth too large. (Small ones are numbers of tokens, by
+    which others are divided.)"""
     dist.all_reduce = _enlarged(dist.all_reduce)
     gloo_exchange.all_reduce = _enlarged(gloo_exchange.all_reduce)
     gloo_exchange.start_all_reduce = _enlarged(gloo_exchange.start_all_reduce)

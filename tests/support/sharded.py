@@ -51,7 +51,9 @@ def build(name: str, dtype: torch.dtype = torch.float64, layers: int = 2) -> nn.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
     return model
 
 
@@ -75,7 +77,9 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
 
 
-def run_whole(name: str, dtype: torch.dtype = torch.float64, length: int = models.SEQUENCE) -> Result:
+def run_whole(
+    name: str, dtype: torch.dtype = torch.float64, length: int = models.SEQUENCE
+) -> Result:
     """The model on one process."""
     model, ids = build(name, dtype), batch(name, length)
     logits = logits_of(model, ids)
@@ -86,10 +90,15 @@ def run_whole(name: str, dtype: torch.dtype = torch.float64, length: int = model
 
 
 def cut(
-    model: nn.Module, plan: dict[str, Any] | None = None, random: Any = None, *, sequence: bool = False, example: Tensor | None = None
+    model: nn.Module,
+    plan: dict[str, Any] | None = None,
+    random: Any = None,
+    *,
+    sequence: bool = False,
+    example: Tensor | None = None,
 ) -> tuple[ParallelPlan, dict[str, ShardSpec]]:
-    """Cut a whole model over all ranks, in place; with `sequence` parallelism. Where it is not one of Transformers', `example` is an input
-    with which the head counts of a rank are found.
+    """Cut a whole model over all ranks, in place; with `sequence` parallelism. Where it is not one
+    of Transformers', `example` is an input with which the head counts of a rank are found.
     """
     parsed = read_plan(model, plan)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -107,7 +116,13 @@ def cut(
     return parsed, specs
 
 
-def run_cut(name: str, dtype: torch.dtype = torch.float64, length: int = models.SEQUENCE, *, sequence: bool = False) -> Result:
+def run_cut(
+    name: str,
+    dtype: torch.dtype = torch.float64,
+    length: int = models.SEQUENCE,
+    *,
+    sequence: bool = False,
+) -> Result:
     """The model on this rank."""
     model, ids = build(name, dtype), batch(name, length)
     _, specs = cut(model, user_plan(name), sequence=sequence)
@@ -132,11 +147,14 @@ def summed_gradients(model: nn.Module, specs: dict[str, ShardSpec]) -> Gradients
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+    return (
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+    )
 
 
 def pasted(results: list[Result], name: str) -> Tensor:
-    """The full gradient, put together from the shards of all ranks; NaN where no rank has anything."""
+    """The full gradient, put together from the shards of all ranks; NaN where no rank has
+    anything."""
     spec = results[0].specs[name]
     full = torch.full(spec.global_shape, float("nan"), dtype=results[0].gradients[name].dtype)
     for result in results:

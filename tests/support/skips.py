@@ -1,7 +1,8 @@
 """Skipped tests, counted and named in the last lines of a session.
 
-With `LIGHTNING_3D_NO_SKIPS=1`, which `.ci/run` sets, a session in which a test was skipped fails, unless the test needs a browser:
-`.ci/run` installs one where it can, and where it cannot, that is no fault of the tests.
+With `LIGHTNING_3D_NO_SKIPS=1`, which `.ci/run` sets, a session in which a test was skipped fails,
+unless the test needs a browser: `.ci/run` installs one where it can, and where it cannot, that is
+no fault of the tests.
 """
 
 import os
@@ -18,7 +19,8 @@ Skipped = dict[str, list[str]]
 
 
 def skipped(reporter: pytest.TerminalReporter) -> Skipped:
-    """Collect the skipped tests of the session; a file that was skipped as a whole counts as one test."""
+    """Collect the skipped tests of the session; a file that was skipped as a whole counts as one
+    test."""
     found: Skipped = {}
     for report in reporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -27,7 +29,8 @@ def skipped(reporter: pytest.TerminalReporter) -> Skipped:
 
 
 def lines(found: Skipped) -> Iterator[str]:
-    """The count, then a line per reason with the names of its tests; nothing without a skipped test."""
+    """The count, then a line per reason with the names of its tests; nothing without a skipped
+    test."""
     count = sum(map(len, found.values()))
     if count:
         yield f"{count} {'test was' if count == 1 else 'tests were'} skipped:"
@@ -53,11 +56,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # after the summary of failures, which pytest prints last
+# after the summary of failures, which pytest prints last
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     yield
     found = skipped(terminalreporter)
     for line in lines(found):
         terminalreporter.line(line)
     if not_allowed := sum(map(len, forbidden(found).values())):
-        terminalreporter.line(f"{VARIABLE} is set: the session fails, because {not_allowed} of them should have run.", red=True)
+        terminalreporter.line(
+            f"{VARIABLE} is set: the session fails, because {not_allowed} of them should have run.",
+            red=True,
+        )

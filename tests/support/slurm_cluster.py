@@ -1,7 +1,9 @@
-"""A real SLURM of two virtual nodes on this machine: munged, slurmctld and two slurmd of Debian's `slurm-wlm`, in one folder.
+"""A real SLURM of two virtual nodes on this machine: munged, slurmctld and two slurmd of Debian's
+`slurm-wlm`, in one folder.
 
-The nodes are called 127.0.0.1 and 127.0.0.2, so that their names are addresses. Everything is ended and the folder can be
-removed when the `with` block is left; what runs on this machine already is not touched.
+The nodes are called 127.0.0.1 and 127.0.0.2, so that their names are addresses. Everything is ended
+and the folder can be removed when the `with` block is left; what runs on this machine already is
+not touched.
 """
 
 import contextlib
@@ -22,14 +24,21 @@ INSTALL = "LIGHTNING_3D_INSTALL_SLURM"
 
 
 def why_not() -> str | None:
-    """Why there can be no such cluster here; None where there can. Installs the packages where the environment asks for it."""
+    """Why there can be no such cluster here; None where there can. Installs the packages where the
+    environment asks for it."""
     if os.geteuid() != 0:
         return "a SLURM of its own needs root"
     if missing() and os.environ.get(INSTALL) == "1" and shutil.which("apt-get"):
-        for words in (["update"], ["install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]):
+        for words in (
+            ["update"],
+            ["install", "-y", "--no-install-recommends", "slurm-wlm", "munge"],
+        ):
             subprocess.run(["apt-get", "-q", *words], check=False, capture_output=True, timeout=600)
     if missing():
-        return f"{', '.join(missing())} not installed; {INSTALL}=1 lets the tests install Debian's slurm-wlm and munge"
+        return (
+            f"{', '.join(missing())} not installed; {INSTALL}=1 lets the tests install Debian's"
+            " slurm-wlm and munge"
+        )
     return None
 
 
@@ -52,7 +61,9 @@ class Slurm:
         self.folder = folder
         self.variables = environment(SLURM_CONF=str(folder / "slurm.conf"), PATH=_path())
 
-    def run(self, *command: str, cwd: Path, timeout: float = 400, text: str | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, cwd: Path, timeout: float = 400, text: str | None = None, **more: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command with everything that it prints as `stdout`."""
         return subprocess.run(
             command,
@@ -73,7 +84,13 @@ class Slurm:
 
     def wait(self, job: str, seconds: float = 400) -> dict[str, str]:
         """Until a job has ended."""
-        wait_until(lambda: self.state(job).get("JobState") not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), seconds)
+        wait_until(
+            lambda: (
+                self.state(job).get("JobState")
+                not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+            ),
+            seconds,
+        )
         return self.state(job)
 
 
@@ -90,21 +107,38 @@ def cluster(folder: Path) -> Iterator[Slurm]:
     """Start the daemons, wait until both nodes are idle, and end them."""
     slurm = Slurm(folder)
     _configure(folder)
-    commands = [_munged(folder), ["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
+    commands = [
+        _munged(folder),
+        ["slurmctld", "-D"],
+        *(["slurmd", "-D", "-N", node] for node in NODES),
+    ]
     daemons: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
             log = (folder / f"{len(daemons)}_{command[0]}.out").open("wb")
-            daemons.append(subprocess.Popen(command, env=slurm.variables, stdout=log, stderr=log, start_new_session=True))
+            daemons.append(
+                subprocess.Popen(
+                    command, env=slurm.variables, stdout=log, stderr=log, start_new_session=True
+                )
+            )
             if command[0] == "munged":
                 wait_until(lambda: (folder / "munge.socket").exists(), 30)
-        wait_until(lambda: slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D", cwd=folder).stdout.strip() == str(len(NODES)), 60)
+        wait_until(
+            lambda: (
+                slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D", cwd=folder).stdout.strip()
+                == str(len(NODES))
+            ),
+            60,
+        )
         yield slurm
     finally:
-        with contextlib.suppress(TimeoutError, OSError, subprocess.TimeoutExpired):  # the daemons end in any case
+        # the daemons end in any case
+        with contextlib.suppress(TimeoutError, OSError, subprocess.TimeoutExpired):
             if len(daemons) > 1:
                 slurm.run("scancel", "-u", "root", cwd=Path("/"), timeout=60)
-                wait_until(lambda: slurm.run("squeue", "-h", cwd=Path("/")).stdout.strip() == "", 60)
+                wait_until(
+                    lambda: slurm.run("squeue", "-h", cwd=Path("/")).stdout.strip() == "", 60
+                )
         for daemon in reversed(daemons):
             daemon.terminate()
             try:
@@ -117,8 +151,19 @@ def cluster(folder: Path) -> Iterator[Slurm]:
 def _munged(folder: Path) -> list[str]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
-    places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-    return ["munged", "--foreground", "--force", *(f"--{option}={folder}/munge.{end}" for option, end in places.items())]
+    places = {
+        "key-file": "key",
+        "socket": "socket",
+        "pid-file": "pid",
+        "log-file": "log",
+        "seed-file": "seed",
+    }
+    return [
+        "munged",
+        "--foreground",
+        "--force",
+        *(f"--{option}={folder}/munge.{end}" for option, end in places.items()),
+    ]
 
 
 def _configure(folder: Path) -> None:
@@ -147,9 +192,11 @@ def _configure(folder: Path) -> None:
         "ReturnToService=2",
         "KillWait=30",
         "MinJobAge=3600",
-        f"FirstJobId={1000 + os.getpid() % 8000}",  # ranks meet at a port made of the job's number, also those of other sessions
+        # ranks meet at a port made of the job's number, also those of other sessions
+        f"FirstJobId={1000 + os.getpid() % 8000}",
         *(
-            f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr={name} Port={port} CPUs=8 RealMemory=8000 State=UNKNOWN"
+            f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr={name} Port={port}"
+            " CPUs=8 RealMemory=8000 State=UNKNOWN"
             for name, port in zip(NODES, ports[1:], strict=True)
         ),
         f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP",

@@ -1,4 +1,5 @@
-"""An `srun` that starts the ranks of all nodes on this machine, with the variables of SLURM; for tests of commands that call srun."""
+"""An `srun` that starts the ranks of all nodes on this machine, with the variables of SLURM; for
+tests of commands that call srun."""
 
 import os
 import signal
@@ -11,17 +12,27 @@ from typing import Any
 
 
 def install(folder: Path) -> dict[str, str]:
-    """Write an executable `srun` into a folder, and return the variables of a job with two nodes that finds it."""
+    """Write an executable `srun` into a folder, and return the variables of a job with two nodes
+    that finds it."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "srun"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__)} "$@"\n')
     program.chmod(0o755)
     path = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
-    return {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SRUN_LOG": str(folder / "srun.log")}
+    return {
+        "PATH": path,
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SRUN_LOG": str(folder / "srun.log"),
+    }
 
 
 def _main(words: list[str]) -> int:
-    options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word and word.split("=")[0] in OPTIONS)
+    options = dict(
+        word[2:].split("=", 1)
+        for word in words
+        if word.startswith("--") and "=" in word and word.split("=")[0] in OPTIONS
+    )
     command = words[next(place for place, word in enumerate(words) if not word.startswith("-")) :]
     nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     with socket.socket() as chosen:
@@ -38,10 +49,18 @@ def _main(words: list[str]) -> int:
         signal.signal(signal.SIGINT, lambda number, frame: end(signal.SIGKILL, frame))
     for number in range(nodes * per_node):
         variables = {
-            "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "test", "SLURM_PROCID": str(number), "SLURM_NTASKS": str(nodes * per_node),
-            "SLURM_LOCALID": str(number % per_node), "SLURM_NODEID": str(number // per_node), "SLURM_STEP_NUM_NODES": str(nodes),
-            "SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "SLURM_NTASKS_PER_NODE": str(per_node), "SLURM_CPUS_ON_NODE": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_JOB_NAME": "test",
+            "SLURM_PROCID": str(number),
+            "SLURM_NTASKS": str(nodes * per_node),
+            "SLURM_LOCALID": str(number % per_node),
+            "SLURM_NODEID": str(number // per_node),
+            "SLURM_STEP_NUM_NODES": str(nodes),
+            "SLURM_STEP_NODELIST": "127.0.0.1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "SLURM_NTASKS_PER_NODE": str(per_node),
+            "SLURM_CPUS_ON_NODE": "1",
         }
         ranks.append(subprocess.Popen(command, env={**os.environ, **variables}))
     with open(os.environ["SRUN_LOG"], "a") as log:

@@ -1,7 +1,9 @@
-"""Whole runs that are started one after the other as a launcher does, from one warm process. Their ranks may be killed.
+"""Whole runs that are started one after the other as a launcher does, from one warm process. Their
+ranks may be killed.
 
-`run_ranks` keeps its ranks from one call to the next. Here `in_fresh_process` forks a process from the same warm server, and `start`
-in it forks ranks as `lightning-3d train` does, but leaves them alone: nobody tells them that one of them is dead.
+`run_ranks` keeps its ranks from one call to the next. Here `in_fresh_process` forks a process from
+the same warm server, and `start` in it forks ranks as `lightning-3d train` does, but leaves them
+alone: nobody tells them that one of them is dead.
 """
 
 import contextlib
@@ -26,16 +28,21 @@ from lightning_3d.ranks.boards import FolderBoard
 from lightning_3d.ranks.supervisor import Ranks
 
 PATIENCE_SECONDS = 90.0
-"""How long ranks may run on after one of them has died. They end within a second or two; the machine may be busy."""
+"""How long ranks may run on after one of them has died. They end within a second or two; the
+machine may be busy."""
 _LOG_TAIL_BYTES = 3000
-_CLONE_NEWNS, _MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 0x20000, 0x1, 0x20, 0x4000, 0x40000  # <sched.h>, <sys/mount.h>
+# <sched.h>, <sys/mount.h>
+_CLONE_NEWNS, _MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 0x20000, 0x1, 0x20, 0x4000, 0x40000
 
 
 def in_fresh_process(fn: Callable[..., Any], *args: Any, timeout: float = 250) -> Any:
-    """Call a module-level function in a process with one thread, in which torch and its friends are imported already."""
+    """Call a module-level function in a process with one thread, in which torch and its friends are
+    imported already."""
     payload = pickle.dumps((fn, args))
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("forkserver").Process(target=_serve, args=(there, payload, tuple(sys.path)))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_serve, args=(there, payload, tuple(sys.path))
+    )
     with server_environment():
         process.start()
     there.close()
@@ -46,7 +53,9 @@ def in_fresh_process(fn: Callable[..., Any], *args: Any, timeout: float = 250) -
             ok, result = here.recv()
         except EOFError:
             process.join(10)
-            raise AssertionError(f"the process of {fn.__name__} ended with exit code {process.exitcode}") from None
+            raise AssertionError(
+                f"the process of {fn.__name__} ended with exit code {process.exitcode}"
+            ) from None
     finally:
         process.kill()  # its ranks die with it
         process.join()
@@ -81,11 +90,20 @@ class Ended:
 
     def __str__(self) -> str:
         each = enumerate(zip(self.codes, self.output, strict=True))
-        return "\n".join([*self.told, *(f"--- rank {rank} ended with {code}:\n{text[-_LOG_TAIL_BYTES:]}" for rank, (code, text) in each)])
+        return "\n".join(
+            [
+                *self.told,
+                *(
+                    f"--- rank {rank} ended with {code}:\n{text[-_LOG_TAIL_BYTES:]}"
+                    for rank, (code, text) in each
+                ),
+            ]
+        )
 
 
 def start(job: Callable[..., None], arguments: tuple[Any, ...], count: int, logs: Path) -> Ended:
-    """Run `job(*arguments)` in new ranks and wait until all have ended by themselves. In a process of `in_fresh_process`.
+    """Run `job(*arguments)` in new ranks and wait until all have ended by themselves. In a process
+    of `in_fresh_process`.
 
     Raises:
         AssertionError: ranks, or processes that they started, go on after one of them has died.
@@ -103,7 +121,10 @@ def start(job: Callable[..., None], arguments: tuple[Any, ...], count: int, logs
                 ranks.send(signal.SIGUSR2)
                 time.sleep(1)
                 output = "\n".join(_output(logs, rank) for rank in ranks.running)
-                raise AssertionError(f"{PATIENCE_SECONDS:g} s after a rank has died, ranks {ranks.running} go on:\n{output}")
+                raise AssertionError(
+                    f"{PATIENCE_SECONDS:g} s after a rank has died, ranks {ranks.running} go"
+                    f" on:\n{output}"
+                )
         for process in ranks.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid or 0, 0)
@@ -111,7 +132,11 @@ def start(job: Callable[..., None], arguments: tuple[Any, ...], count: int, logs
     finally:
         ranks.stop(0.0)
     told = [failure.message(count) for failure in FolderBoard(logs).all()]
-    return Ended([ranks.ended[rank][1] for rank in range(count)], [_output(logs, rank) for rank in range(count)], told)
+    return Ended(
+        [ranks.ended[rank][1] for rank in range(count)],
+        [_output(logs, rank) for rank in range(count)],
+        told,
+    )
 
 
 def _output(logs: Path, rank: int) -> str:
@@ -121,7 +146,9 @@ def _output(logs: Path, rank: int) -> str:
 
 def _job(logs: Path, job: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """In a rank: rank 0 too prints into a file, and SIGUSR2 shows what all threads are doing."""
-    descriptor = os.open(logs / f"rank_{os.environ['RANK']}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    descriptor = os.open(
+        logs / f"rank_{os.environ['RANK']}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    )
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -131,7 +158,8 @@ def _job(logs: Path, job: Callable[..., None], arguments: tuple[Any, ...]) -> No
 
 @contextlib.contextmanager
 def small_disk(where: Path, size: int) -> Iterator[None]:
-    """Mount a file system in memory of so many bytes, which only this process and those that it starts see.
+    """Mount a file system in memory of so many bytes, which only this process and those that it
+    starts see.
 
     Raises:
         PermissionError: this machine does not permit it.
@@ -155,6 +183,8 @@ def read_only(where: Path) -> None:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _mount(source: bytes | None, target: bytes, kind: bytes | None, flags: int, options: bytes | None) -> None:
+def _mount(
+    source: bytes | None, target: bytes, kind: bytes | None, flags: int, options: bytes | None
+) -> None:
     if _libc.mount(source, target, kind, ctypes.c_ulong(flags), options):
         raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

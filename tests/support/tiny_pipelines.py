@@ -1,10 +1,18 @@
-"""Tiny models, and stand-ins for the user's module and the strategy, for tests of the pipeline engine by itself."""
+"""Tiny models, and stand-ins for the user's module and the strategy, for tests of the pipeline
+engine by itself."""
 
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 ROWS, LENGTH, VOCABULARY = 2, 6, 32
 NO_DROPOUT = SimpleNamespace(enabled=False, layer=lambda index: None)
@@ -13,10 +21,16 @@ NO_DROPOUT = SimpleNamespace(enabled=False, layer=lambda index: None)
 def tiny(family: str, layers: int) -> nn.Module:
     torch.manual_seed(0)
     common = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "use_cache": False
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "use_cache": False,
     }
     if family == "gpt_neox":
-        return GPTNeoXForCausalLM(GPTNeoXConfig(num_attention_heads=2, max_position_embeddings=16, **common)).double()
+        return GPTNeoXForCausalLM(
+            GPTNeoXConfig(num_attention_heads=2, max_position_embeddings=16, **common)
+        ).double()
     if family == "gemma3":
         kinds = ["sliding_attention", "full_attention"] * layers
         config = Gemma3TextConfig(
@@ -28,11 +42,15 @@ def tiny(family: str, layers: int) -> nn.Module:
             **common,
         )
         return Gemma3ForCausalLM(config).double()
-    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **common)).double()
+    return LlamaForCausalLM(
+        LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **common)
+    ).double()
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+    return nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1)
+    )
 
 
 class Owner(nn.Module):

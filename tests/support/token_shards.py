@@ -14,7 +14,9 @@ DOCUMENT = 1000
 WORDS = TokenizerIdentity("words", 3000, 0, "a" * 64, "b" * 64)
 
 
-def write_shards(folder: Path, documents: int, shard_tokens: int, identity: TokenizerIdentity = WORDS) -> Path:
+def write_shards(
+    folder: Path, documents: int, shard_tokens: int, identity: TokenizerIdentity = WORDS
+) -> Path:
     """Random documents of `DOCUMENT` tokens."""
     folder.mkdir()
     tokens = np.random.default_rng(0).integers(1, 3000, documents * DOCUMENT, dtype=np.uint16)

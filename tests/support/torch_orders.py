@@ -12,10 +12,11 @@ LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWAR
 def torch_pipeline_order(
     schedule: str, stages: Sequence[int], num_stages: int, pp: int, micro_batches: int
 ) -> tuple[tuple[tuple[int, str, int], ...], ...]:
-    """Actions (stage, letter in F B I W, micro-batch) of every rank, as torch 2.11 to 2.13 computes them.
+    """Actions (stage, letter in F B I W, micro-batch) of every rank, as torch 2.11 to 2.13 computes
+    them.
 
-    The classes want live stages and a process group, but read only these attributes to compute their order, which is not public.
-    Combined actions (DualPipeV) are flattened.
+    The classes want live stages and a process group, but read only these attributes to compute
+    their order, which is not public. Combined actions (DualPipeV) are flattened.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -34,12 +35,16 @@ def torch_pipeline_order(
         for stage in stages
     ]
     schedule_class: Any = get_schedule_class(schedule)
-    order = schedule_class(fake_stages, micro_batches, loss_fn=lambda output, target: output).pipeline_order
+    order = schedule_class(
+        fake_stages, micro_batches, loss_fn=lambda output, target: output
+    ).pipeline_order
     return tuple(_single(order[rank]) for rank in range(pp))
 
 
 def _single(actions: Sequence[Any]) -> tuple[tuple[int, str, int], ...]:
-    parts = [part for action in actions if action is not None for part in (action.sub_actions or (action,))]
+    parts = [
+        part for action in actions if action is not None for part in action.sub_actions or (action,)
+    ]
     return tuple(
         (part.stage_index, LETTERS[part.computation_type.name], part.microbatch_index)
         for part in parts

@@ -10,19 +10,22 @@ from parity import Module, Rows, quiet_trainer
 from reference import Recipe, data
 from torch.utils.data import DataLoader
 
-from lightning_3d.layout import Layout
-from lightning_3d.tracing.trace import StepTrace
 from lightning_3d.app.training.callbacks import MetricsCSV
 from lightning_3d.app.training.timeline import RunReport, Timeline
+from lightning_3d.layout import Layout
+from lightning_3d.tracing.trace import StepTrace
 
 Part = tuple[list[StepTrace | None], int, dict[int, dict[str, float]]]
-"""Of one rank: what each step came to, bytes of its parameters, and what its logger was told by step."""
+"""Of one rank: what each step came to, bytes of its parameters, and what its logger was told by
+step."""
 
 
 class Asks(pl.Callback):
     """Asks for step 3, on all ranks."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == 2:
             trainer.strategy.trace_next_step()
 
@@ -59,13 +62,26 @@ def fit(folder: str, layout: str, every: int | None, accumulate: int = 1, **stra
 
     recipe = Recipe(steps=4)
     # Without the proof of the loss, which looks at the micro-batches of step 4 while they run.
-    plan = Lightning3DStrategy(layout, micro_batch_size=1, trace_every_n_steps=every, self_check="never", **strategy)
+    plan = Lightning3DStrategy(
+        layout, micro_batch_size=1, trace_every_n_steps=every, self_check="never", **strategy
+    )
     watch, logger, path = Watch(), Remembers(), Path(folder)
     trainer = quiet_trainer(
-        strategy=plan, devices=Layout.parse(layout).world_size, max_steps=4, logger=logger, log_every_n_steps=2,
-        accumulate_grad_batches=accumulate, gradient_clip_val=0.5,
-        callbacks=[Asks(), watch, MetricsCSV(path / "metrics.csv"), Timeline(path / "timeline.json"), RunReport(path)],
-    )  # fmt: skip
+        strategy=plan,
+        devices=Layout.parse(layout).world_size,
+        max_steps=4,
+        logger=logger,
+        log_every_n_steps=2,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+        callbacks=[
+            Asks(),
+            watch,
+            MetricsCSV(path / "metrics.csv"),
+            Timeline(path / "timeline.json"),
+            RunReport(path),
+        ],
+    )
     module = Module(recipe)
     trainer.fit(module, DataLoader(Rows(data(recipe)), batch_size=4))
     return watch.traces, sum(parameter.nbytes for parameter in module.parameters()), logger.told

@@ -1,4 +1,5 @@
-"""Two nodes on one machine: network namespaces with host names of their own, whose network can be cut. Needs root and iproute2."""
+"""Two nodes on one machine: network namespaces with host names of their own, whose network can be
+cut. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -26,21 +27,52 @@ class TwoNodes:
         self.spaces = (f"{name}a", f"{name}b")
 
     def start(
-        self, node: int, command: Sequence[str], folder: Path, env: dict[str, str], log: Path | None = None
+        self,
+        node: int,
+        command: Sequence[str],
+        folder: Path,
+        env: dict[str, str],
+        log: Path | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a command on a node, which leads a process group. Its output is added to `log`, or is read from the process."""
-        named = f'mount --bind {self.hosts[node]} /etc/hosts && hostname {self.names[node]} && exec "$@"'  # in a mount namespace of its own
-        inside = ["ip", "netns", "exec", self.spaces[node], "unshare", "--uts", "sh", "-c", named, "sh", *command]
+        """Start a command on a node, which leads a process group. Its output is added to `log`, or
+        is read from the process."""
+        # in a mount namespace of its own
+        named = (
+            f"mount --bind {self.hosts[node]} /etc/hosts && hostname {self.names[node]} && exec"
+            ' "$@"'
+        )
+        inside = [
+            "ip",
+            "netns",
+            "exec",
+            self.spaces[node],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            named,
+            "sh",
+            *command,
+        ]
         environment = env | {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
         with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("a") as output:
             return subprocess.Popen(
-                inside, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                inside,
+                cwd=folder,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
 
     def kill(self) -> None:
-        """Kill all processes on both nodes: also ranks, which torchrun puts into sessions of their own."""
+        """Kill all processes on both nodes: also ranks, which torchrun puts into sessions of their
+        own."""
         for space in self.spaces:
-            found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout
+            found = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
+            ).stdout
             for number in found.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(number), signal.SIGKILL)
@@ -62,7 +94,10 @@ def available() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     probe = f"l3dprobe{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode == 0
+    made = (
+        subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode
+        == 0
+    )
     if made:
         subprocess.run(["ip", "netns", "del", probe], check=False)
     return made
@@ -76,7 +111,10 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
         folder: folder for a file with their host names.
     """
     hosts = folder / "hosts"
-    hosts.write_text("".join(f"{address} node{node}\n" for node, address in enumerate(ADDRESSES)) + "127.0.0.1 localhost\n")
+    hosts.write_text(
+        "".join(f"{address} node{node}\n" for node, address in enumerate(ADDRESSES))
+        + "127.0.0.1 localhost\n"
+    )
     name = f"l3d{os.getpid()}"
     switch = f"{name}s"
     nodes = TwoNodes(name, hosts)
@@ -88,7 +126,20 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
         ip("-n", switch, "link", "set", "switch", "up")
         for number, space in enumerate(nodes.spaces):
             port = f"port{number}"
-            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                space,
+            )
             ip("-n", switch, "link", "set", port, "master", "switch", "up")
             ip("-n", space, "addr", "add", f"{ADDRESSES[number]}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")

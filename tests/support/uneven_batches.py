@@ -29,7 +29,9 @@ def batches_of_all_lengths(recipe: Recipe, count: int) -> list[models.Batch]:
     batches = []
     for index in range(count):
         batch = cut(rows, 4 * index, 4)
-        batches.append({key: value[:, : lengths[index % len(lengths)]] for key, value in batch.items()})
+        batches.append(
+            {key: value[:, : lengths[index % len(lengths)]] for key, value in batch.items()}
+        )
     return batches
 
 

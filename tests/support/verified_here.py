@@ -1,4 +1,5 @@
-"""Verifies scripts in processes that are all forks of one, which has imported everything: seconds for each instead of half a minute.
+"""Verifies scripts in processes that are all forks of one, which has imported everything: seconds
+for each instead of half a minute.
 
     python verified_here.py KIND...     verifies planted faults, and prints what differs from what they must give
 """
@@ -19,10 +20,10 @@ import transformers.models.llama.modeling_llama  # noqa: F401  imported once, fo
 from faulty_scripts import script
 from planted_scripts import PLANTED, Planted
 
+from lightning_3d.app.verification import two_runs
 from lightning_3d.layout.layout import Layout
 from lightning_3d.ranks.role import RANKS, Role
 from lightning_3d.strategy.recorded.script import play_role
-from lightning_3d.app.verification import two_runs
 
 
 class Forks:
@@ -72,18 +73,27 @@ def _starting(ranks: int) -> Callable[[Sequence[str], Role], Forks]:
         def run(rank: int) -> None:
             os.environ.update(role.environment())
             if count > 1:
-                os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                os.environ.update(
+                    LOCAL_RANK=str(rank),
+                    NODE_RANK="0",
+                    WORLD_SIZE=str(count),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                )
             play_role()
             sys.argv = list(words)
             runpy.run_path(words[0], run_name="__main__")
 
-        return Forks([forked(lambda rank=rank: run(rank), role.own / "output.txt") for rank in range(count)])
+        return Forks(
+            [forked(lambda rank=rank: run(rank), role.own / "output.txt") for rank in range(count)]
+        )
 
     return start
 
 
 def problem_of(planted: Planted) -> str:
-    """Verify a script with a planted fault. Returns what is wrong with what it says; empty for nothing."""
+    """Verify a script with a planted fault. Returns what is wrong with what it says; empty for
+    nothing."""
     with tempfile.TemporaryDirectory() as folder:
         mine, output = Path(folder, "mine.py"), Path(folder, "output.txt")
         mine.write_text(script(planted.text))
@@ -97,7 +107,11 @@ def problem_of(planted: Planted) -> str:
 
 
 def main() -> int:
-    problems = [problem for planted in PLANTED if planted.kind in sys.argv[1:] and (problem := problem_of(planted))]
+    problems = [
+        problem
+        for planted in PLANTED
+        if planted.kind in sys.argv[1:] and (problem := problem_of(planted))
+    ]
     print("\n".join(problems))
     return len(problems)
 

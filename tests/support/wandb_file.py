@@ -1,4 +1,5 @@
-"""Reads what wandb wrote to the disk: a log of records, in the format of LevelDB's, each a message of `wandb.proto`."""
+"""Reads what wandb wrote to the disk: a log of records, in the format of LevelDB's, each a message
+of `wandb.proto`."""
 
 import json
 import struct
@@ -56,9 +57,16 @@ def read(path: Path) -> WandbRun:
         elif kind == "config":
             _update(run.config, record.config.update)
         elif kind == "history":
-            run.history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+            run.history.append(
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+            )
         elif kind == "metric" and record.metric.step_metric:
-            run.drawn_over[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+            run.drawn_over[record.metric.name or record.metric.glob_name] = (
+                record.metric.step_metric
+            )
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

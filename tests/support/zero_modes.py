@@ -4,7 +4,13 @@ from typing import Any
 
 from parity import Cell
 
-LAYOUTS = {"pp2_dp2": (1, 2, 2), "tp2_pp2_dp2": (2, 2, 2), "pp4_dp2": (1, 4, 2), "tp2_dp4": (2, 1, 4), "dp8": (1, 1, 8)}
+LAYOUTS = {
+    "pp2_dp2": (1, 2, 2),
+    "tp2_pp2_dp2": (2, 2, 2),
+    "pp4_dp2": (1, 4, 2),
+    "tp2_dp4": (2, 1, 4),
+    "dp8": (1, 1, 8),
+}
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1 scattered": (1, {"zero_reduce_scatter": True}),
     "zero2": (2, {"zero_reduce": "step"}),

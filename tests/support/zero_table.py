@@ -1,4 +1,5 @@
-"""Writes benchmarks/zero_parity.md: every ZeRO mode under every schedule, measured against one process.
+"""Writes benchmarks/zero_parity.md: every ZeRO mode under every schedule, measured against one
+process.
 
     python tests/support/zero_table.py
 
@@ -59,8 +60,13 @@ def rows() -> list[str]:
 
 def main() -> None:
     MODES.update({**PLAIN, **MODES})
-    versions = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, Transformers {transformers.__version__}"
-    order = sorted(MODES, key=lambda mode: (mode.split()[0], mode not in PLAIN, list(MODES).index(mode)))
+    versions = (
+        f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, Transformers"
+        f" {transformers.__version__}"
+    )
+    order = sorted(
+        MODES, key=lambda mode: (mode.split()[0], mode not in PLAIN, list(MODES).index(mode))
+    )
     modes = {mode: MODES[mode] for mode in order}
     MODES.clear()
     MODES.update(modes)

@@ -1,4 +1,5 @@
-"""Messages in a traced step: each is there with its bytes and ranks, in the right order next to the computation."""
+"""Messages in a traced step: each is there with its bytes and ranks, in the right order next to the
+computation."""
 
 import json
 import time
@@ -21,14 +22,33 @@ from lightning_3d.parallel import gloo_exchange
 from lightning_3d.tracing import messages
 from lightning_3d.tracing.chrome import MESSAGE, WAIT, as_chrome, read_timeline, write_timeline
 from lightning_3d.tracing.marks import Marks
-from lightning_3d.tracing.overlap import computing_spans, hidden_by_kind, length_within, summary, union, without
-from lightning_3d.tracing.trace import BACKWARD, FORWARD, RECEIVE, Event, Memory, RankTrace, StepTrace, Transfer, group_name
+from lightning_3d.tracing.overlap import (
+    computing_spans,
+    hidden_by_kind,
+    length_within,
+    summary,
+    union,
+    without,
+)
+from lightning_3d.tracing.trace import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    Event,
+    Memory,
+    RankTrace,
+    StepTrace,
+    Transfer,
+    group_name,
+)
 
 AGREEMENT = 1024
 """Bytes up to which a message may be an agreement of the ranks, which is not recorded."""
 
 
-def first_rank(parts: list[tuple[StepTrace | None, list[Call]]]) -> tuple[list[Event], list[Transfer], list[Call]]:
+def first_rank(
+    parts: list[tuple[StepTrace | None, list[Call]]],
+) -> tuple[list[Event], list[Transfer], list[Call]]:
     """Events and messages of rank 0, and what it sent meanwhile, counted by other means."""
     trace, calls = parts[0]
     assert trace is not None
@@ -38,22 +58,32 @@ def first_rank(parts: list[tuple[StepTrace | None, list[Call]]]) -> tuple[list[E
     assert transfers == sorted(transfers, key=lambda one: one.start)
     begin, end = events[0].start, events[-1].end
     for one in transfers:
-        assert one.start <= one.launched <= one.end and (one.wait is None or one.start <= one.wait[0] <= one.wait[1])
-        assert one.wait is None or one.end <= one.wait[1], "nothing arrives after it has been waited for"
+        assert one.start <= one.launched <= one.end and (
+            one.wait is None or one.start <= one.wait[0] <= one.wait[1]
+        )
+        assert one.wait is None or one.end <= one.wait[1], (
+            "nothing arrives after it has been waited for"
+        )
     return events, transfers, [call for call in calls if begin <= call.at <= end]
 
 
-def check_all_are_seen(events: list[Event], transfers: list[Transfer], calls: list[Call], *, most_left: int = 0) -> None:
+def check_all_are_seen(
+    events: list[Event], transfers: list[Transfer], calls: list[Call], *, most_left: int = 0
+) -> None:
     """Each message is one that was counted, and what is missing are agreements."""
     seen = Counter((one.ranks, one.size) for one in transfers if one.start >= events[0].start)
     sent = Counter((call.ranks, call.bytes) for call in calls)
     assert not seen - sent
-    assert sum((sent - seen).values()) <= most_left and all(size <= AGREEMENT for _, size in sent - seen)
+    assert sum((sent - seen).values()) <= most_left and all(
+        size <= AGREEMENT for _, size in sent - seen
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shared memory"])
-def test_buckets_are_reduced_while_the_last_backward_runs(shared_memory: bool, tmp_path: Path) -> None:
+def test_buckets_are_reduced_while_the_last_backward_runs(
+    shared_memory: bool, tmp_path: Path
+) -> None:
     parts = run_ranks(traced_messages, 2, str(tmp_path), "dp2", shared_memory=shared_memory)
     events, transfers, calls = first_rank(parts)
     check_all_are_seen(events, transfers, calls)
@@ -61,20 +91,28 @@ def test_buckets_are_reduced_while_the_last_backward_runs(shared_memory: bool, t
     buckets = [one for one in transfers if one.operation == "all-reduce" and one.size > AGREEMENT]
     early = [one for one in buckets if last.start < one.start < last.end]
     assert len(early) >= 2 and all(one.start > last.start for one in buckets)
-    assert {(one.group, one.ranks, one.exact) for one in buckets} == {("dp", (0, 1), not shared_memory)}
-    assert all(one.wait is not None and one.wait[0] > last.end for one in early), "nothing in the backward waits for them"
-    found = read_timeline(tmp_path / "timeline.json")
-    assert found is not None and [one[:4] for one in found.ranks[0].transfers or ()] == [one[:4] for one in transfers]
-    share = hidden_by_kind(found.ranks)["all-reduce over dp"]
-    assert 0 < share.share < 1 and json.loads((tmp_path / "timeline.json").read_text())["lightning_3d"]["hidden"].keys() == {
-        "all-reduce over dp"
+    assert {(one.group, one.ranks, one.exact) for one in buckets} == {
+        ("dp", (0, 1), not shared_memory)
     }
+    assert all(one.wait is not None and one.wait[0] > last.end for one in early), (
+        "nothing in the backward waits for them"
+    )
+    found = read_timeline(tmp_path / "timeline.json")
+    assert found is not None and [one[:4] for one in found.ranks[0].transfers or ()] == [
+        one[:4] for one in transfers
+    ]
+    share = hidden_by_kind(found.ranks)["all-reduce over dp"]
+    assert 0 < share.share < 1 and json.loads((tmp_path / "timeline.json").read_text())[
+        "lightning_3d"
+    ]["hidden"].keys() == {"all-reduce over dp"}
     assert "all-reduce over dp: " in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow
 def test_parameters_are_gathered_while_blocks_run(tmp_path: Path) -> None:
-    events, transfers, calls = first_rank(run_ranks(traced_messages, 4, str(tmp_path), "dp4", zero_stage=3))
+    events, transfers, calls = first_rank(
+        run_ranks(traced_messages, 4, str(tmp_path), "dp4", zero_stage=3)
+    )
     check_all_are_seen(events, transfers, calls, most_left=4)
     gathers = [one for one in transfers if one.operation == "all-gather"]
     assert {one.group for one in gathers} == {"dp"} and all(one.exact for one in gathers)
@@ -82,23 +120,41 @@ def test_parameters_are_gathered_while_blocks_run(tmp_path: Path) -> None:
         if event.kind in (FORWARD, BACKWARD):
             inside = [one for one in gathers if event.start < one.start < event.end]
             assert len(inside) >= 2
-            ahead = [one for one, other in zip(inside, inside[1:], strict=False) if one.wait and one.wait[0] > other.start]
-            assert ahead or len(inside) > 2, "a gather starts before the one before it is waited for"
+            ahead = [
+                one
+                for one, other in zip(inside, inside[1:], strict=False)
+                if one.wait and one.wait[0] > other.start
+            ]
+            assert ahead or len(inside) > 2, (
+                "a gather starts before the one before it is waited for"
+            )
 
 
 @pytest.mark.slow
 def test_shards_are_reduced_inside_and_across(tmp_path: Path) -> None:
     options = {"zero_stage": 1, "zero_reduce_scatter": True, "zero_shard_size": 2}
-    events, transfers, _ = first_rank(run_ranks(traced_messages, 4, str(tmp_path), "dp4", **options))
+    events, transfers, _ = first_rank(
+        run_ranks(traced_messages, 4, str(tmp_path), "dp4", **options)
+    )
     last = [event for event in events if event.kind == BACKWARD][-1]
     by_group = {
-        group: [one for one in transfers if one.group == group and one.operation in ("reduce", "all-reduce") and one.size > AGREEMENT]
+        group: [
+            one
+            for one in transfers
+            if one.group == group
+            and one.operation in ("reduce", "all-reduce")
+            and one.size > AGREEMENT
+        ]
         for group in ("shard", "replicas")
     }
-    assert {one.ranks for one in by_group["shard"]} == {(0, 1)} and {one.ranks for one in by_group["replicas"]} == {(0, 2)}
+    assert {one.ranks for one in by_group["shard"]} == {(0, 1)} and {
+        one.ranks for one in by_group["replicas"]
+    } == {(0, 2)}
     assert any(last.start < one.start < last.end for one in by_group["shard"])
     inner, outer = (sum(one.size for one in by_group[group]) for group in ("shard", "replicas"))
-    assert outer == pytest.approx(inner / 2, rel=0.02), "a rank's half of the shard group's gradients crosses"
+    assert outer == pytest.approx(inner / 2, rel=0.02), (
+        "a rank's half of the shard group's gradients crosses"
+    )
     assert by_group["shard"][0].start < by_group["replicas"][0].start
 
 
@@ -124,7 +180,9 @@ def test_tokens_travel_while_the_shared_expert_runs(tmp_path: Path) -> None:
     events, transfers, calls = first_rank([(trace, calls) for trace, calls, _ in parts])
     check_all_are_seen(events, transfers, calls)
     exchanges = [one for one in transfers if one.operation == "all-to-all" and one.size > AGREEMENT]
-    shared = [(start, end) for start, end in parts[0][2] if events[0].start < start < events[-1].end]
+    shared = [
+        (start, end) for start, end in parts[0][2] if events[0].start < start < events[-1].end
+    ]
     assert shared
     for start, end in shared:
         assert sum(one.start < start and end < one.end for one in exchanges) == 1
@@ -166,7 +224,11 @@ def test_nothing_is_recorded_where_nobody_follows() -> None:
     for found, is_torchs_own in run_ranks(one_message, 2, False):
         assert found == [] and is_torchs_own
     for found, is_torchs_own in run_ranks(one_message, 2, True):
-        assert [one[:4] for one in found] == [("all-reduce", "world", (0, 1), 4000)] and found[0].exact and not is_torchs_own
+        assert (
+            [one[:4] for one in found] == [("all-reduce", "world", (0, 1), 4000)]
+            and found[0].exact
+            and not is_torchs_own
+        )
 
 
 class FakeEvent:
@@ -197,7 +259,9 @@ class FakeCuda:
         patched.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patched.setattr(torch.cuda, "Stream", lambda device=None: "apart")
         patched.setattr(torch.cuda, "stream", lambda stream: self._use(stream))
-        patched.setattr(torch.cuda, "synchronize", lambda device=None: setattr(self, "waits", self.waits + 1))
+        patched.setattr(
+            torch.cuda, "synchronize", lambda device=None: setattr(self, "waits", self.waits + 1)
+        )
 
     def _use(self, stream: str) -> Any:
         class Used:
@@ -230,7 +294,9 @@ class NcclWork:
         self.waited_in.append(self._cuda.current)
 
 
-def test_on_a_gpu_the_arrival_is_that_of_a_stream_that_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_arrival_is_that_of_a_stream_that_only_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, FakeEvent.recorded = FakeCuda(monkeypatch), []
     group: Any = type("Group", (), {"group_desc": "dp"})()
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
@@ -243,25 +309,49 @@ def test_on_a_gpu_the_arrival_is_that_of_a_stream_that_only_waits(monkeypatch: p
     work.wait()
     work.wait()
     assert inner.waited_in == ["apart", "main", "main"]
-    assert FakeEvent.recorded == ["main", "main", "apart", "main", "main", "main"], "origin, start, arrival, a wait; the second counts not"
+    assert FakeEvent.recorded == [
+        "main",
+        "main",
+        "apart",
+        "main",
+        "main",
+        "main",
+    ], "origin, start, arrival, a wait; the second counts not"
     assert cuda.waits == 1, "nothing waits for the GPU after the origin"
-    assert log.take() == [Transfer("all-reduce", "dp", (0, 1), 6, 101.0, 101.0, 102.0, (103.0, 104.0), True)]
+    assert log.take() == [
+        Transfer("all-reduce", "dp", (0, 1), 6, 101.0, 101.0, 102.0, (103.0, 104.0), True)
+    ]
 
 
 # Arithmetic and the file
 
 
-def message(start: float, end: float, wait: tuple[float, float] | None = None, operation: str = "all-reduce") -> Transfer:
+def message(
+    start: float, end: float, wait: tuple[float, float] | None = None, operation: str = "all-reduce"
+) -> Transfer:
     return Transfer(operation, "dp", (0, 1), 1 << 20, start, start, end, wait, True)
 
 
 def test_hidden_share_by_hand() -> None:
-    events = (Event(FORWARD, 0, 0, 0, 0.0, 4.0), Event(BACKWARD, 0, 0, 0, 4.0, 10.0), Event(RECEIVE, 0, 0, 0, 11.0, 12.0))
-    # The first is hidden from 2 to 5, then waited for; the second has 1 of 2 s outside of the backward; the third is never hidden.
-    sent = (message(2.0, 6.0, (5.0, 6.0)), message(9.0, 11.0), message(11.0, 12.0, (11.0, 12.0), "receive"))
+    events = (
+        Event(FORWARD, 0, 0, 0, 0.0, 4.0),
+        Event(BACKWARD, 0, 0, 0, 4.0, 10.0),
+        Event(RECEIVE, 0, 0, 0, 11.0, 12.0),
+    )
+    # The first is hidden from 2 to 5, then waited for; the second has 1 of 2 s outside of the
+    # backward; the third is never hidden.
+    sent = (
+        message(2.0, 6.0, (5.0, 6.0)),
+        message(9.0, 11.0),
+        message(11.0, 12.0, (11.0, 12.0), "receive"),
+    )
     rank = RankTrace(0, "a", Memory(0, 0, 0, None), (), events, sent)
     assert computing_spans(events, sent) == [(0.0, 5.0), (6.0, 10.0)]
-    assert computing_spans(events, [sent[0]._replace(launched=3.0)]) == [(0.0, 2.0), (3.0, 5.0), (6.0, 10.0)]
+    assert computing_spans(events, [sent[0]._replace(launched=3.0)]) == [
+        (0.0, 2.0),
+        (3.0, 5.0),
+        (6.0, 10.0),
+    ]
     found = hidden_by_kind([rank])
     assert found["all-reduce over dp"] == (2, 2 << 20, 6.0, 4.0, 1.0)
     assert found["receive over dp"].share == 0.0
@@ -285,27 +375,69 @@ def test_a_group_is_named_by_its_axes_or_by_what_it_is_for() -> None:
     layout = Layout.parse("tp2_dp4")
 
     def named(*ranks: int) -> str:
-        return group_name(layout, Transfer("all-reduce", "shard", ranks, 0, 0.0, 0.0, 0.0, None, True))
+        return group_name(
+            layout, Transfer("all-reduce", "shard", ranks, 0, 0.0, 0.0, 0.0, None, True)
+        )
 
-    assert [named(0, 1), named(0, 2, 4, 6), named(0, 2), named(*range(8))] == ["tp", "dp", "shard", "tp+dp"]
+    assert [named(0, 1), named(0, 2, 4, 6), named(0, 2), named(*range(8))] == [
+        "tp",
+        "dp",
+        "shard",
+        "tp+dp",
+    ]
 
 
 def test_messages_that_overlap_have_rows_of_their_own(tmp_path: Path) -> None:
     events = (Event(FORWARD, 0, 0, 0, 1.0, 6.0),)
-    sent = (message(2.0, 4.0, (3.5, 4.0)), message(3.0, 5.0), message(4.5, 5.5), message(2.5, 3.0, None, "all-gather"))
-    ranks = (RankTrace(0, "a", Memory(1, 2, 3, 4), (), events, tuple(sorted(sent, key=lambda one: one.start))),)
-    trace = StepTrace(3, "dp2", ("tp", "cp", "pp", "dp"), "1F1B", (*ranks, RankTrace(1, "a", Memory(1, 2, 3, 4), ())))
+    sent = (
+        message(2.0, 4.0, (3.5, 4.0)),
+        message(3.0, 5.0),
+        message(4.5, 5.5),
+        message(2.5, 3.0, None, "all-gather"),
+    )
+    ranks = (
+        RankTrace(
+            0, "a", Memory(1, 2, 3, 4), (), events, tuple(sorted(sent, key=lambda one: one.start))
+        ),
+    )
+    trace = StepTrace(
+        3,
+        "dp2",
+        ("tp", "cp", "pp", "dp"),
+        "1F1B",
+        (*ranks, RankTrace(1, "a", Memory(1, 2, 3, 4), ())),
+    )
     content = as_chrome(trace)["traceEvents"]
     rows: dict[int, list[Any]] = {}
     for entry in content:
         if entry["ph"] == "X":
             rows.setdefault(entry["tid"], []).append(entry)
     for row in rows.values():
-        assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in zip(row, row[1:], strict=False))
-    assert [[entry["cat"] for entry in rows[row]] for row in sorted(rows)] == [[FORWARD], [WAIT], [MESSAGE] * 2, [MESSAGE], [MESSAGE]]
-    names = {entry["tid"]: entry["args"]["name"] for entry in content if entry["name"] == "thread_name"}
+        assert all(
+            one["ts"] + one["dur"] <= other["ts"] for one, other in zip(row, row[1:], strict=False)
+        )
+    assert [[entry["cat"] for entry in rows[row]] for row in sorted(rows)] == [
+        [FORWARD],
+        [WAIT],
+        [MESSAGE] * 2,
+        [MESSAGE],
+        [MESSAGE],
+    ]
+    names = {
+        entry["tid"]: entry["args"]["name"] for entry in content if entry["name"] == "thread_name"
+    }
     over = "over dp"
-    assert list(names.values()) == ["step", "waits for messages", f"all-reduce {over}", f"all-reduce {over}", f"all-gather {over}"]
+    assert list(names.values()) == [
+        "step",
+        "waits for messages",
+        f"all-reduce {over}",
+        f"all-reduce {over}",
+        f"all-gather {over}",
+    ]
     write_timeline(tmp_path / "timeline.json", trace)
     read = read_timeline(tmp_path / "timeline.json")
-    assert read is not None and read.ranks[0] == ranks[0].shifted(-1.0) and read.ranks[1].transfers is None
+    assert (
+        read is not None
+        and read.ranks[0] == ranks[0].shifted(-1.0)
+        and read.ranks[1].transfers is None
+    )

@@ -1,4 +1,5 @@
-"""The memory of a traced step on CPU is that of all tensors that are alive at its peak, against a count of its own."""
+"""The memory of a traced step on CPU is that of all tensors that are alive at its peak, against a
+count of its own."""
 
 from typing import Any
 from unittest.mock import patch
@@ -26,8 +27,18 @@ class Causal(pl.LightningModule):
             return
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 67}
-        self.model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, use_cache=False, max_position_embeddings=TOKENS))
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 67,
+        }
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                **sizes, num_hidden_layers=4, use_cache=False, max_position_embeddings=TOKENS
+            )
+        )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
@@ -53,12 +64,15 @@ class Watch(pl.Callback):
 def watched(layout: str, options: dict[str, Any]) -> list[tuple[int, Any]]:
     from lightning_3d.strategy import Lightning3DStrategy
 
-    strategy = Lightning3DStrategy(layout, micro_batch_size=2, trace_every_n_steps=1, self_check="never", **options)
+    strategy = Lightning3DStrategy(
+        layout, micro_batch_size=2, trace_every_n_steps=1, self_check="never", **options
+    )
     live = Independent()
     watch = Watch(live)
     rows = Rows({"input_ids": torch.randint(67, (8 * STEPS, TOKENS))})
     trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=STEPS, callbacks=[watch])
-    # The independent count has memory that several ranks map, too, through which ranks of one host send messages.
+    # The independent count has memory that several ranks map, too, through which ranks of one host
+    # send messages.
     with patch.object(host_channel, "connect", return_value=None), live:
         trainer.fit(Causal(), DataLoader(rows, batch_size=ROWS))
     return watch.steps
@@ -78,7 +92,9 @@ def test_a_traced_step_has_what_is_alive_at_its_peak(cell: str) -> None:
     for rank, steps in enumerate(run_ranks(watched, 2, *CELLS[cell], process_group=False)):
         for step, (alive, memory) in enumerate(steps):
             print(f"rank {rank}, step {step}: {alive} bytes, traced {memory.total}: {memory}")
-        assert [memory.total for _, memory in steps[1:]] == [pytest.approx(alive, rel=0.02) for alive, _ in steps[1:]]
+        assert [memory.total for _, memory in steps[1:]] == [
+            pytest.approx(alive, rel=0.02) for alive, _ in steps[1:]
+        ]
 
 
 def test_what_is_alive_is_counted_once_and_until_it_is_freed() -> None:
@@ -138,4 +154,6 @@ def test_a_recomputed_block_counts_while_it_is_recomputed() -> None:
         peaks.append(live.peak - before)
         net.zero_grad()
     assert peaks[1] >= 4 * 32 * 1024 * 2, "input and output of the activation"
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.05), "one block: recomputation frees nothing at the peak"
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.05), (
+        "one block: recomputation frees nothing at the peak"
+    )

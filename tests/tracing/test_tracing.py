@@ -14,6 +14,7 @@ from tiny_pipelines import NO_DROPOUT, VOCABULARY, CountedStep, Owner, tiny
 from torch import nn
 from traced import fit
 
+from lightning_3d.app.runs.metrics_file import read_rows
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.schedules import SCHEDULES
@@ -21,7 +22,6 @@ from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import PipelineEngine, PipelineState, assign_stages, keep_owned
 from lightning_3d.parallel.pipeline.schedule import Kind, training_order
-from lightning_3d.app.runs.metrics_file import read_rows
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.tracing.chrome import MESSAGE, WAIT, as_chrome, read_timeline, write_timeline
 from lightning_3d.tracing.clocks import clock_offsets
@@ -47,12 +47,18 @@ from lightning_3d.tracing.trace import (
     work_of,
 )
 
-OF_KIND = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.BACKWARD_INPUT: INPUT_GRADIENT, Kind.BACKWARD_WEIGHT: WEIGHT_GRADIENT}
+OF_KIND = {
+    Kind.FORWARD: FORWARD,
+    Kind.BACKWARD: BACKWARD,
+    Kind.BACKWARD_INPUT: INPUT_GRADIENT,
+    Kind.BACKWARD_WEIGHT: WEIGHT_GRADIENT,
+}
 MICRO_BATCHES = 4
 
 
 def record_schedule(schedule: str, vp: int) -> list[Event]:
-    """The events of this rank, in the second of two runs; the first has none, as nothing was to be recorded."""
+    """The events of this rank, in the second of two runs; the first has none, as nothing was to be
+    recorded."""
     layout = Layout(pp=torch.distributed.get_world_size(), vp=vp)
     mesh = Mesh(layout)
     mesh.warm_up()
@@ -63,9 +69,16 @@ def record_schedule(schedule: str, vp: int) -> list[Event]:
     chunks = keep_owned(user, "model", plan, assignment, mesh.index("pp"), state)
     recorder = Recorder(torch.device("cpu"))
     engine = PipelineEngine(
-        mesh, assignment, {chunk.stage: list(user.parameters()) for chunk in chunks}, schedule=schedule, vp=vp, state=state,
-        device=torch.device("cpu"), after_backward=lambda parameters, stage, last: None, recorder=recorder,
-    )  # fmt: skip
+        mesh,
+        assignment,
+        {chunk.stage: list(user.parameters()) for chunk in chunks},
+        schedule=schedule,
+        vp=vp,
+        state=state,
+        device=torch.device("cpu"),
+        after_backward=lambda parameters, stage, last: None,
+        recorder=recorder,
+    )
     step = CountedStep(user, torch.randint(VOCABULARY, (MICRO_BATCHES, 2, 6)))
     engine.train(MICRO_BATCHES, 2, step)
     assert recorder.take() == []
@@ -84,25 +97,60 @@ def test_events_are_the_actions_and_messages_of_the_schedule(schedule: str) -> N
     owner = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     recorded = run_ranks(record_schedule, pp, schedule, vp)
     for rank, events in enumerate(recorded):
-        did = [(event.kind, event.stage, event.micro_batch) for event in events if event.kind in OF_KIND.values()]
-        assert did == [(OF_KIND[action.kind], action.stage, action.micro_batch) for action in order[rank]]
+        did = [
+            (event.kind, event.stage, event.micro_batch)
+            for event in events
+            if event.kind in OF_KIND.values()
+        ]
+        assert did == [
+            (OF_KIND[action.kind], action.stage, action.micro_batch) for action in order[rank]
+        ]
         expected = []
         for action in order[rank]:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 continue
             forward = action.kind is Kind.FORWARD
-            before, behind = (action.stage - 1, action.stage + 1) if forward else (action.stage + 1, action.stage - 1)
-            expected += [(RECEIVE, action.stage, action.micro_batch)] if owner.get(before, rank) != rank else []
-            expected += [(SEND, action.stage, action.micro_batch)] if owner.get(behind, rank) != rank else []
-        assert [(event.kind, event.stage, event.micro_batch) for event in events if event.kind in (SEND, RECEIVE)] == expected
+            before, behind = (
+                (action.stage - 1, action.stage + 1)
+                if forward
+                else (action.stage + 1, action.stage - 1)
+            )
+            expected += (
+                [(RECEIVE, action.stage, action.micro_batch)]
+                if owner.get(before, rank) != rank
+                else []
+            )
+            expected += (
+                [(SEND, action.stage, action.micro_batch)]
+                if owner.get(behind, rank) != rank
+                else []
+            )
+        assert [
+            (event.kind, event.stage, event.micro_batch)
+            for event in events
+            if event.kind in (SEND, RECEIVE)
+        ] == expected
         assert all(event.start <= event.end for event in events)
-        assert all(one.end <= next_.start for one, next_ in zip(events, events[1:], strict=False)), "one after the other"
-    sent = {(event.stage, event.micro_batch): event for event in recorded[0] if event.kind == SEND and event.stage == 0}
+        assert all(
+            one.end <= next_.start for one, next_ in zip(events, events[1:], strict=False)
+        ), "one after the other"
+    sent = {
+        (event.stage, event.micro_batch): event
+        for event in recorded[0]
+        if event.kind == SEND and event.stage == 0
+    }
     for event in recorded[1]:
-        if event.kind == RECEIVE and event.stage == 1 and owner[0] == 0 and (0, event.micro_batch) in sent:
+        if (
+            event.kind == RECEIVE
+            and event.stage == 1
+            and owner[0] == 0
+            and (0, event.micro_batch) in sent
+        ):
             kind = next(e.kind for e in recorded[1] if e.start >= event.end)
             if kind == FORWARD:
-                assert event.end >= sent[0, event.micro_batch].start, "nothing arrives before it is sent, by one clock"
+                assert event.end >= sent[0, event.micro_batch].start, (
+                    "nothing arrives before it is sent, by one clock"
+                )
 
 
 def idle_share(events: dict[int, list[Event]], layout: Layout) -> float:
@@ -110,7 +158,14 @@ def idle_share(events: dict[int, list[Event]], layout: Layout) -> float:
     idle = moments = 0
     distance = max(event.end for each in events.values() for event in each) / 1e5
     for pipeline in layout.groups("pp"):
-        actions = {rank: [e for e in events[rank] if e.kind not in (SEND, RECEIVE, OPTIMIZER) and e.stage is not None] for rank in pipeline}
+        actions = {
+            rank: [
+                e
+                for e in events[rank]
+                if e.kind not in (SEND, RECEIVE, OPTIMIZER) and e.stage is not None
+            ]
+            for rank in pipeline
+        }
         start = min(event.start for each in actions.values() for event in each)
         end = max(event.end for each in actions.values() for event in each)
         count = round((end - start) / distance)
@@ -138,15 +193,26 @@ def test_a_step_is_traced_when_its_number_says_so_and_when_it_is_asked_for(trace
     order = training_order("1F1B", 2, 1, 4)
     for each in trace.ranks:
         assert each.events is not None
-        did = [(event.kind, event.micro_batch) for event in each.events if event.kind in (FORWARD, BACKWARD)]
-        assert did == [(OF_KIND[action.kind], action.micro_batch) for action in order[layout.coordinates(each.rank)["pp"]]]
+        did = [
+            (event.kind, event.micro_batch)
+            for event in each.events
+            if event.kind in (FORWARD, BACKWARD)
+        ]
+        assert did == [
+            (OF_KIND[action.kind], action.micro_batch)
+            for action in order[layout.coordinates(each.rank)["pp"]]
+        ]
         kinds = [event.kind for event in each.events]
         assert set(kinds) <= set(KINDS)
         assert kinds[-1] == OPTIMIZER and REDUCE in kinds
     origin = min(event.start for each in trace.ranks for event in each.events or ())
-    found = idle_share({each.rank: list(each.shifted(-origin).events or ()) for each in trace.ranks}, layout)
+    found = idle_share(
+        {each.rank: list(each.shifted(-origin).events or ()) for each in trace.ranks}, layout
+    )
     assert trace.bubble == pytest.approx(found, abs=1e-3)
-    assert 0.1 < trace.bubble < 0.9, "two stages and four micro-batches: a fifth of the time at the least"
+    assert 0.1 < trace.bubble < 0.9, (
+        "two stages and four micro-batches: a fifth of the time at the least"
+    )
 
 
 def test_the_same_numbers_are_in_the_files_and_in_the_loggers(traced: Any) -> None:
@@ -156,14 +222,22 @@ def test_the_same_numbers_are_in_the_files_and_in_the_loggers(traced: Any) -> No
     trace = read_timeline(folder / "timeline.json")
     assert trace is not None and trace.step == 4
     assert f"{trace.bubble:.6f}" == rows[3]["bubble"]
-    assert trace.peak_memory == int(rows[3]["memory"]) == max(each.memory.total for each in trace.ranks)
+    assert (
+        trace.peak_memory
+        == int(rows[3]["memory"])
+        == max(each.memory.total for each in trace.ranks)
+    )
     told = parts[0][2]
     assert sorted(told) == [2, 3, 4], "every second step, and those that were traced"
     for row in rows[1:]:
-        expected = {f"step/{name}": float(value) for name, value in row.items() if name != "step" and value}
+        expected = {
+            f"step/{name}": float(value) for name, value in row.items() if name != "step" and value
+        }
         numbers = told[int(row["step"])]
         assert {name: numbers[name] for name in expected} == expected
-    assert [told[4][f"memory/rank_{each.rank}"] for each in trace.ranks] == [each.memory.total for each in trace.ranks]
+    assert [told[4][f"memory/rank_{each.rank}"] for each in trace.ranks] == [
+        each.memory.total for each in trace.ranks
+    ]
     assert not any(told for _, _, told in parts[1:])
 
 
@@ -173,25 +247,38 @@ def test_memory_is_counted_by_category(traced: Any) -> None:
     for each, (_, parameters, _) in zip(trace.ranks, parts, strict=True):
         memory = each.memory
         assert parameters <= memory.parameters < parameters + 4096, "and some buffers"
-        assert parameters <= memory.gradients <= 2 * parameters + 4096, "gradients, and the flat copy that is reduced"
+        assert parameters <= memory.gradients <= 2 * parameters + 4096, (
+            "gradients, and the flat copy that is reduced"
+        )
         # ZeRO-1: two moments and a copy of the weights, dealt to two ranks
         assert memory.optimizer == pytest.approx(3 * parameters / 2, rel=0.05)
         assert memory.activations is not None and memory.activations > 0
     first, second = trace.ranks[0].memory.activations, trace.ranks[2].memory.activations
-    assert first > 1.5 * second - parts[0][1], "1F1B: the first of two stages keeps two micro-batches"
+    assert first > 1.5 * second - parts[0][1], (
+        "1F1B: the first of two stages keeps two micro-batches"
+    )
 
 
 @pytest.mark.slow
 def test_batches_of_an_accumulated_step_are_told_apart(tmp_path: Path) -> None:
-    parts = run_ranks(fit, 2, str(tmp_path), "pp2", 2, accumulate=2, schedule="ZBVZeroBubble", process_group=False)
+    parts = run_ranks(
+        fit, 2, str(tmp_path), "pp2", 2, accumulate=2, schedule="ZBVZeroBubble", process_group=False
+    )
     trace = parts[0][0][1]
     assert trace is not None and trace.step == 2
     order = training_order("ZBVZeroBubble", 2, 2, 4)
     for each in trace.ranks:
         assert each.events is not None and len(each.work) == 2
         for batch in (0, 1):
-            mine = [event for event in each.events if event.batch == batch and event.kind in OF_KIND.values()]
-            expected = [(OF_KIND[action.kind], action.stage, action.micro_batch) for action in order[each.rank]]
+            mine = [
+                event
+                for event in each.events
+                if event.batch == batch and event.kind in OF_KIND.values()
+            ]
+            expected = [
+                (OF_KIND[action.kind], action.stage, action.micro_batch)
+                for action in order[each.rank]
+            ]
             assert [(event.kind, event.stage, event.micro_batch) for event in mine] == expected
 
 
@@ -222,7 +309,8 @@ def test_steps_that_are_traced_are_exact(cell: Cell) -> None:
 
 
 def test_bubble_of_two_stages_by_hand() -> None:
-    # Rank 0 works in [0, 2] and [6, 8], rank 1 in [2, 6] of 8 seconds; a second pipeline never waits.
+    # Rank 0 works in [0, 2] and [6, 8], rank 1 in [2, 6] of 8 seconds; a second pipeline never
+    # waits.
     layout = Layout(pp=2, dp=2)
     work = {0: [Work(0, 8, 4)], 1: [Work(2, 6, 4)], 2: [Work(1, 5, 4)], 3: [Work(1, 5, 4)]}
     assert measured_bubble(work, layout) == pytest.approx((4 + 4) / (16 + 8))
@@ -232,10 +320,14 @@ def test_bubble_of_two_stages_by_hand() -> None:
 
 def test_waiting_and_reduction_of_the_whole_are_no_actions() -> None:
     events = [
-        Event(RECEIVE, 1, 0, 0, 0.0, 1.0), Event(FORWARD, 1, 0, 0, 1.0, 2.0), Event(SEND, 1, 0, 0, 2.0, 2.5),
-        Event(BACKWARD, 1, 0, 0, 3.0, 5.0), Event(REDUCE, 1, 0, 0, 5.0, 5.5), Event(REDUCE, None, None, 0, 6.0, 9.0),
+        Event(RECEIVE, 1, 0, 0, 0.0, 1.0),
+        Event(FORWARD, 1, 0, 0, 1.0, 2.0),
+        Event(SEND, 1, 0, 0, 2.0, 2.5),
+        Event(BACKWARD, 1, 0, 0, 3.0, 5.0),
+        Event(REDUCE, 1, 0, 0, 5.0, 5.5),
+        Event(REDUCE, None, None, 0, 6.0, 9.0),
         Event(OPTIMIZER, None, None, 0, 9.0, 10.0),
-    ]  # fmt: skip
+    ]
     assert work_of(events) == (Work(1.0, 5.5, 3.5),)
 
 
@@ -244,7 +336,12 @@ def test_events_of_a_large_layout_are_those_of_whole_pipelines() -> None:
     kept = chosen_ranks(layout)
     assert len(kept) == 64
     places = [layout.coordinates(rank) for rank in kept]
-    assert {place["tp"] for place in places} == {0} and {place["dp"] for place in places} == {0, 1, 2, 3}
+    assert {place["tp"] for place in places} == {0} and {place["dp"] for place in places} == {
+        0,
+        1,
+        2,
+        3,
+    }
     assert chosen_ranks(Layout.parse("tp2_pp2_dp2")) == frozenset(range(8))
     assert len(chosen_ranks(Layout(pp=128))) == 128, "one pipeline at the least"
 
@@ -256,7 +353,9 @@ def test_clocks_of_three_machines() -> None:
     rounds: list[list[tuple[float, float]]] = [[] for _ in clocks]
     for moment in range(8):
         entered = [moment + 1e-3 * torch.rand((), generator=generator).item() for _ in clocks]
-        left = [max(entered) + 2e-4 * (1 + torch.rand((), generator=generator).item()) for _ in clocks]
+        left = [
+            max(entered) + 2e-4 * (1 + torch.rand((), generator=generator).item()) for _ in clocks
+        ]
         for rank, clock in enumerate(clocks):
             rounds[rank].append((entered[rank] + true[clock], left[rank] + true[clock]))
     for clock, (offset, error) in zip(clocks, clock_offsets(clocks, rounds), strict=True):
@@ -297,7 +396,10 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     with recorder.span(SEND, 0, 3):
         pass
     assert len(waits) == 1, "nothing waits for the GPU while the step runs"
-    assert recorder.take() == [Event(FORWARD, 0, 3, 0, 101.0, 102.0), Event(SEND, 0, 3, 0, 103.0, 104.0)]
+    assert recorder.take() == [
+        Event(FORWARD, 0, 3, 0, 101.0, 102.0),
+        Event(SEND, 0, 3, 0, 103.0, 104.0),
+    ]
     assert len(waits) == 2
 
 
@@ -331,14 +433,30 @@ def test_what_autograd_keeps_is_counted() -> None:
 def test_a_timeline_is_read_as_it_was_written(tmp_path: Path) -> None:
     events = (Event(FORWARD, 0, 0, 0, 10.0, 10.5), Event(REDUCE, None, None, 0, 11.0, 11.25))
     memory = Memory(4, 5, 6, None)
-    ranks = (RankTrace(0, "a", memory, work_of(events), events), RankTrace(1, "b", memory, work_of(events)))
+    ranks = (
+        RankTrace(0, "a", memory, work_of(events), events),
+        RankTrace(1, "b", memory, work_of(events)),
+    )
     trace = StepTrace(7, "dp2", ("tp", "cp", "pp", "dp"), "1F1B", ranks, 1e-6)
     write_timeline(tmp_path / "timeline.json", trace)
     read = read_timeline(tmp_path / "timeline.json")
     assert read is not None
-    assert (read.step, read.layout, read.order, read.schedule, read.clock_error) == (7, "dp2", trace.order, "1F1B", 1e-6)
-    assert read.ranks[0].events == (Event(FORWARD, 0, 0, 0, 0.0, 0.5), Event(REDUCE, None, None, 0, 1.0, 1.25))
-    assert read.ranks[1].events is None and read.ranks[1].memory == memory and read.ranks[1].host == "b"
+    assert (read.step, read.layout, read.order, read.schedule, read.clock_error) == (
+        7,
+        "dp2",
+        trace.order,
+        "1F1B",
+        1e-6,
+    )
+    assert read.ranks[0].events == (
+        Event(FORWARD, 0, 0, 0, 0.0, 0.5),
+        Event(REDUCE, None, None, 0, 1.0, 1.25),
+    )
+    assert (
+        read.ranks[1].events is None
+        and read.ranks[1].memory == memory
+        and read.ranks[1].host == "b"
+    )
     assert read.bubble == trace.bubble
     for broken in ("", "{}", '{"lightning_3d": {}, "traceEvents": []}'):
         (tmp_path / "broken.json").write_text(broken)
@@ -349,17 +467,40 @@ def test_the_file_follows_the_trace_event_format(traced: Any) -> None:
     folder, parts = traced
     content = json.loads((folder / "timeline.json").read_text())
     assert content["displayTimeUnit"] == "ms"
-    complete = [event for event in content["traceEvents"] if event["ph"] == "X" and event["cat"] not in (MESSAGE, WAIT)]
+    complete = [
+        event
+        for event in content["traceEvents"]
+        if event["ph"] == "X" and event["cat"] not in (MESSAGE, WAIT)
+    ]
     assert len(complete) == sum(len(each.events) for each in parts[0][0][3].ranks)
     for event in complete:
         assert set(event) == {"ph", "pid", "tid", "name", "cat", "ts", "dur", "args"}
-        assert event["name"] in KINDS and event["ts"] >= 0 and event["dur"] >= 0 and event["pid"] in range(8)
-    names = [event["args"]["name"] for event in content["traceEvents"] if event["ph"] == "M" and event["name"] == "process_name"]
-    assert [name.rpartition(" ")[0] for name in names][:3] == ["rank 0 tp0 pp0 dp0", "rank 1 tp1 pp0 dp0", "rank 2 tp0 pp1 dp0"]
-    assert as_chrome(parts[0][0][3]) == content or json.loads(json.dumps(as_chrome(parts[0][0][3]))) == content
+        assert (
+            event["name"] in KINDS
+            and event["ts"] >= 0
+            and event["dur"] >= 0
+            and event["pid"] in range(8)
+        )
+    names = [
+        event["args"]["name"]
+        for event in content["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "process_name"
+    ]
+    assert [name.rpartition(" ")[0] for name in names][:3] == [
+        "rank 0 tp0 pp0 dp0",
+        "rank 1 tp1 pp0 dp0",
+        "rank 2 tp0 pp1 dp0",
+    ]
+    assert (
+        as_chrome(parts[0][0][3]) == content
+        or json.loads(json.dumps(as_chrome(parts[0][0][3]))) == content
+    )
 
 
 @pytest.mark.parametrize("every", [0, -3, 1.5, True])
 def test_f21_steps_between_traces_that_make_no_sense_are_refused(every: Any) -> None:
-    with pytest.raises(ConfigError, match="trace_every_n_steps must be a whole number of at least 1, or None .*; got"):
+    with pytest.raises(
+        ConfigError,
+        match="trace_every_n_steps must be a whole number of at least 1, or None .*; got",
+    ):
         StepTracer(every)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from conversations import TEMPLATE, a_tokenizer, write
 
-from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.app.training.data import make_data_module
 from lightning_3d.app.training.data.best_fit import best_fit, first_fit
+from lightning_3d.errors import ConfigError, DataError
 
 LENGTH = 64
 
@@ -18,7 +18,9 @@ def pieces(samples: int, seed: int) -> list[int]:
     generator = np.random.default_rng(seed)
     found: list[int] = []
     for _ in range(samples):
-        ends = sorted({0, LENGTH, *generator.integers(1, LENGTH, generator.integers(1, 7)).tolist()})
+        ends = sorted(
+            {0, LENGTH, *generator.integers(1, LENGTH, generator.integers(1, 7)).tolist()}
+        )
         found += np.diff(ends).tolist()
     generator.shuffle(found)
     return found
@@ -41,11 +43,16 @@ def test_best_fit_is_within_its_bound_and_pads_less_than_the_naive_packing(seed:
     least = 200
     lengths = pieces(least, seed)
     samples = best_fit(lengths, LENGTH)
-    assert sorted(document for sample in samples for document in sample) == list(range(len(lengths)))
+    assert sorted(document for sample in samples for document in sample) == list(
+        range(len(lengths))
+    )
     assert all(sum(lengths[document] for document in sample) <= LENGTH for sample in samples)
     assert samples == by_search(lengths)
     assert len(samples) <= 11 / 9 * least + 4
-    padding, naive = (1 - sum(lengths) / (LENGTH * len(packed(lengths, LENGTH))) for packed in (best_fit, first_fit))
+    padding, naive = (
+        1 - sum(lengths) / (LENGTH * len(packed(lengths, LENGTH)))
+        for packed in (best_fit, first_fit)
+    )
     assert padding <= 1 - 1 / (11 / 9 + 4 / least)
     assert padding < naive
 
@@ -63,8 +70,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def conversations(folder: Path, tokenizer: Path, **more: object) -> object:
     """Conversations of 9 to 28 tokens."""
     answers = [" ".join(["w1"] * size) for size in np.random.default_rng(0).integers(1, 21, 60)]
-    rows = [{"prompt": f"w{index % 40}", "response": answer} for index, answer in enumerate(answers)]
-    config = {"name": "instructions", "path": write(folder, rows), "tokenizer": str(tokenizer), "cache_dir": str(folder / "cache")}
+    rows = [
+        {"prompt": f"w{index % 40}", "response": answer} for index, answer in enumerate(answers)
+    ]
+    config = {
+        "name": "instructions",
+        "path": write(folder, rows),
+        "tokenizer": str(tokenizer),
+        "cache_dir": str(folder / "cache"),
+    }
     config |= {"sequence_length": LENGTH, "num_workers": 0, "val_fraction": 0.0}
     data = make_data_module(config | more, global_batch_size=2, seed=0)
     data.prepare_data()
@@ -79,31 +93,45 @@ def test_conversations_keep_to_themselves_and_the_share_of_padding_is_printed(
     printed = capsys.readouterr().err
     padding, tokens, seen = 0, 0, []
     for sample in data.train_set:
-        ids, positions, labels = (sample[key].tolist() for key in ("input_ids", "position_ids", "labels"))
+        ids, positions, labels = (
+            sample[key].tolist() for key in ("input_ids", "position_ids", "labels")
+        )
         tokens += LENGTH
         padding += ids.count(0)
         begins = [place for place in range(LENGTH) if positions[place] == 0]
         for start, stop in zip(begins, [*begins[1:], LENGTH], strict=True):
             assert positions[start:stop] == list(range(stop - start))
             if ids[start] == 0:
-                assert set(ids[start:]) == {0} and set(labels[start:]) == {-100}, "padding is a document of its own"
+                assert set(ids[start:]) == {0} and set(labels[start:]) == {-100}, (
+                    "padding is a document of its own"
+                )
                 break
             assert (ids[start], ids[stop - 1]) == (2, 1), "a whole conversation"
             seen.append(ids[start + 3])
             assert labels[start] == -100
     assert len(seen) == 60
     assert data.padding_share() == padding / tokens
-    assert f"{100 * padding / tokens:.2f} % of the tokens of samples are padding (data.packing=best_fit)" in printed
+    assert (
+        f"{100 * padding / tokens:.2f} % of the tokens of samples are padding"
+        " (data.packing=best_fit)" in printed
+    )
 
 
 def test_the_packing_is_part_of_the_order_of_samples(tokenizer: Path, tmp_path: Path) -> None:
-    before, data = (conversations(tmp_path, tokenizer, packing=packing) for packing in ("first_fit", "best_fit"))
+    before, data = (
+        conversations(tmp_path, tokenizer, packing=packing) for packing in ("first_fit", "best_fit")
+    )
     assert data.padding_share() < before.padding_share()
     samples = [sample["input_ids"].tolist() for sample in data.train_set]
-    assert samples == [sample["input_ids"].tolist() for sample in conversations(tmp_path, tokenizer).train_set]
-    state = {"epoch": 0, "samples": 2, "global_batch_size": 2, "seed": 0, "sequence_length": LENGTH}  # of an earlier version
+    assert samples == [
+        sample["input_ids"].tolist() for sample in conversations(tmp_path, tokenizer).train_set
+    ]
+    # of an earlier version
+    state = {"epoch": 0, "samples": 2, "global_batch_size": 2, "seed": 0, "sequence_length": LENGTH}
     before.resume_from({**state, "train_samples": len(before.train_set)})
     with pytest.raises(DataError, match="packing was first_fit and is now best_fit"):
         data.resume_from({**state, "train_samples": len(data.train_set)})
-    with pytest.raises(ConfigError, match="data.packing must be best_fit or first_fit; got 'bestfit'. Did you mean"):
+    with pytest.raises(
+        ConfigError, match="data.packing must be best_fit or first_fit; got 'bestfit'. Did you mean"
+    ):
         conversations(tmp_path, tokenizer, packing="bestfit")

@@ -12,7 +12,6 @@ import yaml
 from data_modules import trainer_of
 
 from lightning_3d.app.config.files import conf_folder
-from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.app.training.data import DATA_MODULES, _parameters, make_data_module
 from lightning_3d.app.training.data.base import KEYED, LISTED, PackedDataModule
 from lightning_3d.app.training.data.byte_tokens import SEPARATOR, VOCAB_SIZE
@@ -23,13 +22,22 @@ from lightning_3d.app.training.data.packing import PackedDataset, Tokens, join_d
 from lightning_3d.app.training.data.python_stdlib import PythonStdlib, is_held_out, source_files
 from lightning_3d.app.training.data.token_file import open_tokens, write_tokens
 from lightning_3d.app.training.data.tokens import TokenFiles
+from lightning_3d.errors import ConfigError, DataError
 
 
 class Counting(PackedDataModule):
     """Tokens 0, 1, 2, ...: a sample's first token tells which sample it is."""
 
     def __init__(self, train_tokens: int = 800, **kwargs: Any) -> None:
-        super().__init__(**{"sequence_length": 8, "global_batch_size": 8, "val_sequences": 3, "seed": 1, **kwargs})
+        super().__init__(
+            **{
+                "sequence_length": 8,
+                "global_batch_size": 8,
+                "val_sequences": 3,
+                "seed": 1,
+                **kwargs,
+            }
+        )
         self.train_tokens = train_tokens
 
     def load_tokens(self) -> tuple[Tokens, Tokens]:
@@ -61,7 +69,13 @@ def sources(tmp_path: Path) -> Path:
         path = root / ("pkg" if index % 2 else ".") / f"module{index}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# module {index}\n" * (index + 1))
-    for left_out in ("site-packages/a.py", "test/b.py", "pkg/tests/c.py", "idlelib/idle_test/d.py", "pkg/data.txt"):
+    for left_out in (
+        "site-packages/a.py",
+        "test/b.py",
+        "pkg/tests/c.py",
+        "idlelib/idle_test/d.py",
+        "pkg/data.txt",
+    ):
         path = root / left_out
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("left out")
@@ -70,14 +84,24 @@ def sources(tmp_path: Path) -> Path:
 
 
 def stdlib_of(root: Path | None, **kwargs: Any) -> PythonStdlib:
-    return PythonStdlib(**{"root": root, "sequence_length": 16, "global_batch_size": 4, "val_fraction": 0.2, **kwargs})
+    return PythonStdlib(
+        **{
+            "root": root,
+            "sequence_length": 16,
+            "global_batch_size": 4,
+            "val_fraction": 0.2,
+            **kwargs,
+        }
+    )
 
 
 def documents_of(tokens: Tokens) -> list[bytes]:
     """The documents of byte-level tokens, by their separators."""
     ends = np.flatnonzero(tokens.values == SEPARATOR)
     starts = [0, *(ends[:-1] + 1)]
-    return [tokens.values[a:b].astype(np.uint8).tobytes() for a, b in zip(starts, ends, strict=True)]
+    return [
+        tokens.values[a:b].astype(np.uint8).tobytes() for a, b in zip(starts, ends, strict=True)
+    ]
 
 
 # Samples
@@ -93,7 +117,9 @@ def test_a_sample_is_inputs_and_equal_labels() -> None:
 
 
 @pytest.mark.parametrize(("across", "masked"), [(True, []), (False, [3, 6])])
-def test_the_first_token_of_a_document_counts_unless_told_otherwise(across: bool, masked: list[int]) -> None:
+def test_the_first_token_of_a_document_counts_unless_told_otherwise(
+    across: bool, masked: list[int]
+) -> None:
     tokens = Tokens(np.array([5, 6, 9, 5, 6, 9, 7, 7], dtype=np.uint16), "text", separator=9)
     labels = PackedDataset(tokens, 8, predict_across_documents=across)[0]["labels"]
     assert [place for place in range(8) if labels[place] == IGNORE_INDEX] == masked
@@ -101,7 +127,9 @@ def test_the_first_token_of_a_document_counts_unless_told_otherwise(across: bool
 
 @pytest.mark.parametrize(("separator", "dtype"), [(9, np.uint16), (70_000, np.uint32)])
 def test_documents_are_joined_with_separators(separator: int, dtype: type) -> None:
-    joined = join_documents([np.array([1, 2]), np.array([], dtype=np.int64), np.array([3])], separator)
+    joined = join_documents(
+        [np.array([1, 2]), np.array([], dtype=np.int64), np.array([3])], separator
+    )
     assert joined.tolist() == [1, 2, separator, 3, separator]
     assert joined.dtype == dtype
 
@@ -125,7 +153,9 @@ def test_document_boundaries_are_kept(sources: Path) -> None:
     train, held_out = stdlib_of(sources).load_tokens()
     files = {path: (sources / path).read_bytes() for path in source_files(sources)}
     for tokens, of_held_out in ((train, False), (held_out, True)):
-        expected = [text for path, text in files.items() if text and is_held_out(path, 0.2) == of_held_out]
+        expected = [
+            text for path, text in files.items() if text and is_held_out(path, 0.2) == of_held_out
+        ]
         assert sorted(documents_of(tokens)) == sorted(expected)
         assert len(expected) > 1
 
@@ -141,7 +171,9 @@ def test_the_split_depends_on_the_path_and_the_order_on_the_seed(sources: Path) 
 
 
 def test_the_real_standard_library() -> None:
-    data = PythonStdlib(sequence_length=128, global_batch_size=16, val_sequences=64, vocab_size=VOCAB_SIZE)
+    data = PythonStdlib(
+        sequence_length=128, global_batch_size=16, val_sequences=64, vocab_size=VOCAB_SIZE
+    )
     data.setup("fit")
     assert data.root == Path(sysconfig.get_paths()["stdlib"])
     assert data.train_set is not None and data.val_set is not None
@@ -213,7 +245,9 @@ def test_validation_does_not_shuffle() -> None:
 
 
 def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(ConfigError, match="8 cannot be split evenly over 3 data-parallel ranks. Use 6 or 9"):
+    with pytest.raises(
+        ConfigError, match="8 cannot be split evenly over 3 data-parallel ranks. Use 6 or 9"
+    ):
         as_rank(Counting(), 3, 0).train_dataloader()
 
 
@@ -222,7 +256,15 @@ def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
 
 def resumed(replicas: int, rank: int, **state: Any) -> Any:
     data = as_rank(Counting(), replicas, rank)
-    state = {"epoch": 0, "samples": 0, "global_batch_size": 8, "seed": 1, "sequence_length": 8, "order": KEYED, **state}
+    state = {
+        "epoch": 0,
+        "samples": 0,
+        "global_batch_size": 8,
+        "seed": 1,
+        "sequence_length": 8,
+        "order": KEYED,
+        **state,
+    }
     data.resume_from({"train_samples": 100, **state})
     return data
 
@@ -241,13 +283,21 @@ def test_the_epochs_after_the_resumed_one_are_whole() -> None:
 
 
 def test_a_run_of_an_older_version_keeps_its_order() -> None:
-    """A position without `order` is of a version that shuffled with torch: it is the same in the rest of the epoch and in later ones."""
+    """A position without `order` is of a version that shuffled with torch: it is the same in the
+    rest of the epoch and in later ones."""
     expected = {}
     for epoch in (0, 1, 2):
         listed = torch.randperm(100, generator=torch.Generator().manual_seed(1 + epoch)).mul(8)
         expected[epoch] = listed[:96].reshape(12, 8).tolist()
     assert first_tokens(as_rank(Counting(), 1, 0)) != expected[0]
-    old = {"epoch": 0, "samples": 24, "global_batch_size": 8, "seed": 1, "sequence_length": 8, "train_samples": 100}
+    old = {
+        "epoch": 0,
+        "samples": 24,
+        "global_batch_size": 8,
+        "seed": 1,
+        "sequence_length": 8,
+        "train_samples": 100,
+    }
     data = as_rank(Counting(), 1, 0)
     data.resume_from(old)
     assert first_tokens(data) == expected[0][3:] and first_tokens(data, epoch=1) == expected[1]
@@ -267,14 +317,19 @@ def test_new_positions_say_which_order_they_are_in() -> None:
     "change", [{"seed": 2}, {"sequence_length": 4}, {"train_samples": 99}, {"global_batch_size": 4}]
 )
 def test_a_position_in_another_order_is_refused(change: dict[str, int]) -> None:
-    with pytest.raises(DataError, match=f"{next(iter(change))} was {next(iter(change.values()))} and is now"):
+    with pytest.raises(
+        DataError, match=f"{next(iter(change))} was {next(iter(change.values()))} and is now"
+    ):
         resumed(1, 0, **change)
 
 
 def test_f26_a_resumed_run_without_a_position_is_refused() -> None:
     data = as_rank(Counting(), 1, 0)
     data.trainer.global_step, data.trainer.ckpt_path = 5, "run/step5.ckpt"
-    with pytest.raises(DataError, match=r"run/step5\.ckpt is at step 5 but does not contain the position in the data"):
+    with pytest.raises(
+        DataError,
+        match=r"run/step5\.ckpt is at step 5 but does not contain the position in the data",
+    ):
         first_tokens(data)
 
 
@@ -285,7 +340,10 @@ def test_f23_a_data_set_shorter_than_one_global_batch_is_refused() -> None:
     data = Counting(train_tokens=56)
     with pytest.raises(
         DataError,
-        match="56 tokens .* 7 samples of 8 tokens, fewer than data.global_batch_size=8. Use data.global_batch_size=7 or less, or a shorter",
+        match=(
+            "56 tokens .* 7 samples of 8 tokens, fewer than data.global_batch_size=8. Use"
+            " data.global_batch_size=7 or less, or a shorter"
+        ),
     ):
         data.setup("fit")
 
@@ -294,30 +352,46 @@ def test_f23_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.py file under"):
         stdlib_of(tmp_path).setup("fit")
     write_tokens(tmp_path / "empty.bin", np.empty(0, dtype=np.uint16), vocab_size=4)
-    with pytest.raises(DataError, match="0 samples of 16 tokens, fewer than data.global_batch_size=4. Use more data"):
-        TokenFiles(train_path=tmp_path / "empty.bin", sequence_length=16, global_batch_size=4).setup("fit")
+    with pytest.raises(
+        DataError,
+        match="0 samples of 16 tokens, fewer than data.global_batch_size=4. Use more data",
+    ):
+        TokenFiles(
+            train_path=tmp_path / "empty.bin", sequence_length=16, global_batch_size=4
+        ).setup("fit")
 
 
 def test_f24_a_token_outside_the_vocabulary_is_refused_with_its_position() -> None:
     with pytest.raises(
-        DataError, match="Token 500 at position 500 of numbers .* vocabulary of 500 .ids 0 to 499.* at least 800"
+        DataError,
+        match=(
+            "Token 500 at position 500 of numbers .* vocabulary of 500 .ids 0 to 499.* at least 800"
+        ),
     ):
         Counting(vocab_size=500).setup("fit")
 
 
-def test_f24_the_position_is_that_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f24_the_position_is_that_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = np.arange(100, dtype=np.uint32) % 7
     values[95] = 80_000
     write_tokens(tmp_path / "corpus.bin", values, vocab_size=90_000)
     monkeypatch.setattr("lightning_3d.app.training.data.packing._CHUNK", 10)
     data = TokenFiles(
-        train_path=tmp_path / "corpus.bin", sequence_length=8, global_batch_size=2, val_fraction=0.2, vocab_size=7
+        train_path=tmp_path / "corpus.bin",
+        sequence_length=8,
+        global_batch_size=2,
+        val_fraction=0.2,
+        vocab_size=7,
     )
     with pytest.raises(DataError, match=r"Token 80000 at position 95 of .*corpus\.bin"):
         data.setup("fit")
 
 
-def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lightning_3d.app.training.data.base.FULL_SCAN", 0)
     data = Counting(vocab_size=500)
     data.setup("fit")
@@ -330,15 +404,24 @@ def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkey
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"bytes": -1}, "199 bytes, which is 99 tokens of uint16 and 1 byte, but corpus.json says 100 tokens"),
-        ({"bytes": -20}, "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.. It is truncated"),
+        (
+            {"bytes": -1},
+            "199 bytes, which is 99 tokens of uint16 and 1 byte, but corpus.json says 100 tokens",
+        ),
+        (
+            {"bytes": -20},
+            "90 tokens of uint16, but corpus.json says 100 tokens .200 bytes.. It is truncated",
+        ),
         ({"tokens": 90}, "corpus.json says 90 tokens"),
         ({"dtype": "uint32"}, "Its size fits uint16: correct dtype"),
         ({"dtype": "int64"}, "dtype in .* must be uint16 or uint32; got 'int64'"),
         ({"tokens": "many"}, "tokens in .*; got 'many'"),
         ({"tokens": -1}, "tokens in .*; got -1"),
         ({"vocab_size": None}, "vocab_size in .*; got None"),
-        ({"document_separator": 50}, "document_separator in .* must be less than its vocab_size of 50; got 50"),
+        (
+            {"document_separator": 50},
+            "document_separator in .* must be less than its vocab_size of 50; got 50",
+        ),
         ({"tokens": ...}, "lacks tokens"),
         ({"token": 3}, "has the unknown entry token"),
         ({"text": "{"}, "cannot be read as JSON"),
@@ -347,7 +430,9 @@ def test_f24_a_sample_of_a_large_file_is_checked_before_the_model_sees_it(monkey
     ],
     ids=str,
 )
-def test_f25_a_damaged_token_file_is_refused(tmp_path: Path, damage: dict[str, Any], message: str) -> None:
+def test_f25_a_damaged_token_file_is_refused(
+    tmp_path: Path, damage: dict[str, Any], message: str
+) -> None:
     path = tmp_path / "corpus.bin"
     write_tokens(path, np.arange(100, dtype=np.uint16) % 50, vocab_size=50)
     index = tmp_path / "corpus.json"
@@ -357,7 +442,9 @@ def test_f25_a_damaged_token_file_is_refused(tmp_path: Path, damage: dict[str, A
         index.unlink() if damage["text"] is None else index.write_text(damage["text"])
     else:
         entries = {**json.loads(index.read_text()), **damage}
-        index.write_text(json.dumps({key: value for key, value in entries.items() if value is not ...}))
+        index.write_text(
+            json.dumps({key: value for key, value in entries.items() if value is not ...})
+        )
     with pytest.raises(DataError, match=message):
         open_tokens(path)
 
@@ -374,10 +461,17 @@ def test_a_held_out_split_shorter_than_a_sample_is_refused(tmp_path: Path) -> No
     write_tokens(tmp_path / "train.bin", np.zeros(100, dtype=np.uint16), vocab_size=1)
     write_tokens(tmp_path / "val.bin", np.zeros(5, dtype=np.uint16), vocab_size=1)
     data = TokenFiles(
-        train_path=tmp_path / "train.bin", val_path=tmp_path / "val.bin", sequence_length=8, global_batch_size=2
+        train_path=tmp_path / "train.bin",
+        val_path=tmp_path / "val.bin",
+        sequence_length=8,
+        global_batch_size=2,
     )
     with pytest.raises(
-        DataError, match="has 5 tokens, fewer than one sample of 8 tokens. Use a data.sequence_length of at most 5"
+        DataError,
+        match=(
+            "has 5 tokens, fewer than one sample of 8 tokens. Use a data.sequence_length of at"
+            " most 5"
+        ),
     ):
         data.setup("fit")
 
@@ -398,7 +492,9 @@ def test_token_files_keep_what_was_written(tmp_path: Path, dtype: type) -> None:
 
 def test_the_end_of_the_file_is_held_out(tmp_path: Path) -> None:
     write_tokens(tmp_path / "corpus.bin", np.arange(165, dtype=np.uint16), vocab_size=165)
-    data = TokenFiles(train_path=tmp_path / "corpus.bin", val_fraction=0.1, sequence_length=8, global_batch_size=2)
+    data = TokenFiles(
+        train_path=tmp_path / "corpus.bin", val_fraction=0.1, sequence_length=8, global_batch_size=2
+    )
     data.setup("fit")
     assert data.train_set is not None and data.val_set is not None
     assert (len(data.train_set), len(data.val_set)) == (18, 2)
@@ -407,7 +503,9 @@ def test_the_end_of_the_file_is_held_out(tmp_path: Path) -> None:
 
 def test_a_file_without_held_out_part_validates_nothing(tmp_path: Path) -> None:
     write_tokens(tmp_path / "corpus.bin", np.zeros(100, dtype=np.uint16), vocab_size=1)
-    data = TokenFiles(train_path=tmp_path / "corpus.bin", val_fraction=0, sequence_length=8, global_batch_size=2)
+    data = TokenFiles(
+        train_path=tmp_path / "corpus.bin", val_fraction=0, sequence_length=8, global_batch_size=2
+    )
     data.setup("fit")
     assert (data.val_set, data.val_dataloader(), data.entropy()) == (None, [], None)
 
@@ -421,20 +519,34 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: index for index, word in enumerate(["[end]", "[unknown]", *(f"w{i}" for i in range(20))])}
+    vocabulary = {
+        word: index
+        for index, word in enumerate(["[end]", "[unknown]", *(f"w{i}" for i in range(20))])
+    }
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[unknown]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[end]", unk_token="[unknown]").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="[end]", unk_token="[unknown]"
+    ).save_pretrained(folder)
     return str(folder)
 
 
 TEXTS = [" ".join(f"w{(document + i) % 20}" for i in range(document + 1)) for document in range(12)]
-EXPECTED = [id_ for document in range(12) for id_ in [*((document + i) % 20 + 2 for i in range(document + 1)), 0]]
+EXPECTED = [
+    id_
+    for document in range(12)
+    for id_ in [*((document + i) % 20 + 2 for i in range(document + 1)), 0]
+]
 
 
 def hugging_face(path: Path, tokenizer: str, tmp_path: Path, **kwargs: Any) -> HuggingFaceText:
-    arguments = {"sequence_length": 8, "global_batch_size": 2, "val_fraction": 0, "cache_dir": tmp_path / "cache"}
+    arguments = {
+        "sequence_length": 8,
+        "global_batch_size": 2,
+        "val_fraction": 0,
+        "cache_dir": tmp_path / "cache",
+    }
     return HuggingFaceText(path=str(path), tokenizer=tokenizer, **{**arguments, **kwargs})
 
 
@@ -472,14 +584,18 @@ def test_local_data_sets_become_tokens(
 
 
 def test_a_held_out_split_of_a_data_set(tmp_path: Path, tokenizer: str) -> None:
-    data = hugging_face(write_data_set("dict", tmp_path), tokenizer, tmp_path, val_split="held", vocab_size=22)
+    data = hugging_face(
+        write_data_set("dict", tmp_path), tokenizer, tmp_path, val_split="held", vocab_size=22
+    )
     data.prepare_data()
     data.setup("fit")
     assert data.val_set is not None
     assert data.val_set.tokens.values.tolist() == EXPECTED[:27]
 
 
-def test_a_data_set_is_tokenized_once(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_is_tokenized_once(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = write_data_set("disk", tmp_path)
     first = hugging_face(place, tokenizer, tmp_path)
     first.prepare_data()
@@ -498,7 +614,10 @@ def test_only_the_first_documents(tmp_path: Path, tokenizer: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_column": "txet"}, "no column 'txet'; it has text and number. Did you mean \"text\""),
+        (
+            {"text_column": "txet"},
+            "no column 'txet'; it has text and number. Did you mean \"text\"",
+        ),
         ({"split": "validation"}, "no split 'validation'. Use one of its splits: train, held"),
         ({"path": "./nowhere"}, r"The data set \./nowhere does not exist"),
         ({"tokenizer": "./nowhere"}, r"The tokenizer \./nowhere does not exist"),
@@ -553,18 +672,48 @@ def test_a_data_module_by_name(sources: Path) -> None:
     [
         (
             {"name": "token"},
-            "data.name must be python_stdlib, .*, huggingface or instructions; got 'token'. Did you mean \"tokens\"",
+            (
+                "data.name must be python_stdlib, .*, huggingface or instructions; got 'token'. Did"
+                ' you mean "tokens"'
+            ),
         ),
-        ({"name": "tokens", "train_path": "???", "sequence_length": 8}, "data=tokens needs data.train_path"),
-        ({"name": "tokens", "sequence_lenght": 8}, "no option 'sequence_lenght'.* Did you mean \"sequence_length\""),
-        ({"name": "python_stdlib", "sequence_length": 8, "global_batch_size": 8}, "data.global_batch_size=8 contradicts"),
-        ({"name": "python_stdlib", "sequence_length": 1}, "data.sequence_length must be at least 2.*got 1"),
-        ({"name": "python_stdlib", "sequence_length": 8, "val_fraction": 1.5}, "data.val_fraction must be .*; got 1.5"),
-        ({"name": "python_stdlib", "sequence_length": 8, "val_sequences": 0}, "data.val_sequences must be .*; got 0"),
+        (
+            {"name": "tokens", "train_path": "???", "sequence_length": 8},
+            "data=tokens needs data.train_path",
+        ),
+        (
+            {"name": "tokens", "sequence_lenght": 8},
+            "no option 'sequence_lenght'.* Did you mean \"sequence_length\"",
+        ),
+        (
+            {"name": "python_stdlib", "sequence_length": 8, "global_batch_size": 8},
+            "data.global_batch_size=8 contradicts",
+        ),
+        (
+            {"name": "python_stdlib", "sequence_length": 1},
+            "data.sequence_length must be at least 2.*got 1",
+        ),
+        (
+            {"name": "python_stdlib", "sequence_length": 8, "val_fraction": 1.5},
+            "data.val_fraction must be .*; got 1.5",
+        ),
+        (
+            {"name": "python_stdlib", "sequence_length": 8, "val_sequences": 0},
+            "data.val_sequences must be .*; got 0",
+        ),
         ({"name": {}}, "data.name must be .*; got {}"),
-        ({"name": "python_stdlib", "sequence_length": 8, "root": ["/x"]}, r"data.root must be a string; got \['/x'\]"),
-        ({"name": "python_stdlib", "sequence_length": 8, "root": True}, "data.root must be a string; got True"),
-        ({"name": "python_stdlib", "sequence_length": 8, "val_sequences": 1.5}, "data.val_sequences must be a whole number; got 1.5"),
+        (
+            {"name": "python_stdlib", "sequence_length": 8, "root": ["/x"]},
+            r"data.root must be a string; got \['/x'\]",
+        ),
+        (
+            {"name": "python_stdlib", "sequence_length": 8, "root": True},
+            "data.root must be a string; got True",
+        ),
+        (
+            {"name": "python_stdlib", "sequence_length": 8, "val_sequences": 1.5},
+            "data.val_sequences must be a whole number; got 1.5",
+        ),
     ],
     ids=str,
 )

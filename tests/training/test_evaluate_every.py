@@ -1,4 +1,5 @@
-"""`trainer.evaluate_every`: validation after every n-th optimizer step, whatever number of batches a step takes."""
+"""`trainer.evaluate_every`: validation after every n-th optimizer step, whatever number of batches
+a step takes."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from parity import quiet_trainer
 from quick_runs import QUICK
 from torch import Tensor, nn
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.check import check_shapes
 from lightning_3d.app.runs.metrics_file import read_rows
 from lightning_3d.app.training.callbacks.evaluate_every import EvaluateEvery
 from lightning_3d.app.training.data.base import PackedDataModule
 from lightning_3d.app.training.data.packing import Tokens
+from lightning_3d.errors import ConfigError
 
 LENGTH, ROWS = 2, 44
 RAMP = {"from": 2, "step": 2, "tokens": 60 * LENGTH}
@@ -68,7 +69,14 @@ class SaveAfter(Callback):
         trainer.save_checkpoint(self.folder / f"{self.batches}_{trainer.global_step}.ckpt")
 
 
-def fit(every: int, steps: int, start: Path | None = None, ramp: Any = None, more: tuple[Callback, ...] = (), **options: Any) -> list[int]:
+def fit(
+    every: int,
+    steps: int,
+    start: Path | None = None,
+    ramp: Any = None,
+    more: tuple[Callback, ...] = (),
+    **options: Any,
+) -> list[int]:
     """The steps after which a run is validated."""
     module = Validated()
     run(module, every, steps, start, ramp, more, **options)
@@ -76,11 +84,25 @@ def fit(every: int, steps: int, start: Path | None = None, ramp: Any = None, mor
 
 
 def run(
-    module: Validated, every: int, steps: int, start: Path | None = None, ramp: Any = None, more: tuple[Callback, ...] = (), **options: Any
+    module: Validated,
+    every: int,
+    steps: int,
+    start: Path | None = None,
+    ramp: Any = None,
+    more: tuple[Callback, ...] = (),
+    **options: Any,
 ) -> Trainer:
     callbacks = [EvaluateEvery(every), *more]
-    options = {"check_val_every_n_epoch": None, "val_check_interval": steps, "max_epochs": -1, "num_sanity_val_steps": 0, **options}
-    trainer = quiet_trainer(max_steps=steps, callbacks=callbacks, use_distributed_sampler=False, **options)
+    options = {
+        "check_val_every_n_epoch": None,
+        "val_check_interval": steps,
+        "max_epochs": -1,
+        "num_sanity_val_steps": 0,
+        **options,
+    }
+    trainer = quiet_trainer(
+        max_steps=steps, callbacks=callbacks, use_distributed_sampler=False, **options
+    )
     trainer.fit(module, datamodule=Numbers(ramp), ckpt_path=start)
     assert trainer.global_step == steps
     return trainer
@@ -89,7 +111,8 @@ def run(
 @pytest.mark.parametrize("ramp", [None, RAMP], ids=["no ramp", "ramp"])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_validation_follows_steps_across_epochs(accumulate: int, ramp: Any) -> None:
-    """The 22, 14 and 11 batches of an epoch are no multiples of 3, so its last step has fewer batches than the others."""
+    """The 22, 14 and 11 batches of an epoch are no multiples of 3, so its last step has fewer
+    batches than the others."""
     options = {"accumulate_grad_batches": accumulate, "ramp": ramp}
     assert fit(4, 20, **options) == [4, 8, 12, 16, 20]
     assert fit(7, 20, **options) == [7, 14, 20], "the last step is validated too"
@@ -98,22 +121,33 @@ def test_validation_follows_steps_across_epochs(accumulate: int, ramp: Any) -> N
 
 
 def test_an_interval_of_batches_does_not_follow_steps() -> None:
-    """What `val_check_interval` does: epochs of 11 batches have 6 steps, so the 8th batch of two epochs is not always the 4th step."""
+    """What `val_check_interval` does: epochs of 11 batches have 6 steps, so the 8th batch of two
+    epochs is not always the 4th step."""
     module = Validated()
-    options = {"check_val_every_n_epoch": None, "val_check_interval": 8, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+    options = {
+        "check_val_every_n_epoch": None,
+        "val_check_interval": 8,
+        "accumulate_grad_batches": 2,
+        "num_sanity_val_steps": 0,
+    }
     trainer = quiet_trainer(max_steps=12, max_epochs=-1, use_distributed_sampler=False, **options)
     trainer.fit(module, datamodule=Numbers(None))
     assert module.after != [4, 8, 12]
 
 
 def test_a_trainer_with_lightnings_defaults() -> None:
-    assert fit(4, 13, check_val_every_n_epoch=1, val_check_interval=1.0, accumulate_grad_batches=2) == [4, 8, 12, 13]
+    assert fit(
+        4, 13, check_val_every_n_epoch=1, val_check_interval=1.0, accumulate_grad_batches=2
+    ) == [4, 8, 12, 13]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulate", "ramp"), [(1, None), (2, None), (3, RAMP)])
-def test_a_run_that_resumes_validates_after_the_same_steps(accumulate: int, ramp: Any, tmp_path: Path) -> None:
-    """From after each batch: in the middle of a step, where a validation was due, and at the end of an epoch."""
+def test_a_run_that_resumes_validates_after_the_same_steps(
+    accumulate: int, ramp: Any, tmp_path: Path
+) -> None:
+    """From after each batch: in the middle of a step, where a validation was due, and at the end of
+    an epoch."""
     options = {"accumulate_grad_batches": accumulate, "ramp": ramp}
     whole = fit(4, 14, more=(SaveAfter(tmp_path),), **options)
     assert whole == [4, 8, 12, 14]
@@ -126,7 +160,8 @@ def test_a_run_that_resumes_validates_after_the_same_steps(accumulate: int, ramp
 
 
 def test_a_run_that_resumes_within_a_validation_does_it_again(tmp_path: Path) -> None:
-    """As with `val_check_interval`. A checkpoint of the same step from before or after the validation does not."""
+    """As with `val_check_interval`. A checkpoint of the same step from before or after the
+    validation does not."""
     run(Validated(tmp_path), 4, 8, more=(SaveAfter(tmp_path),))
     for name in ("in_4_0", "in_4_1"):
         assert fit(4, 8, tmp_path / f"{name}.ckpt") == [4, 8], name
@@ -134,7 +169,9 @@ def test_a_run_that_resumes_within_a_validation_does_it_again(tmp_path: Path) ->
         assert fit(4, 8, tmp_path / f"{name}.ckpt") == ([4, 8] if name == "3_3" else [8]), name
 
 
-def test_lightnings_count_of_validation_batches_is_that_of_a_run_without_a_resume(tmp_path: Path) -> None:
+def test_lightnings_count_of_validation_batches_is_that_of_a_run_without_a_resume(
+    tmp_path: Path,
+) -> None:
     """A resumed run counts the batches of the validation that it does not repeat."""
 
     def count(trainer: Trainer) -> int:
@@ -146,9 +183,17 @@ def test_lightnings_count_of_validation_batches_is_that_of_a_run_without_a_resum
         assert count(run(Validated(), 4, 8, tmp_path / f"{batch}_{batch}.ckpt")) == whole, batch
 
 
-@pytest.mark.parametrize("options", [{"check_val_every_n_epoch": 2}, {"val_check_interval": "00:00:01:00"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"check_val_every_n_epoch": 2}, {"val_check_interval": "00:00:01:00"}], ids=str
+)
 def test_a_trainer_that_leaves_validations_out_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="EvaluateEvery counts optimizer steps, but this Trainer validates by time or not in every epoch"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "EvaluateEvery counts optimizer steps, but this Trainer validates by time or not in"
+            " every epoch"
+        ),
+    ):
         fit(4, 8, **{"val_check_interval": 1.0, "check_val_every_n_epoch": 1} | options)
 
 
@@ -156,11 +201,17 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "zero": (["trainer.evaluate_every=0"], r"trainer\.evaluate_every must be at least 1; got 0"),
     "both": (
         ["trainer.evaluate_every=5", "trainer.val_check_interval=10"],
-        r"trainer\.evaluate_every=5 and trainer\.val_check_interval=10 both say when to validate\. .* default here is 20",
+        (
+            r"trainer\.evaluate_every=5 and trainer\.val_check_interval=10 both say when to"
+            r" validate\. .* default here is 20"
+        ),
     ),
     "extra": (
         ["trainer.evaluate_every=5", "+trainer.extra.val_check_interval=0.5"],
-        r"evaluate_every=5 and trainer\.extra\.val_check_interval=0\.5 both say when to validate\. Leave one of them out\.",
+        (
+            r"evaluate_every=5 and trainer\.extra\.val_check_interval=0\.5 both say when to"
+            r" validate\. Leave one of them out\."
+        ),
     ),
 }
 
@@ -175,9 +226,17 @@ def test_a_second_key_for_the_same_is_refused(case: str) -> None:
 @pytest.mark.slow
 def test_a_run_is_validated_after_steps_and_at_its_end(tmp_path: Path) -> None:
     job = ["train", *QUICK, "parallelism=pp2", "trainer.max_steps=5", "trainer.evaluate_every=2"]
-    job += ["+trainer.extra.accumulate_grad_batches=2", "trainer.checkpoint_every_n_steps=3", "data.val_sequences=4"]
+    job += [
+        "+trainer.extra.accumulate_grad_batches=2",
+        "trainer.checkpoint_every_n_steps=3",
+        "data.val_sequences=4",
+    ]
     resume = f"trainer.resume={tmp_path}/a/checkpoints/step_3.ckpt"
-    done = run_commands([[*job, f"hydra.run.dir={tmp_path}/a"], [*job, resume, f"hydra.run.dir={tmp_path}/b"]], timeout=300, warm=True)
+    done = run_commands(
+        [[*job, f"hydra.run.dir={tmp_path}/a"], [*job, resume, f"hydra.run.dir={tmp_path}/b"]],
+        timeout=300,
+        warm=True,
+    )
     assert [one.code for one in done] == [0, 0], done[0].output + done[1].output
     for name, expected in (("a", ["2", "4", "5"]), ("b", ["4", "5"])):
         rows = read_rows(tmp_path / name / "metrics.csv")

@@ -1,6 +1,8 @@
-"""Fits that train a part of the parameters equal one process, whatever is frozen and wherever it lies.
+"""Fits that train a part of the parameters equal one process, whatever is frozen and wherever it
+lies.
 
-``pytest`` runs a few sets of parameters under ZeRO stages and schedules, ``pytest -m full`` all of them and random ones.
+``pytest`` runs a few sets of parameters under ZeRO stages and schedules, ``pytest -m full`` all of
+them and random ones.
 """
 
 import random
@@ -21,8 +23,8 @@ from torch.utils.data import DataLoader
 
 from lightning_3d.errors import ConfigError
 
-# Parts of the names of what is trained. The model has four blocks: with pp4, and on schedules with two stages per rank and pp2, each is
-# a stage of its own.
+# Parts of the names of what is trained. The model has four blocks: with pp4, and on schedules with
+# two stages per rank and pp2, each is a stage of its own.
 SETS: dict[str, tuple[str, ...]] = {
     "norms": ("norm",),
     "head": ("lm_head",),
@@ -41,15 +43,30 @@ def finetune_on_rank(recipe: Recipe, **strategy: Any) -> Part:
     return fit_on_rank(recipe, Rows(data(recipe)), Finetuned(recipe), **strategy)
 
 
-def check(trained: tuple[str, ...], layout: str, schedule: str = "1F1B", mode: str = "zero0", model: str = "llama", steps: int = 6) -> None:
+def check(
+    trained: tuple[str, ...],
+    layout: str,
+    schedule: str = "1F1B",
+    mode: str = "zero0",
+    model: str = "llama",
+    steps: int = 6,
+) -> None:
     """Finetune on ranks and on one process; what is frozen must not change by a bit."""
     degrees = {part[:2]: int(part[2:]) for part in layout.split("_")}
     stage, options = MODES[mode]
-    cell = Cell(model, schedule=schedule, zero=stage, options=tuple(sorted(options.items())), **degrees)
+    cell = Cell(
+        model, schedule=schedule, zero=stage, options=tuple(sorted(options.items())), **degrees
+    )
     recipe = replace(cell.recipe, trained=trained, steps=steps)
-    before = {f"model.{name}": parameter for name, parameter in initial_model(recipe).named_parameters()}
-    assert any(p.requires_grad for p in before.values()) and not all(p.requires_grad for p in before.values())
-    parts = run_ranks(finetune_on_rank, cell.world_size, recipe, **parity.strategy_arguments(cell), timeout=180)
+    before = {
+        f"model.{name}": parameter for name, parameter in initial_model(recipe).named_parameters()
+    }
+    assert any(p.requires_grad for p in before.values()) and not all(
+        p.requires_grad for p in before.values()
+    )
+    parts = run_ranks(
+        finetune_on_rank, cell.world_size, recipe, **parity.strategy_arguments(cell), timeout=180
+    )
     expected = train(recipe)
     assert_same_run(parts, expected)
     whole, _ = parity.assemble(parts)
@@ -67,7 +84,8 @@ CHOSEN = [
     ("middle", "pp2_dp2", "InterleavedZeroBubble", "zero3", "llama"),
     ("ends", "pp4_dp2", "1F1B", "zero3 by block, eager", "llama"),
     ("biases", "tp2_dp2", "1F1B", "zero1 scattered", "qwen2"),
-    ("biases", "pp4_dp2", "1F1B", "zero3 by block, eager", "qwen2"),  # embedding and head are tied over stages, and frozen
+    # embedding and head are tied over stages, and frozen
+    ("biases", "pp4_dp2", "1F1B", "zero3 by block, eager", "qwen2"),
     ("biases", "pp2_dp2", "1F1B", "zero3 by block, eager", "qwen2"),
     ("one matrix", "dp4", "1F1B", "zero2 eager", "llama"),
     ("one matrix", "pp4_dp2", "1F1B", "zero3 eager", "llama"),
@@ -93,7 +111,9 @@ class ChosenByOptimizer(parity.Module):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         recipe = self.recipe
-        chosen = [p for name, p in self.named_parameters() if any(part in name for part in recipe.trained)]
+        chosen = [
+            p for name, p in self.named_parameters() if any(part in name for part in recipe.trained)
+        ]
         return torch.optim.AdamW(chosen, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
 
 
@@ -107,12 +127,15 @@ def test_parts_that_only_the_optimizer_chooses(mode: str) -> None:
     """What it was not given has gradients, which count nowhere."""
     stage, options = MODES[mode]
     recipe = Recipe(trained=SETS["last block"], steps=6)
-    parts = run_ranks(choose_on_rank, 4, recipe, layout="pp2_dp2", micro_batch_size=2, zero_stage=stage, **options)
+    parts = run_ranks(
+        choose_on_rank, 4, recipe, layout="pp2_dp2", micro_batch_size=2, zero_stage=stage, **options
+    )
     assert_same_run(parts, train(recipe))
 
 
 def random_case(seed: int) -> tuple[tuple[str, ...], str, str, str, str]:
-    """Each parameter is trained with a probability that is itself random; layout, schedule and mode are drawn too."""
+    """Each parameter is trained with a probability that is itself random; layout, schedule and mode
+    are drawn too."""
     draw = random.Random(seed)
     model = draw.choice(["llama", "qwen2", "qwen3", "gpt_neox", models.PLAIN])
     layout = draw.choice(["pp2_dp2", "tp2_pp2", "tp2_pp2_dp2", "pp4_dp2", "tp2_dp2", "dp4"])
@@ -163,7 +186,11 @@ class TrainsNothing(Finetuned):
         self.requires_grad_(False)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return super().configure_optimizers() if self.filtered else torch.optim.AdamW(self.parameters())
+        return (
+            super().configure_optimizers()
+            if self.filtered
+            else torch.optim.AdamW(self.parameters())
+        )
 
 
 def fit_nothing(layout: str, filtered: bool) -> None:
@@ -176,7 +203,9 @@ def fit_nothing(layout: str, filtered: bool) -> None:
 
 @pytest.mark.parametrize("filtered", [True, False])
 def test_a_fit_that_trains_nothing_is_refused(filtered: bool) -> None:
-    with pytest.raises(ConfigError, match="trains nothing: it has no parameter with requires_grad=True on any rank"):
+    with pytest.raises(
+        ConfigError, match="trains nothing: it has no parameter with requires_grad=True on any rank"
+    ):
         run_ranks(fit_nothing, 2, "pp2", filtered)
 
 
@@ -187,7 +216,9 @@ def continue_on_rank(recipe: Recipe, path: str, mode: str, layout: str) -> Part:
     stage, options = MODES[mode]
     values = parity.StepValues()
     for epochs, checkpoint in ((1, None), (2, path)):
-        strategy = Lightning3DStrategy(layout, micro_batch_size=2, zero_stage=stage, seed=0, **options)
+        strategy = Lightning3DStrategy(
+            layout, micro_batch_size=2, zero_stage=stage, seed=0, **options
+        )
         assert strategy.layout is not None
         trainer = quiet_trainer(
             strategy=strategy,
@@ -209,7 +240,12 @@ def continue_on_rank(recipe: Recipe, path: str, mode: str, layout: str) -> Part:
 @pytest.mark.parametrize("mode", by_default(["zero0", "zero1", "zero3"], 2))
 def test_a_checkpoint_of_a_fit_with_a_frozen_stage(mode: str, tmp_path: Path) -> None:
     recipe = Recipe(trained=("layers.0.", "layers.1."), steps=3)  # nothing on the second stage
-    parts = run_ranks(continue_on_rank, 4, recipe, str(tmp_path / "one.ckpt"), mode, "pp2_dp2", timeout=180)
+    parts = run_ranks(
+        continue_on_rank, 4, recipe, str(tmp_path / "one.ckpt"), mode, "pp2_dp2", timeout=180
+    )
     rows = data(recipe)
-    epoch = [split(cut(rows, start, recipe.global_batch), 4) for start in range(0, 48, recipe.global_batch)]
+    epoch = [
+        split(cut(rows, start, recipe.global_batch), 4)
+        for start in range(0, 48, recipe.global_batch)
+    ]
     assert_same_run(parts, train_on(recipe, epoch * 2))

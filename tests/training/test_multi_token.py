@@ -1,4 +1,5 @@
-"""Multi-token prediction: every layout trains what Transformers' own layers train on one process, and files keep it."""
+"""Multi-token prediction: every layout trains what Transformers' own layers train on one process,
+and files keep it."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,7 +9,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from multi_token import DEPTHS, LAYERS, WEIGHT, expected, in_double, model_group, module_of, plain_model, recipe, rows, train_ahead
+from multi_token import (
+    DEPTHS,
+    LAYERS,
+    WEIGHT,
+    expected,
+    in_double,
+    model_group,
+    module_of,
+    plain_model,
+    recipe,
+    rows,
+    train_ahead,
+)
 from parity import Part, Rows, assemble, differences, quiet_trainer
 from ranks import run_ranks
 from sweeps import by_default
@@ -18,18 +31,19 @@ from transformers.modeling_layers import MtpModel
 
 from lightning_3d import Lightning3DStrategy
 from lightning_3d.app.cli.export import run as export_command
+from lightning_3d.app.runs.metrics_file import read_rows
+from lightning_3d.app.training.callbacks import MetricsCSV
+from lightning_3d.app.training.module import CausalLM
 from lightning_3d.compat import torch as torch_compat
 from lightning_3d.errors import PlanError
 from lightning_3d.models.multi_token import MultiTokenLM, following
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.context.following import TokensOfOthers
-from lightning_3d.app.runs.metrics_file import read_rows
-from lightning_3d.app.training.callbacks import MetricsCSV
-from lightning_3d.app.training.module import CausalLM
 
 LIMITS = {"float64": 1e-12, "float32": 1e-6}
 OF_WEIGHTS = {"float64": 1e-12, "float32": 5e-5}
-"""Other micro-batches change weights of float32 by 1.4e-5 on one process: AdamW divides small gradients by small ones."""
+"""Other micro-batches change weights of float32 by 1.4e-5 on one process: AdamW divides small
+gradients by small ones."""
 FLOAT32 = {"dtype": "float32"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp1", {}),
@@ -82,23 +96,40 @@ def group_of(*, tied: bool = False, rope: str = "default") -> dict[str, Any]:
 
 
 def assert_same(
-    layout: str, *, dtype: str = "float64", tied: bool = False, rope: str = "default", documents: bool = False, **strategy: Any
+    layout: str,
+    *,
+    dtype: str = "float64",
+    tied: bool = False,
+    rope: str = "default",
+    documents: bool = False,
+    **strategy: Any,
 ) -> None:
     """Compare losses, gradient norms, weights and what is logged after three steps.
 
     Args:
-        rope: kind of the model's positions. For so few tokens, dynamic ones are the default ones, which the reference has.
+        rope: kind of the model's positions. For so few tokens, dynamic ones are the default ones,
+            which the reference has.
     """
-    arguments = {"layout": layout, "micro_batch_size": 1 if "pp" in layout else 2, "zero_stage": 0} | strategy
+    arguments = {
+        "layout": layout,
+        "micro_batch_size": 1 if "pp" in layout else 2,
+        "zero_stage": 0,
+    } | strategy
     world = Lightning3DStrategy(layout).layout.world_size  # type: ignore[union-attr]
     group = group_of(tied=tied, rope=rope)
-    found = run_ranks(train_ahead, world, group, recipe(dtype), documents=documents, **arguments, timeout=240)
+    found = run_ranks(
+        train_ahead, world, group, recipe(dtype), documents=documents, **arguments, timeout=240
+    )
     run, parts = expected(dtype, tied=tied, documents=documents)
     error, drift = differences([part for part, _ in found], run)
     assert drift == 0.0
     assert max(error.loss, error.grad_norm) < LIMITS[dtype], error
     assert error.weight < OF_WEIGHTS[dtype], error
-    wanted = {"loss": run.losses[-1], "cross_entropy": parts[-1][0], "mtp_loss": sum(parts[-1][1:]) / DEPTHS}
+    wanted = {
+        "loss": run.losses[-1],
+        "cross_entropy": parts[-1][0],
+        "mtp_loss": sum(parts[-1][1:]) / DEPTHS,
+    }
     for _, logged in found:  # Lightning keeps what is logged in float32
         assert logged == pytest.approx(wanted, rel=max(LIMITS[dtype], 1e-6))
 
@@ -131,10 +162,20 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("layout", "options"), by_default(COMPILED, 0))
-def test_compiled_modules_train_what_one_process_trains(layout: str, options: dict[str, Any]) -> None:
-    """In float32, without a break in a graph. In float64, Transformers' experts have one: they look which of them get tokens."""
-    arguments = {"layout": layout, "micro_batch_size": 1 if "pp" in layout else 2, "zero_stage": 0} | options
-    dtype, group = arguments.pop("dtype", "float64"), group_of(rope=arguments.pop("rope", "default"))
+def test_compiled_modules_train_what_one_process_trains(
+    layout: str, options: dict[str, Any]
+) -> None:
+    """In float32, without a break in a graph. In float64, Transformers' experts have one: they look
+    which of them get tokens."""
+    arguments = {
+        "layout": layout,
+        "micro_batch_size": 1 if "pp" in layout else 2,
+        "zero_stage": 0,
+    } | options
+    dtype, group = (
+        arguments.pop("dtype", "float64"),
+        group_of(rope=arguments.pop("rope", "default")),
+    )
     world = Lightning3DStrategy(layout).layout.world_size  # type: ignore[union-attr]
     found = run_ranks(compiled_ahead, world, group, recipe(dtype), **arguments, timeout=500)
     error, drift = differences([part for part, _ in found], expected(dtype)[0])
@@ -152,8 +193,19 @@ def check_wrongly(*args: Any, **strategy: Any) -> None:
 
 @pytest.mark.slow
 def test_the_self_check_compares_the_modules() -> None:
-    with pytest.raises(PlanError, match="does not reproduce the whole model: the output mtp_logits_. differs"):
-        run_ranks(check_wrongly, 2, model_group(), recipe(), layout="cp2", micro_batch_size=2, zero_stage=0, self_check="always")
+    with pytest.raises(
+        PlanError, match="does not reproduce the whole model: the output mtp_logits_. differs"
+    ):
+        run_ranks(
+            check_wrongly,
+            2,
+            model_group(),
+            recipe(),
+            layout="cp2",
+            micro_batch_size=2,
+            zero_stage=0,
+            self_check="always",
+        )
 
 
 def test_without_modules_nothing_changes() -> None:
@@ -182,21 +234,33 @@ def test_documents_are_kept_apart() -> None:
     module.configure_model()
     model = module.model.double()
     in_double(model, recipe())
-    documents = [rows(recipe())["input_ids"][:1, start:stop] for start, stop in ((0, 5), (5, 7), (7, 12))]
+    documents = [
+        rows(recipe())["input_ids"][:1, start:stop] for start, stop in ((0, 5), (5, 7), (7, 12))
+    ]
     ids = torch.cat(documents, 1)
     labels = ids.clone()
     labels[0, [5, 7]] = -100
-    packed = model(input_ids=ids, labels=labels, position_ids=torch.cat([torch.arange(part.shape[1])[None] for part in documents], 1))
+    packed = model(
+        input_ids=ids,
+        labels=labels,
+        position_ids=torch.cat([torch.arange(part.shape[1])[None] for part in documents], 1),
+    )
     alone = [model(input_ids=part, labels=part) for part in documents]
     for name in ("loss", "mtp_loss"):
-        total = sum(getattr(output, name).item() * (part.shape[1] - 1) for output, part in zip(alone, documents, strict=True))
-        assert getattr(packed, name).item() * 9 == pytest.approx(total, rel=1e-6)  # Transformers' loss is in float32
+        total = sum(
+            getattr(output, name).item() * (part.shape[1] - 1)
+            for output, part in zip(alone, documents, strict=True)
+        )
+        # Transformers' loss is in float32
+        assert getattr(packed, name).item() * 9 == pytest.approx(total, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_metrics_have_both_parts_of_the_loss(tmp_path: Path) -> None:
     plan = replace(recipe("float32"), steps=1)
-    trainer = quiet_trainer(max_epochs=1, callbacks=[MetricsCSV(tmp_path / "metrics.csv")], default_root_dir=tmp_path)
+    trainer = quiet_trainer(
+        max_epochs=1, callbacks=[MetricsCSV(tmp_path / "metrics.csv")], default_root_dir=tmp_path
+    )
     trainer.fit(module_of(model_group(), plan), DataLoader(Rows(rows(plan)), plan.global_batch))
     (row,) = read_rows(tmp_path / "metrics.csv")
     loss, model, modules = (float(row[name]) for name in ("loss", "cross_entropy", "mtp_loss"))
@@ -209,7 +273,9 @@ def test_values_are_shifted() -> None:
     row = torch.arange(1, 5)[None]
     assert following(row, 1, -100).tolist() == [[2, 3, 4, -100]]
     assert following(row, 9, -100).tolist() == [[-100] * 4]
-    assert following(row[..., None].expand(1, 4, 2), 3, 0.0).tolist() == [[[4, 4], [0, 0], [0, 0], [0, 0]]]
+    assert following(row[..., None].expand(1, 4, 2), 3, 0.0).tolist() == [
+        [[4, 4], [0, 0], [0, 0], [0, 0]]
+    ]
 
 
 # Files
@@ -219,32 +285,60 @@ def test_values_are_shifted() -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint after the first step, by two stages."""
     path = tmp_path_factory.mktemp("ahead") / "first.ckpt"
-    run_ranks(train_ahead, 2, model_group(), recipe(), layout="pp2", micro_batch_size=2, zero_stage=0, save=str(path), timeout=240)
+    run_ranks(
+        train_ahead,
+        2,
+        model_group(),
+        recipe(),
+        layout="pp2",
+        micro_batch_size=2,
+        zero_stage=0,
+        save=str(path),
+        timeout=240,
+    )
     return path
 
 
 @pytest.mark.slow
 def test_another_layout_resumes(checkpoint: Path) -> None:
     found = run_ranks(
-        train_ahead, 2, model_group(), recipe(), layout="dp2", micro_batch_size=2, zero_stage=0, resume=str(checkpoint), timeout=240
+        train_ahead,
+        2,
+        model_group(),
+        recipe(),
+        layout="dp2",
+        micro_batch_size=2,
+        zero_stage=0,
+        resume=str(checkpoint),
+        timeout=240,
     )
     run, _ = expected()
     weights, drift = assemble([part for part, _ in found])
     assert drift == 0.0
-    assert max((weights[name] - run.weights[name]).abs().max().item() for name in run.weights) < LIMITS["float64"]
+    assert (
+        max((weights[name] - run.weights[name]).abs().max().item() for name in run.weights)
+        < LIMITS["float64"]
+    )
     assert found[0][0].losses == pytest.approx(run.losses[1:], rel=1e-12)
 
 
 @pytest.mark.slow
 def test_transformers_reads_what_is_exported(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "exported"
     assert export_command([str(checkpoint), "--output", str(folder), "--dtype", "float32"]) == 0
     assert f"with {DEPTHS} modules of multi-token prediction" in capsys.readouterr().out
     kind = type(plain_model(model_group(), recipe()).model)
     # Transformers looks for the modules where the released model has them, behind 61 blocks.
-    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS + depth}\..*" for depth in range(DEPTHS)])
+    monkeypatch.setattr(
+        kind,
+        "_keys_to_ignore_on_load_unexpected",
+        [rf"model\.layers\.{LAYERS + depth}\..*" for depth in range(DEPTHS)],
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert model.config.num_mtp_layers == DEPTHS
     ahead = MtpModel.from_pretrained(model)
@@ -256,4 +350,6 @@ def test_transformers_reads_what_is_exported(
         for name, value in theirs.items():
             inner = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
             assert torch.equal(value, ours[f"model.layers.{LAYERS + depth}.{inner}"]), name
-        assert len(theirs) == sum(name.startswith(f"model.layers.{LAYERS + depth}.") for name in ours)
+        assert len(theirs) == sum(
+            name.startswith(f"model.layers.{LAYERS + depth}.") for name in ours
+        )

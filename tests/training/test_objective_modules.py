@@ -1,4 +1,5 @@
-"""DPO and distillation by configuration: losses of their formulas, frozen second models, pairs of real text."""
+"""DPO and distillation by configuration: losses of their formulas, frozen second models, pairs of
+real text."""
 
 import math
 from typing import Any
@@ -8,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.training.data import make_data_module
 from lightning_3d.app.training.distillation import DistilledLM, divergence
 from lightning_3d.app.training.objective import make_module
 from lightning_3d.app.training.preference import PreferenceLM
+from lightning_3d.errors import ConfigError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 257,
@@ -42,9 +43,20 @@ def module_of(objective: dict[str, Any], folder: str | None) -> Any:
 
 
 def pairs() -> dict[str, Tensor]:
-    data = make_data_module({"name": "python_pairs", "sequence_length": 16, "global_batch_size": 4, "seed": 0, "vocab_size": 257})
+    data = make_data_module(
+        {
+            "name": "python_pairs",
+            "sequence_length": 16,
+            "global_batch_size": 4,
+            "seed": 0,
+            "vocab_size": 257,
+        }
+    )
     data.setup("fit")
-    return {key: torch.stack([data.train_set[row][key] for row in range(4)]) for key in data.train_set[0]}
+    return {
+        key: torch.stack([data.train_set[row][key] for row in range(4)])
+        for key in data.train_set[0]
+    }
 
 
 def test_pairs_have_one_prompt_and_two_answers() -> None:
@@ -52,13 +64,20 @@ def test_pairs_have_one_prompt_and_two_answers() -> None:
     assert (batch["input_ids"][:, :8] == batch["rejected_ids"][:, :8]).all()
     assert (batch["input_ids"][:, 8:] != batch["rejected_ids"][:, 8:]).any(1).all()
     for ids, labels in (("input_ids", "labels"), ("rejected_ids", "rejected_labels")):
-        assert (batch[labels][:, :8] == -100).all() and (batch[labels][:, 8:] == batch[ids][:, 8:]).all()
+        assert (batch[labels][:, :8] == -100).all() and (
+            batch[labels][:, 8:] == batch[ids][:, 8:]
+        ).all()
 
 
 def score(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     """By Transformers' loss: the sum over the targets of each row."""
     rows = [(row[None], target[None]) for row, target in zip(ids, labels, strict=True)]
-    return -torch.stack([model(input_ids=row, labels=target).loss * (target[:, 1:] != -100).sum() for row, target in rows])
+    return -torch.stack(
+        [
+            model(input_ids=row, labels=target).loss * (target[:, 1:] != -100).sum()
+            for row, target in rows
+        ]
+    )
 
 
 def test_dpo_starts_at_log_2_and_follows_its_formula(folder: str) -> None:
@@ -71,9 +90,17 @@ def test_dpo_starts_at_log_2_and_follows_its_formula(folder: str) -> None:
     optimizer.step()
     assert all(parameter.grad is None for parameter in module.reference.parameters())
     plain = LlamaForCausalLM.from_pretrained(folder)
-    chosen, rejected = (batch["input_ids"], batch["labels"]), (batch["rejected_ids"], batch["rejected_labels"])
+    chosen, rejected = (
+        (batch["input_ids"], batch["labels"]),
+        (batch["rejected_ids"], batch["rejected_labels"]),
+    )
     with torch.no_grad():
-        margins = score(module.model, *chosen) - score(module.model, *rejected) - score(plain, *chosen) + score(plain, *rejected)
+        margins = (
+            score(module.model, *chosen)
+            - score(module.model, *rejected)
+            - score(plain, *chosen)
+            + score(plain, *rejected)
+        )
         expected = (1 + (-0.3 * margins).exp()).log().mean()
         assert module.training_step(batch, 0).item() == pytest.approx(expected.item(), rel=1e-4)
     assert expected < math.log(2)
@@ -81,13 +108,20 @@ def test_dpo_starts_at_log_2_and_follows_its_formula(folder: str) -> None:
 
 def test_the_divergence_is_that_of_its_definition() -> None:
     torch.manual_seed(0)
-    logits, wanted = torch.randn(2, 5, 7, dtype=torch.float64), torch.randn(2, 5, 7, dtype=torch.float64)
+    logits, wanted = (
+        torch.randn(2, 5, 7, dtype=torch.float64),
+        torch.randn(2, 5, 7, dtype=torch.float64),
+    )
     labels = torch.ones(2, 5, dtype=torch.long)
     labels[0, :3] = -100
-    kept = [(row, place) for row in range(2) for place in range(4) if labels[row, place + 1] != -100]
+    kept = [
+        (row, place) for row in range(2) for place in range(4) if labels[row, place + 1] != -100
+    ]
     p, q = (wanted / 2).softmax(-1), (logits / 2).softmax(-1)
     each = [(p[place] * (p[place] / q[place]).log()).sum().item() for place in kept]
-    assert divergence(logits, wanted, labels, 2.0).item() == pytest.approx(4 * sum(each) / len(kept), rel=1e-12)
+    assert divergence(logits, wanted, labels, 2.0).item() == pytest.approx(
+        4 * sum(each) / len(kept), rel=1e-12
+    )
 
 
 def test_a_student_that_equals_its_teacher_learns_from_the_data_alone(folder: str) -> None:

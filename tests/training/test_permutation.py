@@ -1,4 +1,5 @@
-"""The keyed bijection that orders samples: a permutation for every size, the same on every platform, and without visible structure."""
+"""The keyed bijection that orders samples: a permutation for every size, the same on every
+platform, and without visible structure."""
 
 from __future__ import annotations
 
@@ -50,25 +51,37 @@ def test_an_array_a_single_place_and_the_definition_agree(size: int) -> None:
 def test_the_order_never_changes() -> None:
     """Runs resume on other machines and with later versions."""
     assert [Permutation(10, 1, 0)[place] for place in range(10)] == [1, 2, 5, 6, 0, 9, 4, 8, 7, 3]
-    assert Permutation(5 * 10**9, 1, 2).at(np.arange(10**9, 10**9 + 4)).tolist() == [719795163, 950752465, 7514107, 4605547230]
+    assert Permutation(5 * 10**9, 1, 2).at(np.arange(10**9, 10**9 + 4)).tolist() == [
+        719795163,
+        950752465,
+        7514107,
+        4605547230,
+    ]
 
 
 def test_each_element_once_for_any_size() -> None:
     """Some of the larger ones here; all of them, with more keys, in the next test."""
     for size in (*range(1, 301), *range(301, 2001, 17)):
-        assert np.array_equal(np.sort(Permutation(size, size, 0).at(np.arange(size))), np.arange(size)), size
+        assert np.array_equal(
+            np.sort(Permutation(size, size, 0).at(np.arange(size))), np.arange(size)
+        ), size
 
 
 @pytest.mark.parametrize("size", [4**8, 4**8 + 1, 10**6 + 3])
 def test_each_element_once_for_a_large_size(size: int) -> None:
-    assert np.bincount(Permutation(size, 5, 2).at(np.arange(size)), minlength=size).tolist() == [1] * size
+    assert (
+        np.bincount(Permutation(size, 5, 2).at(np.arange(size)), minlength=size).tolist()
+        == [1] * size
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_each_element_once_for_every_size(seed: int) -> None:
     for size in range(1, 2001):
-        assert np.array_equal(np.sort(Permutation(size, seed, 1).at(np.arange(size))), np.arange(size)), size
+        assert np.array_equal(
+            np.sort(Permutation(size, seed, 1).at(np.arange(size))), np.arange(size)
+        ), size
 
 
 def test_a_small_set_has_all_its_orders_equally_often() -> None:
@@ -85,7 +98,11 @@ def test_places_and_differences_of_neighbors_are_evenly_spread(size: int) -> Non
         following = np.diff(values) % size
         assert_even(np.histogram(values, bins=100, range=(0, size))[0])
         assert_even(np.histogram(following, bins=100, range=(0, size))[0])
-        assert_even(np.histogram2d(values[:-1], values[1:], bins=10, range=((0, size), (0, size)))[0].ravel())
+        assert_even(
+            np.histogram2d(values[:-1], values[1:], bins=10, range=((0, size), (0, size)))[
+                0
+            ].ravel()
+        )
         assert_even(np.bincount(values % 32, minlength=32))
 
 
@@ -104,7 +121,8 @@ def test_a_place_outside_is_an_error() -> None:
 
 
 def assert_even(counts: np.ndarray | list[int]) -> None:
-    """Chi-square: within five standard deviations of what random numbers have. Fewer elements than a set is left have less."""
+    """Chi-square: within five standard deviations of what random numbers have. Fewer elements than
+    a set is left have less."""
     counts = np.asarray(counts, float)
     freedom = len(counts) - 1
     chi_square = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())

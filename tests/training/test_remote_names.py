@@ -1,4 +1,5 @@
-"""What a URL of `data=tokens` may name: arrays of NumPy, either file of Megatron's pairs, patterns and lists, as on the disk."""
+"""What a URL of `data=tokens` may name: arrays of NumPy, either file of Megatron's pairs, patterns
+and lists, as on the disk."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from token_shards import write_shards
 
 from lightning_3d.app.config.blend_sources import read_sources
 from lightning_3d.app.config.data_urls import check_data_urls
-from lightning_3d.errors import ConfigError, DataError, UnreachableData
-from lightning_3d.storage.steady_path import SteadyPath
 from lightning_3d.app.training.data import make_data_module
 from lightning_3d.app.training.data.corpus import find_at_url, find_corpus
 from lightning_3d.app.training.data.file_check import check_files
 from lightning_3d.app.training.data.indexed_file import pack_index
+from lightning_3d.errors import ConfigError, DataError, UnreachableData
+from lightning_3d.storage.steady_path import SteadyPath
 
 LENGTH, TOKENS, VOCABULARY = 1024, 400_000, 3000
 LIMIT = 2**20
@@ -57,11 +58,20 @@ def write_pair(path: Path, ids: np.ndarray) -> None:
 def write_json(path: Path, ids: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(ids.tobytes())
-    path.with_suffix(".json").write_text(json.dumps({"dtype": ids.dtype.name, "tokens": len(ids), "vocab_size": VOCABULARY}))
+    path.with_suffix(".json").write_text(
+        json.dumps({"dtype": ids.dtype.name, "tokens": len(ids), "vocab_size": VOCABULARY})
+    )
 
 
 def module(path: Any, **more: Any) -> Any:
-    given = {"name": "tokens", "train_path": path, "sequence_length": LENGTH, "global_batch_size": 1, "vocab_size": VOCABULARY, "seed": 3}
+    given = {
+        "name": "tokens",
+        "train_path": path,
+        "sequence_length": LENGTH,
+        "global_batch_size": 1,
+        "vocab_size": VOCABULARY,
+        "seed": 3,
+    }
     data = make_data_module({**given, "val_fraction": 0.0, **more})
     data.trainer = trainer_of(1, 0)
     data.prepare_data()
@@ -74,22 +84,36 @@ def rows(data: Any) -> list[list[list[int]]]:
     return [batch["input_ids"].tolist() for batch in data.train_dataloader()]
 
 
-ROWS = [("http", 0), ("memory", 2), *(pytest.param(*case, marks=pytest.mark.full) for case in (("http", 2), ("memory", 0)))]
+ROWS = [
+    ("http", 0),
+    ("memory", 2),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("http", 2), ("memory", 0))),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("store", "workers"), ROWS)
-def test_rows_are_those_of_the_disk(store: str, workers: int, server: FileServer, tmp_path: Path) -> None:
+def test_rows_are_those_of_the_disk(
+    store: str, workers: int, server: FileServer, tmp_path: Path
+) -> None:
     files, length = tmp_path / "files", 8192
     np.save(files / "array.npy", IDS)
     write_pair(files / "pair.bin", IDS)
     url = server.url if store == "http" else upload(files)
     shape = {"sequence_length": length, "global_batch_size": 4}
-    options = {"cache_dir": str(tmp_path / "cache"), "cache_bytes": LIMIT, "num_workers": workers, **shape}
+    options = {
+        "cache_dir": str(tmp_path / "cache"),
+        "cache_bytes": LIMIT,
+        "num_workers": workers,
+        **shape,
+    }
     assert IDS.nbytes > 1.5 * LIMIT
     here = module(str(files / "pair.bin"), **shape)
     expected = IDS[: TOKENS // length * length].reshape(-1, length)
-    assert all(np.array_equal(here.train_set[place]["input_ids"], row) for place, row in enumerate(expected))
+    assert all(
+        np.array_equal(here.train_set[place]["input_ids"], row)
+        for place, row in enumerate(expected)
+    )
     order = rows(here)
     for name in ("array.npy", "pair.idx"):
         assert rows(module(str(files / name), **shape)) == order
@@ -105,17 +129,35 @@ def test_arrays_of_each_type(dtype: str, tmp_path: Path) -> None:
     np.save(tmp_path / "y.npy", IDS[:5000])
     for path in (str(tmp_path), upload(tmp_path)):
         data = module([f"{path}/x.npy", f"{path}/y.npy"])
-        found = np.concatenate([data.train_set[place]["input_ids"] for place in range(len(data.train_set))])
-        assert np.array_equal(found, np.concatenate([ids, IDS[:5000]])[: len(found)]) and len(found) == 10_000 // LENGTH * LENGTH
+        found = np.concatenate(
+            [data.train_set[place]["input_ids"] for place in range(len(data.train_set))]
+        )
+        assert (
+            np.array_equal(found, np.concatenate([ids, IDS[:5000]])[: len(found)])
+            and len(found) == 10_000 // LENGTH * LENGTH
+        )
 
 
-PATTERNS = ("*.npy", "a*/*.bin", "**/*.bin", "**/*.idx", "[ab]/0.bin", "a/?.bin", "a/1*", "a**/0.*", ".hidden/*.bin", "a/[!0].bin")
+PATTERNS = (
+    "*.npy",
+    "a*/*.bin",
+    "**/*.bin",
+    "**/*.idx",
+    "[ab]/0.bin",
+    "a/?.bin",
+    "a/1*",
+    "a**/0.*",
+    ".hidden/*.bin",
+    "a/[!0].bin",
+)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_names_the_files_that_it_names_on_the_disk(pattern: str, tmp_path: Path) -> None:
     folder = tmp_path / "files"
-    for number, name in enumerate(["a/0", "a/1", "a/10", "a-x/0", "b/0", "b/c/0", ".hidden/0", "a/.1"]):
+    for number, name in enumerate(
+        ["a/0", "a/1", "a/10", "a-x/0", "b/0", "b/c/0", ".hidden/0", "a/.1"]
+    ):
         write_pair(folder / f"{name}.bin", IDS[number * 100 : (number + 1) * 100])
     for name in ("1.npy", "10.npy", "2.npy"):
         np.save(folder / name, IDS[: 1000 + int(name[:-4])])
@@ -127,11 +169,18 @@ def test_a_pattern_names_the_files_that_it_names_on_the_disk(pattern: str, tmp_p
     there = find_at_url(SteadyPath(f"{url}/{pattern}"))
     names = [str(part.path).removeprefix(f"{url}/") for part in there.parts]
     matches = sorted(Path(match) for match in glob.glob(str(folder / pattern), recursive=True))
-    files = [str(match.relative_to(folder)) for match in matches if match.suffix in (".bin", ".idx", ".npy")]
+    files = [
+        str(match.relative_to(folder))
+        for match in matches
+        if match.suffix in (".bin", ".idx", ".npy")
+    ]
     wanted = dict.fromkeys(file.replace(".idx", ".bin") for file in files)
     assert names == list(wanted) and names
     here = find_corpus(folder / pattern)
-    facts = [[(part.dtype, part.tokens, part.offset) for part in corpus.parts] for corpus in (here, there)]
+    facts = [
+        [(part.dtype, part.tokens, part.offset) for part in corpus.parts]
+        for corpus in (here, there)
+    ]
     assert facts[0] == facts[1]
 
 
@@ -150,20 +199,44 @@ class Guarded(AbstractFileSystem):
     def info(self, path: str, **kwargs: Any) -> Any:
         return fsspec.filesystem("memory").info(path)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
         return fsspec.filesystem("memory").cat_file(path, start, end)
 
 
 HIDDEN = {  # the pattern, the folder that cannot be listed, and the error
-    "permission": ("*.bin", "/bucket", PermissionError("no access to this folder"), "PermissionError: no access to this folder"),
-    "below": ("*/0.bin", "/bucket/b", PermissionError("no access to this folder"), "PermissionError: no access to this folder"),
-    "host": ("**/*.bin", "/bucket", ConnectionRefusedError(111, "Connection refused"), "Connection refused (5 attempts)"),
-    "host below": ("*/*", "/bucket/b", TimeoutError("nothing came"), "TimeoutError: nothing came (5 attempts)"),
+    "permission": (
+        "*.bin",
+        "/bucket",
+        PermissionError("no access to this folder"),
+        "PermissionError: no access to this folder",
+    ),
+    "below": (
+        "*/0.bin",
+        "/bucket/b",
+        PermissionError("no access to this folder"),
+        "PermissionError: no access to this folder",
+    ),
+    "host": (
+        "**/*.bin",
+        "/bucket",
+        ConnectionRefusedError(111, "Connection refused"),
+        "Connection refused (5 attempts)",
+    ),
+    "host below": (
+        "*/*",
+        "/bucket/b",
+        TimeoutError("nothing came"),
+        "TimeoutError: nothing came (5 attempts)",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", HIDDEN)
-def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pattern, refused, error, words = HIDDEN[case]
     for name in ("a/0", "b/0"):
         write_pair(tmp_path / f"{name}.bin", IDS[:5000])
@@ -172,8 +245,16 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(case: str,
     monkeypatch.setattr(Guarded, "refused", refused)
     monkeypatch.setattr(Guarded, "error", error)
     with pytest.raises(DataError) as caught:
-        check_files({"name": "tokens", "train_path": f"guarded://bucket/{pattern}", "sequence_length": LENGTH})
-    assert str(caught.value).startswith(f"Training data cannot be read: guarded://bucket/{pattern}: ") and words in str(caught.value)
+        check_files(
+            {
+                "name": "tokens",
+                "train_path": f"guarded://bucket/{pattern}",
+                "sequence_length": LENGTH,
+            }
+        )
+    assert str(caught.value).startswith(
+        f"Training data cannot be read: guarded://bucket/{pattern}: "
+    ) and words in str(caught.value)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 
@@ -182,8 +263,15 @@ def test_a_folder_that_does_not_match_need_not_be_listed(tmp_path: Path) -> None
         write_pair(tmp_path / f"{name}.bin", IDS[:5000])
     upload(tmp_path)
     fsspec.register_implementation("guarded", Guarded, clobber=True)
-    for pattern, name in (("bucket/a*/*.bin", "a/0"), ("bucket/[a]/0.bin", "a/0"), ("bucket/?/c/*.bin", "b/c/0"), ("b*/a/*.bin", "a/0")):
-        assert [str(part.path) for part in find_at_url(SteadyPath(f"guarded://{pattern}")).parts] == [f"guarded://bucket/{name}.bin"]
+    for pattern, name in (
+        ("bucket/a*/*.bin", "a/0"),
+        ("bucket/[a]/0.bin", "a/0"),
+        ("bucket/?/c/*.bin", "b/c/0"),
+        ("b*/a/*.bin", "a/0"),
+    ):
+        assert [
+            str(part.path) for part in find_at_url(SteadyPath(f"guarded://{pattern}")).parts
+        ] == [f"guarded://bucket/{name}.bin"]
     with pytest.raises(DataError, match="no folder, .bin or .npy file matches this pattern"):
         find_at_url(SteadyPath("guarded://nowhere/*.bin"))
 
@@ -201,7 +289,12 @@ def test_a_pattern_of_folders_of_shards_and_a_blend(tmp_path: Path) -> None:
         web, own = f"{path}/web-*", [f"{path}/web-2", f"{path}/web-1"]
         sources = {"web": {"train_path": web, "weight": 2}, "own": {"train_path": own, "weight": 1}}
         data = blend_of(sources, sequence_length=LENGTH, global_batch_size=3, steps=4)
-        found.append([batch["input_ids"].tolist() for _, batch in zip(range(4), data.train_dataloader(), strict=False)])
+        found.append(
+            [
+                batch["input_ids"].tolist()
+                for _, batch in zip(range(4), data.train_dataloader(), strict=False)
+            ]
+        )
     assert found[0] == found[1]
 
 
@@ -213,31 +306,67 @@ def array_bytes(array: np.ndarray) -> bytes:
 
 ARRAY = array_bytes(IDS[:5000])
 BAD: dict[str, tuple[str, str]] = {  # the stores, all if empty, and the message
-    "gone.npy": ("http memory", "There is no data at URL/gone.npy. Name a folder of lightning-3d tokenize, a .bin or a .npy file."),
+    "gone.npy": (
+        "http memory",
+        (
+            "There is no data at URL/gone.npy. Name a folder of lightning-3d tokenize, a .bin or a"
+            " .npy file."
+        ),
+    ),
     "gone.idx": ("http memory", "There is no data at URL/gone.idx."),
-    "half.npy": ("", "URL/half.npy has 9128 bytes, but its head says 5000 tokens of int32, which take 20128 bytes. It is truncated"),
+    "half.npy": (
+        "",
+        (
+            "URL/half.npy has 9128 bytes, but its head says 5000 tokens of int32, which take 20128"
+            " bytes. It is truncated"
+        ),
+    ),
     "head.npy": ("", "URL/head.npy is not a file of numpy.save: EOF: reading array header"),
     "text.npy": ("", "URL/text.npy is not a file of numpy.save: the magic string is not correct"),
-    "float.npy": ("", "URL/float.npy has an array of type <f8 with 1 dimension. Save one of 1 dimension and of a little-endian type:"),
+    "float.npy": (
+        "",
+        (
+            "URL/float.npy has an array of type <f8 with 1 dimension. Save one of 1 dimension and"
+            " of a little-endian type:"
+        ),
+    ),
     "big.npy": ("", "URL/big.npy has an array of type >u2 with 1 dimension."),
     "rows.npy": ("", "URL/rows.npy has an array of type <i4 with 2 dimensions."),
     "alone.idx": ("", "URL/alone.idx has no alone.bin next to it. Copy both files."),
     "half.idx": ("", "URL/half.bin and half.idx do not match: the .bin has 100 bytes"),
-    "no*.bin": ("memory", "There is no data at URL/no*.bin: no folder, .bin or .npy file matches this pattern."),
+    "no*.bin": (
+        "memory",
+        "There is no data at URL/no*.bin: no folder, .bin or .npy file matches this pattern.",
+    ),
     "half*": ("memory", "half.bin and half.idx do not match: the .bin has 100 bytes"),
-    "forbidden.npy": ("http", "Training data cannot be read: URL/forbidden.npy: ClientResponseError: 403"),
+    "forbidden.npy": (
+        "http",
+        "Training data cannot be read: URL/forbidden.npy: ClientResponseError: 403",
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "store"), [(name, store) for name in BAD for store in (BAD[name][0] or "disk http memory").split()])
-def test_bad_files_are_refused_before_ranks_are_started(name: str, store: str, server: FileServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "store"),
+    [(name, store) for name in BAD for store in (BAD[name][0] or "disk http memory").split()],
+)
+def test_bad_files_are_refused_before_ranks_are_started(
+    name: str, store: str, server: FileServer, tmp_path: Path
+) -> None:
     words = BAD[name][1]
     files = tmp_path / "files"
     for file, contents in {
-        "half.npy": ARRAY[:9128], "head.npy": ARRAY[:50], "text.npy": b"tokens" * 100, "float.npy": array_bytes(np.zeros(10)),
-        "big.npy": array_bytes(np.zeros(10, ">u2")), "rows.npy": array_bytes(IDS[:10].reshape(2, 5)), "forbidden.npy": ARRAY,
-        "alone.idx": pack_index(np.array([10]), IDS.dtype), "half.idx": pack_index(np.array([1000]), IDS.dtype), "half.bin": bytes(100),
-    }.items():  # fmt: skip
+        "half.npy": ARRAY[:9128],
+        "head.npy": ARRAY[:50],
+        "text.npy": b"tokens" * 100,
+        "float.npy": array_bytes(np.zeros(10)),
+        "big.npy": array_bytes(np.zeros(10, ">u2")),
+        "rows.npy": array_bytes(IDS[:10].reshape(2, 5)),
+        "forbidden.npy": ARRAY,
+        "alone.idx": pack_index(np.array([10]), IDS.dtype),
+        "half.idx": pack_index(np.array([1000]), IDS.dtype),
+        "half.bin": bytes(100),
+    }.items():
         (files / file).write_bytes(contents)
     server.always = {"forbidden": 403}
     url = {"disk": str(files), "http": server.url, "memory": ""}[store] or upload(files)
@@ -249,22 +378,49 @@ def test_bad_files_are_refused_before_ranks_are_started(name: str, store: str, s
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("https://host/web/*.bin", r"is a pattern, and web servers do not list.*train_path=\[https://.../0.bin,https://.../1.bin\]"),
+        (
+            "https://host/web/*.bin",
+            (
+                r"is a pattern, and web servers do not"
+                r" list.*train_path=\[https://.../0.bin,https://.../1.bin\]"
+            ),
+        ),
         (["https://host/0.bin", "http://host/[01].bin"], "http://host/.01..bin is a pattern"),
         ([], r"train_path must be a path, a URL, or a list with at least one of them; got \[\]"),
-        (["x.bin", 5], r"train_path must be a path, a URL, or a list with at least one of them; got \['x.bin', 5\]"),
-        (["https://host/0.bin", "https://me:secret@host/x"], "train_path has a password in its URL"),
+        (
+            ["x.bin", 5],
+            (
+                r"train_path must be a path, a URL, or a list with at least one of them; got"
+                r" \['x.bin', 5\]"
+            ),
+        ),
+        (
+            ["https://host/0.bin", "https://me:secret@host/x"],
+            "train_path has a password in its URL",
+        ),
     ],
 )
 def test_paths_that_the_configuration_refuses(value: Any, message: str) -> None:
-    for data in ({"name": "tokens", "train_path": value}, {"name": "blend", "sources": {"web": {"train_path": value}}}):
+    for data in (
+        {"name": "tokens", "train_path": value},
+        {"name": "blend", "sources": {"web": {"train_path": value}}},
+    ):
         with pytest.raises(ConfigError, match=message):
             check_data_urls({**data, "sequence_length": LENGTH})
-    check_data_urls({"name": "tokens", "train_path": ["s3x.bin", "http://[::1]:80/0.bin"], "sequence_length": LENGTH})
+    check_data_urls(
+        {
+            "name": "tokens",
+            "train_path": ["s3x.bin", "http://[::1]:80/0.bin"],
+            "sequence_length": LENGTH,
+        }
+    )
 
 
 def test_a_source_takes_a_list_of_strings_only() -> None:
-    assert read_sources({"web": {"train_path": ["a", "b"], "weight": 1}}, LENGTH)[0].train_path == ["a", "b"]
+    assert read_sources({"web": {"train_path": ["a", "b"], "weight": 1}}, LENGTH)[0].train_path == [
+        "a",
+        "b",
+    ]
     for key, value in (("train_path", []), ("train_path", ["a", 1]), ("val_path", [2])):
         with pytest.raises(ConfigError, match=f"data.sources.web.{key} must be"):
             read_sources({"web": {"train_path": "a", "weight": 1, key: value}}, LENGTH)
@@ -274,14 +430,27 @@ def test_files_with_a_json_and_documents_of_an_array(tmp_path: Path) -> None:
     """The JSON says the separator, and an array needs the option."""
     (tmp_path / "files").mkdir()
     write_json(tmp_path / "files" / "x.bin", IDS[:5000].astype(np.uint16))
-    np.save(tmp_path / "files" / "x.npy", IDS[:5000].astype(np.uint16))  # next to a JSON that is not its own
+    # next to a JSON that is not its own
+    np.save(tmp_path / "files" / "x.npy", IDS[:5000].astype(np.uint16))
     url = upload(tmp_path / "files")
     for path in (tmp_path / "files", url):
-        samples = [module(f"{path}/x.{kind}").train_set[1]["input_ids"].tolist() for kind in ("bin", "npy")]
+        samples = [
+            module(f"{path}/x.{kind}").train_set[1]["input_ids"].tolist() for kind in ("bin", "npy")
+        ]
         assert samples == [IDS[LENGTH : 2 * LENGTH].tolist()] * 2
-        with pytest.raises(ConfigError, match="document_mask=true needs the token that ends a document, and .*x.npy does not say it"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                "document_mask=true needs the token that ends a document, and .*x.npy does not"
+                " say it"
+            ),
+        ):
             module(f"{path}/x.npy", document_mask=True)
-        positions = module(f"{path}/x.npy", document_mask=True, document_separator=7).train_set[1]["position_ids"].numpy()
+        positions = (
+            module(f"{path}/x.npy", document_mask=True, document_separator=7)
+            .train_set[1]["position_ids"]
+            .numpy()
+        )
         ends = np.flatnonzero(IDS[LENGTH : 2 * LENGTH - 1] == 7) + 1
         assert np.array_equal(np.flatnonzero(positions == 0), [0, *ends])
 
@@ -289,11 +458,15 @@ def test_files_with_a_json_and_documents_of_an_array(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_cache_that_is_removed_while_a_loader_reads(workers: int, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", IDS)
-    data = module(f"{upload(tmp_path)}/x.npy", cache_dir=str(tmp_path / "cache"), num_workers=workers)
+    data = module(
+        f"{upload(tmp_path)}/x.npy", cache_dir=str(tmp_path / "cache"), num_workers=workers
+    )
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(UnreachableData) as caught:
         next(iter(data.train_dataloader()))
-    assert str(caught.value).startswith(f"The cache of remote data, {tmp_path}/cache, cannot be written: No such file or directory.")
+    assert str(caught.value).startswith(
+        f"The cache of remote data, {tmp_path}/cache, cannot be written: No such file or directory."
+    )
 
 
 @pytest.mark.full
@@ -301,15 +474,45 @@ def test_a_cache_that_is_removed_while_a_loader_reads(workers: int, tmp_path: Pa
 def test_runs_read_lists_and_refuse_bad_names(server: FileServer, tmp_path: Path) -> None:
     for number in range(2):
         np.save(tmp_path / "files" / f"{number}.npy", IDS[number * 20_000 : (number + 1) * 20_000])
-    model = [line for line in QUICK if line.startswith("model.")] + [f"model.config.vocab_size={VOCABULARY}"]
-    small = ["data=tokens", "data.sequence_length=64", "data.global_batch_size=4", "data.val_sequences=4", "parallelism=dp2", *model]
-    small += ["trainer.max_steps=2", "trainer.val_check_interval=2", f"data.cache_dir={tmp_path}/cache"]
-    names = [f"[{server.url}/0.npy,{server.url}/1.npy]", f"{server.url}/*.npy", f"{server.url}/2.npy"]
-    lines = [["train", *small, f"data.train_path={name}", f"hydra.run.dir={tmp_path}/{number}"] for number, name in enumerate(names)]
-    lines.append(["train", *small, f"data.train_path=[{tmp_path}/files/0.npy,{tmp_path}/files/1.npy]", f"hydra.run.dir={tmp_path}/disk"])
+    model = [line for line in QUICK if line.startswith("model.")] + [
+        f"model.config.vocab_size={VOCABULARY}"
+    ]
+    small = [
+        "data=tokens",
+        "data.sequence_length=64",
+        "data.global_batch_size=4",
+        "data.val_sequences=4",
+        "parallelism=dp2",
+        *model,
+    ]
+    small += [
+        "trainer.max_steps=2",
+        "trainer.val_check_interval=2",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    names = [
+        f"[{server.url}/0.npy,{server.url}/1.npy]",
+        f"{server.url}/*.npy",
+        f"{server.url}/2.npy",
+    ]
+    lines = [
+        ["train", *small, f"data.train_path={name}", f"hydra.run.dir={tmp_path}/{number}"]
+        for number, name in enumerate(names)
+    ]
+    lines.append(
+        [
+            "train",
+            *small,
+            f"data.train_path=[{tmp_path}/files/0.npy,{tmp_path}/files/1.npy]",
+            f"hydra.run.dir={tmp_path}/disk",
+        ]
+    )
     there, pattern, gone, here = run_commands(lines, timeout=500, warm=True)
     assert (there.code, here.code) == (0, 0), there.output + here.output
-    losses = [[line.split(",")[1] for line in (tmp_path / run / "metrics.csv").read_text().splitlines()] for run in ("0", "disk")]
+    losses = [
+        [line.split(",")[1] for line in (tmp_path / run / "metrics.csv").read_text().splitlines()]
+        for run in ("0", "disk")
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 3
     assert_refused(pattern, ["is a pattern, and web servers do not list their files"])
     assert_refused(gone, [f"There is no data at {server.url}/2.npy."])

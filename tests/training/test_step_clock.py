@@ -1,4 +1,5 @@
-"""The clock of a step reads nothing while batches accumulate, so that a GPU need not wait for the host."""
+"""The clock of a step reads nothing while batches accumulate, so that a GPU need not wait for the
+host."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,9 @@ class Last:
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("cuda", 9.0), ("cpu", 1.0 + 2.0 + 3.0)])
-def test_numbers_are_read_at_the_end_of_the_step(device: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_read_at_the_end_of_the_step(
+    device: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches take 1, 2 and 3 seconds, with 1 and 2 between them, in which a GPU may compute."""
     times = iter([0.0, 1.0, 2.0, 4.0, 6.0, 9.0] if device == "cpu" else [0.0, 9.0])
     monkeypatch.setattr(step_clock.time, "perf_counter", lambda: next(times))
@@ -39,5 +42,10 @@ def test_numbers_are_read_at_the_end_of_the_step(device: str, seconds: float, mo
         assert numbers is None and read == []
         numbers = clock.stop(trainer, {}, {})
     assert read == [1.0, 2.0, 4.0] and numbers is not None
-    assert (numbers.step, numbers.loss, numbers.grad_norm, numbers.tokens) == (1, (10 + 60 + 160) / 80, 0.5, 80.0)
+    assert (numbers.step, numbers.loss, numbers.grad_norm, numbers.tokens) == (
+        1,
+        (10 + 60 + 160) / 80,
+        0.5,
+        80.0,
+    )
     assert numbers.seconds == seconds

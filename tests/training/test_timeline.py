@@ -11,7 +11,8 @@ from lightning_3d.app.training.timeline import Timeline
 
 
 def traced_steps(strategy: Any, steps: range, max_steps: int, batches: int = 1) -> list[int]:
-    """Steps that are asked for, numbered from 0, in a fit that does `steps` of `batches` batches."""
+    """Steps that are asked for, numbered from 0, in a fit that does `steps` of `batches`
+    batches."""
     asked: list[int] = []
     place: Any = SimpleNamespace(strategy=strategy, global_step=steps.start, max_steps=max_steps)
     if isinstance(strategy, Lightning3DStrategy):
@@ -37,7 +38,9 @@ def traced_steps(strategy: Any, steps: range, max_steps: int, batches: int = 1) 
         (range(59, 60), 60, 1, [59]),
     ],
 )
-def test_one_step_of_a_fit_is_traced(steps: range, max_steps: int, batches: int, traced: list[int]) -> None:
+def test_one_step_of_a_fit_is_traced(
+    steps: range, max_steps: int, batches: int, traced: list[int]
+) -> None:
     assert traced_steps(Lightning3DStrategy("tp1"), steps, max_steps, batches) == traced
 
 

@@ -7,10 +7,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_3d.app.verification.advice import (
+    COUNTED,
+    NOT_A_NUMBER,
+    OPTIMIZED,
+    PARTS,
+    ROWS,
+    VALUES,
+    WRITTEN,
+    kind_of,
+)
+from lightning_3d.app.verification.differences import (
+    BUFFERS,
+    LOGGED,
+    LOSS,
+    NORM,
+    OPTIMIZER,
+    START,
+    STEPS,
+    WEIGHTS,
+    Comparison,
+    compare,
+)
 from lightning_3d.parallel.sharding import cut_along
 from lightning_3d.strategy.recorded.records import Piece, Records, State, merged, rows_in
-from lightning_3d.app.verification.advice import COUNTED, NOT_A_NUMBER, OPTIMIZED, PARTS, ROWS, VALUES, WRITTEN, kind_of
-from lightning_3d.app.verification.differences import BUFFERS, LOGGED, LOSS, NORM, OPTIMIZER, START, STEPS, WEIGHTS, Comparison, compare
 
 FACTS = {"loaders": 1, "rows": 4, "places": [[0, 1, 2, 3]], "precision": "32-true"}
 WHOLE = torch.arange(12.0).reshape(4, 3)
@@ -18,7 +38,12 @@ WHOLE = torch.arange(12.0).reshape(4, 3)
 
 def state(weight: Tensor, start: int | None = None) -> State:
     average = Piece(start, {"exp_avg": weight * 0.1, "step": 1.0})
-    return State({"w": Piece(start, {"weight": weight.clone()})}, {"w": average}, {"seen": torch.ones(2)}, {"accuracy": 0.5})
+    return State(
+        {"w": Piece(start, {"weight": weight.clone()})},
+        {"w": average},
+        {"seen": torch.ones(2)},
+        {"accuracy": 0.5},
+    )
 
 
 def run_of(weight: Tensor, start: int | None = None, steps: int = 2) -> Records:
@@ -32,7 +57,8 @@ def run_of(weight: Tensor, start: int | None = None, steps: int = 2) -> Records:
 
 
 def ranks() -> list[Records]:
-    """Two tensor-parallel ranks; the second one keeps a range of the flattened shard, as ZeRO does."""
+    """Two tensor-parallel ranks; the second one keeps a range of the flattened shard, as ZeRO
+    does."""
     found = []
     for rank in range(2):
         spec = cut_along("w", (4, 3), 0, [(2 * rank, 2)], tp_replicas=(rank,))
@@ -45,7 +71,9 @@ def ranks() -> list[Records]:
     return found
 
 
-def compared(change: Callable[[list[Records]], None], nudge: Callable[[Records], None] = lambda one: None) -> Comparison:
+def compared(
+    change: Callable[[list[Records]], None], nudge: Callable[[Records], None] = lambda one: None
+) -> Comparison:
     ours, one = ranks(), run_of(WHOLE)
     nudged = copy.deepcopy(one)
     change(ours)
@@ -170,8 +198,15 @@ def test_values_that_one_process_does_not_repeat_are_not_judged() -> None:
 
 
 def test_batches_of_ranks_are_joined_in_the_order_of_one_process() -> None:
-    whole = {"x": torch.arange(6.0)[:, None], "names": list("abcdef"), "scale": torch.tensor(2.0), "how": "mean"}
-    parts = [{**whole, "x": whole["x"][rank::2], "names": whole["names"][rank::2]} for rank in range(2)]  # type: ignore[index]
+    whole = {
+        "x": torch.arange(6.0)[:, None],
+        "names": list("abcdef"),
+        "scale": torch.tensor(2.0),
+        "how": "mean",
+    }
+    parts = [
+        {**whole, "x": whole["x"][rank::2], "names": whole["names"][rank::2]} for rank in range(2)
+    ]  # type: ignore[index]
     found = merged(parts, [[0, 2, 4], [1, 3, 5]])
     assert torch.equal(found["x"], whole["x"]) and found["names"] == whole["names"]  # type: ignore[arg-type]
     assert found["how"] == "mean" and float(found["scale"]) == 2.0

@@ -1,4 +1,5 @@
-"""`lightning-3d verify`: jobs made small, and whether a layout that computes something else is found."""
+"""`lightning-3d verify`: jobs made small, and whether a layout that computes something else is
+found."""
 
 import importlib.util
 from collections.abc import Callable
@@ -20,6 +21,14 @@ from transformers import LlamaConfig
 import lightning_3d
 from lightning_3d.app.cli.verify import draw_batch
 from lightning_3d.app.config.objective import ObjectiveOptions
+from lightning_3d.app.verification.differences import LOSS, NORM, WEIGHTS, Comparison
+from lightning_3d.app.verification.shrink import (
+    MOST_RANKS,
+    SEQUENCE,
+    fold,
+    micro_batches,
+    shrink_model,
+)
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.model_rules import ModelSizes, check_model
@@ -33,8 +42,6 @@ from lightning_3d.parallel.tensor.collectives import _Copy
 from lightning_3d.parallel.zero.backend import DataParallelBackend
 from lightning_3d.parallel.zero.partial_and_tied_gradients import PartialSums
 from lightning_3d.parallel.zero.trained import TrainedParameters
-from lightning_3d.app.verification.differences import LOSS, NORM, WEIGHTS, Comparison
-from lightning_3d.app.verification.shrink import MOST_RANKS, SEQUENCE, fold, micro_batches, shrink_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -57,12 +64,18 @@ def test_every_kind_of_axis_stays(name: str, small: str, left_out: list[str]) ->
     assert folded.world_size <= MOST_RANKS
 
 
-@pytest.mark.parametrize(("name", "small"), [("dp64", "dp4"), ("tp8_dp8", "tp2_dp4"), ("tp8_pp4_dp8", "tp2_pp2_dp2")])
+@pytest.mark.parametrize(
+    ("name", "small"), [("dp64", "dp4"), ("tp8_dp8", "tp2_dp4"), ("tp8_pp4_dp8", "tp2_pp2_dp2")]
+)
 def test_two_shard_groups_stay_where_they_fit(name: str, small: str) -> None:
     assert fold(Layout.parse(name), shard_groups=True) == (Layout.parse(small), [])
 
 
-CONFIGS = sorted(path.stem for path in (REPOSITORY / "conf" / "model").glob("*.yaml") if path.stem != "pretrained")
+CONFIGS = sorted(
+    path.stem
+    for path in (REPOSITORY / "conf" / "model").glob("*.yaml")
+    if path.stem != "pretrained"
+)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -86,9 +99,17 @@ def test_published_models_become_small_ones_that_fit(name: str, layout: str) -> 
     )
     check_model(folded, sizes, sequence_length=SEQUENCE, sequence_parallel=True)
     transformers_config(small)
-    assert (spec.model_type, spec.tied, bool(spec.experts)) == (before.model_type, before.tied, bool(before.experts))
-    assert {window is None for window in spec.windows} == {window is None for window in before.windows}
-    assert (spec.kv_heads < folded.tp) == (before.kv_heads < big.tp) or before.kv_heads == before.heads
+    assert (spec.model_type, spec.tied, bool(spec.experts)) == (
+        before.model_type,
+        before.tied,
+        bool(before.experts),
+    )
+    assert {window is None for window in spec.windows} == {
+        window is None for window in before.windows
+    }
+    assert (spec.kv_heads < folded.tp) == (
+        before.kv_heads < big.tp
+    ) or before.kv_heads == before.heads
     assert spec.hidden <= 512 and spec.layers <= 9
 
 
@@ -145,11 +166,16 @@ def test_own_module(warm: bool) -> None:
     strategy = {"layout": "tp2_pp2", "plan": models.PlainModel.plan, "micro_batch_size": 2}
     found = in_fresh_process(pairs_verified, strategy) if warm else verified(0.0, strategy)
     assert found.same, found
-    assert found.weight > 0 and len(found.losses) == 2 and found.largest.keys() >= {LOSS, NORM, WEIGHTS}
+    assert (
+        found.weight > 0
+        and len(found.losses) == 2
+        and found.largest.keys() >= {LOSS, NORM, WEIGHTS}
+    )
 
 
 class Noisy(Own):
-    """Its step draws random numbers for its rows, and its loss may have a term that each rank computes for itself."""
+    """Its step draws random numbers for its rows, and its loss may have a term that each rank
+    computes for itself."""
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         rows = len(batch["tokens"])
@@ -158,7 +184,11 @@ class Noisy(Own):
 
 
 def noisy_verified(slip: float) -> Comparison:
-    return lightning_3d.verify(Noisy(slip), {"layout": "pp2", "plan": models.PlainModel.plan, "micro_batch_size": 2}, own_batches())
+    return lightning_3d.verify(
+        Noisy(slip),
+        {"layout": "pp2", "plan": models.PlainModel.plan, "micro_batch_size": 2},
+        own_batches(),
+    )
 
 
 @pytest.mark.slow
@@ -205,12 +235,16 @@ def example_verified() -> Comparison:
     spec.loader.exec_module(example)
     tensors = example.clusters(32).tensors
     batches = [[tensor[start : start + 16] for tensor in tensors] for start in (0, 16)]
-    return lightning_3d.verify(example.Module(), {"layout": "tp2_pp2", "plan": example.PLAN}, batches)
+    return lightning_3d.verify(
+        example.Module(), {"layout": "tp2_pp2", "plan": example.PLAN}, batches
+    )
 
 
 @pytest.mark.full
 def test_what_a_run_refuses_is_refused() -> None:
-    assert in_fresh_process(refused, {"layout": "pp2"}).startswith("Plain (the 'model' of Own) declares no parallel plan")
+    assert in_fresh_process(refused, {"layout": "pp2"}).startswith(
+        "Plain (the 'model' of Own) declares no parallel plan"
+    )
 
 
 def refused(strategy: dict[str, Any]) -> str:
@@ -232,7 +266,9 @@ def forget_backward_sum() -> None:
 
 
 def forget_forward_sum() -> None:
-    collectives.reduce_scatter_flat = lambda part, whole, group: SimpleNamespace(wait=lambda: part.copy_(whole[: len(part)]))
+    collectives.reduce_scatter_flat = lambda part, whole, group: SimpleNamespace(
+        wait=lambda: part.copy_(whole[: len(part)])
+    )
 
 
 def cut_packed_layers_in_one() -> None:
@@ -253,7 +289,9 @@ def count_replicas() -> None:
 
 def lose_a_message() -> None:
     send = Transport.send
-    Transport.send = lambda self, message, tensor: send(self, message, tensor * (message.forward or message.micro_batch > 0))  # type: ignore
+    Transport.send = lambda self, message, tensor: send(
+        self, message, tensor * (message.forward or message.micro_batch > 0)
+    )  # type: ignore
 
 
 def send_chosen_answers_twice() -> None:
@@ -281,10 +319,15 @@ def broken(fault: Callable[[], None], overrides: str) -> Result:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("fault", "overrides"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "overrides"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS]
+)
 def test_a_wrong_rewrite_is_found(fault: Callable[[], None], overrides: str) -> None:
     result = in_fresh_process(broken, fault, overrides)
-    found = {1: "MISMATCH: this layout does not reproduce one process", 2: "differs between the tensor-parallel ranks"}
+    found = {
+        1: "MISMATCH: this layout does not reproduce one process",
+        2: "differs between the tensor-parallel ranks",
+    }
     assert result.code in found and found[result.code] in result.output, result.output
 
 
@@ -305,7 +348,12 @@ def test_command_lines(tmp_path: Path) -> None:
     assert results["help"].code == 0 and "--steps N" in results["help"].output
     option = "lightning-3d verify has no option --json"
     teacher = "This run needs a teacher. Set objective.teacher=FOLDER."
-    refusals = {"steps": "at least 1; got 0", "option": option, "layout": "Tensor parallelism assigns", "teacher": teacher}
+    refusals = {
+        "steps": "at least 1; got 0",
+        "option": option,
+        "layout": "Tensor parallelism assigns",
+        "teacher": teacher,
+    }
     for name, words in refusals.items():
         result = results[name]
         assert (result.code, result.torch, result.left) == (2, False, []), result.output
@@ -322,17 +370,27 @@ def test_command_lines(tmp_path: Path) -> None:
     "overrides",
     [
         "model=mixtral_8x7b parallelism=tp4_pp4_ep4_dp4 cluster=h100_8x8 data.global_batch_size=64",
-        "model=llama3_70b parallelism=tp8_pp4_dp8 cluster=h100_32x8 data.global_batch_size=64 parallelism.zero_stage=3",
+        (
+            "model=llama3_70b parallelism=tp8_pp4_dp8 cluster=h100_32x8 data.global_batch_size=64"
+            " parallelism.zero_stage=3"
+        ),
         "model=gemma3_tiny parallelism=tp2_pp2_dp2 parallelism.schedule=zbvzerobubble",
         "model=deepseek_v3_tiny parallelism=tp2_ep2_dp4 parallelism.zero_stage=2",
         "model=deepseek_v3_tiny model.mtp_layers=2 parallelism=pp2_cp2_dp2",
         "parallelism=tp2_dp8 parallelism.zero_stage=3 parallelism.zero_shard_size=4",
-        "model=mixtral_8x7b parallelism=dp16_ep4 cluster=h100_2x8 data.global_batch_size=64 parallelism.zero_stage=3"
-        " parallelism.zero_shard_size=8",
-        "model=llama3_1_8b parallelism=cp4_dp2 cluster=h100_1x8 parallelism.zero_stage=2 data.sequence_length=1024"
-        " parallelism.recompute=full",
+        (
+            "model=mixtral_8x7b parallelism=dp16_ep4 cluster=h100_2x8 data.global_batch_size=64"
+            " parallelism.zero_stage=3 parallelism.zero_shard_size=8"
+        ),
+        (
+            "model=llama3_1_8b parallelism=cp4_dp2 cluster=h100_1x8 parallelism.zero_stage=2"
+            " data.sequence_length=1024 parallelism.recompute=full"
+        ),
         "recipe=llama_tiny_dpo_2xcpu parallelism=tp2_pp2",
-        "recipe=llama_tiny_dpo_2xcpu parallelism=pp2_dp2 parallelism.zero_stage=3 parallelism.schedule=gpipe",
+        (
+            "recipe=llama_tiny_dpo_2xcpu parallelism=pp2_dp2 parallelism.zero_stage=3"
+            " parallelism.schedule=gpipe"
+        ),
     ],
 )
 def test_jobs(overrides: str) -> None:
@@ -344,15 +402,25 @@ def test_jobs(overrides: str) -> None:
 @pytest.mark.parametrize("layout", ["pp2_dp2", "tp2_cp2"])
 def test_a_teacher_is_made_small_from_its_configuration(tmp_path: Path, layout: str) -> None:
     LlamaConfig(vocab_size=257, num_hidden_layers=6, hidden_size=512).save_pretrained(tmp_path)
-    line = ["verify", "recipe=llama_tiny_distill_2xcpu", f"objective.teacher={tmp_path}", f"parallelism={layout}"]
+    line = [
+        "verify",
+        "recipe=llama_tiny_distill_2xcpu",
+        f"objective.teacher={tmp_path}",
+        f"parallelism={layout}",
+    ]
     [result] = run_commands([line], timeout=500)
     assert result.code == 0, result.output
-    assert "with a frozen teacher" in result.output and f"MATCH: this layout reproduces one process: {layout}" in result.output
+    assert (
+        "with a frozen teacher" in result.output
+        and f"MATCH: this layout reproduces one process: {layout}" in result.output
+    )
 
 
 def test_pairs_have_one_prompt_and_answers_of_different_lengths() -> None:
     batch = draw_batch(ObjectiveOptions("dpo"), 6, 64, torch.Generator().manual_seed(0))
-    ids, labels, rejected_ids, rejected_labels = (batch[key] for key in ("input_ids", "labels", "rejected_ids", "rejected_labels"))
+    ids, labels, rejected_ids, rejected_labels = (
+        batch[key] for key in ("input_ids", "labels", "rejected_ids", "rejected_labels")
+    )
     prompt = labels == -100
     assert (prompt == (rejected_labels == -100)).all() and len(set(prompt.sum(1).tolist())) > 1
     assert (ids == rejected_ids)[prompt].all() and not (ids == rejected_ids)[~prompt].all()

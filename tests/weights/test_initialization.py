@@ -1,4 +1,5 @@
-"""Initial weights: the same for every layout, with the distribution of the module's own initializer."""
+"""Initial weights: the same for every layout, with the distribution of the module's own
+initializer."""
 
 import copy
 import gc
@@ -33,7 +34,13 @@ def build(family: str, layers: int = 2) -> nn.Module:
     if family != GPT2:
         return models.build(family, layers)
     config = transformers.GPT2Config(
-        n_embd=32, n_layer=layers, n_head=4, vocab_size=67, n_positions=32, bos_token_id=1, eos_token_id=2
+        n_embd=32,
+        n_layer=layers,
+        n_head=4,
+        vocab_size=67,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -81,7 +88,9 @@ def test_distribution_is_that_of_an_ordinary_construction(family: str) -> None:
             assert torch.equal(value, expected), name
             continue
         # Six standard errors of the difference of two samples.
-        assert abs(value.mean().item() - expected.mean().item()) < 6 * spread * (2 / count) ** 0.5, name
+        assert (
+            abs(value.mean().item() - expected.mean().item()) < 6 * spread * (2 / count) ** 0.5
+        ), name
         assert abs(value.std().item() / spread - 1) < 6 / count**0.5, name
 
 
@@ -139,7 +148,9 @@ def test_every_kind_of_rotary_embedding_is_rebuilt(kind: str) -> None:
         module = transformers.LlamaForCausalLM(copy.deepcopy(config))
     initialize(module)
     assert torch.equal(module.model.rotary_emb.inv_freq, eager.model.rotary_emb.inv_freq)
-    assert torch.equal(module.model.rotary_emb.original_inv_freq, eager.model.rotary_emb.original_inv_freq)
+    assert torch.equal(
+        module.model.rotary_emb.original_inv_freq, eager.model.rotary_emb.original_inv_freq
+    )
     assert module.model.rotary_emb.attention_scaling == eager.model.rotary_emb.attention_scaling
 
 
@@ -153,7 +164,8 @@ def test_same_seed_same_weights_and_another_seed_others() -> None:
 
 
 def test_seeds_are_the_same_on_every_machine() -> None:
-    """The first eight bytes of BLAKE2b. Ranks of tests are forked: among them nothing shows what differs between interpreters."""
+    """The first eight bytes of BLAKE2b. Ranks of tests are forked: among them nothing shows what
+    differs between interpreters."""
     assert seed_of(0, "model.lm_head.weight") == 12321181223145813084
 
 
@@ -224,7 +236,9 @@ def part(family: str, layout: Layout, tp_rank: int, pp_rank: int) -> tuple[nn.Mo
 
 
 def renamed(spec: ShardSpec) -> ShardSpec:
-    return spec.renamed(f"model.{spec.name}", tied_to=f"model.{spec.tied_to}" if spec.tied_to else None)
+    return spec.renamed(
+        f"model.{spec.name}", tied_to=f"model.{spec.tied_to}" if spec.tied_to else None
+    )
 
 
 @pytest.mark.parametrize("layout", by_default(["tp2", "pp2", "tp4_pp2", "pp4", "tp2_pp2"], 4))
@@ -251,15 +265,22 @@ def test_a_copy_tied_across_stages_has_the_values_of_the_embedding() -> None:
     last, _ = part("qwen2", Layout.parse("pp2"), 0, 1)
     embedding = first["model"].model.embed_tokens.weight
     assert torch.equal(last["model"].lm_head.weight, embedding)
-    assert not embedding[0].any(), "the padding row of an embedding, which a linear head alone would not have"
+    assert not embedding[0].any(), (
+        "the padding row of an embedding, which a linear head alone would not have"
+    )
 
 
 def test_a_tied_copy_without_its_origin_is_refused() -> None:
     module = nn.Linear(4, 6, bias=False, device="meta")
     spec = ShardSpec(
-        "weight", (6, 4), cut_along("weight", (6, 4), 0, [(0, 6)], tp_replicas=(0,)).boxes, tied_to="embed.w"
+        "weight",
+        (6, 4),
+        cut_along("weight", (6, 4), 0, [(0, 6)], tp_replicas=(0,)).boxes,
+        tied_to="embed.w",
     )
-    with pytest.raises(ConfigError, match=r"tied to 'embed\.w', but the model to initialize does not contain"):
+    with pytest.raises(
+        ConfigError, match=r"tied to 'embed\.w', but the model to initialize does not contain"
+    ):
         initialize(module, specs={"weight": spec})
 
 
@@ -286,14 +307,17 @@ def test_initializers_see_global_sizes_and_head_counts_through_the_blueprint() -
 def test_a_cut_that_does_not_fit_is_refused() -> None:
     module = nn.Linear(4, 6, bias=False, device="meta")
     with pytest.raises(ConfigError, match=r"\(2, 4\), but the parameter has shape \(6, 4\)"):
-        initialize(module, specs={"weight": cut_along("weight", (6, 4), 0, [(0, 2)], tp_replicas=(0,))})
+        initialize(
+            module, specs={"weight": cut_along("weight", (6, 4), 0, [(0, 2)], tp_replicas=(0,))}
+        )
 
 
 # Memory, time, and what is left alone
 
 
 class Transient(TorchDispatchMode):
-    """Largest number of bytes in memory at once beside the finished parameters and buffers of a module."""
+    """Largest number of bytes in memory at once beside the finished parameters and buffers of a
+    module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -306,10 +330,20 @@ class Transient(TorchDispatchMode):
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self._alive[id(tensor)] = weakref.ref(tensor)
-        alive = {key: tensor for key, reference in self._alive.items() if (tensor := reference()) is not None}
+        alive = {
+            key: tensor
+            for key, reference in self._alive.items()
+            if (tensor := reference()) is not None
+        }
         self._alive = {key: self._alive[key] for key in alive}
-        finished = {storage(t) for t in [*self._module.parameters(), *self._module.buffers()] if not t.is_meta}
-        self.peak = max(self.peak, sum(size for _, size in {storage(t) for t in alive.values()} - finished))
+        finished = {
+            storage(t)
+            for t in [*self._module.parameters(), *self._module.buffers()]
+            if not t.is_meta
+        }
+        self.peak = max(
+            self.peak, sum(size for _, size in {storage(t) for t in alive.values()} - finished)
+        )
         return result
 
 
@@ -329,7 +363,9 @@ def test_one_full_parameter_at_a_time(dtype: torch.dtype | None) -> None:
         initialize(module, specs=specs, dtype=dtype)
     spec = max(specs.values(), key=lambda spec: spec.global_shape[0] * spec.global_shape[-1])
     full, shard = (4 * torch.Size(shape).numel() for shape in (spec.global_shape, spec.local_shape))
-    assert full <= watched.peak <= full + shard, "the full parameter, and the shard that is being cut out of it"
+    assert full <= watched.peak <= full + shard, (
+        "the full parameter, and the shard that is being cut out of it"
+    )
 
 
 def test_work_grows_with_the_model_not_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +382,10 @@ def test_work_grows_with_the_model_not_with_its_square(monkeypatch: pytest.Monke
 
 def test_a_second_call_changes_nothing() -> None:
     module = initialized("llama")
-    expected = {name: (id(tensor), tensor.clone()) for name, tensor in module.state_dict(keep_vars=True).items()}
+    expected = {
+        name: (id(tensor), tensor.clone())
+        for name, tensor in module.state_dict(keep_vars=True).items()
+    }
     initialize(module, 99)
     for name, tensor in module.state_dict(keep_vars=True).items():
         assert id(tensor) == expected[name][0] and torch.equal(tensor, expected[name][1])
@@ -427,5 +466,7 @@ def _broadcast_different_models() -> str:
 
 def test_different_models_are_refused_on_every_rank() -> None:
     messages = run_ranks(_broadcast_different_models, 2)
-    assert all(message.startswith("Not all ranks built the same model: 2 tensors") for message in messages)
+    assert all(
+        message.startswith("Not all ranks built the same model: 2 tensors") for message in messages
+    )
     assert "they differ in 'bias' and 'weight'" in messages[1]

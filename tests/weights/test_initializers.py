@@ -1,4 +1,5 @@
-"""Initialization of modules that one writes by hand: which of their methods count, and what is refused."""
+"""Initialization of modules that one writes by hand: which of their methods count, and what is
+refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,10 @@ def test_recurrent_layers_run_with_the_weights_they_show() -> None:
     module = initialized(LAYERS["recurrent"])
     output, _ = module(torch.ones(2, 1, 16))
     assert output.isfinite().all()
-    assert all(weight is shown for weight, shown in zip(module._flat_weights, module.parameters(), strict=True))
+    assert all(
+        weight is shown
+        for weight, shown in zip(module._flat_weights, module.parameters(), strict=True)
+    )
 
 
 def test_an_own_initializer_is_used() -> None:
@@ -74,7 +78,9 @@ def test_a_raw_parameter_without_initializer_is_refused() -> None:
             super().__init__()
             self.gain = nn.Parameter(torch.ones(4))
 
-    with pytest.raises(ConfigError, match=r"'0\.gain' of shape \(4,\).* nn\.init\.ones_\(self\.gain\)`.* to Raw"):
+    with pytest.raises(
+        ConfigError, match=r"'0\.gain' of shape \(4,\).* nn\.init\.ones_\(self\.gain\)`.* to Raw"
+    ):
         initialized(lambda: nn.Sequential(Raw()))
 
 
@@ -114,7 +120,9 @@ def test_initializers_that_pass_over_meta_tensors_are_found() -> None:
     assert initialized(Above).linear.weight.min() >= 4.9
 
 
-@pytest.mark.parametrize("fill", [nn.init.orthogonal_, nn.init.dirac_, lambda w: nn.init.sparse_(w[..., 0], 0.5)])
+@pytest.mark.parametrize(
+    "fill", [nn.init.orthogonal_, nn.init.dirac_, lambda w: nn.init.sparse_(w[..., 0], 0.5)]
+)
 def test_elaborate_initializers_run(fill: Callable[[Tensor], Any]) -> None:
     class Elaborate(nn.Module):
         def __init__(self) -> None:
@@ -153,7 +161,8 @@ def test_modules_around_come_after_the_module_itself() -> None:
 
 def test_one_method_for_all_modules() -> None:
     class Model(nn.Module):
-        """As in many small codes: `self.apply(self._init_weights)` at the end of the constructor."""
+        """As in many small codes: `self.apply(self._init_weights)` at the end of the
+        constructor."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +253,9 @@ def test_an_initializer_that_reads_other_modules_is_refused() -> None:
         def init_weights(self) -> None:
             self.second.weight.data.copy_(self.first.weight + 1)
 
-    with pytest.raises(ConfigError, match=r"Model\.init_weights\(\) of '' could not run.*without reading"):
+    with pytest.raises(
+        ConfigError, match=r"Model\.init_weights\(\) of '' could not run.*without reading"
+    ):
         initialized(Model)
 
 
@@ -271,7 +282,9 @@ class Rotary(nn.Module):
         super().__init__()
         self.dim = dim
         self.base = base
-        self.register_buffer("frequencies", base ** -(torch.arange(0, dim, 2) / dim), persistent=False)
+        self.register_buffer(
+            "frequencies", base ** -(torch.arange(0, dim, 2) / dim), persistent=False
+        )
 
 
 class HalvedRotary(Rotary):
@@ -283,11 +296,16 @@ class HalvedRotary(Rotary):
 
 
 def test_a_module_of_buffers_is_built_again_from_what_it_keeps() -> None:
-    assert torch.equal(initialized(lambda: Rotary(16, 500.0)).frequencies, Rotary(16, 500.0).frequencies)
+    assert torch.equal(
+        initialized(lambda: Rotary(16, 500.0)).frequencies, Rotary(16, 500.0).frequencies
+    )
 
 
 def test_a_module_that_keeps_something_else_is_not_built_again() -> None:
-    with pytest.raises(ConfigError, match=r"buffer '0\.frequencies' of shape \(8,\).*reset_buffers.* to HalvedRotary"):
+    with pytest.raises(
+        ConfigError,
+        match=r"buffer '0\.frequencies' of shape \(8,\).*reset_buffers.* to HalvedRotary",
+    ):
         initialized(lambda: nn.Sequential(HalvedRotary(16)))
 
 

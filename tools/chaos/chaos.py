@@ -1,18 +1,21 @@
-"""Trains while ranks are killed, stopped and slowed, bits flip and losses become NaN, and shows that nothing is lost.
+"""Trains while ranks are killed, stopped and slowed, bits flip and losses become NaN, and shows
+that nothing is lost.
 
     python tools/chaos/chaos.py [--seed N] [--minutes N | --steps N --faults N] [--layout NAME] [--two-nodes] [--elastic] [--csv FILE]
 
-A run and the same run with faults, which is started again whenever it ends early, must have the same loss in every step and the same
-final weights, to the last bit. With --elastic the layout shrinks after a node is lost, and losses must be the same to rounding. Each fault
-must be named by a message, and no message may name another one. Nothing may be left: processes, ports, sockets, shared memory, temporary
-files, mounts, network namespaces. The exit code is 1 if anything is wrong.
+A run and the same run with faults, which is started again whenever it ends early, must have the
+same loss in every step and the same final weights, to the last bit. With --elastic the layout
+shrinks after a node is lost, and losses must be the same to rounding. Each fault must be named by a
+message, and no message may name another one. Nothing may be left: processes, ports, sockets, shared
+memory, temporary files, mounts, network namespaces. The exit code is 1 if anything is wrong.
 
-A table shows for each fault: how it was injected, after how many seconds it was found, the message, and the seconds that were lost. The
-share of time that went into lasting progress is the time of the steps in the result, without saves and without what faults added to them,
-divided by the whole time from the first start to the end. The aim is 90 % with one fault a minute.
+A table shows for each fault: how it was injected, after how many seconds it was found, the message,
+and the seconds that were lost. The share of time that went into lasting progress is the time of the
+steps in the result, without saves and without what faults added to them, divided by the whole time
+from the first start to the end. The aim is 90 % with one fault a minute.
 
-The network is cut between two network namespaces, on which torchrun starts the ranks. With --two-nodes, torchrun starts them there for all
-faults. Namespaces and a full disk need root.
+The network is cut between two network namespaces, on which torchrun starts the ranks. With
+--two-nodes, torchrun starts them there for all faults. Namespaces and a full disk need root.
 """
 
 from __future__ import annotations
@@ -32,7 +35,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "tests" / "support"), str(ROOT)]
 
-from chaos_attempts import Output, Watch, fork_command, start_command, train_here, train_on  # noqa: E402
+from chaos_attempts import (
+    Output,
+    Watch,
+    fork_command,
+    start_command,
+    train_here,
+    train_on,
+)  # noqa: E402
 from chaos_left import MARK, Traces  # noqa: E402
 from chaos_plan import ABSENT_STEPS, KINDS, Fault, choose, false_alarms, write_plan  # noqa: E402
 from chaos_result import SAVE_EVERY, Steps, differences, litter, load, show, write_csv  # noqa: E402
@@ -73,22 +83,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems = Chaos(options, folder, nodes, traces).run()
     problems += [f"left behind: {thing}" for thing in traces.left_on_machine()]
     how = "to rounding" if options.elastic else "to the last bit"
-    print("\n".join(problems) if problems else f"same losses and weights as without faults, {how}; nothing is left behind")
+    print(
+        "\n".join(problems)
+        if problems
+        else f"same losses and weights as without faults, {how}; nothing is left behind"
+    )
     return 1 if problems else 0
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=30, help="time for both runs, with one fault a minute")
+    parser.add_argument(
+        "--minutes", type=float, default=30, help="time for both runs, with one fault a minute"
+    )
     parser.add_argument("--steps", type=int, help="steps of each run, instead of --minutes")
     parser.add_argument("--faults", type=int, default=6, help="number of faults in --steps")
     parser.add_argument("--layout", default="tp2_pp2_dp2")
-    parser.add_argument("--kinds", nargs="*", choices=sorted(KINDS), help="kinds of faults; all that are possible by default")
-    parser.add_argument("--two-nodes", action="store_true", help="torchrun starts the ranks on two nodes")
-    parser.add_argument("--elastic", action="store_true", help=f"after a cut, {ABSENT_STEPS} steps run on one node, in a smaller layout")
-    parser.add_argument("--warm", action="store_true", help="fork commands from this process instead of starting them anew")
+    parser.add_argument(
+        "--kinds",
+        nargs="*",
+        choices=sorted(KINDS),
+        help="kinds of faults; all that are possible by default",
+    )
+    parser.add_argument(
+        "--two-nodes", action="store_true", help="torchrun starts the ranks on two nodes"
+    )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help=f"after a cut, {ABSENT_STEPS} steps run on one node, in a smaller layout",
+    )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="fork commands from this process instead of starting them anew",
+    )
     parser.add_argument("--csv", type=Path, help="file for the table")
     return parser.parse_args(arguments)
 
@@ -103,10 +136,13 @@ class Chaos:
         traces: what was on this machine before.
     """
 
-    def __init__(self, options: argparse.Namespace, folder: Path, nodes: TwoNodes | None, traces: Traces) -> None:
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, nodes: TwoNodes | None, traces: Traces
+    ) -> None:
         self.options, self.folder, self.nodes, self.traces = options, folder, nodes, traces
         self.ranks = _ranks_of(options.layout)
-        self.runs = {"calm": folder / "calm", "chaos": folder / "chaos_disk" / "chaos"}  # the second on a disk that can be filled
+        # the second on a disk that can be filled
+        self.runs = {"calm": folder / "calm", "chaos": folder / "chaos_disk" / "chaos"}
         self.notes = folder / "notes"
         self.notes.mkdir()
         self.steps, self.count = options.steps, options.faults
@@ -135,15 +171,20 @@ class Chaos:
         return problems
 
     def _choose(self) -> None:
-        self.faults = choose(self.options.seed, self.count, self.steps, self.ranks, self.options.kinds)
+        self.faults = choose(
+            self.options.seed, self.count, self.steps, self.ranks, self.options.kinds
+        )
 
     def _train_calmly(self) -> float:
-        """Train without faults, for as long as --minutes says or --steps long. Returns the seconds."""
+        """Train without faults, for as long as --minutes says or --steps long. Returns the
+        seconds."""
         began = time.time()
         end = None if self.steps else began + self.options.minutes * 60 * _CALM_SHARE
         command = self._command("calm", self.steps or _NEVER_ENDS)
         output = Output()
-        code = self._train_here(command, output, lambda: "terminate" if end and time.time() > end else None)
+        code = self._train_here(
+            command, output, lambda: "terminate" if end and time.time() > end else None
+        )
         if code not in (0, 143):
             raise SystemExit(f"The run without faults ended with exit code {code}:\n{output.end()}")
         seconds = time.time() - began
@@ -151,11 +192,15 @@ class Chaos:
             self.steps = len((self.runs["calm"] / "metrics.csv").read_text().splitlines()) - 1
             self.count = max(1, round(seconds / 60 / AIM))
             again = f"--steps {self.steps} --faults {self.count}"
-            print(f"without faults: {self.steps} steps in {seconds:.0f} s; repeat with {again}", flush=True)
+            print(
+                f"without faults: {self.steps} steps in {seconds:.0f} s; repeat with {again}",
+                flush=True,
+            )
         return seconds
 
     def _attempt(self) -> int:
-        """Start the run with faults once: on two nodes if the next fault needs them. Returns the exit code."""
+        """Start the run with faults once: on two nodes if the next fault needs them. Returns the
+        exit code."""
         spoil = [f"+callbacks.faults.{key}={value}" for key, value in self._callback().items()]
         command, nodes = self._command("chaos", self.steps) + spoil, 0
         if self.options.two_nodes or self._next_is_cut():
@@ -165,20 +210,28 @@ class Chaos:
         if nodes == 0:
             return self._train_here(command, self.output, self._watch_here)
         assert self.nodes is not None
-        more = ["trainer.hang_timeout=60", f"parallelism.elastic={str(nodes == 1).lower()}"]  # a lost node is found within 20 s
+        # a lost node is found within 20 s
+        more = ["trainer.hang_timeout=60", f"parallelism.elastic={str(nodes == 1).lower()}"]
         command = [word for word in command if not word.startswith("trainer.hang_timeout=")] + more
         watch = self._watch_nodes if nodes == 2 else self._watch_rest
-        return train_on(self.nodes, nodes, self.ranks // 2, command, self._environment(), self.output, watch)
+        return train_on(
+            self.nodes, nodes, self.ranks // 2, command, self._environment(), self.output, watch
+        )
 
     def _train_here(self, command: Sequence[str], output: Output, watch: Watch) -> int:
         start = fork_command if self.options.warm else start_command
         return train_here(start(command, self.folder, self._environment()), output, watch)
 
     def _callback(self) -> dict[str, object]:
-        return {"_target_": "chaos_faults.Faults", "plan": self.folder / "plan.json", "notes": self.notes}
+        return {
+            "_target_": "chaos_faults.Faults",
+            "plan": self.folder / "plan.json",
+            "notes": self.notes,
+        }
 
     def _watch_here(self) -> str | None:
-        """End an attempt on this machine when the earlier faults are over and the next one needs two nodes."""
+        """End an attempt on this machine when the earlier faults are over and the next one needs
+        two nodes."""
         if not self._next_is_cut():
             return None
         following = self._next()
@@ -192,7 +245,11 @@ class Chaos:
     def _watch_nodes(self) -> str | None:
         """Cut the network when a rank has noted that it is time."""
         for fault in self.faults:
-            if fault.kind == "cut" and fault not in self.cut and fault.happened(self._note_of(fault)):
+            if (
+                fault.kind == "cut"
+                and fault not in self.cut
+                and fault.happened(self._note_of(fault))
+            ):
                 self.cut.append(fault)
                 return "cut"
         return None
@@ -210,7 +267,9 @@ class Chaos:
         return Steps.read(self.notes / "steps").last < self.cut[-1].step + ABSENT_STEPS
 
     def _next(self) -> Fault | None:
-        return next((fault for fault in self.faults if not fault.happened(self._note_of(fault))), None)
+        return next(
+            (fault for fault in self.faults if not fault.happened(self._note_of(fault))), None
+        )
 
     def _next_is_cut(self) -> bool:
         following = self._next()
@@ -222,27 +281,69 @@ class Chaos:
     def _command(self, run: str, steps: int) -> list[str]:
         """Return the overrides of a run."""
         return [
-            *(f"parallelism={self.options.layout}", "parallelism.zero_stage=0", "model=llama_tiny", "precision=fp32", "cluster=local_cpu"),
-            *(f"trainer.max_steps={steps}", f"trainer.val_check_interval={steps}", "trainer.limit_val_batches=1"),
-            *(f"trainer.checkpoint_every_n_steps={SAVE_EVERY}", f"trainer.check_replicas_every_n_steps={SAVE_EVERY}"),
+            *(
+                f"parallelism={self.options.layout}",
+                "parallelism.zero_stage=0",
+                "model=llama_tiny",
+                "precision=fp32",
+                "cluster=local_cpu",
+            ),
+            *(
+                f"trainer.max_steps={steps}",
+                f"trainer.val_check_interval={steps}",
+                "trainer.limit_val_batches=1",
+            ),
+            *(
+                f"trainer.checkpoint_every_n_steps={SAVE_EVERY}",
+                f"trainer.check_replicas_every_n_steps={SAVE_EVERY}",
+            ),
             *("trainer.slow_rank_steps=10", "trainer.slow_rank_factor=3", "trainer.hang_timeout=5"),
-            *("trainer.auto_resume=true", f"trainer.restarts={2 * self.count}", "trainer.restarts_without_progress=null"),
-            *("optimizer.scheduler.name=constant", "model.config.hidden_size=64", "model.config.intermediate_size=96"),
-            *("model.config.num_hidden_layers=2", "model.config.head_dim=8", "data.sequence_length=32", "data.val_sequences=4"),
-            *("data.global_batch_size=8", "parallelism.micro_batch_size=2", f"hydra.run.dir={self.runs[run]}"),
+            *(
+                "trainer.auto_resume=true",
+                f"trainer.restarts={2 * self.count}",
+                "trainer.restarts_without_progress=null",
+            ),
+            *(
+                "optimizer.scheduler.name=constant",
+                "model.config.hidden_size=64",
+                "model.config.intermediate_size=96",
+            ),
+            *(
+                "model.config.num_hidden_layers=2",
+                "model.config.head_dim=8",
+                "data.sequence_length=32",
+                "data.val_sequences=4",
+            ),
+            *(
+                "data.global_batch_size=8",
+                "parallelism.micro_batch_size=2",
+                f"hydra.run.dir={self.runs[run]}",
+            ),
         ]
 
     def _environment(self) -> dict[str, str]:
         paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        more = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp"), MARK: str(self.folder), "PYTHONPATH": os.pathsep.join(paths)}
+        more = {
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.folder / "tmp"),
+            MARK: str(self.folder),
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
         return {**os.environ, **more}
 
     def _problems(self, code: int) -> list[str]:
         calm, chaos = self.runs["calm"], self.runs["chaos"]
         problems = [f"the run ended with exit code {code}:\n{self.output.end()}"] if code else []
         problems += differences(calm, chaos, same_layout=not (self.options.elastic and self.cut))
-        problems += [f"not named: {one.kind} at step {one.step} on rank {one.rank}" for one in self.faults if not one.words]
-        problems += [f"named wrongly {alarm}" for alarm in false_alarms(self.faults, self.output.lines, self.ended)]
+        problems += [
+            f"not named: {one.kind} at step {one.step} on rank {one.rank}"
+            for one in self.faults
+            if not one.words
+        ]
+        problems += [
+            f"named wrongly {alarm}"
+            for alarm in false_alarms(self.faults, self.output.lines, self.ended)
+        ]
         problems += [f"left behind in the run folder: {name}" for name in litter(calm, chaos)]
         return problems + [f"left behind: {thing}" for thing in self.traces.left()]
 
@@ -255,12 +356,26 @@ class Chaos:
             write_csv(self.faults, self.options.csv)
         share = steps.lasting(self.faults) / wall
         lost = sum(fault.lost or 0 for fault in self.faults)
-        saves = steps.save_seconds() * len([step for _, step in steps.ends if step % SAVE_EVERY == 0])
+        saves = steps.save_seconds() * len(
+            [step for _, step in steps.ends if step % SAVE_EVERY == 0]
+        )
         count = len(self.faults)
-        print(f"{count} faults in {wall:.0f} s, one in {wall / count:.0f} s; without faults {calm:.0f} s; {load()}")
-        print(f"{self.steps} steps, usually {steps.usual:.3f} s; {starts} commands, and restarts by them")
-        print(f"lost: {lost:.0f} s to faults, {saves:.0f} s to saves, the rest to the first start and the end")
-        print(f"lasting progress: {share:.1%} of the time; the aim with one fault a minute is {AIM:.0%}")
+        print(
+            f"{count} faults in {wall:.0f} s, one in {wall / count:.0f} s; without faults"
+            f" {calm:.0f} s; {load()}"
+        )
+        print(
+            f"{self.steps} steps, usually {steps.usual:.3f} s; {starts} commands, and restarts by"
+            " them"
+        )
+        print(
+            f"lost: {lost:.0f} s to faults, {saves:.0f} s to saves, the rest to the first start and"
+            " the end"
+        )
+        print(
+            f"lasting progress: {share:.1%} of the time; the aim with one fault a minute is"
+            f" {AIM:.0%}"
+        )
 
 
 def _ranks_of(layout: str) -> int:
@@ -271,5 +386,6 @@ def _ranks_of(layout: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an interrupted run leaves nothing either
+    # an interrupted run leaves nothing either
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -1,4 +1,5 @@
-"""Attempts of a run: on this machine, or on two nodes whose network can be cut. All output is kept, with the time of each line."""
+"""Attempts of a run: on this machine, or on two nodes whose network can be cut. All output is kept,
+with the time of each line."""
 
 from __future__ import annotations
 
@@ -67,7 +68,14 @@ def start_command(overrides: Sequence[str], folder: Path, env: dict[str, str]) -
     command = [sys.executable, "-m", "lightning_3d", "train", *overrides]
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        command,
+        cwd=folder,
+        env=env,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
 
 
@@ -87,7 +95,8 @@ class _Forked:
 
 
 def fork_command(overrides: Sequence[str], folder: Path, env: dict[str, str]) -> Command:
-    """Fork `lightning-3d train` from this process, which imports torch and its friends once for all commands."""
+    """Fork `lightning-3d train` from this process, which imports torch and its friends once for all
+    commands."""
     import lightning_3d.app.training.run  # noqa: F401
     from lightning_3d.app.cli.main import main
 
@@ -128,8 +137,17 @@ def train_here(process: Command, output: Output, watch: Watch) -> int:
     return code
 
 
-def train_on(nodes: TwoNodes, count: int, ranks: int, overrides: Sequence[str], env: dict[str, str], output: Output, watch: Watch) -> int:
-    """Train with torchrun on the first `count` nodes until the ranks of node 0 have ended. Returns its exit code.
+def train_on(
+    nodes: TwoNodes,
+    count: int,
+    ranks: int,
+    overrides: Sequence[str],
+    env: dict[str, str],
+    output: Output,
+    watch: Watch,
+) -> int:
+    """Train with torchrun on the first `count` nodes until the ranks of node 0 have ended. Returns
+    its exit code.
 
     Args:
         nodes: both nodes. Their network is whole again afterwards.
@@ -141,9 +159,33 @@ def train_on(nodes: TwoNodes, count: int, ranks: int, overrides: Sequence[str], 
         watch: says when to cut the network, or to end the run.
     """
     folder = nodes.hosts[0].parent
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "chaos", "--max-restarts", "0"]
-    place = ["--nnodes", str(count), "--nproc-per-node", str(ranks), "--log-dir", str(folder / "torchrun"), *meet]
-    command = [sys.executable, "-m", "torch.distributed.run", *place, str(ROOT / "train.py"), *overrides]
+    meet = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{ADDRESSES[0]}:29400",
+        "--rdzv-id",
+        "chaos",
+        "--max-restarts",
+        "0",
+    ]
+    place = [
+        "--nnodes",
+        str(count),
+        "--nproc-per-node",
+        str(ranks),
+        "--log-dir",
+        str(folder / "torchrun"),
+        *meet,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *place,
+        str(ROOT / "train.py"),
+        *overrides,
+    ]
     processes = [nodes.start(node, command, folder, env) for node in range(count)]
     for process in processes:
         output.follow(process.stdout)
@@ -153,7 +195,8 @@ def train_on(nodes: TwoNodes, count: int, ranks: int, overrides: Sequence[str], 
             asked = watch()
             if asked == "cut":
                 nodes.cut()
-            elif asked == "terminate" and not told:  # a second signal would end torchrun before its ranks have saved
+            elif asked == "terminate" and not told:
+                # a second signal would end torchrun before its ranks have saved
                 told = True
                 for process in processes:
                     os.killpg(process.pid, signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""A callback that makes ranks fail in the ways of a plan, each once in a run with all of its restarts, and notes the time of each step."""
+"""A callback that makes ranks fail in the ways of a plan, each once in a run with all of its
+restarts, and notes the time of each step."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ class Faults(pl.Callback):
     """Injects faults.
 
     Args:
-        plan: JSON file with a list of {"kind", "step", "rank", "lasts"}; "step" counts optimizer steps from 1.
-        notes: folder with a file for each fault that has happened, `N` with the time; and `steps`, where rank 0 notes "time step" after
-            each step.
+        plan: JSON file with a list of {"kind", "step", "rank", "lasts"}; "step" counts optimizer
+            steps from 1.
+        notes: folder with a file for each fault that has happened, `N` with the time; and `steps`,
+            where rank 0 notes "time step" after each step.
     """
 
     def __init__(self, plan: str, notes: str) -> None:
@@ -35,7 +37,8 @@ class Faults(pl.Callback):
         self._ballast: Path | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        (Path(trainer.default_root_dir) / _BALLAST).unlink(missing_ok=True)  # of an attempt that ended meanwhile
+        # of an attempt that ended meanwhile
+        (Path(trainer.default_root_dir) / _BALLAST).unlink(missing_ok=True)
         step = module.training_step
 
         def spoiled_step(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +52,9 @@ class Faults(pl.Callback):
 
         module.training_step = spoiled_step  # type: ignore[method-assign]
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any
+    ) -> None:
         if self._take(trainer, "kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._take(trainer, "stop"):
@@ -76,17 +81,25 @@ class Faults(pl.Callback):
             with (self._notes / "steps").open("a") as file:
                 file.write(f"{time.time()} {trainer.global_step}\n")
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if self._take(trainer, "kill in a save", later=True):
             threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
     def _fill(self, trainer: pl.Trainer) -> None:
-        """Leave room on the disk of the run for the small files only, for as long as it takes to save twice."""
+        """Leave room on the disk of the run for the small files only, for as long as it takes to
+        save twice."""
         folder = Path(trainer.default_root_dir)
-        self._ballast, self._full_until = folder / _BALLAST, trainer.global_step + self._lasts("full disk")
+        self._ballast, self._full_until = (
+            folder / _BALLAST,
+            trainer.global_step + self._lasts("full disk"),
+        )
         space = os.statvfs(folder)
         with self._ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, space.f_bavail * space.f_frsize - _SMALL_FILES))
+            os.posix_fallocate(
+                file.fileno(), 0, max(1, space.f_bavail * space.f_frsize - _SMALL_FILES)
+            )
 
     def _lasts(self, kind: str) -> int:
         return next(int(fault["lasts"]) for _, fault in self._faults if fault["kind"] == kind)
@@ -101,7 +114,11 @@ class Faults(pl.Callback):
             note = self._notes / str(number)
             here = (fault["kind"], fault["rank"]) == (kind, trainer.global_rank)
             step = fault["step"] - 1
-            if here and (step <= trainer.global_step if later else step == trainer.global_step) and not note.exists():
+            if (
+                here
+                and (step <= trainer.global_step if later else step == trainer.global_step)
+                and not note.exists()
+            ):
                 draft = note.with_suffix(".draft")
                 draft.write_text(str(time.time()))
                 draft.rename(note)
@@ -116,8 +133,13 @@ def _flip_a_bit(module: pl.LightningModule) -> None:
 
 
 def _spoil_an_activation(module: pl.LightningModule) -> None:
-    """Make the next output of the first layer of this rank that has weights of its own NaN, once."""
-    layer = next(one for one in module.modules() if any(parameter.numel() for parameter in one.parameters(recurse=False)))
+    """Make the next output of the first layer of this rank that has weights of its own NaN,
+    once."""
+    layer = next(
+        one
+        for one in module.modules()
+        if any(parameter.numel() for parameter in one.parameters(recurse=False))
+    )
 
     def spoil(layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         handle.remove()

@@ -1,11 +1,13 @@
-"""Deletes each synchronization of streams in the package in turn, and says whether fits on simulated GPUs notice.
+"""Deletes each synchronization of streams in the package in turn, and says whether fits on
+simulated GPUs notice.
 
     .venv-cuda/bin/python tools/cuda_sim/mutations.py [PART_OF_A_PATH ...]     all, or those in files with such a path
     .venv-cuda/bin/python tools/cuda_sim/mutations.py --unchanged              only that the fits pass without a deletion
     .venv-cuda/bin/python tools/cuda_sim/mutations.py --deletions ...          only the deletions
 
-A deletion is caught when a fit fails: by its numbers, by a race or a fault that the simulation reports, by a hang, or by an error.
-Prints a table; the exit code is 1 if a deletion was not caught that is not listed in `HARMLESS` with its reason.
+A deletion is caught when a fit fails: by its numbers, by a race or a fault that the simulation
+reports, by a hang, or by an error. Prints a table; the exit code is 1 if a deletion was not caught
+that is not listed in `HARMLESS` with its reason.
 """
 
 from __future__ import annotations
@@ -29,19 +31,35 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_3d"
 METHODS = ("wait_stream", "wait_event", "synchronize", "record_stream", "wait")
 NOT_ON_A_GPU = (
-    "checkpoint/store.py", "ranks/", "storage/", "launchers/", "runs/", "parallel/gloo_exchange.py", "strategy/checkpoint_hooks.py",
-    "doctor/", "parallel/host_channel.py", "parallel/host_memory.py",
-    "cli/plan_validation.py", "verification/",
-)  # fmt: skip
+    "checkpoint/store.py",
+    "ranks/",
+    "storage/",
+    "launchers/",
+    "runs/",
+    "parallel/gloo_exchange.py",
+    "strategy/checkpoint_hooks.py",
+    "doctor/",
+    "parallel/host_channel.py",
+    "parallel/host_memory.py",
+    "cli/plan_validation.py",
+    "verification/",
+)
 """Files whose `wait` is for a thread, a process, gloo or memory that CPU ranks share."""
 
-_KEPT = "torch keeps what travels until it has arrived; tests on gloo count messages that nobody waits for"
+_KEPT = (
+    "torch keeps what travels until it has arrived; tests on gloo count messages that nobody"
+    " waits for"
+)
 _TIMES = "only times change, and the simulation's kernels take none"
 HARMLESS = {
-    "parallel/pipeline/transport.py _release": "NCCL keeps what it sends until it is sent; this frees the memory of what gloo sends",
+    "parallel/pipeline/transport.py _release": (
+        "NCCL keeps what it sends until it is sent; this frees the memory of what gloo sends"
+    ),
     "parallel/expert/dispatch.py discard": _KEPT,
     "parallel/expert/nodes.py discard": _KEPT,
-    "parallel/blocks/offload.py _new": "the simulation waits for the device when it gives page-locked memory back",
+    "parallel/blocks/offload.py _new": (
+        "the simulation waits for the device when it gives page-locked memory back"
+    ),
     "profiling/operations.py _wait": _TIMES,
     "profiling/operations.py _kinds": _TIMES,
     "profiling/operations.py send": _TIMES,
@@ -74,7 +92,11 @@ def sites() -> Iterator[Site]:
             continue
         for function in ast.walk(ast.parse(text)):
             if isinstance(function, ast.FunctionDef):
-                yield from (Site(file, function.name, node.lineno, ast.unparse(node)) for node in ast.walk(function) if _is_site(node))
+                yield from (
+                    Site(file, function.name, node.lineno, ast.unparse(node))
+                    for node in ast.walk(function)
+                    if _is_site(node)
+                )
 
 
 def _is_site(node: ast.AST) -> bool:
@@ -96,7 +118,11 @@ class _Delete(ast.NodeTransformer):
         self.found = True
         assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
         started = node.value.func.value
-        kept: ast.stmt = ast.Expr(started) if isinstance(started, ast.Call) and node.value.func.attr == "wait" else ast.Pass()
+        kept: ast.stmt = (
+            ast.Expr(started)
+            if isinstance(started, ast.Call) and node.value.func.attr == "wait"
+            else ast.Pass()
+        )
         return ast.copy_location(kept, node)
 
 
@@ -110,7 +136,11 @@ class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        return importlib.util.spec_from_file_location(name, self._path, loader=self) if name == self._name else None
+        return (
+            importlib.util.spec_from_file_location(name, self._path, loader=self)
+            if name == self._name
+            else None
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         delete = _Delete(self._site)
@@ -120,13 +150,17 @@ class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _fits(site: Site | None) -> list[Callable[[], None]]:
-    """The fits that may notice a deletion, those made for this file first; all for None. Imported where the package is mutated."""
+    """The fits that may notice a deletion, those made for this file first; all for None. Imported
+    where the package is mutated."""
     import mutation_fits
     import preloaded  # noqa: F401  once for all ranks of all fits
 
     if site is None:
         return [fit for _, fit in mutation_fits.FITS]
-    matching = [(max((len(part) for part in parts.split() if part in site.file), default=0), fit) for parts, fit in mutation_fits.FITS]
+    matching = [
+        (max((len(part) for part in parts.split() if part in site.file), default=0), fit)
+        for parts, fit in mutation_fits.FITS
+    ]
     return [fit for length, fit in sorted(matching, key=lambda match: -match[0]) if length]
 
 
@@ -154,20 +188,47 @@ def _noticed(site: Site | None) -> str:
         for fit in _fits(site):
             fit()
     except BaseException as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        telling = [line for line in lines if any(word in line for word in ("RACE", "HANG", "MISMATCH", "Error", "differ", "nan"))]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+            type(error).__name__
+        ]
+        telling = [
+            line
+            for line in lines
+            if any(word in line for word in ("RACE", "HANG", "MISMATCH", "Error", "differ", "nan"))
+        ]
         return (telling or lines)[0][:300]
     return ""
 
 
 def _preload() -> None:
     """Everything that ranks import except the package, which is imported anew for each deletion."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda", "PARITY_STEPS": "3"}
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda"), str(ROOT / "tools" / "cuda_sim")]
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "DS_ACCELERATOR": "cuda",
+        "PARITY_STEPS": "3",
+    }
+    sys.path[:0] = [
+        str(ROOT),
+        str(ROOT / "tests" / "support"),
+        str(ROOT / "tests" / "cuda"),
+        str(ROOT / "tools" / "cuda_sim"),
+    ]
     blocked: Any = None
-    sys.modules["torchao"] = blocked  # it would initialize CUDA, and this process could not be forked any more
-    models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "olmo2", "deepseek_v3")]
-    for name in ("torch", "torch.distributed.pipelining.schedules", "lightning.pytorch", *models, "peft", "deepspeed"):
+    # it would initialize CUDA, and this process could not be forked any more
+    sys.modules["torchao"] = blocked
+    models = [
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("llama", "qwen2", "olmo2", "deepseek_v3")
+    ]
+    for name in (
+        "torch",
+        "torch.distributed.pipelining.schedules",
+        "lightning.pytorch",
+        *models,
+        "peft",
+        "deepspeed",
+    ):
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would copy all pages
 
@@ -186,7 +247,11 @@ def _delete(chosen: Sequence[Site]) -> int:
         missed += not noticed and reason is None
         verdict = "caught" if noticed else f"harmless: {reason}" if reason else "NOT CAUGHT"
         seconds = time.monotonic() - started
-        print(f"{site.file}:{site.line} {site.function}: {site.source}\n    {verdict} ({seconds:.0f} s) {noticed}", flush=True)
+        print(
+            f"{site.file}:{site.line} {site.function}: {site.source}\n    {verdict} ({seconds:.0f}"
+            f" s) {noticed}",
+            flush=True,
+        )
     print(f"{len(chosen)} deletions, {missed} not caught")
     return missed
 
@@ -196,11 +261,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*", metavar="PART_OF_A_PATH")
     parser.add_argument("--unchanged", action="store_true", help="delete nothing")
-    parser.add_argument("--deletions", action="store_true", help="believe that the fits pass without a deletion")
+    parser.add_argument(
+        "--deletions", action="store_true", help="believe that the fits pass without a deletion"
+    )
     wanted = parser.parse_args()
     _preload()
     with tempfile.TemporaryDirectory(prefix="references_") as folder:
-        os.environ.setdefault("SIMULATED_REFERENCES", folder)  # the fits of all deletions share what one process computes
+        # the fits of all deletions share what one process computes
+        os.environ.setdefault("SIMULATED_REFERENCES", folder)
         failed = "" if wanted.deletions else _in_child(None)
         if failed:
             print(f"the fits fail without any deletion: {failed}")

@@ -12,9 +12,11 @@ class LanguageModule(LightningModule):
     """Next-token prediction.
 
     Args:
-        net: model that returns the loss for `labels`, such as a causal language model of Transformers.
+        net: model that returns the loss for `labels`, such as a causal language model of
+            Transformers.
         optimizer: function from parameters to their optimizer.
-        scheduler: function from an optimizer to its learning-rate schedule, which steps with every batch.
+        scheduler: function from an optimizer to its learning-rate schedule, which steps with every
+            batch.
     """
 
     def __init__(
@@ -33,11 +35,16 @@ class LanguageModule(LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val/loss", self.net(input_ids=batch, labels=batch).loss, prog_bar=True, sync_dist=True)
+        self.log(
+            "val/loss", self.net(input_ids=batch, labels=batch).loss, prog_bar=True, sync_dist=True
+        )
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("test/loss", self.net(input_ids=batch, labels=batch).loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
+        }

@@ -1,4 +1,5 @@
-"""Train what the configuration describes: `python src/train.py`, `python src/train.py experiment=three_d`."""
+"""Train what the configuration describes: `python src/train.py`, `python src/train.py
+experiment=three_d`."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ from omegaconf import DictConfig
 def train(cfg: DictConfig) -> dict[str, Any]:
     """Fit, test the best checkpoint if asked, and return the last metrics."""
     L.seed_everything(cfg.seed, workers=True)
-    datamodule: L.LightningDataModule = instantiate(cfg.data, _convert_="all")  # its arguments are saved in checkpoints
+    # its arguments are saved in checkpoints
+    datamodule: L.LightningDataModule = instantiate(cfg.data, _convert_="all")
     model: L.LightningModule = instantiate(cfg.model, _convert_="all")
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
     loggers = [instantiate(logger) for logger in cfg.logger.values()]
@@ -22,7 +24,9 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         trainer.test(model, datamodule=datamodule, ckpt_path="best", verbose=False)
         metrics |= trainer.callback_metrics
     if trainer.is_global_zero:
-        print(", ".join(f"{name} {value:.6f}" for name, value in sorted(metrics.items())), flush=True)
+        print(
+            ", ".join(f"{name} {value:.6f}" for name, value in sorted(metrics.items())), flush=True
+        )
     return metrics
 
 

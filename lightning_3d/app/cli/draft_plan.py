@@ -15,13 +15,18 @@ from lightning_3d.ranks.progress import task
 
 COMMAND = Command(
     "draft-plan",
-    "Draft the parallel plan of a model that declares none, ready to paste as Lightning3DStrategy(plan=...). The plan is derived from the"
-    " flow of data through one block of each kind, with random weights, and then checked on CPU ranks of this machine. Parts that cannot"
-    " be derived or proved are named in comments. Exit code 0: the plan is complete; 2: it is not.",
+    "Draft the parallel plan of a model that declares none, ready to paste as"
+    " Lightning3DStrategy(plan=...). The plan is derived from the flow of data through one block of"
+    " each kind, with random weights, and then checked on CPU ranks of this machine. Parts that"
+    " cannot be derived or proved are named in comments. Exit code 0: the plan is complete; 2: it"
+    " is not.",
     takes="[KEY=VALUE]",
     examples=["my_project.model:MyModule", "my_project.model:MyModule layers=12 width=768 --tp 4"],
 )
-COMMAND.argument("MODULE:NAME", "LightningModule or nn.Module: a class, a function that returns one, or an instance")
+COMMAND.argument(
+    "MODULE:NAME",
+    "LightningModule or nn.Module: a class, a function that returns one, or an instance",
+)
 COMMAND.count("--tp", "number of tensor-parallel ranks to draft for; default: 2", default=2)
 COMMAND.flag("--no-check", "do not start ranks to check the plan")
 COMMAND.word("KEY=VALUE", "argument of the class or function; VALUE is YAML")
@@ -31,16 +36,22 @@ _MOST_RANKS = 8
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
-    return COMMAND.run(arguments, lambda options, words: _draft(options, words), shown=(RuntimeError,))
+    return COMMAND.run(
+        arguments, lambda options, words: _draft(options, words), shown=(RuntimeError,)
+    )
 
 
 def _draft(options: Namespace, words: list[str]) -> int:
     where, _, name = vars(options)["module:name"].partition(":")
     if not where or not name:
-        raise ConfigError(f'Write the model as MODULE:NAME, for example my_project.model:MyModule; got "{vars(options)["module:name"]}".')
+        raise ConfigError(
+            "Write the model as MODULE:NAME, for example my_project.model:MyModule; got"
+            f' "{vars(options)["module:name"]}".'
+        )
     settings = dict(_setting(word) for word in words)
     hide_gpus()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads would make forking unsafe
+    # before torch is imported: its threads would make forking unsafe
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with task(f"importing torch and {where}"):
         made = _found(where, name)
 
@@ -59,14 +70,27 @@ def _draft(options: Namespace, words: list[str]) -> int:
             with task(f"checking the plan on {layout.world_size} ranks"):
                 check_plan(root.get_submodule(draft.name), draft.plan, layout, draft.inputs)
         except PlanError as error:
-            raise PlanError(f"The drafted plan is not printed, because it does not pass the self-check. {error}") from None
+            raise PlanError(
+                f"The drafted plan is not printed, because it does not pass the self-check. {error}"
+            ) from None
     elif draft.plan:
-        print("lightning_3d: the plan was not checked on ranks; the self-check of a run does that before its first step.", file=sys.stderr)
+        print(
+            "lightning_3d: the plan was not checked on ranks; the self-check of a run does that"
+            " before its first step.",
+            file=sys.stderr,
+        )
     print(as_python(draft))
     if any(draft.problems.values()):
-        print("lightning_3d: the plan is incomplete; its comments say what cannot be derived, and why.", file=sys.stderr)
+        print(
+            "lightning_3d: the plan is incomplete; its comments say what cannot be derived, and"
+            " why.",
+            file=sys.stderr,
+        )
         return ConfigError.exit_code
-    print(f'lightning_3d: pass it as Lightning3DStrategy("{layout}", plan=plan), or use plan="auto".', file=sys.stderr)
+    print(
+        f'lightning_3d: pass it as Lightning3DStrategy("{layout}", plan=plan), or use plan="auto".',
+        file=sys.stderr,
+    )
     return 0
 
 
@@ -75,7 +99,9 @@ def _setting(word: str) -> tuple[str, Any]:
 
     key, equals, value = word.partition("=")
     if not equals or not key.isidentifier():
-        raise ConfigError(f'Arguments of the model are written KEY=VALUE, for example layers=12; got "{word}".')
+        raise ConfigError(
+            f'Arguments of the model are written KEY=VALUE, for example layers=12; got "{word}".'
+        )
     try:
         return key, yaml.safe_load(value)
     except yaml.YAMLError:
@@ -89,9 +115,15 @@ def _found(where: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{where}.".startswith(f"{error.name}."):
             raise
-        raise ConfigError(f"There is no module {error.name} here or in this environment. Start this in your project's folder.") from None
+        raise ConfigError(
+            f"There is no module {error.name} here or in this environment. Start this in your"
+            " project's folder."
+        ) from None
     if not hasattr(module, name):
-        raise ConfigError(f'{where} has no "{name}".{did_you_mean(name, [key for key in vars(module) if not key.startswith("_")])}')
+        raise ConfigError(
+            f"{where} has no"
+            f' "{name}".{did_you_mean(name, [key for key in vars(module) if not key.startswith("_")])}'
+        )
     return getattr(module, name)
 
 
@@ -108,9 +140,14 @@ def _built(made: Any, settings: dict[str, Any], what: str) -> Any:
         return module
 
     if not isinstance(made, nn.Module) and not callable(made):
-        raise ConfigError(f"{what} must be an nn.Module, or a class or function that returns one; got {type(made).__name__}.")
+        raise ConfigError(
+            f"{what} must be an nn.Module, or a class or function that returns one; got"
+            f" {type(made).__name__}."
+        )
     if isinstance(made, nn.Module) and settings:
-        raise ConfigError(f"{what} is a module already, so it takes no arguments; got {listed(settings)}.")
+        raise ConfigError(
+            f"{what} is a module already, so it takes no arguments; got {listed(settings)}."
+        )
     try:
         with torch.device("meta"):
             module = build()
@@ -118,14 +155,17 @@ def _built(made: Any, settings: dict[str, Any], what: str) -> Any:
         try:
             module = build()
         except TypeError as error:
-            raise ConfigError(f"{what} cannot be called: {error}. Pass its arguments as KEY=VALUE.") from None
+            raise ConfigError(
+                f"{what} cannot be called: {error}. Pass its arguments as KEY=VALUE."
+            ) from None
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{what} must return an nn.Module; got {type(module).__name__}.")
     return module
 
 
 def _layout(draft: Any, root: Any, tp: int) -> Any:
-    """Layout that shows whether the plan is right: tp, and two stages where the plan has them and the ranks suffice."""
+    """Layout that shows whether the plan is right: tp, and two stages where the plan has them and
+    the ranks suffice."""
     from lightning_3d.layout.layout import Layout
     from lightning_3d.models.parallel_plan import read_plan
 

@@ -1,6 +1,8 @@
-"""`lightning-3d dryrun`: run ranks of a job without its hardware, to show what they hold, send and compute.
+"""`lightning-3d dryrun`: run ranks of a job without its hardware, to show what they hold, send and
+compute.
 
-Takes the arguments of `lightning-3d train` and makes the same checks before torch is imported. Writes only the files that options name.
+Takes the arguments of `lightning-3d train` and makes the same checks before torch is imported.
+Writes only the files that options name.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_3d.app.cli.options import Command
 from lightning_3d.app.cli.output_file import output_file
 from lightning_3d.app.config.plan_run import RunPlan
+from lightning_3d.app.runs.check import check_shapes
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.options.precision import PRECISIONS
 from lightning_3d.ranks.progress import task
-from lightning_3d.app.runs.check import check_shapes
 from lightning_3d.storage.numbers import show_bytes, show_memory
 
 if TYPE_CHECKING:
@@ -31,16 +33,22 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "dryrun",
-    "Run ranks of a job without its hardware: their tensors have shapes but no values, and nothing is communicated. The ranks run the"
-    " strategy and pipeline schedule of training. Prints what each rank holds, sends and computes in a training step. Needs neither the"
-    " GPUs nor the data of the job, and writes only the files that you name.",
+    "Run ranks of a job without its hardware: their tensors have shapes but no values, and nothing"
+    " is communicated. The ranks run the strategy and pipeline schedule of training. Prints what"
+    " each rank holds, sends and computes in a training step. Needs neither the GPUs nor the data"
+    " of the job, and writes only the files that you name.",
     examples=[
         "model=llama3_1_8b cluster=h100_1x8 parallelism=tp4_pp2 data.global_batch_size=64",
         "rank=0,7 --json dryrun.json parallelism=tp2_pp2_dp2",
     ],
 )
 COMMAND.option("--json", "FILE", "also write everything as JSON", type=output_file("--json"))
-COMMAND.option("--timeline", "FILE.svg", "also draw the timeline of the pipeline as SVG", type=output_file("--timeline"))
+COMMAND.option(
+    "--timeline",
+    "FILE.svg",
+    "also draw the timeline of the pipeline as SVG",
+    type=output_file("--timeline"),
+)
 COMMAND.flag("--whole", "run every micro-batch of a step, including those that repeat earlier ones")
 COMMAND.word("rank=N[,N...]", "global ranks to run; default: the first rank of each pipeline stage")
 
@@ -73,14 +81,18 @@ def read_options(arguments: Sequence[str]) -> Options:
 def _options(options: Namespace, words: Sequence[str]) -> Options:
     ranks = [_ranks(word.removeprefix("rank=")) for word in words if word.startswith("rank=")]
     overrides = tuple(word for word in words if not word.startswith("rank="))
-    return Options(ranks[-1] if ranks else None, options.json, options.timeline, options.whole, overrides)
+    return Options(
+        ranks[-1] if ranks else None, options.json, options.timeline, options.whole, overrides
+    )
 
 
 def _ranks(value: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(number) for number in value.split(",")))
     except ValueError:
-        raise ConfigError(f"rank={value} must be a rank or a comma-separated list of ranks, for example rank=0,3.") from None
+        raise ConfigError(
+            f"rank={value} must be a rank or a comma-separated list of ranks, for example rank=0,3."
+        ) from None
 
 
 def _run(options: Options) -> int:
@@ -89,12 +101,15 @@ def _run(options: Options) -> int:
     layout = plan.layout
     for rank in options.ranks or ():
         if not 0 <= rank < layout.world_size:
-            raise ConfigError(f"rank={rank} does not exist: {layout} has {layout.world_size} ranks, 0 to {layout.world_size - 1}.")
+            raise ConfigError(
+                f"rank={rank} does not exist: {layout} has {layout.world_size} ranks, 0 to"
+                f" {layout.world_size - 1}."
+            )
     ranks = options.ranks or tuple(layout.group_of(0, "pp"))
     if plan.precision == "fp8":
         raise ConfigError(
-            "precision=fp8 cannot be dry-run, because its matrix products need values, not only shapes. Use precision=bf16, which has the"
-            " same parameters."
+            "precision=fp8 cannot be dry-run, because its matrix products need values, not only"
+            " shapes. Use precision=bf16, which has the same parameters."
         )
     print(plan.describe(), flush=True)
 
@@ -108,7 +123,11 @@ def _run(options: Options) -> int:
         started = time.monotonic()
         reports.append(dry_run(job, rank, found))
         seconds = time.monotonic() - started
-        print(f"rank {rank}: ran {reports[-1].micro_batches} of {plan.micro_batches} micro-batches in {seconds:.1f} s", flush=True)
+        print(
+            f"rank {rank}: ran {reports[-1].micro_batches} of {plan.micro_batches} micro-batches in"
+            f" {seconds:.1f} s",
+            flush=True,
+        )
     reports.sort(key=lambda report: report.rank)
     print(as_text(reports, plan, config))
     bars = timeline_of(job, reports)
@@ -116,7 +135,10 @@ def _run(options: Options) -> int:
         from lightning_3d.app.dryrun.timeline import as_svg, idle
         from lightning_3d.app.dryrun.timeline import as_text as draw
 
-        print(f"\nTimeline of a step (the length of an action shows its number of operations); ranks are idle {idle(bars):.1%} of the time")
+        print(
+            "\nTimeline of a step (the length of an action shows its number of operations); ranks"
+            f" are idle {idle(bars):.1%} of the time"
+        )
         print(draw(bars))
         if options.timeline is not None:
             options.timeline.write_text(as_svg(bars, plan.describe()))
@@ -126,12 +148,20 @@ def _run(options: Options) -> int:
 
 
 def _last_first(ranks: Sequence[int], layout: Layout) -> list[int]:
-    """Order ranks from the last stage to the first: later stages find out what earlier ones receive from them."""
+    """Order ranks from the last stage to the first: later stages find out what earlier ones receive
+    from them."""
     return sorted(ranks, key=lambda rank: -layout.coordinates(rank)["pp"])
 
 
-def job_of(config: Mapping[str, Any], plan: RunPlan, teacher: Mapping[str, Any] | None = None, *, whole: bool = False) -> Job:
-    """Build the job of a configuration. `teacher` has `model_type` and the fields of the teacher's."""
+def job_of(
+    config: Mapping[str, Any],
+    plan: RunPlan,
+    teacher: Mapping[str, Any] | None = None,
+    *,
+    whole: bool = False,
+) -> Job:
+    """Build the job of a configuration. `teacher` has `model_type` and the fields of the
+    teacher's."""
     import torch
 
     from lightning_3d.app.dryrun.run import DryStrategy, Job
@@ -140,7 +170,9 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, teacher: Mapping[str, Any] 
     from lightning_3d.app.training.run import quiet
 
     quiet()
-    arguments = {key: value for key, value in config["parallelism"].items() if not key.startswith("_")}
+    arguments = {
+        key: value for key, value in config["parallelism"].items() if not key.startswith("_")
+    }
     arguments |= {"seed": config["seed"], "compile": False, "elastic": False}
     own = strategy_class(config["parallelism"]["_target_"])
     groups = {group: config[group] for group in ("optimizer", "objective")}
@@ -153,7 +185,9 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, teacher: Mapping[str, Any] 
         return {key: torch.zeros(shape, dtype=torch.int64) for key in plan.run.objective.batch_keys}
 
     return Job(
-        module=lambda: make_module({**groups, "model": {**config["model"], "pretrained": None}}, teacher),
+        module=lambda: make_module(
+            {**groups, "model": {**config["model"], "pretrained": None}}, teacher
+        ),
         strategy=strategy,
         batch=batch,
         layout=plan.layout,
@@ -168,7 +202,8 @@ def job_of(config: Mapping[str, Any], plan: RunPlan, teacher: Mapping[str, Any] 
 
 
 def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | None:
-    """Place the actions of all pipeline ranks in time, each as long as its measured operations; None unless every stage was run."""
+    """Place the actions of all pipeline ranks in time, each as long as its measured operations;
+    None unless every stage was run."""
     from lightning_3d.app.dryrun.timeline import place
     from lightning_3d.layout.pipeline_orders import training_order
 
@@ -200,24 +235,34 @@ def as_text(reports: Sequence[RankReport], plan: RunPlan, config: Mapping[str, A
     for report in reports:
         place = " ".join(f"{report.coordinates[axis]:>2}" for axis in ("tp", "cp", "pp", "dp"))
         stages = ",".join(map(str, report.stages))
-        start = f"{report.rank:>6} {place:>12} {stages:>8} {report.parameters:>14,} {show_memory(report.usage.peak_bytes):>10}"
-        lines.append(start + "".join(f" {show_memory(report.usage.peak[name]):>13}" for name in CATEGORIES))
+        start = (
+            f"{report.rank:>6} {place:>12} {stages:>8} {report.parameters:>14,}"
+            f" {show_memory(report.usage.peak_bytes):>10}"
+        )
+        lines.append(
+            start + "".join(f" {show_memory(report.usage.peak[name]):>13}" for name in CATEGORIES)
+        )
     memory = config["cluster"].get("memory")
     most = max(reports, key=lambda report: report.usage.peak_bytes)
     if memory:
         share, one = most.usage.peak_bytes / memory, show_memory(int(memory))
         lines.append(
-            f"\nRank {most.rank} needs the most memory: {show_memory(most.usage.peak_bytes)}, {share:.0%} of the {one} of a GPU."
-            " Libraries and the allocator need some on top of that."
+            f"\nRank {most.rank} needs the most memory: {show_memory(most.usage.peak_bytes)},"
+            f" {share:.0%} of the {one} of a GPU. Libraries and the allocator need some on top of"
+            " that."
         )
     for report in reports:
-        lines.append(f"\nRank {report.rank} in a step: {report.usage.flops:.4g} floating-point operations and these collectives:")
+        lines.append(
+            f"\nRank {report.rank} in a step: {report.usage.flops:.4g} floating-point operations"
+            " and these collectives:"
+        )
         lines += _collective_lines(report, plan.layout)
     return "\n".join(lines)
 
 
 def _about_second(reports: Sequence[RankReport], plan: RunPlan) -> str:
-    """Say how large the frozen model of the objective is, where it is, and what a rank has of it."""
+    """Say how large the frozen model of the objective is, where it is, and what a rank has of
+    it."""
     name = plan.run.objective.second_model
     if name is None:
         return ""
@@ -225,7 +270,10 @@ def _about_second(reports: Sequence[RankReport], plan: RunPlan) -> str:
     whole, here = reports[0].second, max(report.second_here for report in reports)
     how = [f"tensor parallelism leaves {here:,} of them on each"] if 0 < here < whole else []
     how += ["ZeRO-3 shards it over the data-parallel ranks"] if plan.zero.stage == 3 else []
-    return f" The frozen {name} has {whole:,}. It is on {where}, and {' and '.join(how) or 'it is not sharded'}."
+    return (
+        f" The frozen {name} has {whole:,}. It is on {where}, and"
+        f" {' and '.join(how) or 'it is not sharded'}."
+    )
 
 
 def _collective_lines(report: RankReport, layout: Layout) -> list[str]:
@@ -235,11 +283,15 @@ def _collective_lines(report: RankReport, layout: Layout) -> list[str]:
     ordered = sorted(rows.items(), key=lambda row: (row[0][0], -row[0][2] * row[1]))
     lines = [f"  {'group':<12} {'collective':<24} {'calls':>7} {'bytes each':>15} {'total':>12}"]
     for (axes, name, size), count in ordered:
-        lines.append(f"  {axes:<12} {name:<24} {count:>7} {size:>15,} {show_bytes(size * count):>12}")
+        lines.append(
+            f"  {axes:<12} {name:<24} {count:>7} {size:>15,} {show_bytes(size * count):>12}"
+        )
     return lines
 
 
-def as_json(reports: Sequence[RankReport], plan: RunPlan, bars: Sequence[Sequence[Bar]] | None) -> dict[str, Any]:
+def as_json(
+    reports: Sequence[RankReport], plan: RunPlan, bars: Sequence[Sequence[Bar]] | None
+) -> dict[str, Any]:
     """Return everything as plain values, for JSON."""
     return {
         "layout": plan.layout.name,
@@ -267,7 +319,12 @@ def as_json(reports: Sequence[RankReport], plan: RunPlan, bars: Sequence[Sequenc
             }
             for report in reports
         ],
-        "timeline": None
-        if bars is None
-        else [[[bar.letter, bar.stage, bar.micro_batch, bar.start, bar.stop] for bar in rank] for rank in bars],
+        "timeline": (
+            None
+            if bars is None
+            else [
+                [[bar.letter, bar.stage, bar.micro_batch, bar.start, bar.stop] for bar in rank]
+                for rank in bars
+            ]
+        ),
     }

@@ -1,4 +1,5 @@
-"""Run a command to its exit code: one message for what the user can repair, a traceback for everything else."""
+"""Run a command to its exit code: one message for what the user can repair, a traceback for
+everything else."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from lightning_3d.errors import Lightning3DError, is_full
 
 
-def guarded(action: Callable[[], int], *, shown: tuple[type[Exception], ...] = (), silent: bool = False) -> int:
+def guarded(
+    action: Callable[[], int], *, shown: tuple[type[Exception], ...] = (), silent: bool = False
+) -> int:
     """Run a command and return its exit code.
 
     Args:
@@ -20,7 +23,9 @@ def guarded(action: Callable[[], int], *, shown: tuple[type[Exception], ...] = (
     """
     try:
         code = action()
-        sys.stdout.flush()  # flush here, where a closed pipe raises BrokenPipeError; at exit Python would only print a complaint
+        # flush here, where a closed pipe raises BrokenPipeError; at exit Python would only print a
+        # complaint
+        sys.stdout.flush()
         return code
     except Lightning3DError as error:
         if not silent:
@@ -29,10 +34,12 @@ def guarded(action: Callable[[], int], *, shown: tuple[type[Exception], ...] = (
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning's Trainer ends the process with 1 then
+        # Lightning's Trainer ends the process with 1 then
+        if isinstance(end.__context__, KeyboardInterrupt):
             return 128 + signal.SIGINT
         raise
-    except BrokenPipeError:  # `| head`; Python would complain again when it flushes standard output at exit
+    except BrokenPipeError:
+        # `| head`; Python would complain again when it flushes standard output at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -43,7 +50,8 @@ def guarded(action: Callable[[], int], *, shown: tuple[type[Exception], ...] = (
                 print(f"lightning_3d: {explain(error)}", file=sys.stderr)
             return Lightning3DError.exit_code
         if is_full(error) or isinstance(error, shown):
-            if not (silent and is_full(error)):  # a full disk affects all ranks; any other error may affect only this one
+            # a full disk affects all ranks; any other error may affect only this one
+            if not (silent and is_full(error)):
                 print(f"lightning_3d: {error}", file=sys.stderr)
         else:
             traceback.print_exc()

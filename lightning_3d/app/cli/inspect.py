@@ -10,7 +10,8 @@ from lightning_3d.ranks.progress import task
 
 COMMAND = Command(
     "inspect",
-    "Show what a checkpoint holds: its step, the layout that wrote it, its tensors and sizes, and whether it is complete and undamaged.",
+    "Show what a checkpoint holds: its step, the layout that wrote it, its tensors and sizes, and"
+    " whether it is complete and undamaged.",
     takes="",
     examples=["outputs/run", "outputs/run/checkpoints/step_100.ckpt --tensors"],
 )

@@ -1,6 +1,8 @@
-"""`lightning-3d launch KIND`: start a run on the nodes of its cluster with torchrun, SLURM, Kubernetes, SkyPilot or dstack.
+"""`lightning-3d launch KIND`: start a run on the nodes of its cluster with torchrun, SLURM,
+Kubernetes, SkyPilot or dstack.
 
-The nodes get the overrides of the command line and compose the same configuration again. Imports no torch.
+The nodes get the overrides of the command line and compose the same configuration again. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_3d.app.cli.options import OVERRIDES, Command
-from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.app.launchers import dstack, kubernetes, skypilot, slurm, torchrun, trainjob
 from lightning_3d.app.launchers.options import (
     PREFIX,
@@ -28,6 +29,7 @@ from lightning_3d.app.launchers.options import (
 )
 from lightning_3d.app.launchers.target import Target, find_target
 from lightning_3d.app.runs.check import Machine
+from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,11 @@ KINDS = {
         Machine.NODES,
     ),
     "slurm": Kind(
-        "submit a job with sbatch; srun starts the ranks in it", SlurmOptions, slurm.render, slurm.submit, Machine.COUNTED_NODES
+        "submit a job with sbatch; srun starts the ranks in it",
+        SlurmOptions,
+        slurm.render,
+        slurm.submit,
+        Machine.COUNTED_NODES,
     ),
     "jobset": Kind(
         "create a JobSet on Kubernetes with kubectl",
@@ -68,7 +74,11 @@ KINDS = {
         Machine.REMOTE_NODES,
     ),
     "trainjob": Kind(
-        "create a TrainJob of Kubeflow Trainer v2 with kubectl", TrainJobOptions, trainjob.render, trainjob.submit, Machine.REMOTE_NODES
+        "create a TrainJob of Kubeflow Trainer v2 with kubectl",
+        TrainJobOptions,
+        trainjob.render,
+        trainjob.submit,
+        Machine.REMOTE_NODES,
     ),
     "pytorchjob": Kind(
         "create a PyTorchJob of the Kubeflow training operator v1 with kubectl",
@@ -95,11 +105,15 @@ KINDS = {
 
 
 def option_rows() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """List the options of each group of launchers, with defaults and meanings: (names of the launchers, rows)."""
+    """List the options of each group of launchers, with defaults and meanings: (names of the
+    launchers, rows)."""
     for options in dict.fromkeys(kind.options for kind in KINDS.values()):
         names = [name for name, kind in KINDS.items() if kind.options is options]
         meant = meanings(options)
-        defaults = ((f"{PREFIX}{key}={json.dumps(value)}", meant.get(key, "").rstrip(".")) for key, value in asdict(options()).items())
+        defaults = (
+            (f"{PREFIX}{key}={json.dumps(value)}", meant.get(key, "").rstrip("."))
+            for key, value in asdict(options()).items()
+        )
         yield listed(names), list(defaults)
 
 
@@ -107,13 +121,19 @@ _ONE_RUN = (
     "lightning-3d launch starts one run, so it has no option -m."
     " To run a sweep on SLURM, use lightning-3d train -m hydra/launcher=slurm ..."
 )
-_SHOW = "lightning-3d launch does not show the configuration. Use lightning-3d train --cfg job, or lightning-3d train --info."
+_SHOW = (
+    "lightning-3d launch does not show the configuration. Use lightning-3d train --cfg job, or"
+    " lightning-3d train --info."
+)
 COMMAND = Command(
     "launch",
-    "Check a configuration as lightning-3d train ... trainer.dry=true does, then start the run on the nodes of its cluster. The numbers of"
-    " nodes, GPUs and ranks come from the cluster (cluster=h100_32x8). Set everything else with options launch.KEY=VALUE.",
+    "Check a configuration as lightning-3d train ... trainer.dry=true does, then start the run on"
+    " the nodes of its cluster. The numbers of nodes, GPUs and ranks come from the cluster"
+    " (cluster=h100_32x8). Set everything else with options launch.KEY=VALUE.",
     takes=f"KIND {OVERRIDES}",
-    examples=["slurm --dry model=llama3_1_8b cluster=h100_2x8 parallelism=tp8_dp2 launch.partition=gpu"],
+    examples=[
+        "slurm --dry model=llama3_1_8b cluster=h100_2x8 parallelism=tp8_dp2 launch.partition=gpu"
+    ],
     progress=False,
     hints={"-m": _ONE_RUN, "--multirun": _ONE_RUN, "--cfg": _SHOW, "-c": _SHOW, "--info": _SHOW},
 )

@@ -1,6 +1,8 @@
-"""The command `lightning-3d`: finds the module of a command and runs it. `python train.py` is the same as `lightning-3d train`.
+"""The command `lightning-3d`: finds the module of a command and runs it. `python train.py` is the
+same as `lightning-3d train`.
 
-Exit codes: 0 for success; 2 for what the user can repair; 1 for a failure while running; 128 + n after signal n.
+Exit codes: 0 for success; 2 for what the user can repair; 1 for a failure while running; 128 + n
+after signal n.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from lightning_3d.version import __version__
 
 @dataclass(frozen=True)
 class _Entry:
-    """A command: the module with its `run`, its meaning, and whether torchrun or SLURM may start it as a rank."""
+    """A command: the module with its `run`, its meaning, and whether torchrun or SLURM may start it
+    as a rank."""
 
     module: str
     meaning: str
@@ -39,18 +42,29 @@ class _Entry:
 
 PURPOSES = {
     "Train": {
-        "train": _Entry("train", "train a model; its --help explains the configuration", in_ranks=True),
+        "train": _Entry(
+            "train", "train a model; its --help explains the configuration", in_ranks=True
+        ),
         "run": _Entry("run", "train from the config.yaml of a run folder", in_ranks=True),
-        "launch": _Entry("launch", "start a run with torchrun, SLURM, Kubernetes, SkyPilot or dstack"),
+        "launch": _Entry(
+            "launch", "start a run with torchrun, SLURM, Kubernetes, SkyPilot or dstack"
+        ),
     },
     "Check a cluster": {
-        "doctor": _Entry("doctor", "check the GPUs, links and settings of a machine or a cluster", in_ranks=True),
-        "selftest": _Entry("selftest", "check on this machine's GPUs that every technique computes what one rank computes"),
+        "doctor": _Entry(
+            "doctor", "check the GPUs, links and settings of a machine or a cluster", in_ranks=True
+        ),
+        "selftest": _Entry(
+            "selftest",
+            "check on this machine's GPUs that every technique computes what one rank computes",
+        ),
     },
     "Choose a layout": {
         "plan": _Entry("plan", "find the fastest layouts on a cluster, without its GPUs"),
         "profile": _Entry("profile", "measure operations on this machine, for plan", in_ranks=True),
-        "dryrun": _Entry("dryrun", "show what ranks of a job hold, send and compute, without its hardware"),
+        "dryrun": _Entry(
+            "dryrun", "show what ranks of a job hold, send and compute, without its hardware"
+        ),
     },
     "Bring your own model": {
         "draft-plan": _Entry("draft_plan", "draft the parallel plan of a model of your own"),
@@ -60,8 +74,14 @@ PURPOSES = {
         "tokenize": _Entry("tokenize", "tokenize text into shards for data=tokens"),
     },
     "Use checkpoints and results": {
-        "evaluate": _Entry("evaluate", "compute losses of a model on validation sets, or run benchmarks, in any layout", in_ranks=True),
-        "generate": _Entry("generate", "print the text that a model writes after a prompt", in_ranks=True),
+        "evaluate": _Entry(
+            "evaluate",
+            "compute losses of a model on validation sets, or run benchmarks, in any layout",
+            in_ranks=True,
+        ),
+        "generate": _Entry(
+            "generate", "print the text that a model writes after a prompt", in_ranks=True
+        ),
         "import": _Entry("import_", "convert a checkpoint of Lightning (DDP, FSDP) or DeepSpeed"),
         "export": _Entry("export", "write the model of a checkpoint in the format of Transformers"),
         "inspect": _Entry("inspect", "show what a checkpoint holds, and whether it is complete"),
@@ -75,7 +95,8 @@ COMMANDS = {name: entry for entries in PURPOSES.values() for name, entry in entr
 
 def _purposes() -> str:
     return "\n\n".join(
-        f"{purpose}:\n{table([(name, entry.meaning) for name, entry in entries.items()])}" for purpose, entries in PURPOSES.items()
+        f"{purpose}:\n{table([(name, entry.meaning) for name, entry in entries.items()])}"
+        for purpose, entries in PURPOSES.items()
     )
 
 
@@ -114,7 +135,11 @@ def main(arguments: list[str]) -> int:
         return complete(rest)
     entry = COMMANDS.get(command)
     if entry is None:
-        print(f'lightning_3d: there is no command "{command}".{did_you_mean(command, COMMANDS)} See lightning-3d --help.', file=sys.stderr)
+        print(
+            f'lightning_3d: there is no command "{command}".{did_you_mean(command, COMMANDS)} See'
+            " lightning-3d --help.",
+            file=sys.stderr,
+        )
         return _REFUSED
     home()  # libraries fail without one
     return _start(entry.load(), rest) if entry.in_ranks else entry.load()(rest)
@@ -133,7 +158,8 @@ def _start(command: Callable[..., int], arguments: list[str]) -> int:
 
 
 def complete(arguments: list[str]) -> int:
-    """Complete a command line with Hydra's shell completion. Hydra does not know commands, so it gets the line without the word `train`."""
+    """Complete a command line with Hydra's shell completion. Hydra does not know commands, so it
+    gets the line without the word `train`."""
     if arguments and arguments[0].startswith("query="):
         application, _, line = os.environ.get("COMP_LINE", "").lstrip().partition(" ")
         command, space, line = line.lstrip().partition(" ")
@@ -146,11 +172,15 @@ def complete(arguments: list[str]) -> int:
     return COMMANDS["train"].load()(["-sc", *arguments], None)
 
 
-def _as_outside_rank(command: Callable[..., int], arguments: list[str], outside: OutsideRank) -> int:
-    """Run a command in a rank that a launcher started. Every rank checks for itself before any is connected; rank 0 prints the message.
+def _as_outside_rank(
+    command: Callable[..., int], arguments: list[str], outside: OutsideRank
+) -> int:
+    """Run a command in a rank that a launcher started. Every rank checks for itself before any is
+    connected; rank 0 prints the message.
 
-    Launchers send SIGTERM to all ranks when one has ended. So that rank 0 is not ended before it has printed, it ignores the signal until
-    its checks are over, and the other ranks wait a little before they end with a refusal.
+    Launchers send SIGTERM to all ranks when one has ended. So that rank 0 is not ended before it
+    has printed, it ignores the signal until its checks are over, and the other ranks wait a little
+    before they end with a refusal.
     """
     if outside.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

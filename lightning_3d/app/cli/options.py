@@ -1,4 +1,5 @@
-"""The command line of one command: options by argparse, Hydra overrides, and one layout for `--help`. Imports no torch."""
+"""The command line of one command: options by argparse, Hydra overrides, and one layout for
+`--help`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +19,14 @@ from lightning_3d.ranks.progress import shown as progress_shown
 OVERRIDES = "[OVERRIDES]"
 _HELP = ("-h", "--help")
 _WIDTH, _COLUMN = 120, 26
-_TAKES_RUN = ("GROUP=NAME, KEY=VALUE", "the run, as in lightning-3d train GROUP=NAME KEY=VALUE; see lightning-3d train --help")
+_TAKES_RUN = (
+    "GROUP=NAME, KEY=VALUE",
+    "the run, as in lightning-3d train GROUP=NAME KEY=VALUE; see lightning-3d train --help",
+)
 
 Action = Callable[[argparse.Namespace, list[str]], int]
-"""Function that does the work of a command: (its options, the overrides of the run) -> exit code."""
+"""Function that does the work of a command: (its options, the overrides of the run) -> exit
+code."""
 
 
 class Command:
@@ -30,10 +35,12 @@ class Command:
     Args:
         name: the word after `lightning-3d`.
         summary: what the command does, for `--help`.
-        takes: placeholders after the options in the usage line: OVERRIDES, or nothing if the command takes no run.
+        takes: placeholders after the options in the usage line: OVERRIDES, or nothing if the
+            command takes no run.
         examples: command lines, each after `lightning-3d NAME`.
         hints: advice for options that the command does not have.
-        progress: whether to show on stderr what the command is doing; False for one that shows its steps itself.
+        progress: whether to show on stderr what the command is doing; False for one that shows its
+            steps itself.
     """
 
     def __init__(
@@ -46,7 +53,13 @@ class Command:
         hints: Mapping[str, str] | None = None,
         progress: bool = True,
     ) -> None:
-        self.name, self._summary, self._takes, self._examples, self._hints = name, summary, takes, examples, dict(hints or {})
+        self.name, self._summary, self._takes, self._examples, self._hints = (
+            name,
+            summary,
+            takes,
+            examples,
+            dict(hints or {}),
+        )
         self._progress = progress
         self._parser = _Parser(f"lightning-3d {name}")
         self._arguments: list[tuple[str, str]] = []
@@ -70,16 +83,33 @@ class Command:
         """Add `--name N`, a whole number of at least 1."""
         self.option(name, "N", meaning, type=whole_number(name, least=1), default=default)
 
-    def choice(self, name: str, value: str, choices: Sequence[str], meaning: str, default: str | None = None, unset: str = "") -> None:
+    def choice(
+        self,
+        name: str,
+        value: str,
+        choices: Sequence[str],
+        meaning: str,
+        default: str | None = None,
+        unset: str = "",
+    ) -> None:
         """Add `--name VALUE` for one of several words. `unset` explains what happens without it."""
 
         def read(text: str) -> str:
             if text not in choices:
-                raise ConfigError(f'{name} must be {listed(choices, last="or")}; got "{text}".{did_you_mean(text, choices)}')
+                raise ConfigError(
+                    f"{name} must be {listed(choices, last='or')}; got"
+                    f' "{text}".{did_you_mean(text, choices)}'
+                )
             return text
 
         without = f"; default: {unset}" if unset else ""
-        self.option(name, value, f"{meaning}: {listed(choices, last='or')}{without}", type=read, default=default)
+        self.option(
+            name,
+            value,
+            f"{meaning}: {listed(choices, last='or')}{without}",
+            type=read,
+            default=default,
+        )
 
     def flag(self, name: str, meaning: str) -> None:
         """Add `--name`, which takes no value."""
@@ -91,7 +121,8 @@ class Command:
         self._words.append((form, meaning))
 
     def section(self, title: str, rows: list[tuple[str, str]], *, first: bool = False) -> None:
-        """Explain a further group of words, such as the options of a launcher, at the end of the help or before the options."""
+        """Explain a further group of words, such as the options of a launcher, at the end of the
+        help or before the options."""
         (self._first_sections if first else self._sections).append((title, rows))
 
     def run(
@@ -106,14 +137,19 @@ class Command:
 
         Args:
             arguments: words after the command's name.
-            outside: this process as a rank that torchrun or SLURM started; then only rank 0 prints help and messages.
+            outside: this process as a rank that torchrun or SLURM started; then only rank 0 prints
+                help and messages.
             shown: errors whose text is enough: exit code 1 without a traceback.
         """
         if set(arguments) & {*_HELP}:
             print_once(self.help().rstrip(), outside)
             return 0
         with progress_shown() if self._progress else nullcontext():
-            return guarded(lambda: action(*self.parse(arguments)), shown=shown, silent=outside is not None and outside.rank > 0)
+            return guarded(
+                lambda: action(*self.parse(arguments)),
+                shown=shown,
+                silent=outside is not None and outside.rank > 0,
+            )
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Separate the options of this command from the overrides of the run.
@@ -122,7 +158,8 @@ class Command:
             The options, and all words that are neither options nor their values, in order.
 
         Raises:
-            ConfigError: an option does not exist or has no value, a word is missing, or a word is left in a command without overrides.
+            ConfigError: an option does not exist or has no value, a word is missing, or a word is
+                left in a command without overrides.
         """
         try:
             options, rest = self._parser.parse_known_args(list(arguments))
@@ -132,7 +169,9 @@ class Command:
         if unknown:
             raise ConfigError(self._no_such_option(unknown[0]))
         if rest and not self._takes:
-            raise ConfigError(f'lightning-3d {self.name} does not take "{rest[0]}". {self._see_help()}')
+            raise ConfigError(
+                f'lightning-3d {self.name} does not take "{rest[0]}". {self._see_help()}'
+            )
         return options, [quoted(word) for word in rest]
 
     def _no_such_option(self, word: str) -> str:
@@ -140,7 +179,10 @@ class Command:
             return self._hints[word]
         names = [form.split()[0] for form, _ in self._options]
         near = did_you_mean(word, [*names, *self._hints])
-        return f"lightning-3d {self.name} has no option {word}.{near} Its options: {', '.join([*names, '--help'])}."
+        return (
+            f"lightning-3d {self.name} has no option {word}.{near} Its options:"
+            f" {', '.join([*names, '--help'])}."
+        )
 
     def _explain(self, error: argparse.ArgumentError) -> str:
         """Rewrite an error of argparse as our messages are written."""
@@ -148,19 +190,48 @@ class Command:
             return f"{error.argument_name} needs a value. {self._see_help()}"
         if "ignored explicit argument" in error.message:
             return f"{error.argument_name} takes no value. {self._see_help()}"
-        return f"{f'{error.argument_name}: ' if error.argument_name else ''}{error.message}. {self._see_help()}"
+        return (
+            f"{f'{error.argument_name}: ' if error.argument_name else ''}{error.message}."
+            f" {self._see_help()}"
+        )
 
     def _see_help(self) -> str:
         return f"See lightning-3d {self.name} --help."
 
     def help(self) -> str:
         """Return the text of `--help`, in the same layout for all commands."""
-        usage = " ".join(["lightning-3d", self.name, *(name for name, _ in self._arguments), "[OPTIONS]", self._takes]).rstrip()
+        usage = " ".join(
+            [
+                "lightning-3d",
+                self.name,
+                *(name for name, _ in self._arguments),
+                "[OPTIONS]",
+                self._takes,
+            ]
+        ).rstrip()
         options = [*self._options, (", ".join(_HELP), "show this help and exit")]
-        blocks = [f"Usage: {usage}", *(textwrap.fill(part, _WIDTH, break_on_hyphens=False) for part in self._summary.split("\n\n"))]
+        blocks = [
+            f"Usage: {usage}",
+            *(
+                textwrap.fill(part, _WIDTH, break_on_hyphens=False)
+                for part in self._summary.split("\n\n")
+            ),
+        ]
         if self._examples:
-            blocks.append("\n".join(["Examples:", *(f"  lightning-3d {self.name} {line}" for line in self._examples)]))
-        sections = [("Arguments", self._arguments), *self._first_sections, ("Options", options), ("Overrides", self._words)]
+            blocks.append(
+                "\n".join(
+                    [
+                        "Examples:",
+                        *(f"  lightning-3d {self.name} {line}" for line in self._examples),
+                    ]
+                )
+            )
+        sections = [
+            ("Arguments", self._arguments),
+            *self._first_sections,
+            ("Options", options),
+            ("Overrides", self._words),
+        ]
         sections += self._sections
         blocks += [f"{title}:\n{table(rows)}" for title, rows in sections if rows]
         return "\n\n".join(blocks) + "\n"
@@ -171,7 +242,10 @@ def whole_number(name: str, least: int = 0) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise ConfigError(f"{name} must be a whole number of at least {least}; got {text or 'an empty string'}.")
+            raise ConfigError(
+                f"{name} must be a whole number of at least {least}; got"
+                f" {text or 'an empty string'}."
+            )
         return int(text)
 
     return read
@@ -197,7 +271,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, add_help=False, allow_abbrev=False, exit_on_error=False)
 
     def error(self, message: str) -> Any:
-        """Raise ConfigError for what argparse does not report as an `ArgumentError`: required words that are missing."""
+        """Raise ConfigError for what argparse does not report as an `ArgumentError`: required words
+        that are missing."""
         missing = re.fullmatch(r"the following arguments are required: (.*)", message)
         what = f"{listed(missing[1].split(', '))} must be given" if missing else message
         raise ConfigError(f"{what}. See {self.prog} --help.")

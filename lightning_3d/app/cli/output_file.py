@@ -26,12 +26,16 @@ def check_output(path: Path, option: str) -> None:
     """Refuse a file that cannot be written, before the work starts. Leaves nothing behind.
 
     Raises:
-        ConfigError: the path is a folder, its folder does not exist, or the system does not allow writing.
+        ConfigError: the path is a folder, its folder does not exist, or the system does not allow
+            writing.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder; give the name of a file.")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path} must be in an existing folder; there is no folder {path.absolute().parent}.")
+        raise ConfigError(
+            f"{option} {path} must be in an existing folder; there is no folder"
+            f" {path.absolute().parent}."
+        )
     try:
         if not path.exists():
             path.open("xb").close()
@@ -39,4 +43,6 @@ def check_output(path: Path, option: str) -> None:
         elif not os.access(path, os.W_OK):
             raise PermissionError("Permission denied")
     except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}.") from None
+        raise ConfigError(
+            f"{option} {path} cannot be written: {error.strerror or error}."
+        ) from None

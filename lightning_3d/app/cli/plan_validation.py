@@ -1,6 +1,8 @@
-"""`lightning-3d plan --validate N`: run the best layouts for a few steps and compare prediction and measurement. Imports no torch.
+"""`lightning-3d plan --validate N`: run the best layouts for a few steps and compare prediction and
+measurement. Imports no torch.
 
-This process starts the ranks of one node. srun starts the ranks of several nodes, in the SLURM job in which the command runs.
+This process starts the ranks of one node. srun starts the ranks of several nodes, in the SLURM job
+in which the command runs.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from pathlib import Path
 from lightning_3d.app.cli.plan_words import training_words
 from lightning_3d.app.config.cluster import ClusterConfig
 from lightning_3d.app.config.machine import visible_gpus
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.planner.machine import Machine
 from lightning_3d.app.planner.search import Candidate
 from lightning_3d.app.planner.tables import describe, table
-from lightning_3d.ranks.process_ties import belong_to
 from lightning_3d.app.runs.metrics_file import column, read_rows
+from lightning_3d.errors import ConfigError
+from lightning_3d.ranks.process_ties import belong_to
 from lightning_3d.storage.numbers import show_memory
 
 _LAST_WORDS = 400
@@ -35,20 +37,26 @@ _END_SECONDS = 30
 
 
 def require_here(machine: Machine, cluster: ClusterConfig) -> None:
-    """Check that this machine, or the SLURM job in which this command runs, can run the layouts of a plan.
+    """Check that this machine, or the SLURM job in which this command runs, can run the layouts of
+    a plan.
 
     Raises:
-        ConfigError: the plan is for more GPUs than this machine has, or for several nodes outside of a job that has them.
+        ConfigError: the plan is for more GPUs than this machine has, or for several nodes outside
+            of a job that has them.
     """
     if cluster.nodes > 1:
         _require_job(cluster.nodes, machine.gpus // cluster.nodes)
         return
     there = visible_gpus()
     if cluster.accelerator != "cpu" and there < machine.gpus:
-        here, kind = f"{there} GPU{'s' * (there > 1)}" if there else "no GPU", cluster.name.partition("_")[0]
+        here, kind = (
+            f"{there} GPU{'s' * (there > 1)}" if there else "no GPU",
+            cluster.name.partition("_")[0],
+        )
         raise ConfigError(
-            f"--validate runs layouts on this machine, which has {here}, but the plan is for {machine.gpus} GPUs ({cluster.name})."
-            f" Validate on one node of that kind with cluster={kind}_1x{max(1, there)}, or here with cluster=local_cpu and a profile of"
+            f"--validate runs layouts on this machine, which has {here}, but the plan is for"
+            f" {machine.gpus} GPUs ({cluster.name}). Validate on one node of that kind with"
+            f" cluster={kind}_1x{max(1, there)}, or here with cluster=local_cpu and a profile of"
             " this machine."
         )
 
@@ -58,22 +66,31 @@ def _require_job(nodes: int, ranks_per_node: int) -> None:
     start = f"salloc --nodes={nodes} --ntasks-per-node={ranks_per_node}"
     if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
         raise ConfigError(
-            f"The plan is for {nodes} nodes, and --validate starts ranks on several nodes with srun, in a SLURM job. Run this command in a"
-            f" job ({start}), or use a cluster of one node."
+            f"The plan is for {nodes} nodes, and --validate starts ranks on several nodes with"
+            f" srun, in a SLURM job. Run this command in a job ({start}), or use a cluster of one"
+            " node."
         )
     there = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
     if there.isdecimal() and int(there) < nodes:
         raise ConfigError(
-            f"The plan is for {nodes} nodes, but this SLURM job has {there}. Use a job with more ({start}), or a smaller cluster."
+            f"The plan is for {nodes} nodes, but this SLURM job has {there}. Use a job with more"
+            f" ({start}), or a smaller cluster."
         )
 
 
 def starter(machine: Machine, cluster: ClusterConfig) -> list[str]:
-    """Return the words before a command that start it on all ranks of several nodes; none for one node."""
+    """Return the words before a command that start it on all ranks of several nodes; none for one
+    node."""
     if cluster.nodes == 1:
         return []
     ranks = machine.gpus // cluster.nodes
-    return ["srun", "--kill-on-bad-exit=1", "--quit-on-interrupt", f"--nodes={cluster.nodes}", f"--ntasks-per-node={ranks}"]
+    return [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "--quit-on-interrupt",
+        f"--nodes={cluster.nodes}",
+        f"--ntasks-per-node={ranks}",
+    ]
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,13 @@ class Measured:
     failure: str = ""
 
 
-def validate(overrides: Sequence[str], candidates: Sequence[Candidate], steps: int, start: Sequence[str], shared: Path) -> int:
+def validate(
+    overrides: Sequence[str],
+    candidates: Sequence[Candidate],
+    steps: int,
+    start: Sequence[str],
+    shared: Path,
+) -> int:
     """Run candidates one after the other and print the comparison. Returns 1 if none of them ran.
 
     Args:
@@ -104,12 +127,28 @@ def validate(overrides: Sequence[str], candidates: Sequence[Candidate], steps: i
     rows, failures = [], []
     for number, one in enumerate(candidates, 1):
         print(f"running layout {number} of {len(candidates)}: {describe(one.job)}", flush=True)
-        with tempfile.TemporaryDirectory(prefix="lightning_3d_validation_", dir=shared if start else None) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="lightning_3d_validation_", dir=shared if start else None
+        ) as folder:
             found = measure(overrides, one, steps, start, Path(folder).resolve())
         if found.failure:
             failures.append(f"{one.job.layout.name} failed: {found.failure}")
-        rows.append([one.job.layout.name, *_compared(one.step.seconds, found.seconds), *_of_memory(one.memory.total, found.memory)])
-    head = ["layout", "s/step predicted", "measured", "ratio", "memory predicted", "measured", "ratio"]
+        rows.append(
+            [
+                one.job.layout.name,
+                *_compared(one.step.seconds, found.seconds),
+                *_of_memory(one.memory.total, found.memory),
+            ]
+        )
+    head = [
+        "layout",
+        "s/step predicted",
+        "measured",
+        "ratio",
+        "memory predicted",
+        "measured",
+        "ratio",
+    ]
     print("\n" + "\n".join(table(head, rows)))
     for failure in failures:
         print(failure)
@@ -124,34 +163,78 @@ def _compared(predicted: float, measured: float | None) -> list[str]:
 
 def _of_memory(predicted: float, measured: float | None) -> list[str]:
     words = [show_memory(predicted)]
-    return [*words, show_memory(measured), f"{predicted / measured:.2f}"] if measured else [*words, "-", "-"]
+    return (
+        [*words, show_memory(measured), f"{predicted / measured:.2f}"]
+        if measured
+        else [*words, "-", "-"]
+    )
 
 
-def measure(overrides: Sequence[str], one: Candidate, steps: int, start: Sequence[str], folder: Path) -> Measured:
-    """Run `lightning-3d train` with the layout of a candidate: one step to warm up, some timed ones, and a traced one."""
+def measure(
+    overrides: Sequence[str], one: Candidate, steps: int, start: Sequence[str], folder: Path
+) -> Measured:
+    """Run `lightning-3d train` with the layout of a candidate: one step to warm up, some timed
+    ones, and a traced one."""
     last = steps + 2
     own = [
-        *(f"trainer.{key}={last}" for key in ("max_steps", "val_check_interval", "trace_every_n_steps", "checkpoint_every_n_steps")),
-        *("trainer.limit_val_batches=0", "callbacks=none", "logger=none", f"hydra.run.dir={folder}/run", "force=true"),
-        *("+callbacks.metrics._target_=lightning_3d.app.training.callbacks.MetricsCSV", f"+callbacks.metrics.path={folder}/metrics.csv"),
+        *(
+            f"trainer.{key}={last}"
+            for key in (
+                "max_steps",
+                "val_check_interval",
+                "trace_every_n_steps",
+                "checkpoint_every_n_steps",
+            )
+        ),
+        *(
+            "trainer.limit_val_batches=0",
+            "callbacks=none",
+            "logger=none",
+            f"hydra.run.dir={folder}/run",
+            "force=true",
+        ),
+        *(
+            "+callbacks.metrics._target_=lightning_3d.app.training.callbacks.MetricsCSV",
+            f"+callbacks.metrics.path={folder}/metrics.csv",
+        ),
     ]
     given = [word for word in overrides if word.partition("=")[0] not in ("callbacks", "logger")]
-    command = [*start, sys.executable, "-m", "lightning_3d", "train", *training_words(given, one.job).words, *own]
+    command = [
+        *start,
+        sys.executable,
+        "-m",
+        "lightning_3d",
+        "train",
+        *training_words(given, one.job).words,
+        *own,
+    ]
     code, output, errors = _finished(command, alone=not start)
     rows = read_rows(folder / "metrics.csv")
     if not code and not rows and start:
-        return Measured(failure=f"it trained, but {folder} has no numbers: the folder of --out must be on storage that all nodes share")
+        return Measured(
+            failure=(
+                f"it trained, but {folder} has no numbers: the folder of --out must be on storage"
+                " that all nodes share"
+            )
+        )
     if code or not rows:
-        return Measured(failure=f"exit code {code}: {(errors.strip() or output.strip() or 'no output')[-_LAST_WORDS:]}")
+        return Measured(
+            failure=(
+                f"exit code {code}:"
+                f" {(errors.strip() or output.strip() or 'no output')[-_LAST_WORDS:]}"
+            )
+        )
     timed = column(rows[1:-1], "step_seconds")
     return Measured(statistics.median(timed), next(iter(column(rows[-1:], "memory")), None))
 
 
 def _finished(command: Sequence[str], *, alone: bool) -> tuple[int, str, str]:
-    """Run a command, and return its exit code and what it printed. An interruption kills it with its ranks: they have nothing to save.
+    """Run a command, and return its exit code and what it printed. An interruption kills it with
+    its ranks: they have nothing to save.
 
     Args:
-        alone: whether all of its ranks are on this machine, where they die with it. Else srun kills them.
+        alone: whether all of its ranks are on this machine, where they die with it. Else srun kills
+            them.
     """
     with subprocess.Popen(
         command,
@@ -170,11 +253,13 @@ def _finished(command: Sequence[str], *, alone: bool) -> tuple[int, str, str]:
                     process.wait(_END_SECONDS)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()  # until the last rank has closed its output: nobody writes into the folder any more
+            # until the last rank has closed its output: nobody writes into the folder any more
+            process.communicate()
             raise
     return process.returncode, output, errors
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of this process, extended so that the run imports the same packages from any folder."""
+    """Return the environment of this process, extended so that the run imports the same packages
+    from any folder."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

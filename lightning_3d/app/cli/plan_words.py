@@ -10,10 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.app.config.compose import compose
 from lightning_3d.app.config.run_config import GROUPS
-from lightning_3d.errors import listed
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Machine
 from lightning_3d.app.planner.tables import describe
+from lightning_3d.errors import listed
 
 _GROUPS = ("model", "cluster")
 _BATCH = ("global_batch_size", "sequence_length")
@@ -27,11 +27,14 @@ class TrainingWords:
     missing: list[str]
 
 
-def training_words(overrides: Sequence[str], job: Job, choices: Mapping[str, Any] | None = None) -> TrainingWords:
-    """Return overrides with which a run has the model, cluster and data of the plan, and exactly the layout of `job`.
+def training_words(
+    overrides: Sequence[str], job: Job, choices: Mapping[str, Any] | None = None
+) -> TrainingWords:
+    """Return overrides with which a run has the model, cluster and data of the plan, and exactly
+    the layout of `job`.
 
-    Model, cluster and batch are always named, so that the command does not depend on defaults. Words about keys that the planner chose
-    are replaced.
+    Model, cluster and batch are always named, so that the command does not depend on defaults.
+    Words about keys that the planner chose are replaced.
 
     Args:
         overrides: words of the plan.
@@ -39,7 +42,12 @@ def training_words(overrides: Sequence[str], job: Job, choices: Mapping[str, Any
         choices: `config_choices` of these words; None: they are composed.
     """
     wanted = _chosen(job)
-    replaced = {"parallelism", "parallelism.layout", "trainer.dry", *(f"parallelism.{key}" for key in wanted)}
+    replaced = {
+        "parallelism",
+        "parallelism.layout",
+        "trainer.dry",
+        *(f"parallelism.{key}" for key in wanted),
+    }
     words = [word for word in overrides if _key(word) not in replaced]
     choices = choices or config_choices(compose(words))
     if not choices.get("recipe"):  # a recipe names its model, cluster and batch
@@ -52,8 +60,13 @@ def training_words(overrides: Sequence[str], job: Job, choices: Mapping[str, Any
     composed = compose(words)
     found = composed["parallelism"]
     if composed["cluster"]["accelerator"] != "gpu" and found.get("sequence_parallel") is None:
-        found["sequence_parallel"] = False  # the default where ranks communicate through gloo (`pays_off`)
-    others = {f"parallelism.{key}": value for key, value in wanted.items() if not _same(found.get(key), value, key, job)}
+        # the default where ranks communicate through gloo (`pays_off`)
+        found["sequence_parallel"] = False
+    others = {
+        f"parallelism.{key}": value
+        for key, value in wanted.items()
+        if not _same(found.get(key), value, key, job)
+    }
     words += [f"{key}={_text(value)}" for key, value in others.items()]
     return TrainingWords(words, [key for key in missing_keys(composed) if key not in others])
 
@@ -70,7 +83,8 @@ def missing_keys(config: DictConfig) -> list[str]:
 
 
 def introduce(missing: Sequence[str], machine: Machine) -> str:
-    """Say what the command does, how it is started on several nodes, and which keys it still needs."""
+    """Say what the command does, how it is started on several nodes, and which keys it still
+    needs."""
     sentences = ["This command trains with the fastest layout"]
     if missing:
         sentences[0] += f", after you add {listed(f'{key}=...' for key in missing)}"
@@ -84,7 +98,8 @@ def _key(word: str) -> str:
 
 
 def _chosen(job: Job) -> dict[str, Any]:
-    """Keys of `parallelism` that the planner chooses, without the layout itself, and those that exclude a choice."""
+    """Keys of `parallelism` that the planner chooses, without the layout itself, and those that
+    exclude a choice."""
     nothing = {"recompute_every": 1, "recompute_keep": None} if job.recompute == "none" else {}
     return {
         **nothing,
@@ -101,8 +116,11 @@ def _chosen(job: Job) -> dict[str, Any]:
 
 
 def _same(found: Any, wanted: Any, key: str, job: Job) -> bool:
-    """Return whether a key has the wanted value, or has no effect in this layout, or is left open and follows from the layout's name."""
-    if (key == "schedule" and job.layout.pp == 1) or (key == "sequence_parallel" and job.layout.tp == 1):
+    """Return whether a key has the wanted value, or has no effect in this layout, or is left open
+    and follows from the layout's name."""
+    if (key == "schedule" and job.layout.pp == 1) or (
+        key == "sequence_parallel" and job.layout.tp == 1
+    ):
         return True
     if found is None and wanted is not None:
         return key in ("vp", "sequence_parallel")

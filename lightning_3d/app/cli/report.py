@@ -1,17 +1,19 @@
-"""`lightning-3d report`: make the report of a run or a sweep from the files in its folder. Imports no torch."""
+"""`lightning-3d report`: make the report of a run or a sweep from the files in its folder. Imports
+no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from lightning_3d.app.cli.options import Command
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.report.run import write_report
 from lightning_3d.app.runs.report.sweep import SWEEP_FILE, write_sweep_report
+from lightning_3d.errors import ConfigError
 
 COMMAND = Command(
     "report",
-    "Write report.html for a run, or sweep.html and the reports of all jobs for a sweep, from the files in its folder.",
+    "Write report.html for a run, or sweep.html and the reports of all jobs for a sweep, from the"
+    " files in its folder.",
     takes="",
 )
 COMMAND.argument("FOLDER", "folder of a run (metrics.csv, config.yaml) or of a sweep (sweep.csv)")

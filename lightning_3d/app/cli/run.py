@@ -1,7 +1,9 @@
-"""`lightning-3d run CONFIG.yaml`: train from a complete configuration, such as the one that every run leaves in its folder.
+"""`lightning-3d run CONFIG.yaml`: train from a complete configuration, such as the one that every
+run leaves in its folder.
 
-No Hydra groups are composed. A sweep prepares the run folder of each job with a `config.yaml`; that file runs in this very folder, but only
-once. To repeat a run, name a new folder. torch is imported after all checks.
+No Hydra groups are composed. A sweep prepares the run folder of each job with a `config.yaml`; that
+file runs in this very folder, but only once. To repeat a run, name a new folder. torch is imported
+after all checks.
 """
 
 from __future__ import annotations
@@ -16,9 +18,7 @@ from omegaconf import OmegaConf
 
 from lightning_3d.app.cli.options import Command
 from lightning_3d.app.config.plan_run import plan_run
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.planner.advice import Advice
-from lightning_3d.ranks.environment import OutsideRank
 from lightning_3d.app.runs.ending import CommandLine
 from lightning_3d.app.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.app.runs.frozen_config import move_to, read_frozen
@@ -27,18 +27,28 @@ from lightning_3d.app.runs.status import read_status
 from lightning_3d.app.training.data.file_check import check_files
 from lightning_3d.app.training.dry import show_plan
 from lightning_3d.app.training.job import find_place, run_job
+from lightning_3d.errors import ConfigError
+from lightning_3d.ranks.environment import OutsideRank
 
 COMMAND = Command(
     "run",
-    "Train from a complete configuration, such as the config.yaml that every run leaves in its folder. Hydra does not change it.",
+    "Train from a complete configuration, such as the config.yaml that every run leaves in its"
+    " folder. Hydra does not change it.",
     takes="",
     progress=False,
     examples=["outputs/run/config.yaml --folder outputs/again", "outputs/run/config.yaml --resume"],
 )
-COMMAND.argument("CONFIG.yaml", "the configuration file; one that a sweep prepared runs in its own folder, and only once")
+COMMAND.argument(
+    "CONFIG.yaml",
+    "the configuration file; one that a sweep prepared runs in its own folder, and only once",
+)
 COMMAND.option("--folder", "NEW", "use another run folder than the one in the configuration")
 COMMAND.option(
-    "--resume", "CHECKPOINT", "resume in the same run folder, from CHECKPOINT or from the newest checkpoint there", nargs="?", const=""
+    "--resume",
+    "CHECKPOINT",
+    "resume in the same run folder, from CHECKPOINT or from the newest checkpoint there",
+    nargs="?",
+    const="",
 )
 
 
@@ -46,15 +56,24 @@ def run(arguments: list[str], outside: OutsideRank | None) -> int:
     """Run the command and return the exit code.
 
     Args:
-        outside: this process as a rank that torchrun or SLURM started; None: the ranks are started here.
+        outside: this process as a rank that torchrun or SLURM started; None: the ranks are started
+            here.
     """
-    return COMMAND.run(arguments, lambda options, _: _run(Path(options.config), options, outside), outside=outside, shown=())
+    return COMMAND.run(
+        arguments,
+        lambda options, _: _run(Path(options.config), options, outside),
+        outside=outside,
+        shown=(),
+    )
 
 
 def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
     config = read_frozen(path)
     if options.folder is not None and options.resume is not None:
-        raise ConfigError("--resume continues in the folder of the run, so it cannot be combined with --folder. Leave out one of them.")
+        raise ConfigError(
+            "--resume continues in the folder of the run, so it cannot be combined with --folder."
+            " Leave out one of them."
+        )
     if options.folder is not None:
         config = move_to(config, Path(options.folder).absolute())
     elif Path(config["run_folder"]).resolve() != path.parent.resolve():
@@ -84,14 +103,15 @@ def _moved(config: dict[str, Any], path: Path, *, resumes: bool) -> dict[str, An
     """Return the configuration of a run whose folder was moved or copied.
 
     Raises:
-        ConfigError: the file is not in a run folder, or nothing says whether to resume the run there.
+        ConfigError: the file is not in a run folder, or nothing says whether to resume the run
+            there.
     """
     if resumes and read_status(path.parent) is not None:
         return move_to(config, path.parent, whole=True)
     resume = " To resume it here, use --resume." if read_status(path.parent) is not None else ""
     raise ConfigError(
-        f"{path} is not in the folder of its run, {config['run_folder']}.{resume} To repeat the run in a new folder, use --folder"
-        f" {path.parent / 'run'}."
+        f"{path} is not in the folder of its run, {config['run_folder']}.{resume} To repeat the run"
+        f" in a new folder, use --folder {path.parent / 'run'}."
     )
 
 
@@ -105,7 +125,10 @@ def _reopen(folder: Path, config: dict[str, Any], checkpoint: str) -> RunFolder:
     if checkpoint:
         reopened = replace(reopened, resume=checkpoint)
     if reopened.resume is None:
-        raise ConfigError(f"{folder} has no complete checkpoint to resume. To repeat the run in a new folder, use --folder NEW.")
+        raise ConfigError(
+            f"{folder} has no complete checkpoint to resume. To repeat the run in a new folder, use"
+            " --folder NEW."
+        )
     require_resumable(reopened.resume, config)  # the file may have been edited since
     return reopened
 

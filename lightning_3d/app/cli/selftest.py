@@ -1,4 +1,5 @@
-"""`lightning-3d selftest`: compare every technique on this machine's GPUs or CPU ranks with one rank."""
+"""`lightning-3d selftest`: compare every technique on this machine's GPUs or CPU ranks with one
+rank."""
 
 from __future__ import annotations
 
@@ -9,24 +10,39 @@ from pathlib import Path
 
 from lightning_3d.app.cli.options import Command
 from lightning_3d.app.config.machine import visible_gpus
-from lightning_3d.errors import ConfigError, plural
 from lightning_3d.app.selftest.cells import Cell, all_cells, chosen
+from lightning_3d.errors import ConfigError, plural
 
 COMMAND = Command(
     "selftest",
-    "Check on this machine that every technique computes what one rank computes: tensor, sequence, pipeline, data, context and expert"
-    " parallelism, ZeRO, recomputation, offload, torch.compile, float8, checkpoints. Tiny models train on the GPUs at hand, or on CPU"
-    " ranks, in fp32 and bf16, and a plain loop on one rank trains them again. The exit code is 1 if a cell is wrong, fails or hangs.\n\n"
-    "It tests the GPUs of one node; torchrun and srun do not apply. On several nodes, run it on each node.",
+    "Check on this machine that every technique computes what one rank computes: tensor, sequence,"
+    " pipeline, data, context and expert parallelism, ZeRO, recomputation, offload, torch.compile,"
+    " float8, checkpoints. Tiny models train on the GPUs at hand, or on CPU ranks, in fp32 and"
+    " bf16, and a plain loop on one rank trains them again. The exit code is 1 if a cell is wrong,"
+    " fails or hangs.\n\nIt tests the GPUs of one node; torchrun and srun do not apply. On several"
+    " nodes, run it on each node.",
     takes="[cluster=local_cpu]",
     examples=["", "--only tp,pp --ranks 4 cluster=local_cpu", "--list"],
 )
 COMMAND.word("cluster=local_cpu", "use CPU ranks although there are GPUs")
-COMMAND.count("--ranks", "ranks on this machine; default: one for each GPU, 4 on a machine without GPUs. More ranks than GPUs share them")
-COMMAND.count("--minutes", "time limit; cells that it does not reach are named; default: 5", default=5)
-COMMAND.option("--only", "GROUPS", "groups of cells, with commas between them, such as tp,pp; --list shows them")
+COMMAND.count(
+    "--ranks",
+    "ranks on this machine; default: one for each GPU, 4 on a machine without GPUs. More ranks than"
+    " GPUs share them",
+)
+COMMAND.count(
+    "--minutes", "time limit; cells that it does not reach are named; default: 5", default=5
+)
 COMMAND.option(
-    "--output", "FILE.json", "file to attach to an issue; default: lightning_3d_selftest.json", default="lightning_3d_selftest.json"
+    "--only",
+    "GROUPS",
+    "groups of cells, with commas between them, such as tp,pp; --list shows them",
+)
+COMMAND.option(
+    "--output",
+    "FILE.json",
+    "file to attach to an issue; default: lightning_3d_selftest.json",
+    default="lightning_3d_selftest.json",
 )
 COMMAND.flag("--list", "list the cells without starting ranks")
 
@@ -44,7 +60,9 @@ def _run(options: Namespace, words: Sequence[str]) -> int:
         return 0
     path = Path(options.output).absolute()
     if not path.parent.is_dir():
-        raise ConfigError(f"--output must be a file in an existing folder; there is no folder {path.parent}.")
+        raise ConfigError(
+            f"--output must be a file in an existing folder; there is no folder {path.parent}."
+        )
     from lightning_3d.app.selftest import report, session
     from lightning_3d.app.selftest.workers import CallFailed, CallHung
 
@@ -63,11 +81,16 @@ def _place(ranks: int | None, words: Sequence[str]) -> tuple[int, int]:
     """Decide where to run: (number of GPUs, 0 for CPU ranks; number of ranks)."""
     for word in words:
         if word not in ("cluster=local_cpu", "cluster=auto"):
-            raise ConfigError(f'lightning-3d selftest takes cluster=local_cpu (or cluster=auto); got "{word}".')
+            raise ConfigError(
+                f'lightning-3d selftest takes cluster=local_cpu (or cluster=auto); got "{word}".'
+            )
     gpus = 0 if "cluster=local_cpu" in words else visible_gpus()
     ranks = ranks or gpus or 4
     return min(gpus, ranks), ranks
 
 
 def _listed(cell: Cell) -> str:
-    return f"{cell.group:<11} {cell.technique:<31} {cell.shown_layout:<12} {cell.precision:<5} {plural(cell.ranks, 'rank')}"
+    return (
+        f"{cell.group:<11} {cell.technique:<31} {cell.shown_layout:<12} {cell.precision:<5}"
+        f" {plural(cell.ranks, 'rank')}"
+    )

@@ -12,8 +12,8 @@ ACCELERATORS = ("auto", "cpu", "gpu")
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Peak rate of one GPU in matrix products without sparsity, in operations a second, by the type of the factors. None: no such
-    products, or not stated by the vendor.
+    """Peak rate of one GPU in matrix products without sparsity, in operations a second, by the type
+    of the factors. None: no such products, or not stated by the vendor.
     """
 
     fp32: float | None = None
@@ -52,8 +52,10 @@ class ClusterConfig:
         peak_flops: operations per second of one GPU in matrix products without sparsity.
         intra_node: link between the GPUs of a node.
         inter_node: link between nodes.
-        pod_nodes: number of neighbouring nodes whose ports may all send to each other at their full rate. None: all nodes.
-        pod_oversubscription: bandwidth of the ports of a pod, divided by the bandwidth that leaves the pod.
+        pod_nodes: number of neighbouring nodes whose ports may all send to each other at their full
+            rate. None: all nodes.
+        pod_oversubscription: bandwidth of the ports of a pod, divided by the bandwidth that leaves
+            the pod.
     """
 
     name: str = "local"
@@ -82,14 +84,28 @@ class ClusterConfig:
             ConfigError: with the key.
         """
         if self.accelerator not in ACCELERATORS:
-            raise ConfigError(f"cluster.accelerator must be auto, cpu or gpu; got {self.accelerator!r}.")
-        check_sizes(**{"cluster.nodes": self.nodes, "cluster.nvlink_gpus": self.nvlink_gpus, "cluster.pod_nodes": self.pod_nodes})
+            raise ConfigError(
+                f"cluster.accelerator must be auto, cpu or gpu; got {self.accelerator!r}."
+            )
+        check_sizes(
+            **{
+                "cluster.nodes": self.nodes,
+                "cluster.nvlink_gpus": self.nvlink_gpus,
+                "cluster.pod_nodes": self.pod_nodes,
+            }
+        )
         self._check_pods()
         if self.gpus_per_node or self.accelerator == "gpu":  # 0: a node of CPU cores
             check_sizes(**{"cluster.gpus_per_node": self.gpus_per_node})
         rates = {"memory": self.memory, "memory_bandwidth": self.memory_bandwidth}
-        rates |= {f"peak_flops.{kind.name}": getattr(self.peak_flops, kind.name) for kind in fields(PeakFlops)}
-        rates |= {"intra_node.bandwidth": self.intra_node.bandwidth, "inter_node.bandwidth": self.inter_node.bandwidth}
+        rates |= {
+            f"peak_flops.{kind.name}": getattr(self.peak_flops, kind.name)
+            for kind in fields(PeakFlops)
+        }
+        rates |= {
+            "intra_node.bandwidth": self.intra_node.bandwidth,
+            "inter_node.bandwidth": self.inter_node.bandwidth,
+        }
         for name, rate in rates.items():
             if rate is not None:
                 check_number(f"cluster.{name}", rate, least=1)
@@ -101,8 +117,9 @@ class ClusterConfig:
         if (self.pod_nodes is None) != (self.pod_oversubscription is None):
             missing = "pod_oversubscription" if self.pod_oversubscription is None else "pod_nodes"
             raise ConfigError(
-                f"cluster.{missing} is missing. Set both cluster.pod_nodes, the nodes of a pod, and cluster.pod_oversubscription, the"
-                " bandwidth of their ports divided by the bandwidth that leaves the pod; for example 16 and 2."
+                f"cluster.{missing} is missing. Set both cluster.pod_nodes, the nodes of a pod, and"
+                " cluster.pod_oversubscription, the bandwidth of their ports divided by the"
+                " bandwidth that leaves the pod; for example 16 and 2."
             )
         if self.pod_oversubscription is not None:
             check_number("cluster.pod_oversubscription", self.pod_oversubscription, least=1)

@@ -18,7 +18,8 @@ from lightning_3d.app.config.sources import ClusterSource, LayoutSource, RecipeS
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Convert a configuration to dicts and lists, with interpolations resolved and without Hydra's own part."""
+    """Convert a configuration to dicts and lists, with interpolations resolved and without Hydra's
+    own part."""
     task = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     content = OmegaConf.to_container(task, resolve=True)
     assert isinstance(content, dict)
@@ -28,17 +29,26 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def register_sources(others: Sequence[type[Plugin]] = ()) -> None:
     """Register the config sources and the search path of this package, and `others`, with Hydra.
 
-    Hydra finds plugins by walking their folders, which fails if an editable install maps names instead.
+    Hydra finds plugins by walking their folders, which fails if an editable install maps names
+    instead.
     """
-    found = {plugin.__name__ for plugin in Plugins.instance().discover()}  # Hydra loads the modules of plugins a second time
-    ours: list[type[Plugin]] = [LayoutSource, ClusterSource, RecipeSource, Lightning3DSearchPath, *others]
+    # Hydra loads the modules of plugins a second time
+    found = {plugin.__name__ for plugin in Plugins.instance().discover()}
+    ours: list[type[Plugin]] = [
+        LayoutSource,
+        ClusterSource,
+        RecipeSource,
+        Lightning3DSearchPath,
+        *others,
+    ]
     for plugin in ours:
         if plugin.__name__ not in found:
             Plugins.instance().register(plugin)
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose the configuration of a command line, with Hydra's own part, as `lightning-3d train` gets it.
+    """Compose the configuration of a command line, with Hydra's own part, as `lightning-3d train`
+    gets it.
 
     Raises:
         HydraException, OmegaConfBaseException: `explain` says what is wrong.

@@ -7,7 +7,10 @@ from typing import Any
 
 from lightning_3d.errors import ConfigError
 
-_LEAST = {"num_workers": (0, "at least 0 (0 reads in the rank itself)"), "val_sequences": (1, "at least 1, or null for the whole split")}
+_LEAST = {
+    "num_workers": (0, "at least 0 (0 reads in the rank itself)"),
+    "val_sequences": (1, "at least 1, or null for the whole split"),
+}
 
 
 def check_data_counts(data: Mapping[str, Any]) -> None:

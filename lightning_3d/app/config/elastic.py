@@ -1,4 +1,5 @@
-"""`parallelism.elastic`: a run uses the ranks that are there, in a smaller layout where some are missing. Imports no torch."""
+"""`parallelism.elastic`: a run uses the ranks that are there, in a smaller layout where some are
+missing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def adapt(run: RunConfig, layout: Layout, schedule: str, outside: OutsideRank | 
 
     Args:
         layout: resolved, as it is configured.
-        outside: this process as a rank of torchrun or SLURM; None when the ranks are still to be started.
+        outside: this process as a rank of torchrun or SLURM; None when the ranks are still to be
+            started.
 
     Raises:
         LayoutError: the number of ranks is wrong, or too small even for an elastic run.
@@ -53,7 +55,10 @@ def adapt(run: RunConfig, layout: Layout, schedule: str, outside: OutsideRank | 
         whole.require_world_size(ranks)
     batch, size = run.data.get("global_batch_size"), run.parallelism.micro_batch_size
     if batch is None:
-        raise ConfigError("data.global_batch_size must be given for an elastic run, which keeps it on any number of ranks.")
+        raise ConfigError(
+            "data.global_batch_size must be given for an elastic run, which keeps it on any number"
+            " of ranks."
+        )
     length = run.data.get("sequence_length") or 1  # without one, the run is refused later
     ramp = BatchRamp.read(run.data.get("batch_ramp"), batch, length)
     size = size or largest_micro_batch(whole, schedule, batch, ramp.sizes)
@@ -69,7 +74,9 @@ def adapt(run: RunConfig, layout: Layout, schedule: str, outside: OutsideRank | 
         zero_shard_size=shards,
         smaller_batches=ramp.sizes[:-1],
     )
-    run = replace(run, parallelism=replace(run.parallelism, elastic=whole.name, micro_batch_size=size))
+    run = replace(
+        run, parallelism=replace(run.parallelism, elastic=whole.name, micro_batch_size=size)
+    )
     if found.world_size == whole.world_size:
         return Adapted(run, found, whole)
     if shards == whole.dp:  # all data-parallel ranks shard
@@ -77,14 +84,15 @@ def adapt(run: RunConfig, layout: Layout, schedule: str, outside: OutsideRank | 
     spare = ranks - found.world_size
     idle = f" {plural(spare, 'rank')} {'has' if spare == 1 else 'have'} no work." if spare else ""
     warning = (
-        f"{ranks} of {whole.world_size} ranks are here, so this elastic run uses {found} instead of {whole}. The global batch is still"
-        f" {batch}.{idle}"
+        f"{ranks} of {whole.world_size} ranks are here, so this elastic run uses {found} instead of"
+        f" {whole}. The global batch is still {batch}.{idle}"
     )
     return Adapted(run, found, whole, (warning,))
 
 
 def _whole(elastic: object, layout: Layout) -> Layout:
-    """Return the layout with all ranks. In the configuration of an earlier attempt, `elastic` has its name."""
+    """Return the layout with all ranks. In the configuration of an earlier attempt, `elastic` has
+    its name."""
     if elastic is True:
         return layout
     try:
@@ -94,7 +102,8 @@ def _whole(elastic: object, layout: Layout) -> Layout:
 
 
 def _ranks_here(run: RunConfig, whole: Layout) -> int:
-    """Return how many ranks of a run can be started on this machine: one for each GPU, or any number on CPU cores.
+    """Return how many ranks of a run can be started on this machine: one for each GPU, or any
+    number on CPU cores.
 
     A run that is only described, or that other machines will start, has all of its ranks.
     """

@@ -1,5 +1,5 @@
-"""Folders of the configuration files: next to the package in a checkout, inside it in an installed wheel. Imports nothing
-heavy.
+"""Folders of the configuration files: next to the package in a checkout, inside it in an installed
+wheel. Imports nothing heavy.
 """
 
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Keys and values of a configuration: the known ones, and messages about wrong ones. Imports no torch."""
+"""Keys and values of a configuration: the known ones, and messages about wrong ones. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -8,14 +9,21 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from lightning_3d.app.config.files import conf_folder
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 
 def data_options(name: object) -> dict[str, Any]:
-    """Return the options of a data module with their defaults, from its configuration file. Empty when there is no file."""
+    """Return the options of a data module with their defaults, from its configuration file. Empty
+    when there is no file."""
     file = next((one for one in (conf_folder() / "data").glob("*.yaml") if one.stem == name), None)
     if file is None:
         return {}
@@ -25,7 +33,8 @@ def data_options(name: object) -> dict[str, Any]:
 
 
 def check_type(key: str, value: Any, default: Any) -> None:
-    """Refuse a value whose type differs from the default's. Null passes; if the default is null or missing, every value passes.
+    """Refuse a value whose type differs from the default's. Null passes; if the default is null or
+    missing, every value passes.
 
     Raises:
         ConfigError: with the key, the value and the default.
@@ -36,11 +45,15 @@ def check_type(key: str, value: Any, default: Any) -> None:
     fits = number if isinstance(default, float) else type(value) is type(default)
     if not fits:
         kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise ConfigError(f"{key} must be {kinds.get(type(default), 'a string')}, for example {str(default).lower()}; got {value!r}.")
+        raise ConfigError(
+            f"{key} must be {kinds.get(type(default), 'a string')}, for example"
+            f" {str(default).lower()}; got {value!r}."
+        )
 
 
 def check_containers(values: Any, prefix: str = "") -> None:
-    """Refuse a value in the place of a group or a list. OmegaConf checks this, except where an interpolation has the value.
+    """Refuse a value in the place of a group or a list. OmegaConf checks this, except where an
+    interpolation has the value.
 
     Args:
         values: dataclass with checked values.
@@ -51,7 +64,10 @@ def check_containers(values: Any, prefix: str = "") -> None:
     """
     for key, hint in get_type_hints(type(values)).items():
         value = getattr(values, key)
-        kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        kinds = [
+            get_origin(kind) or kind
+            for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+        ]
         groups = [kind for kind in kinds if kind is dict or is_dataclass(kind)]
         if (groups or list in kinds) and not isinstance(value, tuple(kinds)):
             what = f"a group of keys, as in {prefix}{key}.KEY=..." if groups else "a list"
@@ -72,12 +88,20 @@ def check_group_keys(group: str, values: Mapping[str, Any], known: Sequence[str]
 
 
 _INSTEAD_OF_NULL = {
-    "trainer.val_check_interval": " To turn validation off, set trainer.limit_val_batches=0. By default a run validates once, at its end.",
+    "trainer.val_check_interval": (
+        " To turn validation off, set trainer.limit_val_batches=0. By default a run validates once,"
+        " at its end."
+    ),
 }
 
 _OTHER_NAMES = {
-    **dict.fromkeys(("eval_every", "eval_interval", "eval_steps", "eval_every_n_steps"), "evaluate_every"),
-    **dict.fromkeys(("save_every", "save_interval", "save_steps", "checkpoint_every"), "checkpoint_every_n_steps"),
+    **dict.fromkeys(
+        ("eval_every", "eval_interval", "eval_steps", "eval_every_n_steps"), "evaluate_every"
+    ),
+    **dict.fromkeys(
+        ("save_every", "save_interval", "save_steps", "checkpoint_every"),
+        "checkpoint_every_n_steps",
+    ),
     **dict.fromkeys(("train_iters", "train_steps", "total_steps", "steps"), "max_steps"),
     **dict.fromkeys(("clip_grad", "max_grad_norm", "grad_clip"), "gradient_clip_val"),
     **dict.fromkeys(("log_every", "log_interval", "logging_steps"), "log_every_n_steps"),
@@ -92,7 +116,11 @@ def explain_value(error: OmegaConfBaseException) -> ConfigError:
     key = str(error.full_key or error.key or "")
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         parent = error.parent_node
-        return ConfigError(unknown_key(key, [str(name) for name in parent] if isinstance(parent, DictConfig) else ()))
+        return ConfigError(
+            unknown_key(
+                key, [str(name) for name in parent] if isinstance(parent, DictConfig) else ()
+            )
+        )
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(f"{key} must be given, for example {key}=... on the command line.")
     text = str(error.msg or error).strip().splitlines()[0].rstrip(".")
@@ -115,4 +143,6 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     if group:
         near = near.replace('"', f'"{group}.', 1)
     where = f"{group} has" if group else "A run has"
-    return f'There is no configuration key "{key}".{near}' + (f" {where} {listed(sorted(known))}." if known else "")
+    return f'There is no configuration key "{key}".{near}' + (
+        f" {where} {listed(sorted(known))}." if known else ""
+    )

@@ -35,8 +35,10 @@ def choose_accelerator(
         (cpu or gpu, warnings)
 
     Raises:
-        LayoutError: the layout does not fill the cluster, or this machine has fewer GPUs than ranks.
-        ConfigError: an impossible number of the cluster, or several nodes without a launcher that reaches them.
+        LayoutError: the layout does not fill the cluster, or this machine has fewer GPUs than
+            ranks.
+        ConfigError: an impossible number of the cluster, or several nodes without a launcher that
+            reaches them.
     """
     cluster = run.cluster
     cluster.check()
@@ -45,9 +47,10 @@ def choose_accelerator(
         return cluster.accelerator, ()
     if cluster.nodes > 1 and outside is None:
         raise ConfigError(
-            f"The cluster {cluster.name} has {cluster.nodes} nodes, but this command can start ranks on this node only. Start them with"
-            f" torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} or with srun, or add"
-            " trainer.dry=true to check the configuration only."
+            f"The cluster {cluster.name} has {cluster.nodes} nodes, but this command can start"
+            f" ranks on this node only. Start them with torchrun --nnodes {cluster.nodes}"
+            f" --nproc-per-node {cluster.gpus_per_node} or with srun, or add trainer.dry=true to"
+            " check the configuration only."
         )
     needed = outside.local_world_size if outside is not None else layout.world_size
     there = visible_gpus()
@@ -55,11 +58,14 @@ def choose_accelerator(
         near = listed((other.name for other in nearest_layouts(layout, there)), last="or")
         layouts = f" Layouts for {plural(there, 'GPU')}: {near}." if near else ""
         raise LayoutError(
-            f"{plural(needed, 'rank')} on this machine need{'s' * (needed == 1)} {plural(needed, 'GPU')}, but this machine has"
-            f" {there}.{layouts} To run on the CPU, use cluster=local_cpu."
+            f"{plural(needed, 'rank')} on this machine need{'s' * (needed == 1)}"
+            f" {plural(needed, 'GPU')}, but this machine has {there}.{layouts} To run on the CPU,"
+            " use cluster=local_cpu."
         )
     if cluster.accelerator == "auto" and 0 < there < needed:
-        return "cpu", (f"This machine has {plural(there, 'GPU')} for {needed} ranks, so the run uses the CPU.",)
+        return "cpu", (
+            f"This machine has {plural(there, 'GPU')} for {needed} ranks, so the run uses the CPU.",
+        )
     return ("gpu" if cluster.accelerator != "cpu" and there >= needed else "cpu"), ()
 
 
@@ -71,14 +77,18 @@ def _require_cluster(cluster: ClusterConfig, layout: Layout) -> None:
     if layout.world_size != size:
         near = listed((other.name for other in nearest_layouts(layout, size)), last="or")
         raise LayoutError(
-            f"Layout {layout} has {plural(layout.world_size, 'rank')}, but the cluster {cluster.name} has {plural(size, 'GPU')}"
-            f" ({plural(cluster.nodes, 'node')} with {plural(cluster.gpus_per_node, 'GPU')}). Layouts for {plural(size, 'rank')}: {near}."
+            f"Layout {layout} has {plural(layout.world_size, 'rank')}, but the cluster"
+            f" {cluster.name} has {plural(size, 'GPU')} ({plural(cluster.nodes, 'node')} with"
+            f" {plural(cluster.gpus_per_node, 'GPU')}). Layouts for {plural(size, 'rank')}: {near}."
         )
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """Count the NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES allows, without CUDA, which would make a fork impossible."""
-    there = len([device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()]) or len(gpu_names())
+    """Count the NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES allows, without CUDA, which
+    would make a fork impossible."""
+    there = len(
+        [device for device in devices.glob("nvidia[0-9]*") if device.name[6:].isdigit()]
+    ) or len(gpu_names())
     allowed = environment.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return there
@@ -88,10 +98,11 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
 
 
 def hide_gpus() -> None:
-    """Make this process and its children leave the GPUs of this machine alone, for a run on CPU. To be called before torch is imported.
+    """Make this process and its children leave the GPUs of this machine alone, for a run on CPU. To
+    be called before torch is imported.
 
-    Some libraries initialize CUDA when they are imported (torchao, which Transformers imports). After that a process cannot
-    fork, and each rank would hold some hundred MB of a GPU.
+    Some libraries initialize CUDA when they are imported (torchao, which Transformers imports).
+    After that a process cannot fork, and each rank would hold some hundred MB of a GPU.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -116,7 +127,8 @@ def choose_precision(run: RunConfig, accelerator: str) -> str:
         Name in `PRECISIONS`.
 
     Raises:
-        ConfigError: an unknown name, or a precision that the cluster, its libraries or the ZeRO stage cannot run.
+        ConfigError: an unknown name, or a precision that the cluster, its libraries or the ZeRO
+            stage cannot run.
     """
     name, zero_stage = run.precision.name, run.parallelism.zero_stage
     if name == "auto":
@@ -125,14 +137,15 @@ def choose_precision(run: RunConfig, accelerator: str) -> str:
         raise unknown_precision(name)
     if name == "fp64" and zero_stage:
         raise ConfigError(
-            f"precision=fp64 with ZeRO stage {zero_stage} would keep the master weights in fp32. Use"
-            " parallelism.zero_stage=0."
+            f"precision=fp64 with ZeRO stage {zero_stage} would keep the master weights in fp32."
+            " Use parallelism.zero_stage=0."
         )
     if name == "fp8":
         if run.cluster.lacks_fp8:
             lacking = f"the GPUs of the cluster {run.cluster.name} have none"
             raise fp8_refused(f"needs GPUs with float8 matrix products, such as H100; {lacking}")
-        planned = run.trainer.dry and run.cluster.accelerator != "auto"  # for other machines than this
+        # for other machines than this
+        planned = run.trainer.dry and run.cluster.accelerator != "auto"
         check_fp8_device(accelerator, None if planned else listed_capability())
         if not planned:
             check_fp8_library()
@@ -140,13 +153,18 @@ def choose_precision(run: RunConfig, accelerator: str) -> str:
 
 
 def check_attention(run: RunConfig, layout: Layout, accelerator: str) -> None:
-    """Refuse an implementation of attention that cannot train on the accelerator. Context parallelism (cp) replaces it anyway.
+    """Refuse an implementation of attention that cannot train on the accelerator. Context
+    parallelism (cp) replaces it anyway.
 
     Raises:
         ConfigError: FlexAttention on the CPU, where torch has no backward of it.
     """
-    if run.model.get("attn_implementation") == "flex_attention" and accelerator == "cpu" and layout.cp == 1:
+    if (
+        run.model.get("attn_implementation") == "flex_attention"
+        and accelerator == "cpu"
+        and layout.cp == 1
+    ):
         raise ConfigError(
-            "model.attn_implementation=flex_attention has no backward on the CPU. Use model.attn_implementation=sdpa, which takes the same"
-            " masks as tensors."
+            "model.attn_implementation=flex_attention has no backward on the CPU. Use"
+            " model.attn_implementation=sdpa, which takes the same masks as tensors."
         )

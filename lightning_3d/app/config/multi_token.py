@@ -1,4 +1,5 @@
-"""Multi-token prediction of a run by configuration: the keys `model.mtp_layers` and `model.mtp_loss_weight`. Pure: no torch.
+"""Multi-token prediction of a run by configuration: the keys `model.mtp_layers` and
+`model.mtp_loss_weight`. Pure: no torch.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2.
 """
@@ -46,21 +47,26 @@ class MultiTokenOptions:
         return options
 
     def _check(self, model: Mapping[str, Any]) -> None:
-        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or not 1 <= self.layers <= MOST:
+        if (
+            isinstance(self.layers, bool)
+            or not isinstance(self.layers, int)
+            or not 1 <= self.layers <= MOST
+        ):
             raise ConfigError(
-                f"model.mtp_layers must be a whole number from 1 to {MOST}, or null to train without multi-token prediction; got"
-                f" {self.layers!r}."
+                f"model.mtp_layers must be a whole number from 1 to {MOST}, or null to train"
+                f" without multi-token prediction; got {self.layers!r}."
             )
         kind = (model.get("config") or {}).get("model_type")
         if kind is not None and kind not in FAMILIES:
             raise ConfigError(
-                f"model.mtp_layers={self.layers} needs a model of model_type {listed(FAMILIES, last='or')}; this one is {kind}. Use"
-                " model.mtp_layers=null."
+                f"model.mtp_layers={self.layers} needs a model of model_type"
+                f" {listed(FAMILIES, last='or')}; this one is {kind}. Use model.mtp_layers=null."
             )
         if (model.get("lora") or {}).get("r") is not None:
             raise ConfigError(
-                f"model.lora.r trains adapters alone, so the modules of model.mtp_layers={self.layers} would stay random. Use"
-                " model.mtp_layers=null, or model.lora.r=null."
+                "model.lora.r trains adapters alone, so the modules of"
+                f" model.mtp_layers={self.layers} would stay random. Use model.mtp_layers=null, or"
+                " model.lora.r=null."
             )
 
     def check_run(self, objective: str, sequence_length: int | None) -> None:
@@ -77,9 +83,13 @@ class MultiTokenOptions:
             return
         what = f"model.mtp_layers={self.layers}"
         if objective != LANGUAGE_MODEL:
-            raise ConfigError(f"{what} is trained with objective.name={LANGUAGE_MODEL} only; got {objective}. Use model.mtp_layers=null.")
+            raise ConfigError(
+                f"{what} is trained with objective.name={LANGUAGE_MODEL} only; got {objective}. Use"
+                " model.mtp_layers=null."
+            )
         if sequence_length is not None and sequence_length < self.layers + 2:
             raise ConfigError(
-                f"{what} predicts the token {self.layers + 1} ahead, which samples of {sequence_length} tokens do not have. Use"
-                f" data.sequence_length={self.layers + 2} or more."
+                f"{what} predicts the token {self.layers + 1} ahead, which samples of"
+                f" {sequence_length} tokens do not have. Use data.sequence_length={self.layers + 2}"
+                " or more."
             )

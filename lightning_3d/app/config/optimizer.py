@@ -41,7 +41,8 @@ COMMON = ("name", "lr", "weight_decay", "no_decay", "groups", "scheduler")
 
 
 def check_optimizer(config: Mapping[str, Any]) -> None:
-    """Refuse an optimizer configuration that cannot work. Needs no torch, so it can run before ranks are started.
+    """Refuse an optimizer configuration that cannot work. Needs no torch, so it can run before
+    ranks are started.
 
     Raises:
         ConfigError: an unknown name or key, or a number out of range.
@@ -51,11 +52,13 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
         _check_class(config)
     elif not isinstance(name, str) or name not in OPTIMIZERS:
         raise ConfigError(
-            f"optimizer.name must be {listed(OPTIMIZERS, last='or')}; got {name!r}. For another optimizer of torch, use optimizer=torch"
-            " optimizer._target_=torch.optim.NAME."
+            f"optimizer.name must be {listed(OPTIMIZERS, last='or')}; got {name!r}. For another"
+            " optimizer of torch, use optimizer=torch optimizer._target_=torch.optim.NAME."
         )
     else:
-        check_keys("optimizer", config, (*COMMON, *OPTIMIZERS[name], *(_OF_MUON if name == MUON else ())))
+        check_keys(
+            "optimizer", config, (*COMMON, *OPTIMIZERS[name], *(_OF_MUON if name == MUON else ()))
+        )
     require_number("optimizer.lr", config.get("lr"), lambda x: x > 0, "above 0, for example 3e-4")
     for key in ("weight_decay", "eps", "momentum"):
         if config.get(key) is not None and not (target is not None and key == "eps"):
@@ -63,7 +66,10 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     if target is None:
         _check_betas(config.get("betas", (0.9, 0.95)))
     if name == "cpu_adamw" and config.get("fused") is not None:
-        raise ConfigError("optimizer.fused is an option of adamw and sgd, because cpu_adamw is always fused. Omit it, or set it to null.")
+        raise ConfigError(
+            "optimizer.fused is an option of adamw and sgd, because cpu_adamw is always fused. Omit"
+            " it, or set it to null."
+        )
     if has_few_bits(str(target)) and config.get("block_size") is not None:
         _check_block_size(config["block_size"])
     if name == MUON:
@@ -75,7 +81,8 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
 
 
 def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -> None:
-    """Refuse an optimizer that is known to need whole tensors, sparse gradients, or calls of the loss, where the layout cannot give them.
+    """Refuse an optimizer that is known to need whole tensors, sparse gradients, or calls of the
+    loss, where the layout cannot give them.
 
     Ranks check unknown classes by a small step (`parallel.zero.elementwise`).
 
@@ -103,7 +110,10 @@ def check_sharding(config: Mapping[str, Any], layout: Layout, zero_stage: int) -
 
 def _check_block_size(size: Any) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"optimizer.block_size must be a whole number of at least 1, for example 256; got {size!r}.")
+        raise ConfigError(
+            "optimizer.block_size must be a whole number of at least 1, for example 256; got"
+            f" {size!r}."
+        )
 
 
 def adamw_patterns(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -116,46 +126,70 @@ def _check_class(config: Mapping[str, Any]) -> None:
     target, name = config["_target_"], config.get("name")
     if name is not None:
         raise ConfigError(
-            f"optimizer has both name={name} and _target_={target}. To use another class, use optimizer=torch optimizer._target_={target}."
+            f"optimizer has both name={name} and _target_={target}. To use another class, use"
+            f" optimizer=torch optimizer._target_={target}."
         )
     for key, value in config.items():
         if key not in (*COMMON, *HYDRA_KEYS) and isinstance(value, Mapping) and "_target_" in value:
-            raise ConfigError(f"optimizer.{key} must be a plain value; got an object with a _target_. Write the value itself.")
+            raise ConfigError(
+                f"optimizer.{key} must be a plain value; got an object with a _target_. Write the"
+                " value itself."
+            )
 
 
 def _check_muon(config: Mapping[str, Any]) -> None:
     if config.get("adamw_lr") is not None:
-        require_number("optimizer.adamw_lr", config["adamw_lr"], lambda x: x > 0, "above 0, for example 3e-4")
+        require_number(
+            "optimizer.adamw_lr", config["adamw_lr"], lambda x: x > 0, "above 0, for example 3e-4"
+        )
     if config.get("momentum") is not None:
         require_number("optimizer.momentum", config["momentum"], lambda x: x < 1, "less than 1")
     steps = config.get("ns_steps", 5)
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= _MOST_NS_STEPS:
-        raise ConfigError(f"optimizer.ns_steps must be a whole number from 1 to {_MOST_NS_STEPS}, usually 5; got {steps!r}.")
+        raise ConfigError(
+            f"optimizer.ns_steps must be a whole number from 1 to {_MOST_NS_STEPS}, usually 5; got"
+            f" {steps!r}."
+        )
     rule = config.get("adjust_lr_fn", _ADJUST_LR[0])
     if rule not in _ADJUST_LR:
         near = did_you_mean(str(rule), _ADJUST_LR)
-        raise ConfigError(f"optimizer.adjust_lr_fn must be {listed(_ADJUST_LR, last='or')}; got {rule!r}.{near}")
+        raise ConfigError(
+            f"optimizer.adjust_lr_fn must be {listed(_ADJUST_LR, last='or')}; got {rule!r}.{near}"
+        )
     if config.get("adamw") is not None:
         read_patterns("optimizer.adamw", config["adamw"])
 
 
 def _check_betas(betas: Any) -> None:
     if isinstance(betas, str) or not isinstance(betas, Sequence):
-        raise ConfigError(f"optimizer.betas must be two numbers, for example [0.9, 0.95]; got {betas!r}.")
+        raise ConfigError(
+            f"optimizer.betas must be two numbers, for example [0.9, 0.95]; got {betas!r}."
+        )
     if len(betas) != 2:
-        raise ConfigError(f"optimizer.betas must be two numbers, for example [0.9, 0.95]; got {plural(len(betas), 'number')}.")
+        raise ConfigError(
+            "optimizer.betas must be two numbers, for example [0.9, 0.95]; got"
+            f" {plural(len(betas), 'number')}."
+        )
     for beta in betas:
-        require_number("each of optimizer.betas", beta, lambda x: 0 <= x < 1, "of at least 0 and less than 1")
+        require_number(
+            "each of optimizer.betas", beta, lambda x: 0 <= x < 1, "of at least 0 and less than 1"
+        )
 
 
 def undecayed_kinds(config: Mapping[str, Any]) -> Any:
-    """Return the kinds of parameters that an optimizer configuration does not decay: `NO_DECAY` if it does not say; null means none."""
+    """Return the kinds of parameters that an optimizer configuration does not decay: `NO_DECAY` if
+    it does not say; null means none."""
     return config.get("no_decay", NO_DECAY) or ()
 
 
 def _check_kinds(kinds: Any) -> None:
     if isinstance(kinds, str) or not isinstance(kinds, Sequence):
-        raise ConfigError(f"optimizer.no_decay must be a list, for example [norm, bias]; got {kinds!r}.")
+        raise ConfigError(
+            f"optimizer.no_decay must be a list, for example [norm, bias]; got {kinds!r}."
+        )
     for kind in kinds:
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise ConfigError(f"optimizer.no_decay may contain {listed(_KINDS)}; got {kind!r}.{did_you_mean(str(kind), _KINDS)}")
+            raise ConfigError(
+                f"optimizer.no_decay may contain {listed(_KINDS)}; got"
+                f" {kind!r}.{did_you_mean(str(kind), _KINDS)}"
+            )

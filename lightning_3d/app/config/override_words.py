@@ -9,14 +9,16 @@ _STRUCTURED = re.compile(r"[\s'\"\\(){}\[\]$]")
 
 
 def hydra_value(text: str) -> str:
-    """Write a string as a value of a Hydra override, quoted where Hydra's grammar would read something else."""
+    """Write a string as a value of a Hydra override, quoted where Hydra's grammar would read
+    something else."""
     if _BARE.fullmatch(text):
         return text
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
 
 
 def quoted(word: str) -> str:
-    """Quote a value with =, such as the path `epoch=0-step=10.ckpt`, which Hydra's grammar does not accept as it is.
+    """Quote a value with =, such as the path `epoch=0-step=10.ckpt`, which Hydra's grammar does not
+    accept as it is.
 
     Where commas separate the values of a sweep, each value is quoted.
     """

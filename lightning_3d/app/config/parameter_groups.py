@@ -1,4 +1,5 @@
-"""Groups of parameters with a learning rate or a weight decay of their own, by patterns of their names. Imports no torch."""
+"""Groups of parameters with a learning rate or a weight decay of their own, by patterns of their
+names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from lightning_3d.errors import ConfigError, listed
 from lightning_3d.options.numbers import check_keys, require_number
 
 REGULAR = "re:"
-"""Prefix of a pattern that is a regular expression; other patterns are those of a shell (`fnmatch`)."""
+"""Prefix of a pattern that is a regular expression; other patterns are those of a shell
+(`fnmatch`)."""
 KEY = "optimizer.groups"
 _KEYS = ("pattern", "lr", "lr_scale", "weight_decay")
 _NEAREST = 3
@@ -30,7 +32,8 @@ class ParameterGroup:
         patterns: a parameter whose whole name matches one of them belongs to the group.
         lr: its learning rate; None: that of the optimizer.
         lr_scale: factor on the optimizer's learning rate; None: 1.
-        weight_decay: its weight decay, also of the kinds in `optimizer.no_decay`; None: that of the optimizer.
+        weight_decay: its weight decay, also of the kinds in `optimizer.no_decay`; None: that of the
+            optimizer.
     """
 
     patterns: tuple[str, ...]
@@ -52,7 +55,10 @@ def read_groups(entries: Any) -> tuple[ParameterGroup, ...]:
     if entries is None:
         return ()
     if isinstance(entries, str) or not isinstance(entries, Sequence):
-        raise ConfigError(f'{KEY} must be a list, for example [{{pattern: "*.embed_tokens.*", lr_scale: 0.1}}]; got {entries!r}.')
+        raise ConfigError(
+            f'{KEY} must be a list, for example [{{pattern: "*.embed_tokens.*", lr_scale: 0.1}}];'
+            f" got {entries!r}."
+        )
     return tuple(_read_group(f"{KEY}[{index}]", entry) for index, entry in enumerate(entries))
 
 
@@ -65,7 +71,10 @@ def matches(pattern: str, name: str) -> bool:
 
 def assign(groups: Sequence[ParameterGroup], parameters: Iterable[Names]) -> list[int | None]:
     """Find the group of each parameter: the first one that matches; None: no group does."""
-    return [next((index for index, group in enumerate(groups) if group.matches(names)), None) for names in parameters]
+    return [
+        next((index for index, group in enumerate(groups) if group.matches(names)), None)
+        for names in parameters
+    ]
 
 
 def require_matches(groups: Sequence[ParameterGroup], parameters: Sequence[Names]) -> None:
@@ -76,7 +85,8 @@ def require_matches(groups: Sequence[ParameterGroup], parameters: Sequence[Names
         parameters: the names of each trained parameter of the whole model.
 
     Raises:
-        ConfigError: a pattern matches no parameter, with the nearest names; or earlier groups have all parameters of a group.
+        ConfigError: a pattern matches no parameter, with the nearest names; or earlier groups have
+            all parameters of a group.
     """
     for index, group in enumerate(groups):
         require_pattern_matches(f"{KEY}[{index}]", group.patterns, parameters)
@@ -84,8 +94,9 @@ def require_matches(groups: Sequence[ParameterGroup], parameters: Sequence[Names
     for index, group in enumerate(groups):
         if index not in used:
             raise ConfigError(
-                f"{KEY}[{index}] has no parameters: earlier groups match everything that {listed(group.patterns)} matches. A parameter"
-                " belongs to the first group that matches it. Put this group first, or remove it."
+                f"{KEY}[{index}] has no parameters: earlier groups match everything that"
+                f" {listed(group.patterns)} matches. A parameter belongs to the first group that"
+                " matches it. Put this group first, or remove it."
             )
 
 
@@ -103,8 +114,9 @@ def require_pattern_matches(key: str, patterns: Sequence[str], parameters: Seque
     for pattern in patterns:
         if not any(matches(pattern, name) for names in parameters for name in names):
             raise ConfigError(
-                f'{key}: the pattern "{pattern}" matches no trained parameter of the model. A pattern matches a whole name.'
-                f" The nearest names are {listed(nearest(pattern, [name for names in parameters for name in names]))}."
+                f'{key}: the pattern "{pattern}" matches no trained parameter of the model. A'
+                " pattern matches a whole name. The nearest names are"
+                f" {listed(nearest(pattern, [name for names in parameters for name in names]))}."
             )
 
 
@@ -130,7 +142,10 @@ def nearest(pattern: str, names: Sequence[str]) -> list[str]:
 
     def likeness(name: str) -> float:
         parts = name.split(".")
-        tails = (".".join(parts[start : start + length]) for start in range(max(1, len(parts) - length + 1)))
+        tails = (
+            ".".join(parts[start : start + length])
+            for start in range(max(1, len(parts) - length + 1))
+        )
         return max(SequenceMatcher(None, wanted, tail).ratio() for tail in tails)
 
     return sorted(kinds.values(), key=likeness, reverse=True)[:_NEAREST]
@@ -138,17 +153,27 @@ def nearest(pattern: str, names: Sequence[str]) -> list[str]:
 
 def _read_group(key: str, entry: Any) -> ParameterGroup:
     if not isinstance(entry, Mapping):
-        raise ConfigError(f'{key} must be a mapping, for example {{pattern: "*.embed_tokens.*", lr_scale: 0.1}}; got {entry!r}.')
+        raise ConfigError(
+            f'{key} must be a mapping, for example {{pattern: "*.embed_tokens.*", lr_scale: 0.1}};'
+            f" got {entry!r}."
+        )
     check_keys(key, entry, _KEYS)
     patterns = read_patterns(f"{key}.pattern", entry.get("pattern") or None)
     for name in ("lr", "lr_scale", "weight_decay"):
         if entry.get(name) is not None:
             require_number(f"{key}.{name}", entry[name], lambda x: x >= 0, "of at least 0")
-    numbers = {name: float(entry[name]) for name in ("lr", "lr_scale", "weight_decay") if entry.get(name) is not None}
+    numbers = {
+        name: float(entry[name])
+        for name in ("lr", "lr_scale", "weight_decay")
+        if entry.get(name) is not None
+    }
     if not numbers:
         raise ConfigError(f"{key} changes nothing. Give it lr, lr_scale or weight_decay.")
     if {"lr", "lr_scale"} <= numbers.keys():
-        raise ConfigError(f"{key} has both lr and lr_scale. Give it lr, or lr_scale, which is a factor on optimizer.lr.")
+        raise ConfigError(
+            f"{key} has both lr and lr_scale. Give it lr, or lr_scale, which is a factor on"
+            " optimizer.lr."
+        )
     return ParameterGroup(patterns, **numbers)
 
 
@@ -158,9 +183,18 @@ def read_patterns(key: str, given: Any) -> tuple[str, ...]:
     Raises:
         ConfigError: something else, or a regular expression that cannot be read.
     """
-    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else (None,)
+    patterns = (
+        (given,)
+        if isinstance(given, str)
+        else tuple(given)
+        if isinstance(given, Sequence)
+        else (None,)
+    )
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise ConfigError(f'{key} must be a pattern of parameter names or a list of patterns, for example "*.bias"; got {given!r}.')
+        raise ConfigError(
+            f"{key} must be a pattern of parameter names or a list of patterns, for example"
+            f' "*.bias"; got {given!r}.'
+        )
     for pattern in patterns:
         _check_pattern(key, pattern)
     return patterns

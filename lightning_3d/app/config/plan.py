@@ -15,9 +15,10 @@ class PlanOptions:
     """Keys `plan`.
 
     Attributes:
-        memory_risk: largest probability, 0.001 to 0.5, with which a proposed layout may run out of memory; at 0.5 the prediction may fill
-            the whole GPU.
-        max_bubble: largest share of their time, 0 to 1, that the ranks of a proposed pipeline may wait for each other, on average.
+        memory_risk: largest probability, 0.001 to 0.5, with which a proposed layout may run out of
+            memory; at 0.5 the prediction may fill the whole GPU.
+        max_bubble: largest share of their time, 0 to 1, that the ranks of a proposed pipeline may
+            wait for each other, on average.
     """
 
     memory_risk: float = MEMORY_RISK

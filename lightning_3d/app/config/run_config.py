@@ -122,8 +122,8 @@ class TrainerConfig(Reliability):
 class RunConfig:
     """Configuration of a whole run.
 
-    `model`, `data` and `optimizer` have checks of their own, whose errors say more than OmegaConf's. Loggers and callbacks have a
-    `_target_`.
+    `model`, `data` and `optimizer` have checks of their own, whose errors say more than
+    OmegaConf's. Loggers and callbacks have a `_target_`.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -150,9 +150,11 @@ class CompleteRun(RunConfig):
 
     Attributes:
         spec: sizes of the model.
-        lora: adapters that are trained instead of the weights; `lora.r` is None if all weights are trained.
+        lora: adapters that are trained instead of the weights; `lora.r` is None if all weights are
+            trained.
         ahead: multi-token prediction; `ahead.layers` is None without.
-        second: sizes of the frozen second model of the objective; None without one, and while its folder is not named.
+        second: sizes of the frozen second model of the objective; None without one, and while its
+            folder is not named.
     """
 
     spec: ModelSpec
@@ -162,24 +164,32 @@ class CompleteRun(RunConfig):
 
 
 def complete_run(run: RunConfig, *, trains: bool = True) -> CompleteRun:
-    """Complete the group `model` from its pretrained folder, and read adapters and sizes. The only place where a run reads sizes.
+    """Complete the group `model` from its pretrained folder, and read adapters and sizes. The only
+    place where a run reads sizes.
 
     Args:
         trains: whether the model is trained; an evaluation has no second model.
 
     Raises:
-        ConfigError: adapters, fields or sizes that cannot be, or a teacher with another vocabulary. CheckpointError: the pretrained folder,
-            or that of the teacher, cannot be read.
+        ConfigError: adapters, fields or sizes that cannot be, or a teacher with another vocabulary.
+            CheckpointError: the pretrained folder, or that of the teacher, cannot be read.
     """
     if isinstance(run, CompleteRun):
         return run
     if trains:
         run.objective.check()
     lora = LoraOptions.of(run.model)
-    MultiTokenOptions.of(run.model)  # before its numbers are used, and below again, with what a pretrained folder adds
+    # before its numbers are used, and below again, with what a pretrained folder adds
+    MultiTokenOptions.of(run.model)
     model, spec = complete_model(run.model, dry=run.trainer.dry)
     values = {entry.name: getattr(run, entry.name) for entry in fields(run)}
     ahead = MultiTokenOptions.of(model)
     # With modules behind the model, the objective is refused; that needs no teacher.
-    second = run.objective.second_spec(spec, dry=run.trainer.dry) if trains and ahead.layers is None else None
-    return CompleteRun(**{**values, "model": model}, spec=spec, lora=lora, ahead=ahead, second=second)
+    second = (
+        run.objective.second_spec(spec, dry=run.trainer.dry)
+        if trains and ahead.layers is None
+        else None
+    )
+    return CompleteRun(
+        **{**values, "model": model}, spec=spec, lora=lora, ahead=ahead, second=second
+    )

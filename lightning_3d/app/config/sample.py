@@ -18,7 +18,8 @@ class SampleOptions:
     """Keys `sample`.
 
     Attributes:
-        prompt: text to continue; auto: that of the data, if they have one and the run is not short; None: no sample.
+        prompt: text to continue; auto: that of the data, if they have one and the run is not short;
+            None: no sample.
         max_new_tokens: largest number of new tokens.
         temperature: divides the logits; 0 always takes the most probable token.
     """
@@ -38,9 +39,13 @@ class SampleOptions:
         if self.prompt is None or self.prompt == AUTO:
             return
         if not self.prompt:
-            raise ConfigError("sample.prompt must have at least one character, or be null for no sample; got an empty string.")
+            raise ConfigError(
+                "sample.prompt must have at least one character, or be null for no sample; got an"
+                " empty string."
+            )
         if tokenizer_of(model, data) is None:
             raise ConfigError(
-                f"sample.prompt needs the tokenizer of data={data.get('name')}, and no key names it. Set data.tokenizer to a folder or to a"
-                " name on the Hugging Face hub, or remove sample.prompt."
+                f"sample.prompt needs the tokenizer of data={data.get('name')}, and no key names"
+                " it. Set data.tokenizer to a folder or to a name on the Hugging Face hub, or"
+                " remove sample.prompt."
             )

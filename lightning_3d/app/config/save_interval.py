@@ -1,6 +1,7 @@
 """How often to save, so that saving and repeating lost steps together cost least. Imports no torch.
 
-Young (1974) and Daly (2006): with a save that costs C seconds of training and one failure in M seconds, the best interval is sqrt(2 C M).
+Young (1974) and Daly (2006): with a save that costs C seconds of training and one failure in M
+seconds, the best interval is sqrt(2 C M).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from lightning_3d.layout.sizes import check_sizes
 AUTO = "auto"
 
 HOURS_BETWEEN_FAILURES = 50_000.0
-"""Hours that one GPU runs until it ends a job. Llama 3 405B: 419 unexpected interruptions in 54 days of 16,384 GPUs, one in 50,700
-GPU-hours (arXiv 2407.21783, section 3.3.4)."""
+"""Hours that one GPU runs until it ends a job. Llama 3 405B: 419 unexpected interruptions in 54
+days of 16,384 GPUs, one in 50,700 GPU-hours (arXiv 2407.21783, section 3.3.4)."""
 
 MOST_SECONDS = 3600.0
 """No more than an hour of training is lost, however rare failures are."""
@@ -57,14 +58,18 @@ class SaveInterval:
     def words(self) -> str:
         lost = 100 * self.save_seconds / (self.steps * self.step_seconds + self.save_seconds)
         return (
-            f"Checkpoints are saved every {self.steps} steps ({self.steps * self.step_seconds:.3g} s): a step takes"
-            f" {self.step_seconds:.3g} s, a save holds training up for {self.save_seconds:.3g} s ({lost:.2g} %), and one"
-            f" failure in {self.failure_hours:.3g} h is expected."
+            f"Checkpoints are saved every {self.steps} steps ({self.steps * self.step_seconds:.3g}"
+            f" s): a step takes {self.step_seconds:.3g} s, a save holds training up for"
+            f" {self.save_seconds:.3g} s ({lost:.2g} %), and one failure in"
+            f" {self.failure_hours:.3g} h is expected."
         )
 
 
 def best_interval(
-    step_seconds: float, save_seconds: float, ranks: int, hours_between_failures: float = HOURS_BETWEEN_FAILURES
+    step_seconds: float,
+    save_seconds: float,
+    ranks: int,
+    hours_between_failures: float = HOURS_BETWEEN_FAILURES,
 ) -> SaveInterval:
     """Return the best interval for a job.
 
@@ -76,4 +81,6 @@ def best_interval(
     failure_seconds = 3600 * hours_between_failures / ranks
     seconds = min(sqrt(2 * save_seconds * failure_seconds), MOST_SECONDS)
     seconds = max(seconds, save_seconds / MOST_SHARE)
-    return SaveInterval(max(1, ceil(seconds / step_seconds)), step_seconds, save_seconds, failure_seconds / 3600)
+    return SaveInterval(
+        max(1, ceil(seconds / step_seconds)), step_seconds, save_seconds, failure_seconds / 3600
+    )

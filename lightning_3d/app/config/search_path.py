@@ -1,6 +1,7 @@
 """Search path that offers the config groups of lightning_3d to every Hydra app on this machine.
 
-They come after the app's own groups, so the app's file is used if both have a file of the same name.
+They come after the app's own groups, so the app's file is used if both have a file of the same
+name.
 """
 
 from hydra.core.config_search_path import ConfigSearchPath

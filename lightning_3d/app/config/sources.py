@@ -1,5 +1,5 @@
-"""Config sources: `layout://` makes a configuration from every layout name, `cluster://` from every number of nodes, and
-`recipe://` offers the recipes as the group `recipe`.
+"""Config sources: `layout://` makes a configuration from every layout name, `cluster://` from every
+number of nodes, and `recipe://` offers the recipes as the group `recipe`.
 
 Hydra calls the methods with keywords, so parameters keep the names of its base class.
 """
@@ -19,13 +19,15 @@ from lightning_3d.layout.layout import DEGREES
 
 
 class NamedConfigs(ConfigSource):
-    """Configurations of one group, made from their names. Subclasses define the accepted names and their content."""
+    """Configurations of one group, made from their names. Subclasses define the accepted names and
+    their content."""
 
     group: ClassVar[str]
 
     @abstractmethod
     def accepts(self, name: str) -> bool:
-        """Check whether this source has a configuration of this name. Other names are left to other sources."""
+        """Check whether this source has a configuration of this name. Other names are left to other
+        sources."""
 
     @abstractmethod
     def make(self, name: str) -> tuple[str | dict[str, Any], dict[str, str | None]]:
@@ -41,7 +43,9 @@ class NamedConfigs(ConfigSource):
             raise ConfigLoadError(f"There is no {self.scheme()} {config_path}.")
         content, header = self.make(name)
         path = f"{self.scheme()}://{self.path}"
-        return ConfigResult(provider=self.provider, path=path, config=OmegaConf.create(content), header=header)
+        return ConfigResult(
+            provider=self.provider, path=path, config=OmegaConf.create(content), header=header
+        )
 
     def _name(self, config_path: str) -> str | None:
         group, _, name = _bare(config_path).rpartition("/")
@@ -67,7 +71,8 @@ def _bare(config_path: str) -> str:
 
 
 class LayoutSource(NamedConfigs):
-    """Source of `parallelism=tp4_pp2_dp4` and every other layout, based on `parallelism/base`; `auto` leaves keys to the planner."""
+    """Source of `parallelism=tp4_pp2_dp4` and every other layout, based on `parallelism/base`;
+    `auto` leaves keys to the planner."""
 
     group = "parallelism"
 
@@ -79,7 +84,11 @@ class LayoutSource(NamedConfigs):
         return name == "auto" or looks_like_layout(name)
 
     def make(self, name: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-        left_open = dict.fromkeys(("order", "zero_stage", "recompute", "micro_batch_size")) if name == "auto" else {}
+        left_open = (
+            dict.fromkeys(("order", "zero_stage", "recompute", "micro_batch_size"))
+            if name == "auto"
+            else {}
+        )
         return {"defaults": ["base", "_self_"], "layout": name, **left_open}, {"package": None}
 
     def names(self) -> list[str]:
@@ -87,17 +96,19 @@ class LayoutSource(NamedConfigs):
 
 
 def looks_like_layout(name: str) -> bool:
-    """Check whether a name is meant as a layout: parts of letters and a number, at least one of them an axis.
+    """Check whether a name is meant as a layout: parts of letters and a number, at least one of
+    them an axis.
 
-    Wrong layouts count too (`tp2_xp2`, `tp0`, `tp2_tp2`): an error inside a config source becomes a long traceback, so they
-    compose, and the check after composition refuses them.
+    Wrong layouts count too (`tp2_xp2`, `tp0`, `tp2_tp2`): an error inside a config source becomes a
+    long traceback, so they compose, and the check after composition refuses them.
     """
     parts = re.findall(r"(?:^|_)([A-Za-z]+)-?\d+(?=_|$)", name)
     return len(parts) == len(name.split("_")) and any(part in DEGREES for part in parts)
 
 
 class ClusterSource(NamedConfigs):
-    """Source of `cluster=h100_32x8`: 32 nodes with 8 GPUs each, of the kind in the file `cluster/h100`, which another app may provide.
+    """Source of `cluster=h100_32x8`: 32 nodes with 8 GPUs each, of the kind in the file
+    `cluster/h100`, which another app may provide.
 
     Impossible numbers (`h100_0x8`) compose too, and the check after composition refuses them.
     """
@@ -125,7 +136,8 @@ class ClusterSource(NamedConfigs):
 
 
 class RecipeSource(NamedConfigs):
-    """Source of `recipe=NAME`, from the files of `recipes/`, which is outside the folder of the groups."""
+    """Source of `recipe=NAME`, from the files of `recipes/`, which is outside the folder of the
+    groups."""
 
     group = "recipe"
 

@@ -1,4 +1,5 @@
-"""Paths of a configuration that is stored with its run: later commands may start in another folder. Imports no torch."""
+"""Paths of a configuration that is stored with its run: later commands may start in another folder.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,16 +9,30 @@ from collections.abc import Mapping
 from typing import Any
 
 _GROUPS = ("data", "model", "objective", "callbacks", "logger", "trainer", "profile")
-_PATHS = ("train_path", "val_path", "root", "cache_dir", "dirpath", "save_dir", "default_root_dir", "offline_directory")
+_PATHS = (
+    "train_path",
+    "val_path",
+    "root",
+    "cache_dir",
+    "dirpath",
+    "save_dir",
+    "default_root_dir",
+    "offline_directory",
+)
 """Keys whose values are paths."""
 _PATHS_OR_NAMES = ("path", "tokenizer", "teacher", "pretrained", "profile", "resume")
-"""Keys whose values may be something else, such as a name on the hub: paths if there is such a file or folder."""
+"""Keys whose values may be something else, such as a name on the hub: paths if there is such a file
+or folder."""
 
 
 def absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     """Make relative paths absolute in those groups of a configuration that have paths."""
     return {
-        group: _absolute(group, value, (*_PATHS, "path") if group == "callbacks" else _PATHS) if group in _GROUPS else value
+        group: (
+            _absolute(group, value, (*_PATHS, "path") if group == "callbacks" else _PATHS)
+            if group in _GROUPS
+            else value
+        )
         for group, value in config.items()
     }
 

@@ -1,8 +1,9 @@
 """Which code a configuration may name. Imports no torch.
 
-A `_target_` in a configuration is code that runs. A configuration of someone else, such as the `config.yaml` of a run, must not run
-whatever it likes, so only classes of known packages may be named there. The user adds packages with an environment variable, which no
-configuration can set, and by writing a `_target_` on the command line.
+A `_target_` in a configuration is code that runs. A configuration of someone else, such as the
+`config.yaml` of a run, must not run whatever it likes, so only classes of known packages may be
+named there. The user adds packages with an environment variable, which no configuration can set,
+and by writing a `_target_` on the command line.
 """
 
 from __future__ import annotations
@@ -15,12 +16,20 @@ from typing import Any
 from lightning_3d.errors import ConfigError, listed
 
 ALLOW_VARIABLE = "LIGHTNING_3D_ALLOW_TARGETS"
-"""Environment variable with more packages, modules or classes that configurations may name, separated by commas."""
+"""Environment variable with more packages, modules or classes that configurations may name,
+separated by commas."""
 
 PACKAGES = ("lightning_3d", "lightning", "aim", "torchmetrics", "torch.optim", "torchao.optim")
-"""Packages of which every class that a logger, a callback, the Trainer, an optimizer or a schedule can be may be named."""
+"""Packages of which every class that a logger, a callback, the Trainer, an optimizer or a schedule
+can be may be named."""
 
-ARGUMENTS = ("datetime.timedelta", "pathlib.Path", "torch.device", "torch.profiler.schedule", "torch.profiler.tensorboard_trace_handler")
+ARGUMENTS = (
+    "datetime.timedelta",
+    "pathlib.Path",
+    "torch.device",
+    "torch.profiler.schedule",
+    "torch.profiler.tensorboard_trace_handler",
+)
 """Names that may also be given, as values of arguments."""
 
 _TYPED = re.compile(r"_target_['\"]?\s*[=:]\s*['\"]?([\w.]+)")
@@ -44,7 +53,8 @@ def check_targets(config: Mapping[str, Any], typed: Sequence[str] = ()) -> None:
 
 
 def allow_typed(typed: Sequence[str]) -> None:
-    """Allow the code that words of the command line name, in this process and those that it starts."""
+    """Allow the code that words of the command line name, in this process and those that it
+    starts."""
     named = [name for word in typed for name in _TYPED.findall(word)]
     fresh = [name for name in named if not is_known(name) and not is_allowed(name)]
     if fresh:
@@ -52,7 +62,8 @@ def allow_typed(typed: Sequence[str]) -> None:
 
 
 def check_name(key: str, name: Any, packages: Sequence[str], classes: Sequence[str] = ()) -> None:
-    """Refuse the name of code that is in none of these packages, is none of these classes, and that the user has not allowed.
+    """Refuse the name of code that is in none of these packages, is none of these classes, and that
+    the user has not allowed.
 
     Raises:
         ConfigError: with the line that allows it.
@@ -64,13 +75,15 @@ def check_name(key: str, name: Any, packages: Sequence[str], classes: Sequence[s
     package = name.partition(".")[0]
     what = f"classes of {listed(packages)}" if packages else listed(classes, last="or")
     raise ConfigError(
-        f"{key}={name} names code of {package}, which a configuration may not run without your consent. It may name {what}. If you"
-        f" trust {package}, set the environment variable {ALLOW_VARIABLE}={package}, or give {key} on the command line."
+        f"{key}={name} names code of {package}, which a configuration may not run without your"
+        f" consent. It may name {what}. If you trust {package}, set the environment variable"
+        f" {ALLOW_VARIABLE}={package}, or give {key} on the command line."
     )
 
 
 def is_known(name: str) -> bool:
-    """Check whether a name belongs to a package that this package trusts, or is known as an argument."""
+    """Check whether a name belongs to a package that this package trusts, or is known as an
+    argument."""
     return name in ARGUMENTS or _begins(name, PACKAGES)
 
 

@@ -12,6 +12,11 @@ _BYTE_DATA = ("python_stdlib", "python_tokens", "python_pairs")
 
 
 def tokenizer_of(model: Mapping[str, Any], data: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer of a run, from its groups: a folder, a name on the hub, or "bytes"; None if no key names it."""
-    named = (data.get("tokenizer"), BYTES if data.get("name") in _BYTE_DATA else None, model.get("pretrained"))
+    """Return the tokenizer of a run, from its groups: a folder, a name on the hub, or "bytes"; None
+    if no key names it."""
+    named = (
+        data.get("tokenizer"),
+        BYTES if data.get("name") in _BYTE_DATA else None,
+        model.get("pretrained"),
+    )
     return next((str(name) for name in named if name), None)

@@ -9,10 +9,16 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def typed_words(config: DictConfig) -> list[str]:
-    """Return the overrides of a composed configuration, as they were typed; parameters of a sweep that a file sets are not among them."""
+    """Return the overrides of a composed configuration, as they were typed; parameters of a sweep
+    that a file sets are not among them."""
     swept = OmegaConf.select(config, "hydra.sweeper.params") or {}
     lists = [OmegaConf.select(config, f"hydra.overrides.{kind}") for kind in ("task", "hydra")]
-    words = [str(word) for words in lists if words is not None for word in OmegaConf.to_container(words, resolve=False) or ()]
+    words = [
+        str(word)
+        for words in lists
+        if words is not None
+        for word in OmegaConf.to_container(words, resolve=False) or ()
+    ]
     return [word for word in words if word.partition("=")[0] not in swept]
 
 

@@ -1,5 +1,5 @@
-"""The board on which ranks post what they measured: a store at MASTER_ADDR and MASTER_PORT. A rank that hangs posts nothing, and the
-others notice, which a collective could not do.
+"""The board on which ranks post what they measured: a store at MASTER_ADDR and MASTER_PORT. A rank
+that hangs posts nothing, and the others notice, which a collective could not do.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class Unreachable(Lightning3DError):
 class Board:
     """Values that all ranks can post and read.
 
-    No call waits inside the store, whose connection serves one call at a time: waiting means asking again.
+    No call waits inside the store, whose connection serves one call at a time: waiting means asking
+    again.
 
     Args:
         rank: this rank.
         seconds: time for the board to appear.
-        serve: whether this process serves the store. None: rank 0 does, unless torchrun's agent serves one.
+        serve: whether this process serves the store. None: rank 0 does, unless torchrun's agent
+            serves one.
 
     Raises:
         Unreachable: no connection in time.
@@ -45,22 +47,28 @@ class Board:
     def __init__(self, rank: int, seconds: float, *, serve: bool | None = None) -> None:
         from torch.distributed import PrefixStore, TCPStore
 
-        self._address, self._port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+        self._address, self._port = (
+            os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            int(os.environ.get("MASTER_PORT", "29500")),
+        )
         serves = rank == 0 and not store_outlives_ranks() if serve is None else serve
         limit = timedelta(seconds=seconds)
 
         def connect() -> Any:
             with explained_errors(rank):
                 # Without waiting for the other ranks, so that those that never appear can be named.
-                return TCPStore(self._address, self._port, None, serves, limit, wait_for_workers=False)
+                return TCPStore(
+                    self._address, self._port, None, serves, limit, wait_for_workers=False
+                )
 
         try:
             self._server = within(seconds + _ANSWER_SECONDS, connect)
         except (TimeLimit, RuntimeError) as error:
             why = f": {error}" if str(error) else ""
             raise Unreachable(
-                f"Rank {rank} on {os.uname().nodename} cannot reach the store at {self._address}:{self._port} (MASTER_ADDR and"
-                f" MASTER_PORT) within {seconds:g} s{why}. Check that rank 0 runs, and that no firewall closes the port."
+                f"Rank {rank} on {os.uname().nodename} cannot reach the store at"
+                f" {self._address}:{self._port} (MASTER_ADDR and MASTER_PORT) within {seconds:g}"
+                f" s{why}. Check that rank 0 runs, and that no firewall closes the port."
             ) from None
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = PrefixStore(f"lightning_3d doctor {restarts}", self._server)
@@ -78,7 +86,9 @@ class Board:
 
     def read(self, key: str) -> Any:
         """Return a posted value; None if there is none yet."""
-        return self._call(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
+        return self._call(
+            lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None
+        )
 
     def wait(self, key: str, seconds: float) -> Any:
         """Return a value as soon as it is posted.
@@ -110,5 +120,6 @@ class Board:
             return within(_ANSWER_SECONDS, action)
         except (TimeLimit, RuntimeError):
             raise Unreachable(
-                f"The store at {self._address}:{self._port} does not answer: rank 0, or torchrun on its host, hangs or has ended."
+                f"The store at {self._address}:{self._port} does not answer: rank 0, or torchrun on"
+                " its host, hangs or has ended."
             ) from None

@@ -1,4 +1,5 @@
-"""A check: what a rank measures, and what rank 0 judges. The checks themselves are in files of their own, listed in `checks`."""
+"""A check: what a rank measures, and what rank 0 judges. The checks themselves are in files of
+their own, listed in `checks`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from lightning_3d.app.doctor import collectives, compute, environment, file_system, gpus, host, links, versions
+from lightning_3d.app.doctor import (
+    collectives,
+    compute,
+    environment,
+    file_system,
+    gpus,
+    host,
+    links,
+    versions,
+)
 from lightning_3d.app.doctor.check import Check
 
 CHECKS: tuple[Check, ...] = (

@@ -1,7 +1,9 @@
-"""Check: bandwidth and latency of the collectives that each axis of a layout uses, in the groups of `parallel/mesh.py`.
+"""Check: bandwidth and latency of the collectives that each axis of a layout uses, in the groups of
+`parallel/mesh.py`.
 
-Bandwidths are bytes a second that leave a rank, so that groups of all sizes compare with the link's datasheet, as in nccl-tests
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, "bus bandwidth").
+Bandwidths are bytes a second that leave a rank, so that groups of all sizes compare with the link's
+datasheet, as in nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md,
+"bus bandwidth").
 """
 
 from __future__ import annotations
@@ -44,14 +46,20 @@ class _Case:
 
 
 def measure(room: Room) -> Facts:
-    """Measure each case with a small and a large message, then neighbors of each group, one pair after the other."""
+    """Measure each case with a small and a large message, then neighbors of each group, one pair
+    after the other."""
     mesh, device = room.mesh, room.device()
-    large = _LARGE["simulated" if device.type == "cuda" and nvidia_smi.are_simulated() else device.type]
+    large = _LARGE[
+        "simulated" if device.type == "cuda" and nvidia_smi.are_simulated() else device.type
+    ]
     entries, pairs = [], []
     seen: set[tuple[int, ...]] = set()
     for case in _cases(mesh, device):
         for size, repeats in ((_SMALL, _REPEATS["small"]), (large, _REPEATS["large"])):
-            room.now = f"{case.name} of {case.axis}, {size} bytes, with the ranks {', '.join(map(str, case.ranks))}"
+            room.now = (
+                f"{case.name} of {case.axis}, {size} bytes, with the ranks"
+                f" {', '.join(map(str, case.ranks))}"
+            )
             entries.append(_entry(case, size, _seconds(room, case.group, case.make(size), repeats)))
         if case.ranks not in seen:
             seen.add(case.ranks)
@@ -62,26 +70,51 @@ def measure(room: Room) -> Facts:
 def _cases(mesh: Any, device: Any) -> Iterator[_Case]:
     """The collectives of the layout's axes; in the same order on all ranks."""
     layout = mesh.layout
-    for axis, names in (("tp", ["all_reduce"]), ("dp", ["reduce_scatter", "all_gather"]), ("cp", ["send"])):
+    for axis, names in (
+        ("tp", ["all_reduce"]),
+        ("dp", ["reduce_scatter", "all_gather"]),
+        ("cp", ["send"]),
+    ):
         if layout.size(axis) > 1:
             group, ranks = mesh.group(axis), mesh.ranks(axis)
             for name in names:
-                yield _Case(axis, name, group, ranks, partial(_action, name, group, ranks, mesh.rank, device))
+                yield _Case(
+                    axis,
+                    name,
+                    group,
+                    ranks,
+                    partial(_action, name, group, ranks, mesh.rank, device),
+                )
     if layout.pp > 1:
         group, ranks = mesh.pipeline_up, mesh.ranks("pp")
-        yield _Case("pp", "send", group, ranks, partial(_action, "stages", group, ranks, mesh.rank, device))
+        yield _Case(
+            "pp", "send", group, ranks, partial(_action, "stages", group, ranks, mesh.rank, device)
+        )
     if layout.ep > 1:
         group = mesh.expert_group
         ranks = next(ranks for ranks in layout.expert_groups() if mesh.rank in ranks)
-        yield _Case("ep", "all_to_all", group, ranks, partial(_action, "all_to_all", group, ranks, mesh.rank, device))
+        yield _Case(
+            "ep",
+            "all_to_all",
+            group,
+            ranks,
+            partial(_action, "all_to_all", group, ranks, mesh.rank, device),
+        )
 
 
-def _action(name: str, group: Any, ranks: Sequence[int], rank: int, device: Any, size: int) -> Callable[[], Any]:
-    """Return a collective on `size` bytes in total; `send` passes them to the next rank of a ring, `stages` to the next stage."""
+def _action(
+    name: str, group: Any, ranks: Sequence[int], rank: int, device: Any, size: int
+) -> Callable[[], Any]:
+    """Return a collective on `size` bytes in total; `send` passes them to the next rank of a ring,
+    `stages` to the next stage."""
     import torch
     import torch.distributed as dist
 
-    from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
+    from lightning_3d.parallel.collectives import (
+        all_gather_flat,
+        all_reduce_flat,
+        reduce_scatter_flat,
+    )
 
     count, index = len(ranks), ranks.index(rank)
     part = max(1, size // 4 // count)
@@ -102,7 +135,8 @@ def _action(name: str, group: Any, ranks: Sequence[int], rank: int, device: Any,
 
 
 def _pass_on(tensor: Any, target: int | None, other: Any, source: int | None, group: Any) -> None:
-    """Send to one rank and receive from another, in one batch: on NCCL it needs no communicator of its own for the two ranks."""
+    """Send to one rank and receive from another, in one batch: on NCCL it needs no communicator of
+    its own for the two ranks."""
     import torch.distributed as dist
 
     operations = [dist.P2POp(dist.isend, tensor, target, group)] if target is not None else []
@@ -112,13 +146,15 @@ def _pass_on(tensor: Any, target: int | None, other: Any, source: int | None, gr
 
 
 def _seconds(room: Room, group: Any, action: Callable[[], Any], repeats: int) -> float:
-    """Time an action that all ranks of a group run: the median of some rounds, after a round to warm up."""
+    """Time an action that all ranks of a group run: the median of some rounds, after a round to
+    warm up."""
     import torch
     import torch.distributed as dist
 
     times = []
     for turn in range(_MEDIANS + 1):
-        if group is not None:  # the ranks start together; an all-reduce uses the communicator that is there
+        # the ranks start together; an all-reduce uses the communicator that is there
+        if group is not None:
             dist.all_reduce(torch.ones(1, device=room.device()), group=group)
         room.wait()
         started = time.perf_counter()
@@ -130,7 +166,8 @@ def _seconds(room: Room, group: Any, action: Callable[[], Any], repeats: int) ->
 
 
 def _pairs(room: Room, case: _Case, device: Any, size: int) -> list[Facts]:
-    """Measure neighbors in a group while its other ranks wait; the first rank of each pair reports it."""
+    """Measure neighbors in a group while its other ranks wait; the first rank of each pair reports
+    it."""
     import torch
 
     found, count = [], len(case.ranks)
@@ -143,12 +180,20 @@ def _pairs(room: Room, case: _Case, device: Any, size: int) -> list[Facts]:
             action = partial(_pass_on, tensor, peer, other, peer, case.group)
             seconds = _seconds(room, None, action, _REPEATS["large"])
             if room.rank == pair[0]:
-                found.append({"axis": case.axis, "ranks": list(pair), "bytes": size, "seconds": seconds})
+                found.append(
+                    {"axis": case.axis, "ranks": list(pair), "bytes": size, "seconds": seconds}
+                )
     return found
 
 
 def _entry(case: _Case, size: int, seconds: float) -> Facts:
-    return {"axis": case.axis, "name": case.name, "group": list(case.ranks), "bytes": size, "seconds": seconds}
+    return {
+        "axis": case.axis,
+        "name": case.name,
+        "group": list(case.ranks),
+        "bytes": size,
+        "seconds": seconds,
+    }
 
 
 def judge(gathered: Gathered) -> list[Finding]:

@@ -1,7 +1,9 @@
-"""Run all checks on all ranks, one check after the other. Rank 0 judges, and names the ranks that are silent.
+"""Run all checks on all ranks, one check after the other. Rank 0 judges, and names the ranks that
+are silent.
 
-Before each check rank 0 posts which ranks take part. Each rank measures with a time limit and posts what it found; a rank that posts
-nothing in time is silent, and takes no part in later checks. No step uses a collective, except the checks of collectives themselves.
+Before each check rank 0 posts which ranks take part. Each rank measures with a time limit and posts
+what it found; a rank that posts nothing in time is silent, and takes no part in later checks. No
+step uses a collective, except the checks of collectives themselves.
 """
 
 from __future__ import annotations
@@ -68,14 +70,17 @@ def examine(setup: Setup, checks: Sequence[Check], me: OutsideRank, board: Board
         Unreachable: rank 0 does not answer.
     """
     room = Room(setup, me.rank, me.world_size, me.local_rank, board)
-    board.post(f"here/{me.rank}", asdict(Place(me.rank, os.uname().nodename, me.local_rank, os.getpid())))
+    board.post(
+        f"here/{me.rank}", asdict(Place(me.rank, os.uname().nodename, me.local_rank, os.getpid()))
+    )
     if me.rank > 0:
         return _follow(room, checks)
     return _Lead(room, me.local_world_size).run(checks)
 
 
 def dismiss(board: Board, report: Report) -> None:
-    """Post the exit code, and wait a moment until the ranks that answered have read it: rank 0 may serve the board."""
+    """Post the exit code, and wait a moment until the ranks that answered have read it: rank 0 may
+    serve the board."""
     board.post("exit code", report.exit_code)
     others = [rank for rank in report.places.by_rank if rank > 0 and rank not in report.silent]
     board.wait_for_all([f"left/{rank}" for rank in others], _MARGIN_SECONDS)
@@ -95,7 +100,9 @@ def _follow(room: Room, checks: Sequence[Check]) -> int:
         room.board.post(f"left/{room.rank}", True)
     except TimeLimit:
         host = (room.board.read("here/0") or {}).get("host", "its host")
-        raise Unreachable(f"Rank 0 on {host} did not answer within {patience:g} s. Look at this process there.") from None
+        raise Unreachable(
+            f"Rank 0 on {host} did not answer within {patience:g} s. Look at this process there."
+        ) from None
     return code
 
 
@@ -104,7 +111,10 @@ def _measured(check: Check, room: Room) -> Facts:
     room.now = ""
     started = time.monotonic()
     try:
-        return {"facts": within(room.setup.limit, lambda: check.measure(room)), "seconds": time.monotonic() - started}
+        return {
+            "facts": within(room.setup.limit, lambda: check.measure(room)),
+            "seconds": time.monotonic() - started,
+        }
     except TimeLimit:
         return {"hangs": room.now or check.name}
     except Exception as error:
@@ -129,14 +139,22 @@ class _Lead:
         report = self._report
         for check in checks:
             lacking = sorted({*report.silent, *report.hung})
-            self._room.present = [] if check.together and lacking else sorted(set(report.places.by_rank) - set(report.silent))
-            self._room.leaders = [rank for rank in report.places.leaders() if rank not in report.silent]
+            self._room.present = (
+                []
+                if check.together and lacking
+                else sorted(set(report.places.by_rank) - set(report.silent))
+            )
+            self._room.leaders = [
+                rank for rank in report.places.leaders() if rank not in report.silent
+            ]
             self._room.board.post(f"{check.name}/go", self._room.present)
             if self._room.present:
                 with task(f"checking {check.name}"):
                     report.findings[check.name] = self._check(check)
             else:
-                why = f"not measured, because {report.places.describe(lacking)} did not answer before"
+                why = (
+                    f"not measured, because {report.places.describe(lacking)} did not answer before"
+                )
                 report.findings[check.name] = [Finding(check.name, UNKNOWN, why)]
         report.findings = {"ranks": self._presence(), **report.findings}
         report.seconds = time.monotonic() - self._started
@@ -144,10 +162,16 @@ class _Lead:
 
     def _check(self, check: Check) -> list[Finding]:
         report, limit = self._report, self._room.setup.limit
-        keys = {f"{check.name}/{rank}": rank for rank in report.places.by_rank if rank > 0 and rank not in report.silent}
+        keys = {
+            f"{check.name}/{rank}": rank
+            for rank in report.places.by_rank
+            if rank > 0 and rank not in report.silent
+        }
         deadline = time.monotonic() + limit + _MARGIN_SECONDS
         own = _measured(check, self._room)
-        found = self._room.board.wait_for_all(keys, max(_MARGIN_SECONDS, deadline - time.monotonic()))
+        found = self._room.board.wait_for_all(
+            keys, max(_MARGIN_SECONDS, deadline - time.monotonic())
+        )
         posts = {0: own, **{rank: found[key] for key, rank in keys.items() if key in found}}
         report.silent.update({rank: check.name for key, rank in keys.items() if key not in found})
         facts = {rank: post["facts"] for rank, post in posts.items() if "facts" in post}
@@ -161,7 +185,11 @@ class _Lead:
         """Name the ranks on which a check did not end, or failed."""
         places, findings = self._report.places, []
         for key, meaning, advice in (
-            ("hangs", "has not ended after {limit:g} s: {value}", "Look at these processes; --limit gives a check more time."),
+            (
+                "hangs",
+                "has not ended after {limit:g} s: {value}",
+                "Look at these processes; --limit gives a check more time.",
+            ),
             ("error", "failed: {value}", "Look at this error first."),
         ):
             values: dict[str, list[int]] = {}
@@ -172,7 +200,15 @@ class _Lead:
                         self._report.hung.add(rank)
             for value, ranks in values.items():
                 words = meaning.format(limit=self._room.setup.limit, value=value)
-                findings.append(Finding(check.name, WRONG, f"the check {words} ({places.describe(ranks)})", tuple(ranks), advice))
+                findings.append(
+                    Finding(
+                        check.name,
+                        WRONG,
+                        f"the check {words} ({places.describe(ranks)})",
+                        tuple(ranks),
+                        advice,
+                    )
+                )
         return findings
 
     def _presence(self) -> list[Finding]:
@@ -180,13 +216,25 @@ class _Lead:
         report = self._report
         places, world = report.places, self._room.world_size
         hosts = places.hosts
-        here = f"{world - len(report.silent)} of {world} ranks on {len(hosts)} host{'s' * (len(hosts) != 1)}"
+        here = (
+            f"{world - len(report.silent)} of {world} ranks on {len(hosts)}"
+            f" host{'s' * (len(hosts) != 1)}"
+        )
         if not report.silent:
             return [Finding("answers", "ok", here)]
         findings = []
         for when in sorted(set(report.silent.values())):
             ranks = tuple(sorted(rank for rank, at in report.silent.items() if at == when))
-            since = f"stopped answering in the check of {when}" if when else f"never answered within {report.setup.limit:g} s"
-            advice = "Look at the process there (is it stopped, or waiting for a disk?), or leave this host out."
-            findings.append(Finding("answers", WRONG, f"{places.describe(ranks)} {since}", ranks, advice))
+            since = (
+                f"stopped answering in the check of {when}"
+                if when
+                else f"never answered within {report.setup.limit:g} s"
+            )
+            advice = (
+                "Look at the process there (is it stopped, or waiting for a disk?), or leave this"
+                " host out."
+            )
+            findings.append(
+                Finding("answers", WRONG, f"{places.describe(ranks)} {since}", ranks, advice)
+            )
         return findings

@@ -1,4 +1,5 @@
-"""Check: the folder of runs is on a file system that all ranks share, with the semantics and the speed that runs and checkpoints need."""
+"""Check: the folder of runs is on a file system that all ranks share, with the semantics and the
+speed that runs and checkpoints need."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from lightning_3d.storage.lock import FileLock, is_held
 from lightning_3d.storage.numbers import show_bytes
 
 _SEEN_SECONDS = 10.0
-"""Time for a new file to appear on other hosts: NFS caches folders for up to 60 s, but looks again for a name that is missing."""
+"""Time for a new file to appear on other hosts: NFS caches folders for up to 60 s, but looks again
+for a name that is missing."""
 _RENAMES, _RENAME_BYTES = 50, 1 << 16
 _SPEED_BYTES = {"cpu": 1 << 24, "gpu": 1 << 28}
 _SLOW_BYTES = 50e6
@@ -25,7 +27,8 @@ _LATE_SECONDS = 2.0
 
 
 def measure(room: Room) -> Facts:
-    """Let rank 0 write, lock and replace files while the other ranks look; then write and read on each host.
+    """Let rank 0 write, lock and replace files while the other ranks look; then write and read on
+    each host.
 
     The ranks share the folder that rank 0 names; whatever is missing there is a fact.
     """
@@ -41,13 +44,16 @@ def measure(room: Room) -> Facts:
         facts |= _speed(room, folder)
     room.board.post(f"file system done/{room.rank}", True)
     if room.rank == 0:
-        room.board.wait_for_all([f"file system done/{rank}" for rank in room.present], room.setup.limit / 4)
+        room.board.wait_for_all(
+            [f"file system done/{rank}" for rank in room.present], room.setup.limit / 4
+        )
         shutil.rmtree(folder, ignore_errors=True)
     return facts
 
 
 def _lead(room: Room, folder: Path) -> Facts:
-    """Write a file, hold a lock, and replace a file again and again until all others have looked."""
+    """Write a file, hold a lock, and replace a file again and again until all others have
+    looked."""
     room.now = f"writing to {folder}"
     try:
         folder.mkdir(parents=True)
@@ -61,7 +67,9 @@ def _lead(room: Room, folder: Path) -> Facts:
     room.board.post("folder", folder.name)
     others = [f"file system looked/{rank}" for rank in room.present if rank > 0]
     turn, deadline = 0, time.monotonic() + min(_SEEN_SECONDS + 5, room.setup.limit / 4)
-    while turn < _RENAMES or (len(room.board.wait_for_all(others, 0.0)) < len(others) and time.monotonic() < deadline):
+    while turn < _RENAMES or (
+        len(room.board.wait_for_all(others, 0.0)) < len(others) and time.monotonic() < deadline
+    ):
         turn += 1
         _replace(folder, turn)
         time.sleep(0.01)
@@ -80,9 +88,15 @@ def _look(room: Room, folder: Path) -> Facts:
     """Wait for the file of rank 0, ask for its lock, and read the file that it replaces."""
     room.now = f"looking for {folder}"
     started = time.monotonic()
-    while not (seen := _is_there(folder / "hello")) and time.monotonic() - started < min(_SEEN_SECONDS, room.setup.limit / 4):
+    while not (seen := _is_there(folder / "hello")) and time.monotonic() - started < min(
+        _SEEN_SECONDS, room.setup.limit / 4
+    ):
         time.sleep(0.05)
-    facts: Facts = {"seen": seen, "seconds": time.monotonic() - started, "folder": str(folder.parent)}
+    facts: Facts = {
+        "seen": seen,
+        "seconds": time.monotonic() - started,
+        "folder": str(folder.parent),
+    }
     if seen:
         facts |= {"held": is_held(folder / "lock"), "torn": _torn(folder / "renamed")}
     room.board.post(f"file system looked/{room.rank}", True)
@@ -96,7 +110,8 @@ def _is_there(path: Path) -> bool:
 
 
 def _torn(path: Path) -> str:
-    """Read a file while rank 0 replaces it; return what was ever wrong with its content, empty if nothing was."""
+    """Read a file while rank 0 replaces it; return what was ever wrong with its content, empty if
+    nothing was."""
     for _ in range(20):
         try:
             content = path.read_bytes()
@@ -109,7 +124,8 @@ def _torn(path: Path) -> str:
 
 
 def _speed(room: Room, folder: Path) -> Facts:
-    """Write and read a file on this host; each host has its own. The kernel is asked to forget what it has written."""
+    """Write and read a file on this host; each host has its own. The kernel is asked to forget what
+    it has written."""
     path, size = folder / f"speed_{room.rank}", _SPEED_BYTES[room.setup.accelerator]
     block = os.urandom(1 << 20)
     started = time.perf_counter()
@@ -151,24 +167,38 @@ def _seen(gathered: Gathered) -> Finding:
     folder = gathered.setup.folder
     if blind:
         words = f"{gathered.places.describe(blind)} cannot see what rank 0 writes in {folder}"
-        advice = "Put runs on a shared file system, mounted at the same path on all hosts (--folder)."
+        advice = (
+            "Put runs on a shared file system, mounted at the same path on all hosts (--folder)."
+        )
         return Finding("shared folder", WRONG, words, blind, advice)
     latest = max((facts["seconds"] for facts in others.values()), default=0.0)
-    words = f"{folder}: all ranks see a new file within {max(latest, 0.001):.2g} s" if others else f"{folder} can be written"
+    words = (
+        f"{folder}: all ranks see a new file within {max(latest, 0.001):.2g} s"
+        if others
+        else f"{folder} can be written"
+    )
     if latest > _LATE_SECONDS:
         late = tuple(rank for rank, facts in others.items() if facts["seconds"] > _LATE_SECONDS)
         advice = "Mount it with short caches for folders (NFS: acdirmax, lookupcache=positive)."
-        return Finding("shared folder", WARNING, f"{words} ({gathered.places.describe(late)})", late, advice)
+        return Finding(
+            "shared folder", WARNING, f"{words} ({gathered.places.describe(late)})", late, advice
+        )
     return Finding("shared folder", OK, words)
 
 
 def _locks(gathered: Gathered) -> Finding:
     """On a file system without locks a run cannot notice that another run uses its folder."""
     held = {rank: facts.get("held") for rank, facts in gathered.facts.items() if rank > 0}
-    advice = "Mount it with locks for all hosts (NFS: without nolock and local_lock; Lustre: -o flock), or never share run folders."
+    advice = (
+        "Mount it with locks for all hosts (NFS: without nolock and local_lock; Lustre: -o flock),"
+        " or never share run folders."
+    )
     free = tuple(rank for rank, value in held.items() if value is False)
     if free:
-        words = f"{gathered.places.describe(free)} cannot see that rank 0 holds a lock: locks are local to each host"
+        words = (
+            f"{gathered.places.describe(free)} cannot see that rank 0 holds a lock: locks are local"
+            " to each host"
+        )
         return Finding("locks", WARNING, words, free, advice)
     if any(value is None for value in held.values()) or not gathered.facts[0].get("locked"):
         ranks = tuple(rank for rank, value in held.items() if value is None)
@@ -181,9 +211,14 @@ def _renames(gathered: Gathered) -> Finding:
     bad = tuple(rank for rank, what in torn.items() if what)
     count = gathered.facts[0].get("renames", 0)
     if not bad:
-        return Finding("renames", OK, f"{count} replacements of a file while all ranks read it: always whole")
+        return Finding(
+            "renames", OK, f"{count} replacements of a file while all ranks read it: always whole"
+        )
     words = f"{gathered.places.describe(bad)} read a file that rank 0 replaced: {torn[bad[0]]}"
-    advice = "Replacing a file is not atomic here: status files may be unreadable for a moment. Use another file system."
+    advice = (
+        "Replacing a file is not atomic here: status files may be unreadable for a moment. Use"
+        " another file system."
+    )
     return Finding("renames", WARNING, words, bad, advice)
 
 
@@ -193,12 +228,22 @@ def _speeds(gathered: Gathered) -> list[Finding]:
     failed = {rank: facts["write_error"] for rank, facts in hosts.items() if "write_error" in facts}
     for rank, why in failed.items():
         words = f"{gathered.places.host(rank)} cannot write: {why}"
-        findings.append(Finding("write", WRONG, words, (rank,), "Look at permissions, quota and mount options there."))
+        findings.append(
+            Finding(
+                "write",
+                WRONG,
+                words,
+                (rank,),
+                "Look at permissions, quota and mount options there.",
+            )
+        )
     for name in ("write", "read"):
         rates = {rank: float(facts[name]) for rank, facts in hosts.items() if name in facts}
         if rates:
             slow = tuple(rank for rank, rate in rates.items() if rate < _SLOW_BYTES)
-            words = f"{show_bytes(min(rates.values()))}/s" + (" on the slowest host" if len(rates) > 1 else "")
+            words = f"{show_bytes(min(rates.values()))}/s" + (
+                " on the slowest host" if len(rates) > 1 else ""
+            )
             words += " (may come from the cache of the kernel)" if name == "read" else ""
             advice = "Save checkpoints less often, or to a faster file system." if slow else ""
             findings.append(Finding(f"{name} speed", WARNING if slow else OK, words, slow, advice))
@@ -206,12 +251,18 @@ def _speeds(gathered: Gathered) -> list[Finding]:
 
 
 def _free(gathered: Gathered) -> Finding:
-    free = {rank: int(facts["free"]) for rank, facts in gathered.of_hosts().items() if "free" in facts}
+    free = {
+        rank: int(facts["free"]) for rank, facts in gathered.of_hosts().items() if "free" in facts
+    }
     if not free:
         return Finding("free space", UNKNOWN, "no host can tell")
     least = min(free.values())
     enough = least >= _FREE_BYTES[gathered.setup.accelerator]
-    advice = "" if enough else "Remove old runs: a checkpoint of an 8B model with its optimizer state has 112 GB."
+    advice = (
+        ""
+        if enough
+        else "Remove old runs: a checkpoint of an 8B model with its optimizer state has 112 GB."
+    )
     return Finding("free space", OK if enough else WARNING, show_bytes(least), (), advice)
 
 

@@ -65,11 +65,14 @@ class Places:
         self.world_size, self._per_host = world_size, max(1, per_host)
 
     def host(self, rank: int) -> str:
-        """Return the host of a rank; of one that never answered, the host of its neighbors or the number of the node."""
+        """Return the host of a rank; of one that never answered, the host of its neighbors or the
+        number of the node."""
         if rank in self.by_rank:
             return self.by_rank[rank].host
         node = rank // self._per_host
-        neighbors = [place.host for place in self.by_rank.values() if place.rank // self._per_host == node]
+        neighbors = [
+            place.host for place in self.by_rank.values() if place.rank // self._per_host == node
+        ]
         return neighbors[0] if neighbors else f"node {node}"
 
     @property
@@ -89,7 +92,8 @@ class Places:
         return len({self.host(rank) for rank in ranks}) == 1
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Name ranks with their hosts: `rank 3 (node1)`, `ranks 0-3 (node0) and 8 (node1)`; `all ranks` without hosts."""
+        """Name ranks with their hosts: `rank 3 (node1)`, `ranks 0-3 (node0) and 8 (node1)`; `all
+        ranks` without hosts."""
         wanted = sorted(set(ranks))
         if len(wanted) == self.world_size > 1:
             return "all ranks"
@@ -102,7 +106,8 @@ class Places:
 
 
 def most_common(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:
-    """Find the value of most ranks, and the ranks of every other value. Where two are as common, that of the lower rank counts.
+    """Find the value of most ranks, and the ranks of every other value. Where two are as common,
+    that of the lower rank counts.
 
     Args:
         values: hashable values by rank.
@@ -116,7 +121,9 @@ def most_common(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:
     return usual, others
 
 
-def alike(name: str, values: Mapping[int, Any], places: Places, *, verdict: str = WRONG, advice: str = "") -> Finding:
+def alike(
+    name: str, values: Mapping[int, Any], places: Places, *, verdict: str = WRONG, advice: str = ""
+) -> Finding:
     """Find whether a value is the same on all ranks; else name the ranks with another one.
 
     Args:
@@ -140,13 +147,20 @@ def alike(name: str, values: Mapping[int, Any], places: Places, *, verdict: str 
     return Finding(name, verdict, f"{usual}, but {differing}", odd, advice.format(usual=usual))
 
 
-def slow_ones(rates: Mapping[Any, float], warning: float, wrong: float) -> dict[Any, tuple[str, float]]:
-    """Return (verdict, share of the median) of the members whose rate is below a share of the median of all."""
+def slow_ones(
+    rates: Mapping[Any, float], warning: float, wrong: float
+) -> dict[Any, tuple[str, float]]:
+    """Return (verdict, share of the median) of the members whose rate is below a share of the
+    median of all."""
     if len(rates) < 2:
         return {}
     median = statistics.median(rates.values())
     shares = {key: rate / median if median else 1.0 for key, rate in rates.items()}
-    return {key: (WRONG if share < wrong else WARNING, share) for key, share in shares.items() if share < warning}
+    return {
+        key: (WRONG if share < wrong else WARNING, share)
+        for key, share in shares.items()
+        if share < warning
+    }
 
 
 def worst(findings: Sequence[Finding]) -> str:

@@ -1,4 +1,5 @@
-"""Check: the GPUs are alike, free, cool and without memory errors, before any work. The check of compute looks at clocks under load."""
+"""Check: the GPUs are alike, free, cool and without memory errors, before any work. The check of
+compute looks at clocks under load."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _MIB = 2**20
 _USED_MIB = 1024
 """More memory than contexts of this command's own ranks need."""
 _HOT_DEGREES = 85
-"""NVIDIA's data-center GPUs slow down from about 87 degrees C on (`nvidia-smi -q -d TEMPERATURE` prints the limits of a GPU)."""
+"""NVIDIA's data-center GPUs slow down from about 87 degrees C on (`nvidia-smi -q -d TEMPERATURE`
+prints the limits of a GPU)."""
 
 BAD_REASONS = {
     0x08: "hardware slowdown",
@@ -22,7 +24,8 @@ BAD_REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Bits of the clock event reasons that halve the clock or show heat. Source, also for `MILD_REASONS`: NVML's nvmlClocksEventReasons,
+"""Bits of the clock event reasons that halve the clock or show heat. Source, also for
+`MILD_REASONS`: NVML's nvmlClocksEventReasons,
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html"""
 POWER_CAP = 0x04
 MILD_REASONS = {0x02: "clocks set by the user", POWER_CAP: "power cap", 0x10: "sync boost"}
@@ -56,26 +59,72 @@ def judge(gathered: Gathered) -> list[Finding]:
     places, findings = gathered.places, []
     if lacking:
         advice = "Install nvidia-smi there, or pass it into the container."
-        findings.append(Finding("nvidia-smi", UNKNOWN, f"no answer on {places.describe(lacking)}", tuple(lacking), advice))
+        findings.append(
+            Finding(
+                "nvidia-smi",
+                UNKNOWN,
+                f"no answer on {places.describe(lacking)}",
+                tuple(lacking),
+                advice,
+            )
+        )
     if not rows:
         return findings
     names = {rank: row["name"] for rank, row in rows.items()}
-    findings += [alike("name", names, places, advice="The slowest GPU sets the speed: use equal ones."), *_as_stated(gathered, names)]
+    findings += [
+        alike("name", names, places, advice="The slowest GPU sets the speed: use equal ones."),
+        *_as_stated(gathered, names),
+    ]
     if is_simulated(gathered):
-        findings.append(Finding("simulated GPU", WARNING, "the GPUs are simulated: speeds and times say nothing about a real GPU"))
-    findings.append(alike("memory", {rank: _size(row["memory"]) for rank, row in rows.items()}, places, advice="Use equal GPUs."))
-    return [*findings, _free(rows, places), _ecc(rows, places), _cool(rows, places), _clocks(rows, places), _mig(rows, places)]
+        findings.append(
+            Finding(
+                "simulated GPU",
+                WARNING,
+                "the GPUs are simulated: speeds and times say nothing about a real GPU",
+            )
+        )
+    findings.append(
+        alike(
+            "memory",
+            {rank: _size(row["memory"]) for rank, row in rows.items()},
+            places,
+            advice="Use equal GPUs.",
+        )
+    )
+    return [
+        *findings,
+        _free(rows, places),
+        _ecc(rows, places),
+        _cool(rows, places),
+        _clocks(rows, places),
+        _mig(rows, places),
+    ]
 
 
 def _as_stated(gathered: Gathered, names: dict[int, str | None]) -> list[Finding]:
     """Find GPUs of another type than those of the cluster, whose datasheet would not apply."""
     cluster = gathered.setup.cluster
     stated = set(gpu_types(cluster.gpu or ""))
-    other = tuple(rank for rank, name in names.items() if stated and (found := gpu_types(name or "")) and not stated & set(found))
+    other = tuple(
+        rank
+        for rank, name in names.items()
+        if stated and (found := gpu_types(name or "")) and not stated & set(found)
+    )
     if not other:
         return []
-    words = f"{names[other[0]]} on {gathered.places.describe(other)}, but the cluster {cluster.name} has {cluster.gpu}"
-    return [Finding("cluster", WARNING, words, other, "Name the cluster that you have (cluster=...): bandwidths are compared with it.")]
+    words = (
+        f"{names[other[0]]} on {gathered.places.describe(other)}, but the cluster {cluster.name}"
+        f" has {cluster.gpu}"
+    )
+    return [
+        Finding(
+            "cluster",
+            WARNING,
+            words,
+            other,
+            "Name the cluster that you have (cluster=...): bandwidths are compared with it.",
+        )
+    ]
 
 
 def is_simulated(gathered: Gathered) -> bool:
@@ -111,8 +160,17 @@ def _free(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
     most = max(used, key=lambda rank: used[rank])
     if not taken:
         return Finding("free memory", OK, f"at most {gibibytes(used[most] * _MIB)} of a GPU in use")
-    words = f"{gibibytes(used[most] * _MIB)} in use on {places.describe([most])}; more than 1 GiB on {places.describe(taken)}"
-    return Finding("free memory", WARNING, words, taken, "Another process uses this GPU: find it with nvidia-smi, and end it.")
+    words = (
+        f"{gibibytes(used[most] * _MIB)} in use on {places.describe([most])}; more than 1 GiB on"
+        f" {places.describe(taken)}"
+    )
+    return Finding(
+        "free memory",
+        WARNING,
+        words,
+        taken,
+        "Another process uses this GPU: find it with nvidia-smi, and end it.",
+    )
 
 
 def _ecc(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
@@ -123,7 +181,13 @@ def _ecc(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
     if not bad:
         return Finding("ECC errors", OK, "none uncorrected since the last reset")
     words = f"{max(errors.values())} uncorrected on {places.describe(bad)}"
-    return Finding("ECC errors", WRONG, words, bad, "Reset this GPU or leave it out: its memory returns wrong values.")
+    return Finding(
+        "ECC errors",
+        WRONG,
+        words,
+        bad,
+        "Reset this GPU or leave it out: its memory returns wrong values.",
+    )
 
 
 def _cool(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
@@ -134,15 +198,24 @@ def _cool(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
     if not hot:
         return Finding("temperature", OK, f"at most {max(degrees.values())} C")
     words = f"{max(degrees.values())} C on {places.describe(hot)}"
-    return Finding("temperature", WARNING, words, hot, "Look at the cooling of this host: a hot GPU lowers its clock.")
+    return Finding(
+        "temperature",
+        WARNING,
+        words,
+        hot,
+        "Look at the cooling of this host: a hot GPU lowers its clock.",
+    )
 
 
 def _clocks(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
-    """Judge the reasons for a low clock at rest: an idle GPU may have a low clock, but no slowdown."""
+    """Judge the reasons for a low clock at rest: an idle GPU may have a low clock, but no
+    slowdown."""
     return reasons_finding("clock events", rows, places)
 
 
-def reasons_finding(name: str, rows: dict[int, nvidia_smi.Row], places: Places, usual: int = 0) -> Finding:
+def reasons_finding(
+    name: str, rows: dict[int, nvidia_smi.Row], places: Places, usual: int = 0
+) -> Finding:
     """Judge the reasons for which the clocks of some GPUs are lowered.
 
     Args:
@@ -153,14 +226,27 @@ def reasons_finding(name: str, rows: dict[int, nvidia_smi.Row], places: Places, 
     if not known:
         return Finding(name, UNKNOWN, "the driver does not tell why clocks are low")
     for reasons, verdict, advice in (
-        (BAD_REASONS, WRONG, "Look at cooling and power supply of this host: its GPU is slowed down."),
-        (MILD_REASONS, WARNING, "Look at nvidia-smi -q -d CLOCK,POWER on this host: a limit is set there."),
+        (
+            BAD_REASONS,
+            WRONG,
+            "Look at cooling and power supply of this host: its GPU is slowed down.",
+        ),
+        (
+            MILD_REASONS,
+            WARNING,
+            "Look at nvidia-smi -q -d CLOCK,POWER on this host: a limit is set there.",
+        ),
     ):
-        low = {rank: [word for bit, word in reasons.items() if value & bit] for rank, value in known.items()}
+        low = {
+            rank: [word for bit, word in reasons.items() if value & bit]
+            for rank, value in known.items()
+        }
         ranks = tuple(rank for rank, words in low.items() if words)
         if ranks:
             words = sorted({word for rank in ranks for word in low[rank]})
-            return Finding(name, verdict, f"{' and '.join(words)} on {places.describe(ranks)}", ranks, advice)
+            return Finding(
+                name, verdict, f"{' and '.join(words)} on {places.describe(ranks)}", ranks, advice
+            )
     return Finding(name, OK, "no slowdown")
 
 

@@ -1,4 +1,5 @@
-"""Check: links between the GPUs of a host, its network interfaces, and which axis of the layout uses which of them."""
+"""Check: links between the GPUs of a host, its network interfaces, and which axis of the layout
+uses which of them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from lightning_3d.layout.layout import AXES
 
 _NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 _SLOW_MBITS = 25_000
-"""Ethernet below 25 Gb/s: half of the slowest network in `conf/cluster` is 100 Gb/s for each GPU."""
-_VIRTUAL = re.compile(r"(lo|docker|veth|br-|virbr|ifb|dummy|tun|tap|bonding_masters|cni|flannel|cali|kube)")
+"""Ethernet below 25 Gb/s: half of the slowest network in `conf/cluster` is 100 Gb/s for each
+GPU."""
+_VIRTUAL = re.compile(
+    r"(lo|docker|veth|br-|virbr|ifb|dummy|tun|tap|bonding_masters|cni|flannel|cali|kube)"
+)
 
 
 def measure(room: Room) -> Facts:
@@ -32,7 +36,12 @@ def _gpu_number(room: Room) -> str | None:
         return None
     from lightning_3d.app.doctor.gpus import uuid_of
 
-    row = nvidia_smi.own_row(nvidia_smi.gpus(("index", "uuid")) or [], room.local_rank, uuid_of(room.local_rank), os.environ)
+    row = nvidia_smi.own_row(
+        nvidia_smi.gpus(("index", "uuid")) or [],
+        room.local_rank,
+        uuid_of(room.local_rank),
+        os.environ,
+    )
     return row["index"] if row else None
 
 
@@ -40,18 +49,24 @@ def interfaces(folder: Path = _NET) -> dict[str, dict[str, str | None]]:
     """Return state and speed (Mbit/s) of the network interfaces that are not virtual."""
     names = [path.name for path in folder.glob("*")] if folder.is_dir() else []
     real = sorted(name for name in names if not _VIRTUAL.match(name))
-    return {name: {"state": _read(folder / name / "operstate"), "speed": _read(folder / name / "speed")} for name in real}
+    return {
+        name: {"state": _read(folder / name / "operstate"), "speed": _read(folder / name / "speed")}
+        for name in real
+    }
 
 
 def ports(folder: Path = _INFINIBAND) -> dict[str, dict[str, str | None]]:
     """Return state and rate of the ports of InfiniBand and RoCE adapters."""
     found = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
     keys = ("state", "rate", "link_layer")
-    return {f"{path.parts[-3]}:{path.name}": {key: _read(path / key) for key in keys} for path in found}
+    return {
+        f"{path.parts[-3]}:{path.name}": {key: _read(path / key) for key in keys} for path in found
+    }
 
 
 def _read(path: Path) -> str | None:
-    """Read a file of the kernel; None where it has none, or refuses as for the speed of an interface that is down."""
+    """Read a file of the kernel; None where it has none, or refuses as for the speed of an
+    interface that is down."""
     try:
         return path.read_text("utf-8").strip() or None
     except OSError:
@@ -72,7 +87,9 @@ def _gpu_links(gathered: Gathered) -> list[Finding]:
     kinds = {}
     for rank in gathered.of_hosts():
         ranks_here = places.hosts[places.host(rank)]
-        kinds[rank] = {_link(gathered, first, second) for first in ranks_here for second in ranks_here} - {"X", None}
+        kinds[rank] = {
+            _link(gathered, first, second) for first in ranks_here for second in ranks_here
+        } - {"X", None}
     if not any(kinds.values()):
         alone = all(len(ranks) == 1 for ranks in places.hosts.values())
         words = "one rank on each host" if alone else "nvidia-smi topo -m does not tell"
@@ -82,15 +99,27 @@ def _gpu_links(gathered: Gathered) -> list[Finding]:
         words = f"{listed(sorted(map(str, used)))} on {places.host(rank)}"
         ranks = tuple(places.hosts[places.host(rank)])
         if fast and used - fast:
-            advice = "Only some pairs have NVLink: keep a tensor-parallel group within those (nvidia-smi topo -m)."
+            advice = (
+                "Only some pairs have NVLink: keep a tensor-parallel group within those (nvidia-smi"
+                " topo -m)."
+            )
             findings.append(Finding("between GPUs", WARNING, words, ranks, advice))
         elif used and not fast and (gathered.setup.cluster.nvlink_gpus or 1) > 1:
-            advice = f"The cluster {gathered.setup.cluster.name} has NVLink: look at nvidia-smi nvlink --status and the fabric manager."
-            findings.append(Finding("between GPUs", WRONG, f"no NVLink, but {words}", ranks, advice))
+            advice = (
+                f"The cluster {gathered.setup.cluster.name} has NVLink: look at nvidia-smi nvlink"
+                " --status and the fabric manager."
+            )
+            findings.append(
+                Finding("between GPUs", WRONG, f"no NVLink, but {words}", ranks, advice)
+            )
     if findings:
         return findings
     texts = {rank: listed(sorted(map(str, used))) for rank, used in kinds.items()}
-    return [alike("between GPUs", texts, places, verdict=WARNING, advice="Use hosts that are wired alike.")]
+    return [
+        alike(
+            "between GPUs", texts, places, verdict=WARNING, advice="Use hosts that are wired alike."
+        )
+    ]
 
 
 def _ports(gathered: Gathered) -> list[Finding]:
@@ -100,15 +129,28 @@ def _ports(gathered: Gathered) -> list[Finding]:
     if not any(facts["infiniband"] for facts in hosts.values()):
         return []
     for rank, facts in hosts.items():
-        down = [name for name, port in facts["infiniband"].items() if "ACTIVE" not in (port["state"] or "")]
+        down = [
+            name
+            for name, port in facts["infiniband"].items()
+            if "ACTIVE" not in (port["state"] or "")
+        ]
         if down:
             words = f"{listed(down)} not active on {places.host(rank)}"
-            advice = "Look at ibstat and the cable. NCCL uses the other ports, which lowers the bandwidth."
-            findings.append(Finding("InfiniBand", WARNING, words, tuple(places.hosts[places.host(rank)]), advice))
+            advice = (
+                "Look at ibstat and the cable. NCCL uses the other ports, which lowers the"
+                " bandwidth."
+            )
+            findings.append(
+                Finding(
+                    "InfiniBand", WARNING, words, tuple(places.hosts[places.host(rank)]), advice
+                )
+            )
     if findings:
         return findings
     texts = {rank: _ports_text(facts["infiniband"]) for rank, facts in hosts.items()}
-    return [alike("InfiniBand", texts, places, advice="All hosts need the same ports at the same rate.")]
+    return [
+        alike("InfiniBand", texts, places, advice="All hosts need the same ports at the same rate.")
+    ]
 
 
 def _ports_text(found: dict[str, dict[str, str | None]]) -> str:
@@ -120,11 +162,27 @@ def _interfaces(gathered: Gathered) -> list[Finding]:
     """Judge Ethernet, which several hosts without InfiniBand have to use."""
     hosts = gathered.of_hosts()
     texts = {rank: _interfaces_text(facts["net"]) for rank, facts in hosts.items()}
-    speeds = {rank: max((_mbits(one["speed"]) for one in facts["net"].values()), default=0) for rank, facts in hosts.items()}
-    finding = alike("network", texts, gathered.places, verdict=WARNING, advice="Use hosts with the same interfaces.")
-    needed = len(hosts) > 1 and gathered.setup.accelerator == "gpu" and not any(facts["infiniband"] for facts in hosts.values())
+    speeds = {
+        rank: max((_mbits(one["speed"]) for one in facts["net"].values()), default=0)
+        for rank, facts in hosts.items()
+    }
+    finding = alike(
+        "network",
+        texts,
+        gathered.places,
+        verdict=WARNING,
+        advice="Use hosts with the same interfaces.",
+    )
+    needed = (
+        len(hosts) > 1
+        and gathered.setup.accelerator == "gpu"
+        and not any(facts["infiniband"] for facts in hosts.values())
+    )
     if needed and finding.verdict == OK and 0 < max(speeds.values()) < _SLOW_MBITS:
-        advice = "Keep tp, cp and ep within a host, and use pp between hosts; or use hosts with InfiniBand or RoCE."
+        advice = (
+            "Keep tp, cp and ep within a host, and use pp between hosts; or use hosts with"
+            " InfiniBand or RoCE."
+        )
         return [Finding("network", WARNING, f"{texts[min(texts)]}, no InfiniBand", (), advice)]
     return [finding]
 
@@ -149,11 +207,21 @@ def _axes(gathered: Gathered) -> list[Finding]:
     if layout.ep > 1:
         groups["ep"] = layout.expert_groups()
     for axis, members in groups.items():
-        used = {_between(gathered, first, second) for group in members for first, second in zip(group, group[1:], strict=False)}
+        used = {
+            _between(gathered, first, second)
+            for group in members
+            for first, second in zip(group, group[1:], strict=False)
+        }
         verdict = WARNING if axis == "tp" and "the network" in used else OK
-        advice = "A tensor-parallel group spans hosts, which is slow: use a smaller tp." if verdict == WARNING else ""
+        advice = (
+            "A tensor-parallel group spans hosts, which is slow: use a smaller tp."
+            if verdict == WARNING
+            else ""
+        )
         width = "within a host" if all(map(places.share_host, members)) else "between hosts"
-        findings.append(Finding(f"{axis} uses", verdict, f"{listed(sorted(used))} ({width})", (), advice))
+        findings.append(
+            Finding(f"{axis} uses", verdict, f"{listed(sorted(used))} ({width})", (), advice)
+        )
     return findings
 
 
@@ -167,7 +235,8 @@ def _between(gathered: Gathered, first: int, second: int) -> str:
 
 
 def _link(gathered: Gathered, first: int, second: int) -> str | None:
-    """Return the name that nvidia-smi has for the link between the GPUs of two ranks of a host: NV18, PIX, ..."""
+    """Return the name that nvidia-smi has for the link between the GPUs of two ranks of a host:
+    NV18, PIX, ..."""
     host = gathered.places.hosts.get(gathered.places.host(first), [first])
     topology = (gathered.facts.get(host[0]) or {}).get("topology") or {}
     numbers = [(gathered.facts.get(rank) or {}).get("gpu") for rank in (first, second)]

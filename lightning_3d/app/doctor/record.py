@@ -1,4 +1,5 @@
-"""The report as values of JSON: findings, facts of all ranks, and measured collectives as `lightning-3d plan profile=FILE` reads them."""
+"""The report as values of JSON: findings, facts of all ranks, and measured collectives as
+`lightning-3d plan profile=FILE` reads them."""
 
 from __future__ import annotations
 
@@ -30,23 +31,40 @@ def as_data(report: Report) -> dict[str, Any]:
         "seconds": report.seconds,
         "operations": operations(report),
         "places": [asdict(place) for _, place in sorted(report.places.by_rank.items())],
-        "findings": {name: [asdict(finding) for finding in findings] for name, findings in report.findings.items()},
-        "facts": {name: {str(rank): facts for rank, facts in by_rank.items()} for name, by_rank in report.facts.items()},
+        "findings": {
+            name: [asdict(finding) for finding in findings]
+            for name, findings in report.findings.items()
+        },
+        "facts": {
+            name: {str(rank): facts for rank, facts in by_rank.items()}
+            for name, by_rank in report.facts.items()
+        },
     }
 
 
 def operations(report: Report) -> list[dict[str, Any]]:
     """Return the collectives of each group as measurements of a profile.
 
-    `node`: all ranks of the group are on one host; `between`: each is on another host; `mixed` groups are neither, and a planner does not
-    use them.
+    `node`: all ranks of the group are on one host; `between`: each is on another host; `mixed`
+    groups are neither, and a planner does not use them.
     """
-    entries = [one for facts in report.facts.get("collectives", {}).values() for one in facts["collectives"]]
+    entries = [
+        one
+        for facts in report.facts.get("collectives", {}).values()
+        for one in facts["collectives"]
+    ]
     found = []
     for ((axis, name), size), groups in by_group(entries).items():
         for ranks, seconds in groups.items():
             count = len({report.places.host(rank) for rank in ranks})
             placement = "node" if count == 1 else "between" if count == len(ranks) else "mixed"
-            one = {"kind": "collective", "name": name, "placement": placement, "ranks": len(ranks), "bytes": size, "seconds": seconds}
+            one = {
+                "kind": "collective",
+                "name": name,
+                "placement": placement,
+                "ranks": len(ranks),
+                "bytes": size,
+                "seconds": seconds,
+            }
             found.append(one | {"axis": axis, "group": list(ranks)})
     return found

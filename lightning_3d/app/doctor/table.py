@@ -30,10 +30,17 @@ def is_simulated(report: Report) -> bool:
 
 def _heading(report: Report) -> str:
     setup, places = report.setup, report.places
-    kind = ("simulated GPU" if is_simulated(report) else "GPU") if setup.accelerator == "gpu" else "CPU"
+    kind = (
+        ("simulated GPU" if is_simulated(report) else "GPU")
+        if setup.accelerator == "gpu"
+        else "CPU"
+    )
     hosts = places.hosts
     names = listed(list(hosts)[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-    text = f"{plural(places.world_size, f'{kind} rank')} on {plural(len(hosts), 'host')} ({names}), layout {setup.layout}"
+    text = (
+        f"{plural(places.world_size, f'{kind} rank')} on {plural(len(hosts), 'host')} ({names}),"
+        f" layout {setup.layout}"
+    )
     return "\n".join(textwrap.wrap(f"{text}, cluster {setup.cluster.name}", WIDTH))
 
 
@@ -44,17 +51,28 @@ def _lines(finding: Finding) -> list[str]:
         start = f"  {finding.verdict.ljust(_VERDICT)}{finding.name}  "
     indent = " " * (2 + _VERDICT + _NAME)
     lines = _wrap(finding.measured, start, indent)
-    return lines + (_wrap(f"-> {finding.advice}", indent, f"{indent}   ") if finding.advice and finding.verdict != OK else [])
+    return lines + (
+        _wrap(f"-> {finding.advice}", indent, f"{indent}   ")
+        if finding.advice and finding.verdict != OK
+        else []
+    )
 
 
 def _wrap(text: str, first: str, rest: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def _summary(report: Report) -> str:
     verdicts = [finding.verdict for findings in report.findings.values() for finding in findings]
     wrong, warnings, unknown = (verdicts.count(verdict) for verdict in (WRONG, WARNING, UNKNOWN))
-    words = [f"{wrong} wrong", plural(warnings, "warning"), f"{unknown} unknown", f"{verdicts.count(OK)} ok"]
+    words = [
+        f"{wrong} wrong",
+        plural(warnings, "warning"),
+        f"{unknown} unknown",
+        f"{verdicts.count(OK)} ok",
+    ]
     end = "Nothing is wrong." if not warnings else "Nothing is wrong; read the warnings."
     if wrong:
         end = "Repair what is wrong before a run."

@@ -1,4 +1,5 @@
-"""Run an action with a time limit, also one that hangs in a library or in the kernel. Pure Python."""
+"""Run an action with a time limit, also one that hangs in a library or in the kernel. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class TimeLimit(Exception):
 def within(seconds: float, action: Callable[[], Result]) -> Result:
     """Run an action in a thread of its own and return its result, or raise its exception.
 
-    A signal would not do: Python handles signals only between two instructions, never inside of a call that hangs.
+    A signal would not do: Python handles signals only between two instructions, never inside of a
+    call that hangs.
 
     Raises:
         TimeLimit: the action has not ended.

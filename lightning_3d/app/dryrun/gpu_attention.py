@@ -1,5 +1,6 @@
-"""Attention as GPUs compute it. torch's fused kernel for CPUs needs values as wide as queries, and without it all scores are kept. Latent
-attention (DeepSeek) has wider queries, for which GPUs have a fused kernel."""
+"""Attention as GPUs compute it. torch's fused kernel for CPUs needs values as wide as queries, and
+without it all scores are kept. Latent attention (DeepSeek) has wider queries, for which GPUs have a
+fused kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from lightning_3d.compat.torch_fake import efficient_attention, is_fake
 
 @contextmanager
 def gpu_attention(active: bool) -> Iterator[None]:
-    """Compute `scaled_dot_product_attention` of fake tensors with the kernel of GPUs where that of CPUs is not fused.
+    """Compute `scaled_dot_product_attention` of fake tensors with the kernel of GPUs where that of
+    CPUs is not fused.
 
     Args:
         active: whether the job runs on GPUs; otherwise nothing changes.

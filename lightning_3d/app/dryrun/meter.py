@@ -1,4 +1,5 @@
-"""Watch every operation of a rank: which bytes are alive and for what purpose, what is communicated, how much is computed.
+"""Watch every operation of a rank: which bytes are alive and for what purpose, what is
+communicated, how much is computed.
 
 Works on real tensors and on fake ones (`shapes`), so that a dry run and a real run can be compared.
 """
@@ -20,10 +21,12 @@ from lightning_3d.compat.torch_fake import Collective, collective_of, flops_of
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, COMMUNICATION, TEMPORARY, OTHER = "activations", "communication", "temporary", "other"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COMMUNICATION, TEMPORARY, OTHER)
-"""Purposes of memory. Parameters: with buffers, and gathered parameters of ZeRO-3. Gradients: local, reduced, and their flat buffers.
-Optimizer: its state and master weights. Activations: tensors that a forward keeps for its backward, received hidden states included.
-Communication: buffers that are sent or received and freed within one action. Temporary: everything else that is freed within one action:
-intermediate results of a block, logits, loss, recomputed tensors. Other: batches, logged numbers."""
+"""Purposes of memory. Parameters: with buffers, and gathered parameters of ZeRO-3. Gradients:
+local, reduced, and their flat buffers. Optimizer: its state and master weights. Activations:
+tensors that a forward keeps for its backward, received hidden states included. Communication:
+buffers that are sent or received and freed within one action. Temporary: everything else that is
+freed within one action: intermediate results of a block, logits, loss, recomputed tensors. Other:
+batches, logged numbers."""
 
 _FRESH, _FRESH_SENT = "fresh", "fresh and sent"
 
@@ -45,7 +48,8 @@ class Usage:
     Attributes:
         peak: bytes by category at the moment when most were alive.
         collectives: number of calls of each collective.
-        flops: floating-point operations of matrix products, including attention, forward and backward.
+        flops: floating-point operations of matrix products, including attention, forward and
+            backward.
     """
 
     peak: Counter[str] = field(default_factory=Counter)
@@ -61,8 +65,8 @@ class Usage:
 class Meter(TorchDispatchMode):
     """Tracker of storages from their first appearance in an operation until they are freed.
 
-    Storages allocated between two calls of `settle` are fresh. `settle` gives those that are still alive a category; the others were
-    temporary. `hold` gives known tensors their category.
+    Storages allocated between two calls of `settle` are fresh. `settle` gives those that are still
+    alive a category; the others were temporary. `hold` gives known tensors their category.
 
     Attributes:
         usage: resources used since the last `reset`.
@@ -99,7 +103,8 @@ class Meter(TorchDispatchMode):
                 self._move(storage._cdata, entry, category)
 
     def settle(self, category: str) -> None:
-        """Assign what a part of the work allocated and left alive to a category, unless `hold` assigned it before."""
+        """Assign what a part of the work allocated and left alive to a category, unless `hold`
+        assigned it before."""
         for key, entry in list(self._fresh.items()):
             self._move(key, entry, category)
         if self._snapshot:  # what was freed was temporary
@@ -108,9 +113,16 @@ class Meter(TorchDispatchMode):
             peak[COMMUNICATION] += peak.pop(_FRESH_SENT, 0)
             self._snapshot = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # the class itself computes with its inner tensors, in operations that arrive here
+            # the class itself computes with its inner tensors, in operations that arrive here
+            return NotImplemented
         kwargs = kwargs or {}
         result = self.execute(func, types, args, kwargs)
         self.watch(func, args, kwargs, result)
@@ -194,7 +206,8 @@ class Meter(TorchDispatchMode):
         self._snapshot = self._number
 
     def _move(self, key: int, entry: _Entry, category: str) -> None:
-        """Move a storage to another category, also in the peak if it was alive there since the last `settle`."""
+        """Move a storage to another category, also in the peak if it was alive there since the last
+        `settle`."""
         self._bytes[entry.category] -= entry.bytes
         self._bytes[category] += entry.bytes
         if entry.category in (_FRESH, _FRESH_SENT):

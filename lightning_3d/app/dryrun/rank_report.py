@@ -29,7 +29,8 @@ class RankReport:
         whole: parameters of the whole model.
         second: parameters of the module outside that model, such as those of a frozen teacher.
         second_here: those of them in this rank's part, before ZeRO shards them.
-        micro_batches: number of micro-batches that were run. The work of the others is extrapolated from them, see `representative`.
+        micro_batches: number of micro-batches that were run. The work of the others is extrapolated
+            from them, see `representative`.
         usage: memory, collectives and operations of the whole step.
         flops: floating-point operations of each action that was run.
         kept: bytes by category between two steps.
@@ -75,14 +76,18 @@ class Measured:
             def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
                 strategy.engine.recorder.listen(lambda action: measured.around(strategy, action))
 
-            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            def on_train_batch_start(
+                self, trainer: Any, module: Any, batch: Any, batch_idx: int
+            ) -> None:
                 if batch_idx == measured.step:
                     measured.settle(strategy, OTHER)
                     measured.report.kept = measured.meter.now
                     measured.meter.reset()
                     measured.by_micro_batch.clear()  # those of earlier steps
 
-            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            def on_train_batch_end(
+                self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
                 measured.settle(strategy, OTHER)
                 if batch_idx == measured.step:
                     measured.report.usage = measured.meter.usage
@@ -91,7 +96,8 @@ class Measured:
         return Window()
 
     def settle(self, strategy: Any, category: str) -> None:
-        """Assign parameters and the backend's tensors to their categories, and fresh storages to `category`."""
+        """Assign parameters and the backend's tensors to their categories, and fresh storages to
+        `category`."""
         module = strategy.lightning_module
         self.meter.hold(PARAMETERS, [*module.parameters(), *module.buffers()])
         for kind, tensors in strategy.built.backend.held().items():
@@ -108,26 +114,36 @@ class Measured:
         self.advance(1)
         self.settle(strategy, ACTIVATIONS)
         self.report.flops[action] = usage.flops - flops
-        self.by_micro_batch.setdefault(action.micro_batch, Counter()).update(usage.collectives - collectives)
+        self.by_micro_batch.setdefault(action.micro_batch, Counter()).update(
+            usage.collectives - collectives
+        )
         self.peak_of_schedule = usage.peak.copy()
         if action.kind is Kind.FORWARD:
-            self.left_behind[action.stage, action.micro_batch] = self.meter.now[ACTIVATIONS] - activations
+            self.left_behind[action.stage, action.micro_batch] = (
+                self.meter.now[ACTIVATIONS] - activations
+            )
 
     def add_micro_batches(self, more: int, bounded: bool) -> None:
         """Add the work of further micro-batches to the report, each like one in the middle.
 
         Args:
             more: number of further micro-batches.
-            bounded: whether they leave the number in flight unchanged. Otherwise all are in flight at once.
+            bounded: whether they leave the number in flight unchanged. Otherwise all are in flight
+                at once.
         """
         report, run = self.report, self.report.micro_batches
         usage, middle = report.usage, run // 2
         for call, count in self.by_micro_batch[middle].items():
-            if call.name not in _MESSAGES:  # messages are posted ahead, in the action of another micro-batch
+            # messages are posted ahead, in the action of another micro-batch
+            if call.name not in _MESSAGES:
                 usage.collectives[call] += more * count
         for call in [call for call in usage.collectives if call.name in _MESSAGES]:
             usage.collectives[call] += more * usage.collectives[call] // run
-        usage.flops += more * sum(flops for action, flops in report.flops.items() if action.micro_batch == middle)
+        usage.flops += more * sum(
+            flops for action, flops in report.flops.items() if action.micro_batch == middle
+        )
         if not bounded:
-            self.peak_of_schedule[ACTIVATIONS] += more * sum(size for (_, index), size in self.left_behind.items() if index == middle)
+            self.peak_of_schedule[ACTIVATIONS] += more * sum(
+                size for (_, index), size in self.left_behind.items() if index == middle
+            )
             usage.peak = max(usage.peak, self.peak_of_schedule, key=lambda peak: sum(peak.values()))

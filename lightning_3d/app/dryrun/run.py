@@ -1,9 +1,12 @@
-"""Run one rank of a job without its hardware, to measure what it holds, sends and computes in a training step.
+"""Run one rank of a job without its hardware, to measure what it holds, sends and computes in a
+training step.
 
-The user's module runs through Lightning's Trainer and this package's strategy, rewrites and schedule, as in training. Its tensors have a
-shape but no values (`shapes`), its process groups send nothing, and its ZeRO backend works on shapes. `meter` watches every operation.
+The user's module runs through Lightning's Trainer and this package's strategy, rewrites and
+schedule, as in training. Its tensors have a shape but no values (`shapes`), its process groups send
+nothing, and its ZeRO backend works on shapes. `meter` watches every operation.
 
-Because nothing has values, it is assumed that routers send equally many tokens to every rank, no gradient is missing and no loss is NaN.
+Because nothing has values, it is assumed that routers send equally many tokens to every rank, no
+gradient is missing and no loss is NaN.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 STEPS = 2
-"""The first step creates the optimizer's state and shows the shapes of messages and what is logged. The second one is measured."""
+"""The first step creates the optimizer's state and shows the shapes of messages and what is logged.
+The second one is measured."""
 
 
 class DryStrategy(Lightning3DStrategy):
@@ -57,8 +61,13 @@ class DryStrategy(Lightning3DStrategy):
     @property
     @override
     def optimizer_device(self) -> torch.device:
-        """Device on which the optimizer of the job steps, whose tensors are here on the CPU and have no values."""
-        return torch.device("cuda") if self.for_gpus and self.zero.offload == NONE else torch.device("cpu")
+        """Device on which the optimizer of the job steps, whose tensors are here on the CPU and
+        have no values."""
+        return (
+            torch.device("cuda")
+            if self.for_gpus and self.zero.offload == NONE
+            else torch.device("cpu")
+        )
 
     @property
     @override
@@ -83,7 +92,9 @@ class DryStrategy(Lightning3DStrategy):
         self.report.whole = size.count(built.parts.name)
         self.report.second = size.count() - self.report.whole
         self.report.second_here = sum(parameter.numel() for parameter in module.parameters())
-        self.report.second_here -= sum(parameter.numel() for parameter in built.parts.module.parameters())
+        self.report.second_here -= sum(
+            parameter.numel() for parameter in built.parts.module.parameters()
+        )
         built.splitter = _FirstMicroBatches(cast(BatchSplitter, built.splitter), self.micro_batches)
         for layer in module.modules():
             if isinstance(layer, DispatchedExperts):
@@ -103,7 +114,9 @@ class DryStrategy(Lightning3DStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         with self.meter:
             super().setup_optimizers(trainer)
-        for group in self.optimizers[0].param_groups if self.optimizer_device.type == "cuda" else ():
+        for group in (
+            self.optimizers[0].param_groups if self.optimizer_device.type == "cuda" else ()
+        ):
             if group.get("foreach", False) is None and group.get("fused") is None:
                 group["foreach"] = True  # torch's default on GPUs
 
@@ -117,8 +130,11 @@ class DryStrategy(Lightning3DStrategy):
         return result
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with self.metered(), torch.compiler.set_stance("force_eager"):  # nothing can be compiled here, and torch would warn of that
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # nothing can be compiled here, and torch would warn of that
+        with self.metered(), torch.compiler.set_stance("force_eager"):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @contextmanager
@@ -156,7 +172,8 @@ class _Average(ExponentialAverage):
 
 @dataclass(frozen=True)
 class _FirstMicroBatches:
-    """The first micro-batches of each batch, without the checks that compare this rank's data with others'.
+    """The first micro-batches of each batch, without the checks that compare this rank's data with
+    others'.
 
     Attributes:
         counts: how many of each batch.
@@ -166,7 +183,14 @@ class _FirstMicroBatches:
     counts: tuple[int, ...]
 
     def split(
-        self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool, begins: bool = True
+        self,
+        batch: Any,
+        trainer: pl.Trainer,
+        loader: object,
+        index: int,
+        *,
+        training: bool,
+        begins: bool = True,
     ) -> MicroBatches:
         whole = self.splitter.split_unchecked(batch, loader, index, training=training)
         return replace(whole, batches=whole.batches[: self.counts[index]])
@@ -210,14 +234,16 @@ class Job:
     Attributes:
         module: makes the user's module.
         strategy: makes its strategy from the class that it is given, a `DryStrategy`.
-        batch: makes the batch of one data-parallel rank for an optimizer step of so many micro-batches.
+        batch: makes the batch of one data-parallel rank for an optimizer step of so many
+            micro-batches.
         layout: resolved layout.
         schedule: resolved pipeline schedule.
         micro_batches: micro-batches of an optimizer step.
         precision: precision, as Lightning's Trainer takes it.
         clip: gradient_clip_val of the Trainer.
         gpu: whether the job is for GPUs, over NCCL.
-        average_decay: decay of the average of the weights that the job keeps (`ExponentialAverage`); None if it keeps none.
+        average_decay: decay of the average of the weights that the job keeps
+            (`ExponentialAverage`); None if it keeps none.
         whole: whether to run every micro-batch of a step, also those that add nothing new.
     """
 
@@ -240,15 +266,20 @@ class Job:
     def accepted(self) -> list[int]:
         """List the numbers of micro-batches that the schedule accepts, up to those of a step."""
         accepts = find_schedule(self.schedule).accepts
-        return [count for count in range(1, self.micro_batches + 1) if accepts(self.layout.pp, self.layout.vp, count)]
+        return [
+            count
+            for count in range(1, self.micro_batches + 1)
+            if accepts(self.layout.pp, self.layout.vp, count)
+        ]
 
 
 def representative(job: Job, index: int) -> tuple[int, bool]:
     """Find how many micro-batches a rank must run to pass through every state of a whole step.
 
-    The state of a rank consists of its next action, the number of micro-batches of each stage that wait for their backward, and the stages
-    that already have gradients. Memory depends on nothing else. If all micro-batches wait at once (GPipe), each adds the same memory, so a
-    few of them are enough.
+    The state of a rank consists of its next action, the number of micro-batches of each stage that
+    wait for their backward, and the stages that already have gradients. Memory depends on nothing
+    else. If all micro-batches wait at once (GPipe), each adds the same memory, so a few of them are
+    enough.
 
     Args:
         job: the job.
@@ -259,7 +290,9 @@ def representative(job: Job, index: int) -> tuple[int, bool]:
     """
     counts = job.accepted()
     most = counts[-1]
-    enough = next(count for count in counts if count >= min(2 * job.layout.pp * job.layout.vp + 1, most))
+    enough = next(
+        count for count in counts if count >= min(2 * job.layout.pp * job.layout.vp + 1, most)
+    )
     if job.whole or enough == most:
         return most, True
     states = _states(job.order(most)[index])
@@ -293,7 +326,8 @@ def dry_run(job: Job, rank: int, found: Found | None = None) -> RankReport:
     Args:
         job: the job.
         rank: global rank.
-        found: facts from ranks of the same pipeline that ran before. Missing facts from the first and last stage are added.
+        found: facts from ranks of the same pipeline that ran before. Missing facts from the first
+            and last stage are added.
     """
     found = Found() if found is None else found
     layout = job.layout
@@ -317,7 +351,8 @@ class _Known(BaseException):
 
 
 def _run_until_known(job: Job, rank: int, found: Found, wanted: str) -> None:
-    """Run a rank only for facts that others need: the first rank for the shape of messages, the last one for what is logged."""
+    """Run a rank only for facts that others need: the first rank for the shape of messages, the
+    last one for what is logged."""
 
     def stop(what: str) -> None:
         if what == wanted:
@@ -334,7 +369,11 @@ def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
     report = RankReport(rank, layout.coordinates(rank))
     pipeline = layout.group_of(rank, "pp")
     found.objects.pop(pipeline.index(rank), None)
-    with alone(rank, layout.world_size, pipeline, found, gloo=not job.gpu), isolate_rng(), silence():
+    with (
+        alone(rank, layout.world_size, pipeline, found, gloo=not job.gpu),
+        isolate_rng(),
+        silence(),
+    ):
         strategy = job.strategy(DryStrategy)
         if job.gpu and strategy.zero.stage and strategy.zero.reduce_scatter is None:
             strategy.zero = replace(strategy.zero, reduce_scatter=True)
@@ -346,7 +385,9 @@ def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
         strategy.micro_batches = (job.accepted()[0], report.micro_batches)
         averages = [] if job.average_decay is None else [_Average(job.average_decay)]
         batches = Batches([job.batch(job.micro_batches)] * STEPS)
-        actions = sum(len(job.order(count)[pipeline.index(rank)]) for count in strategy.micro_batches)
+        actions = sum(
+            len(job.order(count)[pipeline.index(rank)]) for count in strategy.micro_batches
+        )
         trainer = silent_trainer(
             devices=layout.world_size,
             strategy=strategy,

@@ -1,8 +1,9 @@
 """Cache of the results of operations on fake tensors, by shape.
 
-A training step repeats a few hundred operations tens of thousands of times, and computing the shape of a result with fake tensors takes
-much longer than a look-up. `lightning-3d dryrun model=llama3_1_8b cluster=h100_1x8 parallelism=tp4_pp2` (two ranks, 64 micro-batches of
-4096 tokens) takes 22.5 s of CPU with the cache and 49.2 s without it (torch 2.13).
+A training step repeats a few hundred operations tens of thousands of times, and computing the shape
+of a result with fake tensors takes much longer than a look-up. `lightning-3d dryrun
+model=llama3_1_8b cluster=h100_1x8 parallelism=tp4_pp2` (two ranks, 64 micro-batches of 4096 tokens)
+takes 22.5 s of CPU with the cache and 49.2 s without it (torch 2.13).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class _Made:
     """Recipe to make a result again.
 
     Attributes:
-        source: index of the input tensor that the result is, or is a view of; None: it has its own memory.
+        source: index of the input tensor that the result is, or is a view of; None: it has its own
+            memory.
         itself: whether the result is that input tensor.
         shape: shape of the result.
         stride: strides of the result.
@@ -47,7 +49,12 @@ class _Made:
         else:
             meta = torch.empty(0, dtype=self.dtype, device="meta")
             source = tensors[self.source]
-            meta.set_(source.untyped_storage(), source.storage_offset() + self.offset, self.shape, self.stride)
+            meta.set_(
+                source.untyped_storage(),
+                source.storage_offset() + self.offset,
+                self.shape,
+                self.stride,
+            )
         return as_fake(meta, mode, self.device)
 
 
@@ -70,7 +77,12 @@ class ShapeCache:
             can = self._can[func] = can_be_remembered(func)
         if not can:
             return None
-        key = (func, torch.get_default_dtype(), _described(args), _described(kwargs.items()) if kwargs else None)
+        key = (
+            func,
+            torch.get_default_dtype(),
+            _described(args),
+            _described(kwargs.items()) if kwargs else None,
+        )
         try:
             hash(key)
         except TypeError:
@@ -91,18 +103,31 @@ class ShapeCache:
         if key is None:
             return
         parts = [result] if isinstance(result, Tensor) else result
-        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, Tensor) and is_fake(part) for part in parts):
+        if not isinstance(parts, (list, tuple)) or not all(
+            isinstance(part, Tensor) and is_fake(part) for part in parts
+        ):
             return
         made = [_made(part, tensors) for part in parts]
-        own = [part.untyped_storage()._cdata for part, how in zip(parts, made, strict=True) if how is not None and how.source is None]
+        own = [
+            part.untyped_storage()._cdata
+            for part, how in zip(parts, made, strict=True)
+            if how is not None and how.source is None
+        ]
         if all(how is not None for how in made) and len(own) == len(set(own)):
-            self._known[key] = (Tensor if isinstance(result, Tensor) else type(result), [how for how in made if how is not None])
+            self._known[key] = (
+                Tensor if isinstance(result, Tensor) else type(result),
+                [how for how in made if how is not None],
+            )
 
 
 def _made(part: Tensor, tensors: Sequence[Tensor]) -> _Made | None:
     """Describe how to make a result again; None if its shape is not enough."""
     storage = part.untyped_storage()
-    places = [place for place, tensor in enumerate(tensors) if is_fake(tensor) and tensor.untyped_storage()._cdata == storage._cdata]
+    places = [
+        place
+        for place, tensor in enumerate(tensors)
+        if is_fake(tensor) and tensor.untyped_storage()._cdata == storage._cdata
+    ]
     same = [place for place in places if tensors[place] is part]
     shape, about = (tuple(part.shape), part.stride()), (part.dtype, device_of_fake(part))
     if same:
@@ -110,9 +135,17 @@ def _made(part: Tensor, tensors: Sequence[Tensor]) -> _Made | None:
     if places:
         source = tensors[places[0]]
         offset = int(part.storage_offset() - source.storage_offset())
-        return _Made(places[0], False, *shape, offset, *about) if len(places) == 1 and part.dtype == source.dtype else None
+        return (
+            _Made(places[0], False, *shape, offset, *about)
+            if len(places) == 1 and part.dtype == source.dtype
+            else None
+        )
     whole = torch.empty_strided(*shape, dtype=part.dtype, device="meta").untyped_storage().nbytes()
-    return _Made(None, False, *shape, 0, *about) if storage.nbytes() == whole and not part.storage_offset() else None
+    return (
+        _Made(None, False, *shape, 0, *about)
+        if storage.nbytes() == whole and not part.storage_offset()
+        else None
+    )
 
 
 def _described(values: Iterable[Any]) -> Hashable:

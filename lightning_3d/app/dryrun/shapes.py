@@ -1,7 +1,9 @@
-"""Run a rank without memory and without other ranks: tensors have a shape but no values, and process groups send nothing.
+"""Run a rank without memory and without other ranks: tensors have a shape but no values, and
+process groups send nothing.
 
-Small tensors that control decisions (token ids, counts, flags) stay real, so that decisions are those of a real run. Results computed from
-fake tensors have no values: a program that reads one gets 1 or True.
+Small tensors that control decisions (token ids, counts, flags) stay real, so that decisions are
+those of a real run. Results computed from fake tensors have no values: a program that reads one
+gets 1 or True.
 """
 
 from __future__ import annotations
@@ -15,13 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.compat.torch_fake import data_dependent_errors, device_of_fake, fake_backend, fake_mode, is_fake
 from lightning_3d.app.dryrun.meter import Meter
 from lightning_3d.app.dryrun.shape_cache import ShapeCache, tensors_in
+from lightning_3d.compat.torch_fake import (
+    data_dependent_errors,
+    device_of_fake,
+    fake_backend,
+    fake_mode,
+    is_fake,
+)
 from lightning_3d.strategy.step.totals import BatchTotals
 
 NEW, FEW, MANY = 16, 4096, 2**20
-"""Most elements of a real tensor: of a new floating-point one, of one computed from real ones, and of integers and flags."""
+"""Most elements of a real tensor: of a new floating-point one, of one computed from real ones, and
+of integers and flags."""
 
 
 class ShapeMeter(Meter):
@@ -32,7 +41,9 @@ class ShapeMeter(Meter):
         self._mode = fake_mode()
         self._cache = ShapeCache(self._mode)
 
-    def fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    def fake(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """Make a tensor without values."""
         with self._mode:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -41,15 +52,22 @@ class ShapeMeter(Meter):
         return is_fake(tensor) or not tensor.is_meta
 
     def materialize(self, module: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """Replace all parameters and buffers of a module, on meta or in memory, by fake tensors. Tied ones stay tied."""
+        """Replace all parameters and buffers of a module, on meta or in memory, by fake tensors.
+        Tied ones stay tied."""
         made: dict[int, Any] = {}
         for owner in module.modules():
             for name, parameter in list(owner._parameters.items()):
                 if parameter is None or is_fake(parameter):
                     continue
                 if id(parameter) not in made:
-                    kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-                    value = nn.Parameter(self.fake(parameter.shape, kind), requires_grad=parameter.requires_grad)
+                    kind = (
+                        dtype
+                        if dtype is not None and parameter.is_floating_point()
+                        else parameter.dtype
+                    )
+                    value = nn.Parameter(
+                        self.fake(parameter.shape, kind), requires_grad=parameter.requires_grad
+                    )
                     vars(value).update(vars(parameter))
                     made[id(parameter)] = (parameter, value)
                 setattr(owner, name, made[id(parameter)][1])
@@ -68,7 +86,10 @@ class ShapeMeter(Meter):
         fakes = sum(map(is_fake, tensors))
         if fakes:
             return self._on_fakes(func, name, args, kwargs, tensors, fakes)
-        if any(tensor.is_meta for tensor in tensors) or func.namespace in ("c10d", "_c10d_functional"):
+        if any(tensor.is_meta for tensor in tensors) or func.namespace in (
+            "c10d",
+            "_c10d_functional",
+        ):
             return func(*args, **kwargs)
         if _writes(func):  # to a real tensor, or to the storage of one
             return func(*args, **kwargs)
@@ -84,13 +105,24 @@ class ShapeMeter(Meter):
         return result
 
     def _on_fakes(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], fakes: int
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        fakes: int,
     ) -> Any:
         if name == "_local_scalar_dense":
             return _assumed(args[0])
         if name == "equal":
             return True
-        if fakes < len(tensors) and _writes(func) and isinstance(args[0], Tensor) and not is_fake(args[0]):
+        if (
+            fakes < len(tensors)
+            and _writes(func)
+            and isinstance(args[0], Tensor)
+            and not is_fake(args[0])
+        ):
             if name == "copy_":
                 with torch.no_grad():
                     args[0].fill_(1)  # its value is unknown
@@ -105,9 +137,11 @@ class ShapeMeter(Meter):
 
 
 def _ask(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name in ("_fused_sgd_", "_fused_adagrad_"):  # without shape functions (torch 2.11 to 2.13); they only write into their arguments
+    # without shape functions (torch 2.11 to 2.13); they only write into their arguments
+    if name in ("_fused_sgd_", "_fused_adagrad_"):
         return None
-    if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:  # fake tensors support bf16 only (torch 2.11 to 2.13)
+    # fake tensors support bf16 only (torch 2.11 to 2.13)
+    if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
         return func(*(part.bfloat16() for part in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
 
@@ -119,7 +153,9 @@ def _is_small(tensor: Tensor, few: int) -> bool:
 def _writes(func: Any) -> bool:
     """Check whether an operator changes its first argument."""
     arguments = func._schema.arguments
-    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+    return (
+        bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+    )
 
 
 def _assumed(tensor: Tensor) -> bool | int | float:
@@ -130,12 +166,14 @@ def _assumed(tensor: Tensor) -> bool | int | float:
 
 @dataclass
 class Found:
-    """Facts, other than tensors, that ranks of a pipeline send each other; found by running the ranks one after the other.
+    """Facts, other than tensors, that ranks of a pipeline send each other; found by running the
+    ranks one after the other.
 
     Attributes:
         objects: objects that a rank broadcast, in order, by its index in the pipeline.
         totals: numbers of a step that only the last stage has.
-        known: called with "shape" when the first rank has broadcast the shape of messages, with "totals" when the last one has totals.
+        known: called with "shape" when the first rank has broadcast the shape of messages, with
+            "totals" when the last one has totals.
     """
 
     objects: dict[int, list[Any]] = field(default_factory=dict)
@@ -144,8 +182,11 @@ class Found:
 
 
 @contextmanager
-def alone(rank: int, world_size: int, pipeline: Sequence[int], found: Found, *, gloo: bool) -> Iterator[None]:
-    """Create the process groups of one rank without any other rank: collectives return at once and send nothing.
+def alone(
+    rank: int, world_size: int, pipeline: Sequence[int], found: Found, *, gloo: bool
+) -> Iterator[None]:
+    """Create the process groups of one rank without any other rank: collectives return at once and
+    send nothing.
 
     Args:
         rank: global rank.
@@ -158,14 +199,20 @@ def alone(rank: int, world_size: int, pipeline: Sequence[int], found: Found, *, 
         RuntimeError: this process already has process groups.
     """
     if dist.is_initialized():
-        raise RuntimeError("A dry run needs a process without process groups, but this one has some. Run it in a new process.")
+        raise RuntimeError(
+            "A dry run needs a process without process groups, but this one has some. Run it in a"
+            " new process."
+        )
     backend, store = fake_backend(gloo)
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
     asked: dict[int, int] = {}
     broadcast = dist.broadcast_object_list
 
-    def broadcast_objects(objects: list[Any], src: int | None = None, group: Any = None, *args: Any, **kwargs: Any) -> None:
-        if group is None or src not in pipeline:  # to the whole world, where this rank's own objects are right
+    def broadcast_objects(
+        objects: list[Any], src: int | None = None, group: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        # to the whole world, where this rank's own objects are right
+        if group is None or src not in pipeline:
             return
         index = pipeline.index(src)
         if src == rank:

@@ -1,1 +1,1 @@
-"""Evaluation and generation with a trained model, in any layout. """
+"""Evaluation and generation with a trained model, in any layout."""

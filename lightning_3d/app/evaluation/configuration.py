@@ -10,8 +10,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_3d.app.config.compose import compose, plain
-from lightning_3d.errors import ConfigError, listed
 from lightning_3d.app.evaluation.subject import Subject
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.pretrained_config import TAKEN
 
@@ -19,36 +19,57 @@ AUTO = "auto"
 
 _CHOOSABLE = ("data", "parallelism", "cluster", "precision")
 _OF_THE_MODEL = ("_target_", "plan", "pipeline_module", "self_check", "cp_kind", "micro_batch_size")
-"""Keys of `parallelism` that belong to the model more than to the layout: another layout keeps them."""
+"""Keys of `parallelism` that belong to the model more than to the layout: another layout keeps
+them."""
 
 _NO_TRAINING: dict[str, dict[str, Any]] = {
     "trainer": {
-        "max_steps": 1, "val_check_interval": 1, "max_time": None, "resume": None, "auto_resume": False, "restarts": 0, "extra": {},
-        "evaluate_every": None, "checkpoint_every_n_steps": None, "trace_every_n_steps": None, "average_decay": None,
+        "max_steps": 1,
+        "val_check_interval": 1,
+        "max_time": None,
+        "resume": None,
+        "auto_resume": False,
+        "restarts": 0,
+        "extra": {},
+        "evaluate_every": None,
+        "checkpoint_every_n_steps": None,
+        "trace_every_n_steps": None,
+        "average_decay": None,
     },
     "optimizer": {"scheduler": None, "groups": None},
 }
 _NO_OPTIMIZER = {
-    "zero_stage": 0, "zero_reduce": None, "zero_gather": None, "zero_reduce_scatter": None, "zero_offload": "none",
-    "zero_shard_size": None, "zero_overlap_gather": False,
+    "zero_stage": 0,
+    "zero_reduce": None,
+    "zero_gather": None,
+    "zero_reduce_scatter": None,
+    "zero_offload": "none",
+    "zero_shard_size": None,
+    "zero_overlap_gather": False,
 }
 
 
-def compose_evaluation(subject: Subject, overrides: Sequence[str], *, reads_data: bool) -> DictConfig:
+def compose_evaluation(
+    subject: Subject, overrides: Sequence[str], *, reads_data: bool
+) -> DictConfig:
     """Compose the configuration of an evaluation.
 
-    A group that an override names (`data=tokens`) replaces that of the run; other overrides change keys of it. A folder of Transformers
-    has no run: the defaults of `lightning-3d train` take its place, on one rank.
+    A group that an override names (`data=tokens`) replaces that of the run; other overrides change
+    keys of it. A folder of Transformers has no run: the defaults of `lightning-3d train` take its
+    place, on one rank.
 
     Args:
         reads_data: whether validation sets are read.
 
     Raises:
-        ConfigError: an override cannot be used here. HydraException, OmegaConfBaseException: `explain` says what is wrong.
+        ConfigError: an override cannot be used here. HydraException, OmegaConfBaseException:
+            `explain` says what is wrong.
     """
     given = _parse(overrides)
     keys = {str(override.key_or_group) for override in given}
-    config = OmegaConf.create(_of_folder(subject, given) if subject.run is None else _of_run(subject.run, given))
+    config = OmegaConf.create(
+        _of_folder(subject, given) if subject.run is None else _of_run(subject.run, given)
+    )
     with open_dict(config):
         _leave_out_training(config)
         _take_weights(config, subject)
@@ -60,15 +81,21 @@ def compose_evaluation(subject: Subject, overrides: Sequence[str], *, reads_data
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides, and refuse those that are not GROUP=NAME or KEY=VALUE of a group that an evaluation reads."""
+    """Parse overrides, and refuse those that are not GROUP=NAME or KEY=VALUE of a group that an
+    evaluation reads."""
     given = OverridesParser.create().parse_overrides(overrides=list(overrides))
     for override in given:
         key, line = override.key_or_group, override.input_line
         if override.is_delete() or override.is_sweep_override():
-            raise ConfigError(f"An evaluation takes GROUP=NAME and KEY=VALUE, with one value; got {line}.")
+            raise ConfigError(
+                f"An evaluation takes GROUP=NAME and KEY=VALUE, with one value; got {line}."
+            )
         if "." not in key and key not in (*_CHOOSABLE, "seed", "force"):
             hint = " The model comes from the checkpoint." if key == "model" else ""
-            raise ConfigError(f"{line} has no meaning for an evaluation. It takes the groups {listed(_CHOOSABLE)}, and keys.{hint}")
+            raise ConfigError(
+                f"{line} has no meaning for an evaluation. It takes the groups"
+                f" {listed(_CHOOSABLE)}, and keys.{hint}"
+            )
     return given
 
 
@@ -83,7 +110,11 @@ def _of_folder(subject: Subject, given: Sequence[Override]) -> dict[str, Any]:
 
 
 def _of_run(run: Mapping[str, Any], given: Sequence[Override]) -> dict[str, Any]:
-    chosen = {override.key_or_group: str(override.input_line) for override in given if override.key_or_group in _CHOOSABLE}
+    chosen = {
+        override.key_or_group: str(override.input_line)
+        for override in given
+        if override.key_or_group in _CHOOSABLE
+    }
     config = {key: value for key, value in run.items() if key != "hydra"}
     if chosen:
         composed = _composed(list(chosen.values()))
@@ -119,37 +150,57 @@ def _leave_out_training(config: DictConfig) -> None:
 
 
 def _take_weights(config: DictConfig, subject: Subject) -> None:
-    """Let the model of a checkpoint read its weights from there, not from the folder that its run started from."""
+    """Let the model of a checkpoint read its weights from there, not from the folder that its run
+    started from."""
     if subject.run is not None:
         config.model.pretrained = None
-        config.model.name = "checkpoint" if config.model.get("name") == TAKEN else config.model.get("name")
+        config.model.name = (
+            "checkpoint" if config.model.get("name") == TAKEN else config.model.get("name")
+        )
 
 
 def _complete_data(config: DictConfig, keys: set[str]) -> None:
-    """Evaluate whole validation sets, in batches that the layout can split; sets to train on need not be given."""
+    """Evaluate whole validation sets, in batches that the layout can split; sets to train on need
+    not be given."""
     data, parallelism = config.data, config.parallelism
     data.batch_ramp = None
     if "data.val_sequences" not in keys:
         data.val_sequences = None
     if "trainer.limit_val_batches" not in keys:
         config.trainer.limit_val_batches = None
-    if data.get("name") == "tokens" and OmegaConf.is_missing(data, "train_path") and data.get("val_path"):
+    if (
+        data.get("name") == "tokens"
+        and OmegaConf.is_missing(data, "train_path")
+        and data.get("val_path")
+    ):
         data.train_path = data.val_path
     if data.get("name") == "blend" and not OmegaConf.is_missing(data, "sources"):
-        _complete_sources([source for source in data.sources.values() if isinstance(source, DictConfig)])
+        _complete_sources(
+            [source for source in data.sources.values() if isinstance(source, DictConfig)]
+        )
     if "data.global_batch_size" not in keys and parallelism.layout != AUTO:
         data.global_batch_size = _batch(config)
 
 
 def _leave_out_data(config: DictConfig) -> None:
-    """Put the sizes of a batch in place of the data. A row is the shortest that the layout can split: longer ones are padded to that."""
-    layout = Layout() if config.parallelism.layout == AUTO else Layout.parse(str(config.parallelism.layout))
-    config.data = {"name": None, "sequence_length": max(2, 2 * layout.cp * layout.tp), "global_batch_size": 1}
+    """Put the sizes of a batch in place of the data. A row is the shortest that the layout can
+    split: longer ones are padded to that."""
+    layout = (
+        Layout()
+        if config.parallelism.layout == AUTO
+        else Layout.parse(str(config.parallelism.layout))
+    )
+    config.data = {
+        "name": None,
+        "sequence_length": max(2, 2 * layout.cp * layout.tp),
+        "global_batch_size": 1,
+    }
     config.data.global_batch_size = _batch(config)
 
 
 def _complete_sources(sources: Sequence[DictConfig]) -> None:
-    """Give sources what a blend to train on needs. Where no source has files to train on, those to validate take their place."""
+    """Give sources what a blend to train on needs. Where no source has files to train on, those to
+    validate take their place."""
     trained = [source for source in sources if source.get("train_path") is not None]
     for source in trained:
         if source.get("weight") is None and source.get("tokens") is None:
@@ -162,8 +213,13 @@ def _complete_sources(sources: Sequence[DictConfig]) -> None:
 
 
 def _batch(config: DictConfig) -> int:
-    """Round the global batch of the run up to one that the layout can split into enough micro-batches."""
-    layout = Layout() if config.parallelism.layout == AUTO else Layout.parse(str(config.parallelism.layout))
+    """Round the global batch of the run up to one that the layout can split into enough
+    micro-batches."""
+    layout = (
+        Layout()
+        if config.parallelism.layout == AUTO
+        else Layout.parse(str(config.parallelism.layout))
+    )
     rows = int(config.parallelism.get("micro_batch_size") or 1)
     unit = layout.dp * rows * (2 * layout.pp * layout.vp if layout.pp > 1 else 1)
     return -(-int(config.data.global_batch_size) // unit) * unit

@@ -1,7 +1,8 @@
 """Text after a prompt: greedy or sampled, token by token.
 
-Every token needs a forward of the whole text: there is no cache of keys and values. That is exact in every layout, and takes a time
-proportional to the square of the length, which is enough for a look at a model.
+Every token needs a forward of the whole text: there is no cache of keys and values. That is exact
+in every layout, and takes a time proportional to the square of the length, which is enough for a
+look at a model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Sampling:
         max_new_tokens: tokens after the prompt, at most.
         temperature: divides the logits; 0 always takes the most probable token.
         top_k: number of most probable tokens to choose from; None: all.
-        top_p: smallest probability that the most probable tokens to choose from have together; 1.0: all.
+        top_p: smallest probability that the most probable tokens to choose from have together; 1.0:
+            all.
         seed: seed of the choice.
         stop: tokens that end a text; they are not part of it.
     """
@@ -37,7 +39,10 @@ class Sampling:
 
 
 def generate(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, ends: Callable[[Sequence[int]], bool] | None = None
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    ends: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continue prompts. All ranks draw from the same random stream, and use the tokens of rank 0.
 
@@ -78,7 +83,8 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probability of each token, (vocabulary,) of float64: temperature first, then top_k, then top_p, as in Transformers."""
+    """Return the probability of each token, (vocabulary,) of float64: temperature first, then
+    top_k, then top_p, as in Transformers."""
     scores = logits.double() / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(scores):
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)

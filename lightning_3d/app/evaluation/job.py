@@ -13,15 +13,15 @@ from omegaconf import DictConfig, open_dict
 
 from lightning_3d.app.config.compose import plain
 from lightning_3d.app.config.plan_run import RunPlan, plan_run
-from lightning_3d.errors import Lightning3DError
 from lightning_3d.app.evaluation.configuration import compose_evaluation
 from lightning_3d.app.evaluation.subject import Subject
 from lightning_3d.app.planner.advice import Advice
+from lightning_3d.app.training.data.file_check import check_files
+from lightning_3d.app.training.job import be_rank, start_ranks
+from lightning_3d.errors import Lightning3DError
 from lightning_3d.ranks.boards import connect_board
 from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
 from lightning_3d.ranks.reporter import FailureReporter
-from lightning_3d.app.training.data.file_check import check_files
-from lightning_3d.app.training.job import be_rank, start_ranks
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,16 @@ class Evaluation:
 
     def about(self) -> dict[str, str]:
         """Return model, layout and precision, for a file of results."""
-        return {"model": str(self.subject.path), "layout": self.plan.layout.name, "precision": self.plan.precision}
+        return {
+            "model": str(self.subject.path),
+            "layout": self.plan.layout.name,
+            "precision": self.plan.precision,
+        }
 
 
-def check(subject: Subject, overrides: Sequence[str], outside: OutsideRank | None, *, reads_data: bool) -> Evaluation:
+def check(
+    subject: Subject, overrides: Sequence[str], outside: OutsideRank | None, *, reads_data: bool
+) -> Evaluation:
     """Check everything that can be checked before ranks are started.
 
     Args:
@@ -67,7 +73,9 @@ def check(subject: Subject, overrides: Sequence[str], outside: OutsideRank | Non
     return Evaluation(subject, plan, config)
 
 
-def run(evaluation: Evaluation, job: Callable[..., None], request: Any, outside: OutsideRank | None) -> int:
+def run(
+    evaluation: Evaluation, job: Callable[..., None], request: Any, outside: OutsideRank | None
+) -> int:
     """Run `job(config, checkpoint, request)` on every rank, and return the exit code.
 
     Args:
@@ -84,7 +92,9 @@ def run(evaluation: Evaluation, job: Callable[..., None], request: Any, outside:
         arguments = (frozen, evaluation.subject.checkpoint, request)
         if outside is not None:
             set_master_address(outside)
-            board = connect_board(outside.rank, outside.world_size, frozen["trainer"]["rendezvous_timeout"])
+            board = connect_board(
+                outside.rank, outside.world_size, frozen["trainer"]["rendezvous_timeout"]
+            )
             reporter = FailureReporter(board, outside.rank, outside.world_size)
             return be_rank(outside, lambda: job(*arguments), reporter, plan.layout.world_size)[0]
         outcome = start_ranks(job, arguments, plan, frozen, Path(folder) / "logs")

@@ -45,13 +45,20 @@ class SetLoss:
 
     def numbers(self) -> dict[str, float]:
         """Return loss, perplexity, tokens and samples by name, for a table or a file."""
-        return {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens, "samples": self.samples}
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "tokens": self.tokens,
+            "samples": self.samples,
+        }
 
 
 class SetLosses(pl.Callback):
-    """Callback that sums the losses of each validation set in float64, over all batches and data-parallel ranks.
+    """Callback that sums the losses of each validation set in float64, over all batches and
+    data-parallel ranks.
 
-    It reads what `CausalLM.validation_step` returns. Rows that a sampler repeats, so that ranks have equally many, are not in it.
+    It reads what `CausalLM.validation_step` returns. Rows that a sampler repeats, so that ranks
+    have equally many, are not in it.
 
     Attributes:
         results: one entry for each set, the same on every rank, after a validation.
@@ -67,11 +74,19 @@ class SetLosses(pl.Callback):
 
     @override
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if outputs is not None:
             loss, tokens, samples = (_number(outputs[key]) for key in ("loss", "tokens", "samples"))
-            self._sums[dataloader_idx] += torch.tensor([loss * tokens if tokens else 0.0, tokens, samples], dtype=torch.float64)
+            self._sums[dataloader_idx] += torch.tensor(
+                [loss * tokens if tokens else 0.0, tokens, samples], dtype=torch.float64
+            )
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -81,7 +96,9 @@ class SetLosses(pl.Callback):
         all_reduce_flat(sums, strategy.mesh.group("dp"))
         self.results = [
             SetLoss(name, total / tokens if tokens else math.nan, int(tokens), int(samples))
-            for name, (total, tokens, samples) in zip(self._names(trainer), sums.tolist(), strict=True)
+            for name, (total, tokens, samples) in zip(
+                self._names(trainer), sums.tolist(), strict=True
+            )
         ]
 
     @staticmethod
@@ -95,7 +112,9 @@ class SetLosses(pl.Callback):
             DataError: there was no validation set.
         """
         if not self.results:
-            raise DataError("The data has no validation set. Set data.val_path, or a data.val_fraction above 0.")
+            raise DataError(
+                "The data has no validation set. Set data.val_path, or a data.val_fraction above 0."
+            )
         return self.results
 
 

@@ -9,7 +9,8 @@ from lightning_3d.errors import ConfigError, plural
 
 
 def max_length(config: Any) -> int | None:
-    """Return the number of tokens that a model takes, from its configuration of Transformers; None if it does not say it."""
+    """Return the number of tokens that a model takes, from its configuration of Transformers; None
+    if it does not say it."""
     return getattr(config, "max_position_embeddings", None)
 
 
@@ -24,6 +25,7 @@ def require_known_ids(prompt: Sequence[int], vocabulary: int, option: str) -> No
     """
     if not prompt or max(prompt) >= vocabulary:
         raise ConfigError(
-            f"The tokenizer gives the prompt {plural(len(prompt), 'token')}, with ids up to {max(prompt, default=0)}, but the model has"
-            f" ids from 0 to {vocabulary - 1}. Use the tokenizer of the model, with {option}."
+            f"The tokenizer gives the prompt {plural(len(prompt), 'token')}, with ids up to"
+            f" {max(prompt, default=0)}, but the model has ids from 0 to {vocabulary - 1}. Use the"
+            f" tokenizer of the model, with {option}."
         )

@@ -12,10 +12,13 @@ from lightning_3d.app.evaluation.text import Text
 T = TypeVar("T")
 
 _LOOK_BACK = 2
-"""Tokens before those of a stop word in which it is looked for too, because other tokens may write it. `HFLM` has the same number."""
+"""Tokens before those of a stop word in which it is looked for too, because other tokens may write
+it. `HFLM` has the same number."""
 
 
-def run_together(engine: Engine, text: Text, program: Callable[[RanksTogether], T] | None) -> T | None:
+def run_together(
+    engine: Engine, text: Text, program: Callable[[RanksTogether], T] | None
+) -> T | None:
     """Run a program on rank 0, and compute on all ranks what it asks for. Collective.
 
     Args:
@@ -34,7 +37,8 @@ def run_together(engine: Engine, text: Text, program: Callable[[RanksTogether], 
 
 
 class RanksTogether:
-    """The model on all ranks, for a program that runs on rank 0 only. A request is broadcast, then all ranks compute it.
+    """The model on all ranks, for a program that runs on rank 0 only. A request is broadcast, then
+    all ranks compute it.
 
     Args:
         engine: scores and next tokens.
@@ -46,7 +50,10 @@ class RanksTogether:
 
     def __init__(self, engine: Engine, text: Text) -> None:
         self._engine, self._text, self.batch = engine, text, engine.batch
-        self._works: dict[str, Callable[..., Any]] = {"score": engine.score, "generate": self._generate}
+        self._works: dict[str, Callable[..., Any]] = {
+            "score": engine.score,
+            "generate": self._generate,
+        }
 
     def serve(self) -> None:
         """Compute the requests of rank 0, on another rank, until `dismiss`."""
@@ -62,8 +69,11 @@ class RanksTogether:
         """Score the ends of rows, see `Engine.score`. On rank 0 only."""
         return list(self._ask("score", rows))
 
-    def generate(self, prompts: Sequence[Sequence[int]], until: Sequence[str], count: int) -> list[list[int]]:
-        """Continue prompts greedily by at most `count` tokens, until a word of `until` is written. On rank 0 only.
+    def generate(
+        self, prompts: Sequence[Sequence[int]], until: Sequence[str], count: int
+    ) -> list[list[int]]:
+        """Continue prompts greedily by at most `count` tokens, until a word of `until` is written.
+        On rank 0 only.
 
         Returns:
             The new tokens of each prompt, with those of the word.
@@ -74,10 +84,14 @@ class RanksTogether:
         self._engine.broadcast((name, arguments))
         return self._works[name](*arguments)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], until: Sequence[str], count: int) -> list[list[int]]:
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], until: Sequence[str], count: int
+    ) -> list[list[int]]:
         words = [(word, len(self._text.encode(word, special=False)) + _LOOK_BACK) for word in until]
 
         def ends(new: Sequence[int]) -> bool:
             return any(word in self._text.written(new[-width:]) for word, width in words)
 
-        return generate(self._engine, prompts, Sampling(max_new_tokens=count, stop=self._text.stop), ends)
+        return generate(
+            self._engine, prompts, Sampling(max_new_tokens=count, stop=self._text.stop), ends
+        )

@@ -1,4 +1,5 @@
-"""The model that a command evaluates: a checkpoint with the configuration of its run, or a folder of Transformers. Imports no torch."""
+"""The model that a command evaluates: a checkpoint with the configuration of its run, or a folder
+of Transformers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.app.config.tokenizer import tokenizer_of
-from lightning_3d.errors import CheckpointError
 from lightning_3d.app.runs.checkpoints import run_configuration
 from lightning_3d.app.runs.folder import CONFIG_FILE
+from lightning_3d.errors import CheckpointError
 from lightning_3d.storage.checkpoint_names import MANIFEST, how_to_convert, recover
 from lightning_3d.storage.remote_path import Place
 
@@ -31,13 +32,17 @@ class Subject:
 
     @property
     def checkpoint(self) -> str | None:
-        """Checkpoint that ranks load; None where the model reads its weights from a folder of Transformers."""
+        """Checkpoint that ranks load; None where the model reads its weights from a folder of
+        Transformers."""
         return None if self.run is None else str(self.path)
 
     @property
     def folder(self) -> Path | None:
-        """Folder of the run that wrote the checkpoint; None for a folder of Transformers, and for a checkpoint elsewhere."""
-        around = self.path.parents[:2] if isinstance(self.path, Path) and self.run is not None else ()
+        """Folder of the run that wrote the checkpoint; None for a folder of Transformers, and for a
+        checkpoint elsewhere."""
+        around = (
+            self.path.parents[:2] if isinstance(self.path, Path) and self.run is not None else ()
+        )
         return next((folder for folder in around if (folder / CONFIG_FILE).is_file()), None)
 
     @property
@@ -56,7 +61,8 @@ def find_subject(path: Place, name: str) -> Subject:
         name: the path as the user wrote it, for messages.
 
     Raises:
-        CheckpointError: there is nothing, it is neither of both, or nothing says which model a checkpoint has.
+        CheckpointError: there is nothing, it is neither of both, or nothing says which model a
+            checkpoint has.
     """
     try:
         recover(path)
@@ -65,12 +71,16 @@ def find_subject(path: Place, name: str) -> Subject:
         if isinstance(path, Path) and (path / HUGGING_FACE_CONFIG).is_file():
             return Subject(path.absolute(), None)
         if not path.exists():
-            raise CheckpointError(f"There is no checkpoint {name}. Name a checkpoint, a run folder, or a model folder of Transformers.")
+            raise CheckpointError(
+                f"There is no checkpoint {name}. Name a checkpoint, a run folder, or a model folder"
+                " of Transformers."
+            )
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error.strerror or error}.") from error
     raise CheckpointError(
-        f"{name} is not a complete checkpoint (it has no {MANIFEST}), not the folder of a run, and not a model folder of Transformers (it"
-        f" has no {HUGGING_FACE_CONFIG}).{how_to_convert(path)}"
+        f"{name} is not a complete checkpoint (it has no {MANIFEST}), not the folder of a run, and"
+        " not a model folder of Transformers (it has no"
+        f" {HUGGING_FACE_CONFIG}).{how_to_convert(path)}"
     )
 
 
@@ -79,10 +89,13 @@ def _configuration(path: Place, name: str) -> Mapping[str, Any]:
     try:
         found = run_configuration(path)
     except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"The checkpoint {name} is damaged: {error}. Use another one.") from error
+        raise CheckpointError(
+            f"The checkpoint {name} is damaged: {error}. Use another one."
+        ) from error
     if found is not None:
         return found
     raise CheckpointError(
-        f"Nothing says how to build the module of {name}: a run of lightning-3d train did not write this checkpoint. Write its model with"
-        f" lightning-3d export {name} --output FOLDER, and use that folder."
+        f"Nothing says how to build the module of {name}: a run of lightning-3d train did not write"
+        f" this checkpoint. Write its model with lightning-3d export {name} --output FOLDER, and"
+        " use that folder."
     )

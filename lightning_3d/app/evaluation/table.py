@@ -25,13 +25,22 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 def losses_table(sets: Mapping[str, Mapping[str, Any]]) -> str:
     """Format the losses of validation sets, see `losses_content`."""
     titles = ("set", "loss (nats/token)", "perplexity", "tokens", "samples")
-    rows = [(name, f"{entry['loss']:.6f}", f"{entry['perplexity']:.6g}", f"{entry['tokens']:,}", f"{entry['samples']:,}")
-            for name, entry in sets.items()]
+    rows = [
+        (
+            name,
+            f"{entry['loss']:.6f}",
+            f"{entry['perplexity']:.6g}",
+            f"{entry['tokens']:,}",
+            f"{entry['samples']:,}",
+        )
+        for name, entry in sets.items()
+    ]
     return format_table([titles, *rows])
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write results as JSON; numbers that are not finite become null, because JSON does not have them."""
+    """Write results as JSON; numbers that are not finite become null, because JSON does not have
+    them."""
     replace_text(path, json.dumps(_finite(content), indent=1) + "\n")
 
 

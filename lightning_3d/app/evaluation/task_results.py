@@ -25,13 +25,31 @@ class TaskResults:
         about: model, layout and precision, for the file.
         manager: `TaskManager` of lm-eval that has the tasks.
         names: their names.
-        options: further arguments of `simple_evaluate`: `num_fewshot`, `apply_chat_template`, `limit`, `log_samples`.
+        options: further arguments of `simple_evaluate`: `num_fewshot`, `apply_chat_template`,
+            `limit`, `log_samples`.
     """
 
-    def __init__(self, model: TaskLM, about: Mapping[str, str], manager: Any, names: Sequence[str], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: TaskLM,
+        about: Mapping[str, str],
+        manager: Any,
+        names: Sequence[str],
+        options: Mapping[str, Any],
+    ) -> None:
         self._tracker = EvaluationTracker()
-        arguments = {("pretrained" if key == "model" else key): value for key, value in about.items()}  # it looks for the name there
-        found = simple_evaluate(model, arguments, list(names), task_manager=manager, evaluation_tracker=self._tracker, **options)
+        # it looks for the name there
+        arguments = {
+            ("pretrained" if key == "model" else key): value for key, value in about.items()
+        }
+        found = simple_evaluate(
+            model,
+            arguments,
+            list(names),
+            task_manager=manager,
+            evaluation_tracker=self._tracker,
+            **options,
+        )
         self.content: dict[str, Any] = dict(found)
         self.samples: dict[str, Any] = self.content.pop("samples", None) or {}
 
@@ -55,7 +73,8 @@ class TaskResults:
         Raises:
             OSError: a file cannot be written.
         """
-        with tempfile.TemporaryDirectory(prefix="lightning_3d_") as draft:  # lm-eval only warns about files that it cannot write
+        # lm-eval only warns about files that it cannot write
+        with tempfile.TemporaryDirectory(prefix="lightning_3d_") as draft:
             self._tracker.output_path = f"{draft}/{RESULTS}.json"
             self._tracker.save_results_aggregated(self.content, self.samples)
             for name, samples in self.samples.items():
@@ -64,5 +83,7 @@ class TaskResults:
             (results,) = (path for path in written if path.suffix == ".json")
             folder.mkdir(parents=True, exist_ok=True)
             for path in written:
-                shutil.move(path, file if file is not None and path == results else folder / path.name)
+                shutil.move(
+                    path, file if file is not None and path == results else folder / path.name
+                )
         return file or folder / results.name

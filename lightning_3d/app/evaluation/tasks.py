@@ -1,4 +1,5 @@
-"""Tasks of lm-eval (EleutherAI's Language Model Evaluation Harness): which there are, and whether they can run. Imports no torch."""
+"""Tasks of lm-eval (EleutherAI's Language Model Evaluation Harness): which there are, and whether
+they can run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -54,13 +55,15 @@ def require_lm_eval() -> None:
 
 
 def find_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
-    """Find tasks, and check that each of them can run: that its data can be read, and that it needs only what is computed here.
+    """Find tasks, and check that each of them can run: that its data can be read, and that it needs
+    only what is computed here.
 
     Returns:
         The `TaskManager` of lm-eval that has them, and their names.
 
     Raises:
-        ConfigError: a task does not exist, or needs something else. DataError: its data or its file cannot be read.
+        ConfigError: a task does not exist, or needs something else. DataError: its data or its file
+            cannot be read.
     """
     manager = _index(tasks)
     known = set(manager.all_tasks)
@@ -74,10 +77,14 @@ def find_tasks(tasks: Tasks) -> tuple[Any, list[str]]:
     for name in names:
         for task in _load(manager, name):
             _require_computable(task)
-            owner = name if name in manager.all_groups else task.task_name  # lm-eval reports groups, and not tags
+            # lm-eval reports groups, and not tags
+            owner = name if name in manager.all_groups else task.task_name
             if owners.setdefault(task.task_name, owner) != owner:
                 other = owners[task.task_name]
-                raise ConfigError(f"The task {task.task_name} is asked for twice: by {other} and by {owner}. Leave one out.")
+                raise ConfigError(
+                    f"The task {task.task_name} is asked for twice: by {other} and by {owner}."
+                    " Leave one out."
+                )
     return manager, list(names)
 
 
@@ -95,7 +102,9 @@ def find_tasks_apart(tasks: Tasks) -> bytes:
         answer = ours.recv()
     except EOFError:
         process.join()
-        raise DataError(f"The process that reads the tasks ended with exit code {process.exitcode}.") from None
+        raise DataError(
+            f"The process that reads the tasks ended with exit code {process.exitcode}."
+        ) from None
     process.join()
     if isinstance(answer, Lightning3DError):
         raise answer
@@ -103,7 +112,8 @@ def find_tasks_apart(tasks: Tasks) -> bytes:
 
 
 def _answer(pipe: Connection, tasks: Tasks) -> None:
-    logging.getLogger(PACKAGE).setLevel(logging.ERROR)  # rank 0 reads the tasks once more, and shows warnings
+    # rank 0 reads the tasks once more, and shows warnings
+    logging.getLogger(PACKAGE).setLevel(logging.ERROR)
     try:
         answer: Any = pickle.dumps(find_tasks(tasks))
     except Lightning3DError as error:
@@ -112,7 +122,8 @@ def _answer(pipe: Connection, tasks: Tasks) -> None:
 
 
 def _index(tasks: Tasks) -> Any:
-    """Index the user's tasks alone, where these are all; the index of lm-eval's own 14 thousand takes many seconds.
+    """Index the user's tasks alone, where these are all; the index of lm-eval's own 14 thousand
+    takes many seconds.
 
     A group may contain tasks of lm-eval, so it needs the whole index.
     """
@@ -128,34 +139,57 @@ def _index(tasks: Tasks) -> Any:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, n=_NEAREST, cutoff=0.6) or [other for other in known if name.lower() in other.lower()][:_NEAREST]
+    near = (
+        get_close_matches(name, known, n=_NEAREST, cutoff=0.6)
+        or [other for other in known if name.lower() in other.lower()][:_NEAREST]
+    )
     return f" The nearest: {listed(near)}." if near else " lm-eval ls tasks lists those of lm-eval."
 
 
 def _load(manager: Any, name: str) -> list[Any]:
-    """Load a task or all tasks of a group, with their data: from the cache of Hugging Face, the hub, or files of the user."""
+    """Load a task or all tasks of a group, with their data: from the cache of Hugging Face, the
+    hub, or files of the user."""
     try:
         return list(manager.load([name])["tasks"].values())
     except Exception as error:  # of data sets, YAML, templates, and functions of the task
         first = (str(error).strip().splitlines() or [""])[0]
-        offline = " Load it once on a machine that reaches the hub, or copy its cache (HF_HOME)." if isinstance(error, OSError) else ""
-        raise DataError(f"The task {name} cannot be loaded: {type(error).__name__}: {first.rstrip('.')}.{offline}") from error
+        offline = (
+            " Load it once on a machine that reaches the hub, or copy its cache (HF_HOME)."
+            if isinstance(error, OSError)
+            else ""
+        )
+        raise DataError(
+            f"The task {name} cannot be loaded: {type(error).__name__}:"
+            f" {first.rstrip('.')}.{offline}"
+        ) from error
 
 
 def _require_computable(task: Any) -> None:
     """Refuse a task that needs more than log-likelihoods and greedy text."""
     name = task.task_name
     if getattr(task, "MULTIMODAL", False):
-        raise ConfigError(f"The task {name} has images or sound; only tasks of text can be evaluated.")
+        raise ConfigError(
+            f"The task {name} has images or sound; only tasks of text can be evaluated."
+        )
     if getattr(task, "UNSAFE_CODE", False):
-        raise ConfigError(f"The task {name} runs code that the model writes, which is not safe here. Use lm-eval with an exported model.")
+        raise ConfigError(
+            f"The task {name} runs code that the model writes, which is not safe here. Use lm-eval"
+            " with an exported model."
+        )
     if task.get_config("output_type") == "generate_until":
         _require_greedy(name, task.get_config("generation_kwargs") or {})
 
 
 def _require_greedy(name: str, arguments: Mapping[str, Any]) -> None:
     samples = arguments.get("do_sample", float(arguments.get("temperature") or 0) > 0)
-    others = [key for key, value in arguments.items() if key not in _FOR_GREEDY and value != _NO_BEAMS.get(key, ...)]
+    others = [
+        key
+        for key, value in arguments.items()
+        if key not in _FOR_GREEDY and value != _NO_BEAMS.get(key, ...)
+    ]
     if samples or others:
         what = "samples its text (do_sample)" if samples else f"sets {listed(others)}"
-        raise ConfigError(f"The task {name} {what}; only greedy decoding is supported. Use lm-eval with an exported model.")
+        raise ConfigError(
+            f"The task {name} {what}; only greedy decoding is supported. Use lm-eval with an"
+            " exported model."
+        )

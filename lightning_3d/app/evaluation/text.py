@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_3d.app.config.tokenizer import BYTES
-from lightning_3d.errors import ConfigError, listed
 from lightning_3d.app.evaluation.subject import HUGGING_FACE_CONFIG, Subject
 from lightning_3d.app.training.data.byte_tokens import SEPARATOR
+from lightning_3d.errors import ConfigError, listed
 
 _END_OF_FILE = SEPARATOR
 _GENERATION_CONFIG = "generation_config.json"
@@ -29,7 +29,8 @@ class Text(Protocol):
     """Token before the first one of a document."""
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Return token ids, with or without special tokens; None: as the tokenizer does by default."""
+        """Return token ids, with or without special tokens; None: as the tokenizer does by
+        default."""
 
     def written(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens."""
@@ -47,7 +48,10 @@ class Bytes:
         return list(text.encode("utf-8", "surrogateescape"))
 
     def written(self, tokens: Sequence[int]) -> str:
-        parts = b"".join(b"\0<end of file>" if token == _END_OF_FILE else bytes([token]) for token in tokens)  # no text has that
+        # no text has that
+        parts = b"".join(
+            b"\0<end of file>" if token == _END_OF_FILE else bytes([token]) for token in tokens
+        )
         return parts.decode("utf-8", "replace")
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -72,7 +76,9 @@ class Tokenizer:
         self.prefix = first if first is not None else self.end
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        return list(self.inner.encode(text, **({} if special is None else {"add_special_tokens": special})))
+        return list(
+            self.inner.encode(text, **({} if special is None else {"add_special_tokens": special}))
+        )
 
     def written(self, tokens: Sequence[int]) -> str:
         return str(self.inner.decode(list(tokens)))
@@ -97,21 +103,36 @@ def find_tokenizer(subject: Subject, given: str | None) -> str:
     """
     name = given or subject.tokenizer
     if name is None:
-        raise ConfigError(f"The run of {subject.path} names no tokenizer. Give one with --tokenizer FOLDER.")
+        raise ConfigError(
+            f"The run of {subject.path} names no tokenizer. Give one with --tokenizer FOLDER."
+        )
     if name == BYTES:
         return name
     path = Path(name).expanduser()
-    if path.is_dir() and not any(path.glob("tokenizer*")) and not any(path.glob("*.model")) and not (path / "vocab.json").is_file():
-        raise ConfigError(f"{path} has no tokenizer. Give the folder of one with --tokenizer FOLDER.")
+    if (
+        path.is_dir()
+        and not any(path.glob("tokenizer*"))
+        and not any(path.glob("*.model"))
+        and not (path / "vocab.json").is_file()
+    ):
+        raise ConfigError(
+            f"{path} has no tokenizer. Give the folder of one with --tokenizer FOLDER."
+        )
     if not path.is_dir() and (path.is_absolute() or name.count("/") > 1 or name.startswith(".")):
-        raise ConfigError(f"There is no tokenizer {name}. Give a folder, or a name on the Hugging Face hub, with --tokenizer.")
+        raise ConfigError(
+            f"There is no tokenizer {name}. Give a folder, or a name on the Hugging Face hub, with"
+            " --tokenizer."
+        )
     return str(path) if path.is_dir() else name
 
 
 def refuse_bytes(name: str) -> None:
     """Refuse bytes where a chat template is needed. Raises ConfigError."""
     if name == BYTES:
-        raise ConfigError("Bytes have no chat template. Evaluate without --apply-chat-template, or with another --tokenizer FOLDER.")
+        raise ConfigError(
+            "Bytes have no chat template. Evaluate without --apply-chat-template, or with another"
+            " --tokenizer FOLDER."
+        )
 
 
 def require_chat_template(text: Text, name: str) -> None:
@@ -124,12 +145,20 @@ def require_chat_template(text: Text, name: str) -> None:
     assert isinstance(text, Tokenizer)
     found = text.inner.chat_template
     if not found or isinstance(found, dict) and "default" not in found:
-        what = f"has several chat templates ({listed(sorted(found))}), and none is called default" if found else "has no chat template"
-        raise ConfigError(f"The tokenizer {name} {what}. Evaluate without --apply-chat-template, or with another --tokenizer FOLDER.")
+        what = (
+            f"has several chat templates ({listed(sorted(found))}), and none is called default"
+            if found
+            else "has no chat template"
+        )
+        raise ConfigError(
+            f"The tokenizer {name} {what}. Evaluate without --apply-chat-template, or with another"
+            " --tokenizer FOLDER."
+        )
 
 
 def stop_tokens(subject: Subject) -> tuple[int, ...]:
-    """Read the tokens that end a text from a model folder of Transformers; none for a run, whose tokenizer says them."""
+    """Read the tokens that end a text from a model folder of Transformers; none for a run, whose
+    tokenizer says them."""
     if subject.run is not None:
         return ()
     for file in (_GENERATION_CONFIG, HUGGING_FACE_CONFIG):

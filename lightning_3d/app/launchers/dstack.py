@@ -1,4 +1,5 @@
-"""`lightning-3d launch dstack`: a task of dstack, which rents or reuses the nodes of a cluster and starts torchrun on each of them.
+"""`lightning-3d launch dstack`: a task of dstack, which rents or reuses the nodes of a cluster and
+starts torchrun on each of them.
 
 The file follows `type: task` of dstack 0.21 (dstack.ai/docs/reference/dstack.yml/task).
 """
@@ -8,13 +9,24 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lightning_3d.errors import ConfigError, listed
-from lightning_3d.app.launchers.node_script import NodeVariables, check_lists, gpu_of, node_script, run_folder
+from lightning_3d.app.launchers.node_script import (
+    NodeVariables,
+    check_lists,
+    gpu_of,
+    node_script,
+    run_folder,
+)
 from lightning_3d.app.launchers.options import DstackOptions
 from lightning_3d.app.launchers.submit import as_yaml, hand_file_to
 from lightning_3d.app.launchers.target import Target, as_name
+from lightning_3d.errors import ConfigError, listed
 
-_GPUS = {"NVIDIA A100 80GB SXM": "A100:80GB", "NVIDIA H100 SXM": "H100", "NVIDIA H200 SXM": "H200", "NVIDIA GB200": "GB200"}
+_GPUS = {
+    "NVIDIA A100 80GB SXM": "A100:80GB",
+    "NVIDIA H100 SXM": "H100",
+    "NVIDIA H200 SXM": "H200",
+    "NVIDIA GB200": "GB200",
+}
 _NODE = NodeVariables(rank="DSTACK_NODE_RANK", addresses="DSTACK_NODES_IPS")
 _NAME = 41  # letters of the name of a run
 _EVENTS = ("no-capacity", "interruption", "error")
@@ -30,7 +42,15 @@ def task(target: Target, options: DstackOptions) -> dict[str, Any]:
     check_lists(options, "dstack")
     name = _name(target, options)
     folder = run_folder(target, options.volumes, name, nodes_have_others=False)
-    script = node_script(target, options, _NODE, name=name, folder=folder, setup=options.setup, restarts=options.restarts)
+    script = node_script(
+        target,
+        options,
+        _NODE,
+        name=name,
+        folder=folder,
+        setup=options.setup,
+        restarts=options.restarts,
+    )
     for text in (script, *options.env.values()):
         _refuse_variables(text)
     content: dict[str, Any] = {
@@ -38,7 +58,11 @@ def task(target: Target, options: DstackOptions) -> dict[str, Any]:
         "name": name,
         "nodes": target.nodes,
         "image": options.image,
-        "env": {"PYTHONUNBUFFERED": "1", **options.env, **{secret: f"${{{{ secrets.{secret} }}}}" for secret in options.secrets}},
+        "env": {
+            "PYTHONUNBUFFERED": "1",
+            **options.env,
+            **{secret: f"${{{{ secrets.{secret} }}}}" for secret in options.secrets},
+        },
         "files": [{"local_path": source, "path": path} for path, source in options.files.items()],
         "volumes": [_volume(source, path) for source, path in options.volumes.items()],
         "commands": [script],
@@ -56,7 +80,10 @@ def task(target: Target, options: DstackOptions) -> dict[str, Any]:
 def _resources(target: Target, options: DstackOptions) -> dict[str, Any]:
     gpu = gpu_of(target, options.gpu, _GPUS, "launch.gpu=H100; dstack offer shows the catalog")
     if gpu is not None and not re.fullmatch(r"[A-Za-z][\w-]*(:[0-9.]+[GM]B(\.\.)?)?", gpu):
-        raise ConfigError(f"launch.gpu must be the name of a GPU, with its memory or without, for example A100:80GB; got {gpu!r}.")
+        raise ConfigError(
+            "launch.gpu must be the name of a GPU, with its memory or without, for example"
+            f" A100:80GB; got {gpu!r}."
+        )
     given = {
         "cpu": options.cpu,
         "memory": options.memory,
@@ -77,13 +104,18 @@ def _retry(options: DstackOptions) -> dict[str, Any] | None:
         return None
     for event in options.retry_on or ("none",):
         if event not in _EVENTS:
-            raise ConfigError(f"launch.retry_on must be a list of {listed(_EVENTS)}; got {event!r}.")
+            raise ConfigError(
+                f"launch.retry_on must be a list of {listed(_EVENTS)}; got {event!r}."
+            )
     return {"on_events": list(options.retry_on), "duration": _duration("retry", options.retry)}
 
 
 def _duration(key: str, value: str | None) -> str | None:
     if value is not None and not re.fullmatch(_DURATION, value):
-        raise ConfigError(f"launch.{key} must be a duration in dstack's notation, for example 90m, 12h or 2d; got {value!r}.")
+        raise ConfigError(
+            f"launch.{key} must be a duration in dstack's notation, for example 90m, 12h or 2d; got"
+            f" {value!r}."
+        )
     return value
 
 
@@ -93,16 +125,20 @@ def _name(target: Target, options: DstackOptions) -> str:
     near = as_name(options.name)[:_NAME].rstrip("-")
     if options.name != near or len(near) < 2:
         raise ConfigError(
-            f"launch.name must start with a letter and have 2 to {_NAME} lower-case letters, digits and dashes, for example"
-            f" {near if len(near) > 1 else 'run-1'}; got {options.name!r}."
+            f"launch.name must start with a letter and have 2 to {_NAME} lower-case letters, digits"
+            f" and dashes, for example {near if len(near) > 1 else 'run-1'}; got {options.name!r}."
         )
     return near
 
 
 def _refuse_variables(text: str) -> None:
-    """Refuse a text that dstack would change: it replaces `${{ }}`, and `$$` where nothing with a dollar sign comes before."""
+    """Refuse a text that dstack would change: it replaces `${{ }}`, and `$$` where nothing with a
+    dollar sign comes before."""
     if "${{" in text or text.find("$") == text.find("$$") != -1:
-        raise ConfigError("launch.env, launch.setup and the overrides must not contain ${{ or $$, because dstack would replace them.")
+        raise ConfigError(
+            "launch.env, launch.setup and the overrides must not contain ${{ or $$, because dstack"
+            " would replace them."
+        )
 
 
 def render(target: Target, options: DstackOptions) -> str:
@@ -112,4 +148,6 @@ def render(target: Target, options: DstackOptions) -> str:
 def submit(target: Target, options: DstackOptions) -> int:
     """Run dstack apply, which shows offers and asks before it rents machines."""
     text = render(target, options)
-    return hand_file_to(["dstack", "apply", *options.dstack, "-f"], text, suffix=".dstack.yml", package="dstack")
+    return hand_file_to(
+        ["dstack", "apply", *options.dstack, "-f"], text, suffix=".dstack.yml", package="dstack"
+    )

@@ -15,25 +15,39 @@ def jobset(target: Target, options: KubernetesOptions) -> dict[str, Any]:
 
     Its headless service gives pod 0 the name NAME-node-0-0.NAME.
     """
-    name = job_name(target, options, before=f"-{NODE}-0-", after="-abcde")  # Kubernetes appends five letters to names of pods
+    # Kubernetes appends five letters to names of pods
+    name = job_name(target, options, before=f"-{NODE}-0-", after="-abcde")
     node = pod(target, options, name, master=f"{name}-{NODE}-0-0.{name}", before=FIRST_POD_HOSTS)
     job = {
         "parallelism": target.nodes,
         "completions": target.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": {"metadata": {"labels": dict(options.labels)}, "spec": node | {"restartPolicy": "Never"}},
+        "template": {
+            "metadata": {"labels": dict(options.labels)},
+            "spec": node | {"restartPolicy": "Never"},
+        },
     }
     spec = {
-        "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+        "network": {
+            "enableDNSHostnames": True,
+            "subdomain": name,
+            "publishNotReadyAddresses": True,
+        },
         "failurePolicy": {"maxRestarts": options.restarts},
         "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
     }
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata(options, name), "spec": spec}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata(options, name),
+        "spec": spec,
+    }
 
 
 def pytorchjob(target: Target, options: KubernetesOptions) -> dict[str, Any]:
-    """Build a PyTorchJob (kubeflow.org/v1) with a fixed number of workers and no master. Worker 0 has a service of its name."""
+    """Build a PyTorchJob (kubeflow.org/v1) with a fixed number of workers and no master. Worker 0
+    has a service of its name."""
     name = job_name(target, options, before="-worker-", after="")
     node = pod(target, options, name, master=f"{name}-worker-0")
     worker = {
@@ -45,10 +59,20 @@ def pytorchjob(target: Target, options: KubernetesOptions) -> dict[str, Any]:
         "nprocPerNode": str(target.ranks_per_node),
         # The operator adds up the restarts of all pods.
         "runPolicy": {"backoffLimit": options.restarts * target.nodes, "cleanPodPolicy": "Running"},
-        "elasticPolicy": {"rdzvBackend": "c10d", "rdzvPort": options.port, "minReplicas": target.nodes, "maxReplicas": target.nodes},
+        "elasticPolicy": {
+            "rdzvBackend": "c10d",
+            "rdzvPort": options.port,
+            "minReplicas": target.nodes,
+            "maxReplicas": target.nodes,
+        },
         "pytorchReplicaSpecs": {"Worker": worker},
     }
-    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata(options, name), "spec": spec}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": metadata(options, name),
+        "spec": spec,
+    }
 
 
 def render_jobset(target: Target, options: KubernetesOptions) -> str:

@@ -1,4 +1,5 @@
-"""Shell script that starts torchrun on a rented machine: the same on every node, which a service numbers and whose addresses it lists."""
+"""Shell script that starts torchrun on a rented machine: the same on every node, which a service
+numbers and whose addresses it lists."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.launchers.options import CloudOptions
 from lightning_3d.app.launchers.run_folder import folder_in_a_volume
 from lightning_3d.app.launchers.target import Target
 from lightning_3d.app.launchers.torchrun import torchrun_command
+from lightning_3d.errors import ConfigError
 
 _OURS = ("--rdzv-endpoint=", "--rdzv-conf=", "--local-addr=")  # words with variables of the script
 
@@ -29,7 +30,14 @@ class NodeVariables:
 
 
 def node_script(
-    target: Target, options: CloudOptions, variables: NodeVariables, *, name: str, folder: str, setup: Sequence[str] = (), restarts: int
+    target: Target,
+    options: CloudOptions,
+    variables: NodeVariables,
+    *,
+    name: str,
+    folder: str,
+    setup: Sequence[str] = (),
+    restarts: int,
 ) -> str:
     """Write the script. It needs only a POSIX shell and sed.
 
@@ -43,10 +51,17 @@ def node_script(
     if target.nodes > 1:
         lines += [
             f'MASTER=$(printf "%s\\n" "${variables.addresses}" | sed -n 1p)',
-            f'ADDRESS=$(printf "%s\\n" "${variables.addresses}" | sed -n "$(({variables.rank} + 1))p")',
+            (
+                f'ADDRESS=$(printf "%s\\n" "${variables.addresses}" | sed -n "$(({variables.rank} +'
+                ' 1))p")'
+            ),
         ]
         address = "$ADDRESS"
-        meeting = {"read_timeout": options.patience, "join_timeout": options.patience, "is_host": f"$(({variables.rank} == 0))"}
+        meeting = {
+            "read_timeout": options.patience,
+            "join_timeout": options.patience,
+            "is_host": f"$(({variables.rank} == 0))",
+        }
     command = torchrun_command(
         target,
         options.python,
@@ -57,17 +72,32 @@ def node_script(
         meeting=meeting,
         folder=folder,
     )
-    return "\n".join([*lines, " ".join(f'"{word}"' if word.startswith(_OURS) else shlex.quote(word) for word in command)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *lines,
+                " ".join(
+                    f'"{word}"' if word.startswith(_OURS) else shlex.quote(word) for word in command
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 
-def run_folder(target: Target, volumes: Mapping[str, str], name: str, *, nodes_have_others: bool) -> str:
-    """Choose the run folder: in a volume, or the user's, where machines may have shared file systems of their own."""
+def run_folder(
+    target: Target, volumes: Mapping[str, str], name: str, *, nodes_have_others: bool
+) -> str:
+    """Choose the run folder: in a volume, or the user's, where machines may have shared file
+    systems of their own."""
     if target.folder is not None and target.folder.startswith("/") and nodes_have_others:
         return target.folder
     return folder_in_a_volume(target, volumes, name, inside="the machine")
 
 
-def gpu_of(target: Target, chosen: str | None, known: Mapping[str, str], example: str) -> str | None:
+def gpu_of(
+    target: Target, chosen: str | None, known: Mapping[str, str], example: str
+) -> str | None:
     """Choose the name of the GPU in a catalog. None: the nodes have no GPUs.
 
     Args:
@@ -81,12 +111,16 @@ def gpu_of(target: Target, chosen: str | None, known: Mapping[str, str], example
     found = chosen or known.get(target.gpu or "")
     if found is None:
         gpu = target.gpu or "cluster.gpu=null"
-        raise ConfigError(f"launch.gpu must be given, because the name of {gpu} in the catalog is not known, for example {example}.")
+        raise ConfigError(
+            f"launch.gpu must be given, because the name of {gpu} in the catalog is not known, for"
+            f" example {example}."
+        )
     return found
 
 
 def check_lists(options: CloudOptions, key: str) -> None:
-    """Refuse environment variables, secrets and further options that the file or the command line cannot hold.
+    """Refuse environment variables, secrets and further options that the file or the command line
+    cannot hold.
 
     Args:
         key: option with further options of the program.
@@ -94,10 +128,15 @@ def check_lists(options: CloudOptions, key: str) -> None:
     for name in (*options.env, *options.secrets):
         if not name.isidentifier() or not name.isascii():
             raise ConfigError(
-                f"launch.env and launch.secrets must name environment variables: letters, digits and underscores; got {name!r}."
+                "launch.env and launch.secrets must name environment variables: letters, digits"
+                f" and underscores; got {name!r}."
             )
     if both := sorted(set(options.env) & set(options.secrets)):
-        raise ConfigError(f"{both[0]} is in launch.env and in launch.secrets. Leave it in one of them.")
+        raise ConfigError(
+            f"{both[0]} is in launch.env and in launch.secrets. Leave it in one of them."
+        )
     for line in getattr(options, key):
         if not line.startswith("-"):
-            raise ConfigError(f'launch.{key} must be a list of options, for example ["--yes"]; got {line!r}.')
+            raise ConfigError(
+                f'launch.{key} must be a list of options, for example ["--yes"]; got {line!r}.'
+            )

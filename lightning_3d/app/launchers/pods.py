@@ -1,7 +1,9 @@
-"""Pods of a job on Kubernetes: one pod is a node of the cluster, in which torchrun starts the ranks.
+"""Pods of a job on Kubernetes: one pod is a node of the cluster, in which torchrun starts the
+ranks.
 
-The pods meet at the first one, whose name Kubernetes resolves (c10d rendezvous). They are stopped and restarted together, and then resume
-the newest checkpoint in the run folder, which all of them see.
+The pods meet at the first one, whose name Kubernetes resolves (c10d rendezvous). They are stopped
+and restarted together, and then resume the newest checkpoint in the run folder, which all of them
+see.
 """
 
 from __future__ import annotations
@@ -10,14 +12,20 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.launchers.options import KubernetesOptions
 from lightning_3d.app.launchers.run_folder import folder_in_a_volume
 from lightning_3d.app.launchers.target import Target, as_name
 from lightning_3d.app.launchers.torchrun import torchrun_command
+from lightning_3d.errors import ConfigError
 
-# torchrun would know pod 0 by its name in the headless service, which may not resolve yet when the pod begins.
-FIRST_POD_HOSTS = ("sh", "-c", 'export PET_RDZV_CONF="$PET_RDZV_CONF,is_host=$((JOB_COMPLETION_INDEX == 0))"; exec "$@"', "sh")
+# torchrun would know pod 0 by its name in the headless service, which may not resolve yet when the
+# pod begins.
+FIRST_POD_HOSTS = (
+    "sh",
+    "-c",
+    'export PET_RDZV_CONF="$PET_RDZV_CONF,is_host=$((JOB_COMPLETION_INDEX == 0))"; exec "$@"',
+    "sh",
+)
 """Words before torchrun in an indexed Job: the first pod hosts the rendezvous."""
 
 NODE = "node"
@@ -36,7 +44,13 @@ def metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
 
 
 def pod(
-    target: Target, options: KubernetesOptions, name: str, *, master: str, before: Sequence[str] = (), container: str = "pytorch"
+    target: Target,
+    options: KubernetesOptions,
+    name: str,
+    *,
+    master: str,
+    before: Sequence[str] = (),
+    container: str = "pytorch",
 ) -> dict[str, Any]:
     """Build the pod of a node, the same on every node.
 
@@ -46,9 +60,15 @@ def pod(
         container: name of the container. The training operator v1 asks for "pytorch".
     """
     if not options.image:
-        raise ConfigError("launch.image must be given: set it to a container image with this package and its dependencies.")
+        raise ConfigError(
+            "launch.image must be given: set it to a container image with this package and its"
+            " dependencies."
+        )
     if options.env.keys() & {"MASTER_ADDR", "MASTER_PORT"}:
-        raise ConfigError("launch.env must not contain MASTER_ADDR or MASTER_PORT, because the launcher sets them. Use launch.port.")
+        raise ConfigError(
+            "launch.env must not contain MASTER_ADDR or MASTER_PORT, because the launcher sets"
+            " them. Use launch.port."
+        )
     command = torchrun_command(
         target,
         options.python,
@@ -76,9 +96,19 @@ def pod(
             *({"name": claim, "mountPath": path} for claim, path in options.volumes.items()),
         ],
     }
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _quantity("shm", options.shm)}}]
-    volumes += [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in options.volumes]
-    built = {"containers": [{key: value for key, value in content.items() if value != []}], "volumes": volumes}
+    volumes: list[dict[str, Any]] = [
+        {
+            "name": "shm",
+            "emptyDir": {"medium": "Memory", "sizeLimit": _quantity("shm", options.shm)},
+        }
+    ]
+    volumes += [
+        {"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in options.volumes
+    ]
+    built = {
+        "containers": [{key: value for key, value in content.items() if value != []}],
+        "volumes": volumes,
+    }
     return built | ({"nodeSelector": dict(options.node_selector)} if options.node_selector else {})
 
 
@@ -106,21 +136,26 @@ def job_name(target: Target, options: KubernetesOptions, *, before: str, after: 
     near = as_name(options.name)[:room].rstrip("-")
     if options.name != near:
         raise ConfigError(
-            f"launch.name must start with a letter and have at most {room} lower-case letters, digits and dashes, for example {near};"
-            f" got {options.name!r}."
+            f"launch.name must start with a letter and have at most {room} lower-case letters,"
+            f" digits and dashes, for example {near}; got {options.name!r}."
         )
     return near
 
 
 def _require_label(key: str, name: str) -> None:
     if len(name) > _LABEL or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
-        raise ConfigError(f"A name in {key} must have at most {_LABEL} lower-case letters, digits and dashes; got {name!r}.")
+        raise ConfigError(
+            f"A name in {key} must have at most {_LABEL} lower-case letters, digits and dashes; got"
+            f" {name!r}."
+        )
 
 
 def _quantity(key: str, value: str) -> str:
     if not re.fullmatch(_QUANTITY, value):
         example = "8" if key == "cpu" else "64Gi"
-        raise ConfigError(f"launch.{key} must be a Kubernetes quantity, for example {example}; got {value!r}.")
+        raise ConfigError(
+            f"launch.{key} must be a Kubernetes quantity, for example {example}; got {value!r}."
+        )
     return value
 
 

@@ -22,7 +22,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -30,7 +32,9 @@ _Dumper.add_representer(str, _represent_text)
 
 def as_yaml(*documents: Mapping[str, Any]) -> str:
     """Write one or several documents, with their keys in the given order."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
+    return yaml.dump_all(
+        documents, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True
+    )
 
 
 def hand_to(command: Sequence[str], text: str) -> int:
@@ -44,7 +48,8 @@ def hand_to(command: Sequence[str], text: str) -> int:
 
 
 def hand_file_to(command: Sequence[str], text: str, *, suffix: str, package: str) -> int:
-    """Run a program with the path of a temporary file as its last argument. Its standard input stays free for its questions.
+    """Run a program with the path of a temporary file as its last argument. Its standard input
+    stays free for its questions.
 
     The file is in the current folder, because the programs resolve relative paths in it from there.
 
@@ -63,7 +68,8 @@ def hand_file_to(command: Sequence[str], text: str, *, suffix: str, package: str
         number, path = tempfile.mkstemp(dir=".", prefix="launch-", suffix=suffix)
     except OSError as error:
         raise ConfigError(
-            f"{command[0]} needs a file in the current folder, which cannot be written: {error}. Start this command in another folder."
+            f"{command[0]} needs a file in the current folder, which cannot be written: {error}."
+            " Start this command in another folder."
         ) from error
     try:
         with os.fdopen(number, "w", encoding="utf-8") as file:
@@ -75,4 +81,7 @@ def hand_file_to(command: Sequence[str], text: str, *, suffix: str, package: str
 
 def _require(program: str, how: str = "") -> None:
     if shutil.which(program) is None:
-        raise ConfigError(f"{program} is not installed on this machine. Install it{how}, or add --dry to print what would be submitted.")
+        raise ConfigError(
+            f"{program} is not installed on this machine. Install it{how}, or add --dry to print"
+            " what would be submitted."
+        )

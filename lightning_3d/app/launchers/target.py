@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.check import Machine, check_for
+from lightning_3d.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,22 @@ class Target:
         """Return the arguments of `lightning-3d` on the nodes: the same overrides.
 
         Args:
-            folder: run folder of a run that resumes when it is restarted; None: the overrides alone decide.
+            folder: run folder of a run that resumes when it is restarted; None: the overrides alone
+                decide.
         """
         added = []
         if folder is not None:
             added = [] if self.folder is not None else [f"hydra.run.dir={folder}"]
-            if not any(line.lstrip("+").startswith("trainer.auto_resume=") for line in self.overrides):
+            if not any(
+                line.lstrip("+").startswith("trainer.auto_resume=") for line in self.overrides
+            ):
                 added.append("trainer.auto_resume=true")
         return ["train", *self.overrides, *added]
 
 
 def find_target(overrides: Sequence[str], machine: Machine) -> Target:
-    """Compose and check the configuration for the nodes of its cluster, which this machine need not be one of.
+    """Compose and check the configuration for the nodes of its cluster, which this machine need not
+    be one of.
 
     Args:
         machine: nodes, and what is known of them.
@@ -61,10 +65,21 @@ def find_target(overrides: Sequence[str], machine: Machine) -> Target:
 
     config = compose(overrides)
     if config.get("trainer") is not None and config.trainer.get("dry"):
-        raise ConfigError("trainer.dry=true would train nothing on the nodes. To check a launch, use lightning-3d launch KIND --dry.")
+        raise ConfigError(
+            "trainer.dry=true would train nothing on the nodes. To check a launch, use lightning-3d"
+            " launch KIND --dry."
+        )
     plan = check_for(config, machine)
-    ranks, nodes, gpus = plan.layout.world_size, int(config.cluster.nodes), config.cluster.gpus_per_node or 0
-    folder = [line.partition("=")[2].strip("'\"") for line in overrides if line.lstrip("+").startswith("hydra.run.dir=")]
+    ranks, nodes, gpus = (
+        plan.layout.world_size,
+        int(config.cluster.nodes),
+        config.cluster.gpus_per_node or 0,
+    )
+    folder = [
+        line.partition("=")[2].strip("'\"")
+        for line in overrides
+        if line.lstrip("+").startswith("hydra.run.dir=")
+    ]
     return Target(
         name=_name(config, plan.layout.name),
         nodes=nodes,

@@ -1,4 +1,5 @@
-"""`lightning-3d launch torchrun`: start the ranks of one node with torchrun; the command is the same on every node."""
+"""`lightning-3d launch torchrun`: start the ranks of one node with torchrun; the command is the
+same on every node."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import shlex
 import sys
 from collections.abc import Mapping
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.launchers.options import TorchrunOptions
 from lightning_3d.app.launchers.target import Target
+from lightning_3d.errors import ConfigError
 
 PORT = 29500
 
@@ -35,7 +36,11 @@ def torchrun_command(
         meeting: settings of the c10d rendezvous.
         folder: see `Target.arguments`.
     """
-    options = [f"--nnodes={target.nodes}", f"--nproc-per-node={target.ranks_per_node}", f"--max-restarts={restarts}"]
+    options = [
+        f"--nnodes={target.nodes}",
+        f"--nproc-per-node={target.ranks_per_node}",
+        f"--max-restarts={restarts}",
+    ]
     if endpoint is None:
         options.append("--standalone")
     else:
@@ -43,8 +48,18 @@ def torchrun_command(
     if address is not None:
         options.append(f"--local-addr={address}")
     if meeting:
-        options.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in meeting.items()))
-    return [python, "-m", "torch.distributed.run", *options, "-m", "lightning_3d", *target.arguments(folder)]
+        options.append(
+            "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in meeting.items())
+        )
+    return [
+        python,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        "-m",
+        "lightning_3d",
+        *target.arguments(folder),
+    ]
 
 
 def command_of(target: Target, options: TorchrunOptions) -> list[str]:
@@ -57,15 +72,19 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
     meeting: dict[str, object] = {}
     if endpoint is None and target.nodes > 1:
         raise ConfigError(
-            f"launch.endpoint must be given for {target.nodes} nodes. Use launch.endpoint=HOST:{PORT}, where HOST is a name or address of"
-            " the first node that all nodes can reach. Run the same command on every node."
+            f"launch.endpoint must be given for {target.nodes} nodes. Use"
+            f" launch.endpoint=HOST:{PORT}, where HOST is a name or address of the first node that"
+            " all nodes can reach. Run the same command on every node."
         )
     if endpoint is not None:
         host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(PORT))
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f"launch.endpoint must be HOST:PORT, for example node1:{PORT}; got {endpoint!r}.")
+            raise ConfigError(
+                f"launch.endpoint must be HOST:PORT, for example node1:{PORT}; got {endpoint!r}."
+            )
         endpoint = f"{host}:{port}"
-        if options.address == host:  # torchrun compares the endpoint with this machine's name, which may mean another address
+        # torchrun compares the endpoint with this machine's name, which may mean another address
+        if options.address == host:
             meeting["is_host"] = 1
     command = torchrun_command(
         target,
@@ -76,7 +95,11 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
         restarts=options.restarts,
         meeting=meeting,
     )
-    return ["env", *(f"{name}={value}" for name, value in options.env.items()), *command] if options.env else command
+    return (
+        ["env", *(f"{name}={value}" for name, value in options.env.items()), *command]
+        if options.env
+        else command
+    )
 
 
 def render(target: Target, options: TorchrunOptions) -> str:

@@ -1,4 +1,5 @@
-"""Sizes of a decoder that memory and time depend on: the weights of each kind of block, and how they are sharded. Pure Python."""
+"""Sizes of a decoder that memory and time depend on: the weights of each kind of block, and how
+they are sharded. Pure Python."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _BLOCK = re.compile(r"(?:.+\.)?(?:layers|h)\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights of one matrix product, `outputs` x `inputs`. Tensor parallelism shards `outputs` (column), `inputs` (row), or neither."""
+    """Weights of one matrix product, `outputs` x `inputs`. Tensor parallelism shards `outputs`
+    (column), `inputs` (row), or neither."""
 
     outputs: int
     inputs: int
@@ -38,7 +40,8 @@ class Matrix:
 
 
 class Kind(NamedTuple):
-    """Kind of a block: whether its MLP is a mixture, and its attention window in tokens (None for the whole sequence)."""
+    """Kind of a block: whether its MLP is a mixture, and its attention window in tokens (None for
+    the whole sequence)."""
 
     mixture: bool
     window: int | None = None
@@ -46,7 +49,8 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder. Its blocks have the same attention; some may be mixtures, and some may have an attention window.
+    """A decoder. Its blocks have the same attention; some may be mixtures, and some may have an
+    attention window.
 
     Attributes:
         layers: number of blocks.
@@ -58,31 +62,37 @@ class Architecture:
         gated: MLPs have a gate projection.
         tied: the output head is the embedding matrix.
         attention: projections of attention.
-        query_width: heads * width of a head; where queries are wider than values (latent attention), the mean of the two.
+        query_width: heads * width of a head; where queries are wider than values (latent
+            attention), the mean of the two.
         key_width: width of all keys and values that attention reads, per token.
-        mixtures: flag of each block that is a mixture; an empty tuple if all are, or none in a model without experts.
+        mixtures: flag of each block that is a mixture; an empty tuple if all are, or none in a
+            model without experts.
         experts: experts of a mixture.
         top_k: experts that see each token.
         expert_ffn: inner width of an expert.
         shared_ffn: inner width of the experts that see every token, together.
-        windows: attention window of each block in tokens; None for the whole sequence, an empty tuple for it in all blocks.
+        windows: attention window of each block in tokens; None for the whole sequence, an empty
+            tuple for it in all blocks.
         norms: parameters of norms and biases of a block, without those of its MLP.
         mlp_biases: parameters of the biases of the MLP of a dense block.
         router: parameters of the router of a mixture, and of the gate of its shared experts.
         router_biases: parameters of the biases of a router.
         expert_biases: parameters of the biases of one expert.
-        latent: width of the compressed queries and keys of latent attention, which every tensor-parallel rank has whole.
+        latent: width of the compressed queries and keys of latent attention, which every
+            tensor-parallel rank has whole.
         expanded: width of the keys that latent attention keeps a second time.
         normed: width of queries and keys that pass a norm.
         final_norm: parameters of the norm after the blocks.
         positions: parameters of an embedding of positions, which every tensor-parallel rank holds.
         kept: bytes that blocks of its family keep for the backward pass in Transformers.
-        groups: groups of experts of a mixture (node-limited routing, arXiv:2412.19437, section 2.1.2); 1 without.
+        groups: groups of experts of a mixture (node-limited routing, arXiv:2412.19437, section
+            2.1.2); 1 without.
         top_groups: groups from which a token chooses its experts.
         whole_attention: tensor parallelism does not shard attention.
         whole_shared: tensor parallelism does not shard the experts that see every token.
-        ahead: modules of multi-token prediction behind the blocks, on the last stage. Each is one more block like the last one, joins it
-            with the embedding, and runs the output head once more.
+        ahead: modules of multi-token prediction behind the blocks, on the last stage. Each is one
+            more block like the last one, joins it with the embedding, and runs the output head once
+            more.
     """
 
     layers: int
@@ -124,7 +134,8 @@ class Architecture:
 
     @cached_property
     def _hash(self) -> int:
-        """Hash of all fields, computed once, because caches look models up thousands of times in a search."""
+        """Hash of all fields, computed once, because caches look models up thousands of times in a
+        search."""
         return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     @classmethod
@@ -143,7 +154,8 @@ class Architecture:
         top_k: int = 0,
         head_dim: int | None = None,
     ) -> Architecture:
-        """Return a decoder with grouped-query attention whose blocks are all dense, or all mixtures of experts of width `ffn`."""
+        """Return a decoder with grouped-query attention whose blocks are all dense, or all mixtures
+        of experts of width `ffn`."""
         width = head_dim or hidden // heads
         queries, keys = heads * width, kv_heads * width
         return cls(
@@ -175,15 +187,25 @@ class Architecture:
         """
         if spec.shapes is None:
             raise ConfigError(
-                f"The planner does not know the model family '{spec.model_type}'. Use one of the known families:"
-                f" {', '.join(sorted(FAMILIES))}."
+                f"The planner does not know the model family '{spec.model_type}'. Use one of the"
+                f" known families: {', '.join(sorted(FAMILIES))}."
             )
         blocks = _blocks(spec)
-        mixtures = tuple(any(name.startswith(_ROUTED) for name in shapes) for shapes in blocks[: spec.layers])
+        mixtures = tuple(
+            any(name.startswith(_ROUTED) for name in shapes) for shapes in blocks[: spec.layers]
+        )
         any_block, routed = blocks[0], blocks[mixtures.index(True)] if any(mixtures) else {}
         dense = blocks[mixtures.index(False)] if not all(mixtures) else {}
-        of_attention = {name: shape for name, shape in any_block.items() if "attn" in name or "attention." in name}
-        routing = {name: shape for name, shape in routed.items() if name.startswith("mlp.") and not _is_expert(name)}
+        of_attention = {
+            name: shape
+            for name, shape in any_block.items()
+            if "attn" in name or "attention." in name
+        }
+        routing = {
+            name: shape
+            for name, shape in routed.items()
+            if name.startswith("mlp.") and not _is_expert(name)
+        }
         latent, expanded = _kept_by_latent_attention(any_block, spec)
         return cls(
             layers=spec.layers,
@@ -194,24 +216,56 @@ class Architecture:
             ffn=spec.intermediate if dense else 0,
             gated=any("gate" in name for name in any_block),
             tied=spec.tied,
-            attention=tuple(_matrix(name, shape, spec.whole) for name, shape in of_attention.items() if len(shape) == 2),
+            attention=tuple(
+                _matrix(name, shape, spec.whole)
+                for name, shape in of_attention.items()
+                if len(shape) == 2
+            ),
             query_width=spec.heads * spec.head_dim,
             key_width=2 * spec.kv_heads * spec.head_dim,
             mixtures=mixtures if any(mixtures) else (),
             experts=spec.experts,
             top_k=spec.top_k,
-            expert_ffn=prod(routed["mlp.experts.down_proj"]) // (spec.experts * spec.hidden) if routed else 0,
-            shared_ffn=sum(shape[0] for name, shape in routed.items() if "shared" in name and name.endswith("up_proj.weight")),
+            expert_ffn=(
+                prod(routed["mlp.experts.down_proj"]) // (spec.experts * spec.hidden)
+                if routed
+                else 0
+            ),
+            shared_ffn=sum(
+                shape[0]
+                for name, shape in routed.items()
+                if "shared" in name and name.endswith("up_proj.weight")
+            ),
             windows=spec.windows if any(spec.windows) else (),
-            norms=_vectors(name_and_shape for name_and_shape in any_block.items() if not name_and_shape[0].startswith("mlp.")),
-            mlp_biases=_vectors(name_and_shape for name_and_shape in dense.items() if name_and_shape[0].startswith("mlp.")),
+            norms=_vectors(
+                name_and_shape
+                for name_and_shape in any_block.items()
+                if not name_and_shape[0].startswith("mlp.")
+            ),
+            mlp_biases=_vectors(
+                name_and_shape
+                for name_and_shape in dense.items()
+                if name_and_shape[0].startswith("mlp.")
+            ),
             router=sum(prod(shape) for shape in routing.values() if len(shape) > 1),
             router_biases=_vectors(routing.items()),
-            expert_biases=sum(shape[1] for name, shape in routed.items() if name.startswith(_ROUTED) and name.endswith("bias")),
+            expert_biases=sum(
+                shape[1]
+                for name, shape in routed.items()
+                if name.startswith(_ROUTED) and name.endswith("bias")
+            ),
             latent=latent,
             expanded=expanded,
-            normed=(spec.heads + spec.kv_heads) * spec.head_dim if "self_attn.q_norm.weight" in any_block else 0,
-            final_norm=_vectors((name, shape) for name, shape in spec.shapes.items() if _BLOCK.fullmatch(name) is None),
+            normed=(
+                (spec.heads + spec.kv_heads) * spec.head_dim
+                if "self_attn.q_norm.weight" in any_block
+                else 0
+            ),
+            final_norm=_vectors(
+                (name, shape)
+                for name, shape in spec.shapes.items()
+                if _BLOCK.fullmatch(name) is None
+            ),
             positions=prod(spec.shapes[spec.positions]) if spec.positions is not None else 0,
             kept=spec.kept,
             groups=spec.groups,
@@ -237,17 +291,32 @@ class Architecture:
 
     @cached_property
     def largest_attention(self) -> int:
-        """Weights of the largest projection of attention that tensor parallelism shards, or does not if it shards none of them."""
-        return max((matrix.size for matrix in self.attention if self.whole_attention or matrix.sharded_by != "none"), default=0)
+        """Weights of the largest projection of attention that tensor parallelism shards, or does
+        not if it shards none of them."""
+        return max(
+            (
+                matrix.size
+                for matrix in self.attention
+                if self.whole_attention or matrix.sharded_by != "none"
+            ),
+            default=0,
+        )
 
     def shared_mlp(self) -> tuple[Matrix, ...]:
         """Return the matrices of the experts that see every token."""
         matrices = self.mlp(self.shared_ffn)
-        return tuple(Matrix(one.outputs, one.inputs, "none") for one in matrices) if self.whole_shared else matrices
+        return (
+            tuple(Matrix(one.outputs, one.inputs, "none") for one in matrices)
+            if self.whole_shared
+            else matrices
+        )
 
     def mlp(self, width: int) -> tuple[Matrix, ...]:
         """Return the matrices of an MLP of this inner width."""
-        return (Matrix((2 if self.gated else 1) * width, self.hidden), Matrix(self.hidden, width, "row"))
+        return (
+            Matrix((2 if self.gated else 1) * width, self.hidden),
+            Matrix(self.hidden, width, "row"),
+        )
 
     def mlp_size(self, width: int) -> int:
         return (3 if self.gated else 2) * width * self.hidden
@@ -280,7 +349,13 @@ class Architecture:
     def dense_parameters(self, kind: Kind) -> int:
         """Count the parameters of a block without its routed experts."""
         if kind.mixture:
-            return self.attention_size + self.norms + self.mlp_size(self.shared_ffn) + self.router + self.router_biases
+            return (
+                self.attention_size
+                + self.norms
+                + self.mlp_size(self.shared_ffn)
+                + self.router
+                + self.router_biases
+            )
         return self.attention_size + self.norms + self.mlp_size(self.ffn) + self.mlp_biases
 
     def routed_parameters(self, kind: Kind) -> int:
@@ -289,18 +364,35 @@ class Architecture:
 
     @cached_property
     def parameters_of_kinds(self) -> tuple[tuple[int, int, int], ...]:
-        """Parameters of a block of each kind: those that every tensor-parallel rank holds (norms, routers, down-projections of latent
-        attention, and what the plan of the family does not shard), the others, and those of routed experts."""
-        everywhere = sum(matrix.size for matrix in self.attention if matrix.sharded_by == "none") + self.norms
-        in_mixtures = self.router + self.router_biases + self.whole_shared * self.mlp_size(self.shared_ffn)
+        """Parameters of a block of each kind: those that every tensor-parallel rank holds (norms,
+        routers, down-projections of latent attention, and what the plan of the family does not
+        shard), the others, and those of routed experts."""
+        everywhere = (
+            sum(matrix.size for matrix in self.attention if matrix.sharded_by == "none")
+            + self.norms
+        )
+        in_mixtures = (
+            self.router + self.router_biases + self.whole_shared * self.mlp_size(self.shared_ffn)
+        )
         whole = [everywhere + (in_mixtures if kind.mixture else 0) for kind in self.kinds]
-        dense, routed = map(self.dense_parameters, self.kinds), map(self.routed_parameters, self.kinds)
-        return tuple((held, all_ - held, experts) for held, all_, experts in zip(whole, dense, routed, strict=True))
+        dense, routed = (
+            map(self.dense_parameters, self.kinds),
+            map(self.routed_parameters, self.kinds),
+        )
+        return tuple(
+            (held, all_ - held, experts)
+            for held, all_, experts in zip(whole, dense, routed, strict=True)
+        )
 
     def multiplied(self, kind: Kind) -> int:
         """Count the weights of a block that a token is multiplied with."""
         if kind.mixture:
-            return self.attention_size + self.top_k * self.expert_size + self.mlp_size(self.shared_ffn) + self.router
+            return (
+                self.attention_size
+                + self.top_k * self.expert_size
+                + self.mlp_size(self.shared_ffn)
+                + self.router
+            )
         return self.attention_size + self.mlp_size(self.ffn)
 
     @property
@@ -314,30 +406,38 @@ class Architecture:
         sizes = [self.dense_parameters(kind) + self.routed_parameters(kind) for kind in self.kinds]
         ends = self.embedding * (1 if self.tied else 2) + self.positions + self.final_norm
         ahead = self.ahead * (sizes[self.pattern[-1]] + self.joining_parameters)
-        return ends + ahead + sum(count * size for count, size in zip(self.counts, sizes, strict=True))
+        return (
+            ends + ahead + sum(count * size for count, size in zip(self.counts, sizes, strict=True))
+        )
 
     @cached_property
     def joining(self) -> Matrix:
-        """The matrix with which a module of multi-token prediction joins hidden states and embedding; every tensor-parallel rank has it."""
+        """The matrix with which a module of multi-token prediction joins hidden states and
+        embedding; every tensor-parallel rank has it."""
         return Matrix(self.hidden, 2 * self.hidden, "none")
 
     @cached_property
     def joining_parameters(self) -> int:
-        """Count the parameters of a module of multi-token prediction besides those of its block: `joining` and three norms."""
+        """Count the parameters of a module of multi-token prediction besides those of its block:
+        `joining` and three norms."""
         return self.joining.size + 3 * self.hidden
 
     @staticmethod
     def context(seq: int, kind: Kind) -> float:
-        """Count the tokens that a token attends to, averaged over tokens: with a causal mask half of the sequence or window."""
+        """Count the tokens that a token attends to, averaged over tokens: with a causal mask half
+        of the sequence or window."""
         length = min(kind.window or seq, seq)
         return length * (1 - length / (2 * seq))
 
     def model_flops(self, seq: int) -> float:
-        """Count the FLOPs of one token, forward and backward, as papers do: without subtracting what the causal mask saves."""
+        """Count the FLOPs of one token, forward and backward, as papers do: without subtracting
+        what the causal mask saves."""
         flops = 6.0 * (self.embedding * (1 + self.ahead) + self.ahead * self.joining.size)
         for index, (kind, count) in enumerate(zip(self.kinds, self.counts, strict=True)):
             count += self.ahead * (index == self.pattern[-1])
-            flops += count * (6.0 * self.multiplied(kind) + 12.0 * self.query_width * min(kind.window or seq, seq))
+            flops += count * (
+                6.0 * self.multiplied(kind) + 12.0 * self.query_width * min(kind.window or seq, seq)
+            )
         return flops
 
 
@@ -362,11 +462,15 @@ def _vectors(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
     return sum(prod(shape) for _, shape in shapes if len(shape) == 1)
 
 
-def _kept_by_latent_attention(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> tuple[int, int]:
-    """Return (width of the compressed queries and keys, width of the keys that are kept twice); zeros without latent attention.
+def _kept_by_latent_attention(
+    shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec
+) -> tuple[int, int]:
+    """Return (width of the compressed queries and keys, width of the keys that are kept twice);
+    zeros without latent attention.
 
-    Values and the part of the keys without positions are one tensor, which lives as long as the values do. Keys are a copy of this part
-    and the one with positions (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+    Values and the part of the keys without positions are one tensor, which lives as long as the
+    values do. Keys are a copy of this part and the one with positions (DeepSeek-V2,
+    arXiv:2405.04434, section 2.1).
     """
     expanded = shapes.get("self_attn.kv_b_proj.weight")
     if expanded is None:
@@ -376,9 +480,10 @@ def _kept_by_latent_attention(shapes: Mapping[str, tuple[int, ...]], spec: Model
 
 
 def _matrix(name: str, shape: tuple[int, ...], whole: tuple[str, ...]) -> Matrix:
-    """Return a projection of attention as tensor parallelism shards it; down-projections of latent attention are replicated, and what is
-    `whole` (`ModelSpec.whole`)."""
-    outputs, inputs = reversed(shape) if "attn.c_" in name else shape  # GPT-2 stores (inputs, outputs)
+    """Return a projection of attention as tensor parallelism shards it; down-projections of latent
+    attention are replicated, and what is `whole` (`ModelSpec.whole`)."""
+    # GPT-2 stores (inputs, outputs)
+    outputs, inputs = reversed(shape) if "attn.c_" in name else shape
     if any(part in name for part in ("q_a_proj", "kv_a_proj")) or name.startswith(whole):
         return Matrix(outputs, inputs, "none")
     if any(part in name for part in ("o_proj", "attention.dense", "attn.c_proj")):

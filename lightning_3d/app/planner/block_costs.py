@@ -1,7 +1,9 @@
-"""Seconds of the parts of a model on one rank, for one micro-batch: products, attention, element-wise operations, communication.
+"""Seconds of the parts of a model on one rank, for one micro-batch: products, attention,
+element-wise operations, communication.
 
-Each part costs operations / rate + bytes / bandwidth + a constant, a smooth form of the roofline (Williams et al., 2009,
-doi:10.1145/1498765.1498785): small or narrow products are slow because their bytes and their start weigh more.
+Each part costs operations / rate + bytes / bandwidth + a constant, a smooth form of the roofline
+(Williams et al., 2009, doi:10.1145/1498765.1498785): small or narrow products are slow because
+their bytes and their start weigh more.
 """
 
 from __future__ import annotations
@@ -14,21 +16,31 @@ from typing import Any
 from lightning_3d.app.planner.architecture import Architecture, Kind, Matrix
 from lightning_3d.app.planner.frozen import alone
 from lightning_3d.app.planner.job import Job
-from lightning_3d.app.planner.machine import Group, Machine, all_reduce, gather, reduce_scatter, send
+from lightning_3d.app.planner.machine import (
+    Group,
+    Machine,
+    all_reduce,
+    gather,
+    reduce_scatter,
+    send,
+)
 
 _WORD = 4
 """Bytes of a number in 32 bits."""
 
 _LOSS_FORWARD, _SHARDED_LOSS_FORWARD = 14 / 36, 30 / 66
-"""Shares of the loss's traffic in its forward pass, of `Traffic.logit` and `Traffic.sharded_logit` of this package."""
+"""Shares of the loss's traffic in its forward pass, of `Traffic.logit` and `Traffic.sharded_logit`
+of this package."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of one part of the model: computation and exposed communication, forward and backward.
+    """Seconds of one part of the model: computation and exposed communication, forward and
+    backward.
 
-    `weights` is the share of the backward for gradients of weights (zero-bubble schedules run it later, arXiv:2401.10241). `again` and
-    `again_communication` are the shares of `backward` and `backward_communication` that repeat the forward (recomputation).
+    `weights` is the share of the backward for gradients of weights (zero-bubble schedules run it
+    later, arXiv:2401.10241). `again` and `again_communication` are the shares of `backward` and
+    `backward_communication` that repeat the forward (recomputation).
     """
 
     forward: float = 0.0
@@ -62,7 +74,8 @@ class Part:
         )
 
     def recomputed_twice(self) -> Part:
-        """Return the part where gradients of weights have a pass of their own, which repeats the forward again."""
+        """Return the part where gradients of weights have a pass of their own, which repeats the
+        forward again."""
         return replace(
             self,
             backward=self.backward + self.again,
@@ -75,7 +88,13 @@ class Part:
         return replace(self, backward=times * self.backward, weights=times * self.weights)
 
     def seconds(self) -> tuple[float, ...]:
-        return self.forward, self.backward, self.weights, self.forward_communication, self.backward_communication
+        return (
+            self.forward,
+            self.backward,
+            self.weights,
+            self.forward_communication,
+            self.backward_communication,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,11 +104,13 @@ class Work:
     Attributes:
         blocks: one block of each kind (`Architecture.kinds`).
         embedding: embedding look-up.
-        head: final norm, output head and loss; again for each module of multi-token prediction, with the matrix in front of its block. Also
-            the forward of a frozen second model, which is on the same ranks.
+        head: final norm, output head and loss; again for each module of multi-token prediction,
+            with the matrix in front of its block. Also the forward of a frozen second model, which
+            is on the same ranks.
         message: one tensor between two stages.
         host_block: seconds that the host needs to start a block, forward and backward together.
-        stages: room for what is computed from the rest, by stage (`step_time.py`). Jobs with the same blocks, embedding and head share it.
+        stages: room for what is computed from the rest, by stage (`step_time.py`). Jobs with the
+            same blocks, embedding and head share it.
     """
 
     blocks: tuple[Part, ...]
@@ -122,30 +143,39 @@ def message_seconds(job: Job, machine: Machine) -> float:
     if job.layout.pp == 1:
         return 0.0
     row = job.model.hidden * job.width
-    ahead = job.tokens if job.model.ahead else 0.0  # the embedding travels with the hidden states to the last stage
+    # the embedding travels with the hidden states to the last stage
+    ahead = job.tokens if job.model.ahead else 0.0
     if job.sequence_parallel:
         return send(machine, job.layout, (job.tokens / job.layout.tp + ahead) * row)
     whole = (job.tokens + ahead) * row
     if not job.stack.scatters_messages:
         return send(machine, job.layout, whole)
-    return send(machine, job.layout, whole / job.layout.tp) + gather(machine, machine.group(job.layout, ("tp",)), whole)
+    return send(machine, job.layout, whole / job.layout.tp) + gather(
+        machine, machine.group(job.layout, ("tp",)), whole
+    )
 
 
 def _frozen(job: Job, machine: Machine) -> Part:
-    """Predict the forward of a frozen second model. The host starts its kernels, too, a third of those of both passes."""
+    """Predict the forward of a frozen second model. The host starts its kernels, too, a third of
+    those of both passes."""
     second = alone(job)
     if second is None:
         return Part()
     work = work_of(second, machine)
     whole = work.of(second.model.counts) + work.embedding + work.head
     host = work.host_block * second.model.layers / 3
-    waits = host if job.stack.host.computes else max(0.0, host - whole.forward - whole.forward_communication)
+    waits = (
+        host
+        if job.stack.host.computes
+        else max(0.0, host - whole.forward - whole.forward_communication)
+    )
     return Part(forward=whole.forward + waits, forward_communication=whole.forward_communication)
 
 
 def _ahead(job: Job, machine: Machine) -> Part:
-    """Predict what modules of multi-token prediction have in addition to their blocks and heads: the matrices that join embeddings and
-    hidden states, and one exchange of the tokens behind each chunk of a context-parallel rank (`parallel/context/following.py`)."""
+    """Predict what modules of multi-token prediction have in addition to their blocks and heads:
+    the matrices that join embeddings and hidden states, and one exchange of the tokens behind each
+    chunk of a context-parallel rank (`parallel/context/following.py`)."""
     model, layout = job.model, job.layout
     part = products(job, machine, [model.joining], job.tokens) * model.ahead
     if model.ahead == 0 or layout.cp == 1:
@@ -160,8 +190,11 @@ def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: flo
     return _products(job, machine, matrices, tokens, job.precision)
 
 
-def _expert_products(job: Job, machine: Machine, matrices: Sequence[Matrix], rows: float, experts: int) -> Part:
-    """Predict matrix products of `rows` rows, which are divided among `experts` experts with such matrices."""
+def _expert_products(
+    job: Job, machine: Machine, matrices: Sequence[Matrix], rows: float, experts: int
+) -> Part:
+    """Predict matrix products of `rows` rows, which are divided among `experts` experts with such
+    matrices."""
     precision = job.expert_precision
     sizes = [size for matrix in matrices for size in matrix.local(job.layout.tp)]
     starts = job.stack.expert_starts(experts, precision, sizes, machine)
@@ -169,10 +202,21 @@ def _expert_products(job: Job, machine: Machine, matrices: Sequence[Matrix], row
 
 
 def _products(
-    job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float, precision: str, copies: int = 1, starts: int = 1
+    job: Job,
+    machine: Machine,
+    matrices: Iterable[Matrix],
+    tokens: float,
+    precision: str,
+    copies: int = 1,
+    starts: int = 1,
 ) -> Part:
-    """Predict matrix products in a precision with `copies` of matrices, `starts` of which start one after the other."""
-    rate, bandwidth, kernel = machine.matmul_rate(precision), machine.memory_rate, machine.efficiency.kernel
+    """Predict matrix products in a precision with `copies` of matrices, `starts` of which start one
+    after the other."""
+    rate, bandwidth, kernel = (
+        machine.matmul_rate(precision),
+        machine.memory_rate,
+        machine.efficiency.kernel,
+    )
     width = {"fp8": 1.0, "fp4": 0.5, "fp32": 4.0}.get(precision, job.width)
     forward = inputs = weights = 0.0
     for matrix in matrices:
@@ -188,9 +232,10 @@ def _products(
 
 
 def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
-    """Predict scores and values of one block. With a causal mask half of the products are needed; a backward pass has 2.5 times as many
-    (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a fused kernel the scores are written and read (`Stack.score_bytes`). A
-    causal mask saves no products there (arXiv:2205.05198, section 4)."""
+    """Predict scores and values of one block. With a causal mask half of the products are needed; a
+    backward pass has 2.5 times as many (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a
+    fused kernel the scores are written and read (`Stack.score_bytes`). A causal mask saves no
+    products there (arXiv:2205.05198, section 4)."""
     layout, model = job.layout, job.model
     width = model.query_width / job.attention_tp
     context = model.context(job.seq, kind)
@@ -199,32 +244,53 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
         part = Part(forward=forward, backward=2.5 * forward)
     else:
         scores = job.tokens * job.seq * model.heads / job.attention_tp / machine.memory_rate
-        work = 4.0 * job.tokens * job.seq * width / machine.matmul_rate(job.stack.attention_precision)
+        work = (
+            4.0 * job.tokens * job.seq * width / machine.matmul_rate(job.stack.attention_precision)
+        )
         forward, backward = job.stack.score_bytes
         part = Part(forward=work + forward * scores, backward=2 * work + backward * scores)
     if layout.cp > 1:
-        kv = gather(machine, machine.group(layout, ("cp",)), job.tokens * layout.cp * model.key_width / job.attention_tp * job.width)
-        forward, backward = (part.forward, part.backward) if job.stack.overlap.blocks else (0.0, 0.0)
-        part += Part(forward_communication=max(0.0, kv - forward), backward_communication=max(0.0, 2 * kv - backward))
-        merged = (layout.cp - 1) * 3 * _WORD * job.tokens * width / machine.memory_rate  # results of a round join those before
+        kv = gather(
+            machine,
+            machine.group(layout, ("cp",)),
+            job.tokens * layout.cp * model.key_width / job.attention_tp * job.width,
+        )
+        forward, backward = (
+            (part.forward, part.backward) if job.stack.overlap.blocks else (0.0, 0.0)
+        )
+        part += Part(
+            forward_communication=max(0.0, kv - forward),
+            backward_communication=max(0.0, 2 * kv - backward),
+        )
+        # results of a round join those before
+        merged = (layout.cp - 1) * 3 * _WORD * job.tokens * width / machine.memory_rate
         part += Part(forward=merged, backward=merged)
     return part
 
 
 def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
-    """Predict norms, residual sums, rotation of queries and keys, and the activation of an MLP of local inner width `inner`.
+    """Predict norms, residual sums, rotation of queries and keys, and the activation of an MLP of
+    local inner width `inner`.
 
-    Numbers read and written: a norm 2 h, a sum 3 h, both multiplied by `Traffic.between`; rotation 2 (queries + keys), an activation with
-    gate 3 inner widths, both multiplied by `Traffic.inside`.
+    Numbers read and written: a norm 2 h, a sum 3 h, both multiplied by `Traffic.between`; rotation
+    2 (queries + keys), an activation with gate 3 inner widths, both multiplied by `Traffic.inside`.
     """
     model = job.model
     shared = model.hidden / (job.layout.tp if job.sequence_parallel else 1)
     rotated = _rotated(job)
     gates = 3 if model.gated else 2
     times = job.stack.traffic
-    traffic = job.width * job.tokens * (times.of_norms * 10 * shared + times.inside(job.layout.tp) * (2 * rotated + gates * inner))
+    traffic = (
+        job.width
+        * job.tokens
+        * (
+            times.of_norms * 10 * shared
+            + times.inside(job.layout.tp) * (2 * rotated + gates * inner)
+        )
+    )
     if job.precision in ("fp8", "fp4"):
-        traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)  # casts of the inputs of products
+        # casts of the inputs of products
+        traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)
     forward = traffic / machine.memory_rate
     return Part(forward=forward, backward=2 * forward)
 
@@ -235,12 +301,15 @@ def _rotated(job: Job) -> float:
 
 
 def _tensor_parallel(job: Job, machine: Machine, kind: Kind) -> Part:
-    """Predict the messages of tensor-parallel ranks of one block: a pair for attention and a pair for its MLP.
+    """Predict the messages of tensor-parallel ranks of one block: a pair for attention and a pair
+    for its MLP.
 
-    Experts that expert parallelism distributes need no pair: a rank sends its part of the tokens to them (with sequence parallelism that
-    which it has; `_is_expert_parallel` in parallel/tensor/sequence_parallel.py, and `MoELayer.forward` of Megatron Core, moe/moe_layer.py).
-    Without sequence parallelism ranks gather what has come back, forward, and its gradient, backward (`TokenParts` in
-    parallel/tensor/experts.py). A sharded shared expert has a pair.
+    Experts that expert parallelism distributes need no pair: a rank sends its part of the tokens to
+    them (with sequence parallelism that which it has; `_is_expert_parallel` in
+    parallel/tensor/sequence_parallel.py, and `MoELayer.forward` of Megatron Core,
+    moe/moe_layer.py). Without sequence parallelism ranks gather what has come back, forward, and
+    its gradient, backward (`TokenParts` in parallel/tensor/experts.py). A sharded shared expert has
+    a pair.
     """
     if not kind.mixture or job.layout.ep == 1:
         return _pairs(job, machine, 2)
@@ -253,23 +322,33 @@ def _tensor_parallel(job: Job, machine: Machine, kind: Kind) -> Part:
 
 
 def _pairs(job: Job, machine: Machine, count: int) -> Part:
-    """Predict `count` all-reduces of (batch, seq, hidden) forward and as many backward, or as many pairs of all-gather and reduce-scatter.
-    With sequence parallelism the inputs of products are gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
+    """Predict `count` all-reduces of (batch, seq, hidden) forward and as many backward, or as many
+    pairs of all-gather and reduce-scatter. With sequence parallelism the inputs of products are
+    gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
     summed, scattered, gathered = _hidden_states(job, machine)
     if not job.sequence_parallel:
         return Part(forward_communication=count * summed, backward_communication=count * summed)
-    return Part(forward_communication=count * (gathered + scattered), backward_communication=count * (2 * gathered + scattered))
+    return Part(
+        forward_communication=count * (gathered + scattered),
+        backward_communication=count * (2 * gathered + scattered),
+    )
 
 
 def _hidden_states(job: Job, machine: Machine) -> tuple[float, float, float]:
-    """Predict the exposed seconds in which tensor-parallel ranks (all-reduce, scatter, gather) the hidden states of a micro-batch.
+    """Predict the exposed seconds in which tensor-parallel ranks (all-reduce, scatter, gather) the
+    hidden states of a micro-batch.
 
-    Scattered and gathered ones are copied, once each: gathered parts of a sequence are side by side in its row, not one behind the other.
+    Scattered and gathered ones are copied, once each: gathered parts of a sequence are side by side
+    in its row, not one behind the other.
     """
     if job.layout.tp == 1:
         return 0.0, 0.0, 0.0
     ranks, size = machine.group(job.layout, ("tp",)), job.tokens * job.model.hidden * job.width
-    copied = 2 * size / machine.memory_rate if job.stack.batch_first and job.calls * job.micro_batch > 1 else 0.0
+    copied = (
+        2 * size / machine.memory_rate
+        if job.stack.batch_first and job.calls * job.micro_batch > 1
+        else 0.0
+    )
     waited = job.stack.overlap.layers
     return (
         all_reduce(machine, ranks, size) * waited,
@@ -279,15 +358,18 @@ def _hidden_states(job: Job, machine: Machine) -> tuple[float, float, float]:
 
 
 def _mixture(job: Job, machine: Machine) -> Part:
-    """Predict router, shared experts, token exchange and routed experts of one block: top_k copies of each token are sent and come back
-    (arXiv:2006.16668, section 2.2)."""
+    """Predict router, shared experts, token exchange and routed experts of one block: top_k copies
+    of each token are sent and come back (arXiv:2006.16668, section 2.2)."""
     model, layout = job.model, job.layout
     sharded = job.stack.shards_experts_of(layout)
     local = max(1, model.experts * (layout.tp if sharded and layout.ep > 1 else 1) // layout.ep)
     rows = job.tokens * model.top_k
-    if not sharded:  # experts are whole, and tokens of a tensor-parallel group are shared before they are sent
+    # experts are whole, and tokens of a tensor-parallel group are shared before they are sent
+    if not sharded:
         rows /= layout.tp
-        unsharded = tuple(Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn))
+        unsharded = tuple(
+            Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn)
+        )
         part = _expert_products(job, machine, unsharded, rows, local)
         inner: float = model.expert_ffn * rows / job.tokens
     else:
@@ -296,12 +378,17 @@ def _mixture(job: Job, machine: Machine) -> Part:
     shared = products(job, machine, model.shared_mlp(), job.tokens) if model.shared_ffn else Part()
     moved = 4 * rows * model.hidden * job.width / machine.memory_rate  # permutation there and back
     sent = job.tokens / layout.tp if layout.ep > 1 else job.tokens
-    part += shared + Part(forward=moved, backward=2 * moved) + _token_exchange(job, machine, sent, shared)
+    part += (
+        shared
+        + Part(forward=moved, backward=2 * moved)
+        + _token_exchange(job, machine, sent, shared)
+    )
     return part + _elementwise(job, machine, inner)
 
 
 def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> Part:
-    """Predict the exposed exchange of tokens with the ranks that have their experts, there and back, forward and backward.
+    """Predict the exposed exchange of tokens with the ranks that have their experts, there and
+    back, forward and backward.
 
     The first way there, and in the backward the last one, is hidden behind the shared expert.
 
@@ -313,7 +400,9 @@ def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> 
     row = tokens * model.hidden * job.width
     several = ranks.nodes > 1 and ranks.size % ranks.local == 0
     crossing = nodes_of_a_token(model, ranks.nodes) * row if several else None
-    first, inside = job.stack.exchange_seconds(machine, ranks, model.top_k * row, crossing, job.layout.tp)
+    first, inside = job.stack.exchange_seconds(
+        machine, ranks, model.top_k * row, crossing, job.layout.tp
+    )
     return Part(
         forward_communication=2 * (first + inside) - min(first, shared.forward),
         backward_communication=2 * (first + inside) - min(first, shared.backward),
@@ -321,15 +410,22 @@ def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> 
 
 
 def nodes_of_a_token(model: Architecture, nodes: int) -> float:
-    """Return the expected number of nodes on which a token has experts, if all choices are equally likely: of `top_groups` groups, and of
-    experts in them (node-limited routing, arXiv:2412.19437, section 2.1.2). Neighbouring groups are on one node."""
+    """Return the expected number of nodes on which a token has experts, if all choices are equally
+    likely: of `top_groups` groups, and of experts in them (node-limited routing, arXiv:2412.19437,
+    section 2.1.2). Neighbouring groups are on one node."""
     size = model.experts // model.groups
     pool = size * model.top_groups
     here = max(1, model.groups // nodes)  # groups that a node has, or has a part of
     part = min(size, model.experts // nodes)  # experts of a group on a node
     missed = 0.0
-    for chosen in range(max(0, model.top_groups - (model.groups - here)), min(here, model.top_groups) + 1):
-        likely = comb(here, chosen) * comb(model.groups - here, model.top_groups - chosen) / comb(model.groups, model.top_groups)
+    for chosen in range(
+        max(0, model.top_groups - (model.groups - here)), min(here, model.top_groups) + 1
+    ):
+        likely = (
+            comb(here, chosen)
+            * comb(model.groups - here, model.top_groups - chosen)
+            / comb(model.groups, model.top_groups)
+        )
         missed += likely * comb(pool - chosen * part, model.top_k) / comb(pool, model.top_k)
     return nodes * (1 - missed)
 
@@ -342,15 +438,23 @@ def expert_group(job: Job, machine: Machine) -> Group:
 def _block(job: Job, machine: Machine, kind: Kind) -> Part:
     """Predict a block without recomputation."""
     model = job.model
-    part = products(job, machine, model.attention, job.tokens) + _attention(job, machine, kind) + _tensor_parallel(job, machine, kind)
+    part = (
+        products(job, machine, model.attention, job.tokens)
+        + _attention(job, machine, kind)
+        + _tensor_parallel(job, machine, kind)
+    )
     if kind.mixture:
         return part + _mixture(job, machine)
-    return part + products(job, machine, model.mlp(model.ffn), job.tokens) + _elementwise(job, machine, model.ffn / job.layout.tp)
+    return (
+        part
+        + products(job, machine, model.mlp(model.ffn), job.tokens)
+        + _elementwise(job, machine, model.ffn / job.layout.tp)
+    )
 
 
 def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
-    """Predict a block with recomputation, averaged over blocks: the backward pass of one in `recompute_every` repeats a part of its
-    forward."""
+    """Predict a block with recomputation, averaged over blocks: the backward pass of one in
+    `recompute_every` repeats a part of its forward."""
     block = _block(job, machine, kind)
     if job.recompute == "full":
         repeated, communicated = block.forward, block.forward_communication
@@ -358,36 +462,58 @@ def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
         repeated, communicated = _selected(job, machine, kind), 0.0
     else:
         return block
-    again = Part(backward=repeated, again=repeated, backward_communication=communicated, again_communication=communicated)
+    again = Part(
+        backward=repeated,
+        again=repeated,
+        backward_communication=communicated,
+        again_communication=communicated,
+    )
     return block + again * (1 / job.recompute_every)
 
 
 def _selected(job: Job, machine: Machine, kind: Kind) -> float:
-    """Return the forward seconds of what `recompute=selective` repeats. Ours: the element-wise operations of a block and attention without
-    a fused kernel, but nothing of mixtures that exchange tokens and of attention that shares out sequences (`EXPENSIVE` in
-    `parallel/blocks/recompute.py`). Other software: attention without its projections, which are rotation, scores and values."""
+    """Return the forward seconds of what `recompute=selective` repeats. Ours: the element-wise
+    operations of a block and attention without a fused kernel, but nothing of mixtures that
+    exchange tokens and of attention that shares out sequences (`EXPENSIVE` in
+    `parallel/blocks/recompute.py`). Other software: attention without its projections, which are
+    rotation, scores and values."""
     attention = _attention(job, machine, kind).forward
-    inner = (job.model.expert_ffn * job.model.top_k if kind.mixture else job.model.ffn) / job.layout.tp
+    inner = (
+        job.model.expert_ffn * job.model.top_k if kind.mixture else job.model.ffn
+    ) / job.layout.tp
     if job.stack.transformers:
         exchanged = kind.mixture and job.layout.ep > 1
-        last = 3 * job.model.hidden / (job.layout.tp if job.sequence_parallel else 1)  # no recomputation needs the last residual sum
+        # no recomputation needs the last residual sum
+        last = 3 * job.model.hidden / (job.layout.tp if job.sequence_parallel else 1)
         again = _elementwise(job, machine, 0.0 if exchanged else inner).forward
         again -= job.width * job.tokens * job.stack.traffic.of_norms * last / machine.memory_rate
         return again + (0.0 if job.stack.flash or job.layout.cp > 1 else attention)
     if job.stack.repeats_block:
         return attention + _elementwise(job, machine, inner).forward
-    return attention + job.width * job.tokens * job.stack.traffic.inside(job.layout.tp) * 2 * _rotated(job) / machine.memory_rate
+    return (
+        attention
+        + job.width
+        * job.tokens
+        * job.stack.traffic.inside(job.layout.tp)
+        * 2
+        * _rotated(job)
+        / machine.memory_rate
+    )
 
 
 def _embedding(job: Job, machine: Machine) -> Part:
-    """Predict the embedding: rows are read and written, and the backward pass adds to the gradient's rows. Tensor-parallel ranks, each with
-    a part of the vocabulary, sum what they have found; with sequence parallelism they gather the gradient of their parts."""
+    """Predict the embedding: rows are read and written, and the backward pass adds to the
+    gradient's rows. Tensor-parallel ranks, each with a part of the vocabulary, sum what they have
+    found; with sequence parallelism they gather the gradient of their parts."""
     rows = 2 * job.width * job.tokens * job.model.hidden / machine.memory_rate
     summed, scattered, gathered = _hidden_states(job, machine)
     part = Part(forward=rows, backward=2 * rows)
     if not job.sequence_parallel:
         return part + Part(forward_communication=summed)
-    return part + Part(forward_communication=scattered if job.stack.scatters_embedding else summed, backward_communication=gathered)
+    return part + Part(
+        forward_communication=scattered if job.stack.scatters_embedding else summed,
+        backward_communication=gathered,
+    )
 
 
 def _loss(job: Job, machine: Machine) -> Part:
@@ -400,19 +526,33 @@ def _loss(job: Job, machine: Machine) -> Part:
 
 
 def _bytes_of_summed_products(job: Job) -> int:
-    """Bytes that a loss in parts moves for each element of the head's weight, beyond those of one product: each product is added to the
-    gradient of the weight in float32, which is converted at the end. A product in float32 is added without being written."""
+    """Bytes that a loss in parts moves for each element of the head's weight, beyond those of one
+    product: each product is added to the gradient of the weight in float32, which is converted at
+    the end. A product in float32 is added without being written."""
     if job.loss_products == 1:
         return 0
-    return job.loss_products * 2 * (_WORD + job.width) if job.width < _WORD else (job.loss_products - 1) * 2 * _WORD
+    return (
+        job.loss_products * 2 * (_WORD + job.width)
+        if job.width < _WORD
+        else (job.loss_products - 1) * 2 * _WORD
+    )
 
 
 def _head(job: Job, machine: Machine) -> Part:
-    """Predict the output head, sharded by vocabulary, and the loss. Tensor-parallel ranks sum the gradient of its input; with sequence
-    parallelism they gather that input first."""
+    """Predict the output head, sharded by vocabulary, and the loss. Tensor-parallel ranks sum the
+    gradient of its input; with sequence parallelism they gather that input first."""
     model = job.model
     head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
     part = head + _loss(job, machine)
-    part += Part(forward=_bytes_of_summed_products(job) * model.vocab / job.layout.tp * model.hidden / machine.memory_rate)
+    part += Part(
+        forward=_bytes_of_summed_products(job)
+        * model.vocab
+        / job.layout.tp
+        * model.hidden
+        / machine.memory_rate
+    )
     summed, _, gathered = _hidden_states(job, machine)
-    return part + Part(forward_communication=gathered if job.sequence_parallel else 0.0, backward_communication=summed)
+    return part + Part(
+        forward_communication=gathered if job.sequence_parallel else 0.0,
+        backward_communication=summed,
+    )

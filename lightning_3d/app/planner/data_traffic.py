@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.app.planner.frozen import frozen_weights
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Group, Machine
 from lightning_3d.app.planner.stages import parameters_of, stages_of
+from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,27 @@ class DataTraffic:
 
 
 def data_traffic(job: Job, machine: Machine) -> DataTraffic:
-    """Return the traffic of gradients and parameters of the rank with the most parameters, without experts that ep splits, and of a
-    frozen second model.
+    """Return the traffic of gradients and parameters of the rank with the most parameters, without
+    experts that ep splits, and of a frozen second model.
 
-    Collectives are rings: of n ranks, each passes on (n - 1) / n of the bytes of an all-gather or a reduce-scatter, and twice as many of an
-    all-reduce. In a ring over several nodes, one of the ranks of a node sends to the next node.
+    Collectives are rings: of n ranks, each passes on (n - 1) / n of the bytes of an all-gather or a
+    reduce-scatter, and twice as many of an all-reduce. In a ring over several nodes, one of the
+    ranks of a node sends to the next node.
     """
     most = max(_parameters(job, rank) for rank in range(job.layout.pp))
-    return sum((_passed(ranks, size) for ranks, size in _collectives(job, machine, most)), DataTraffic())
+    return sum(
+        (_passed(ranks, size) for ranks, size in _collectives(job, machine, most)), DataTraffic()
+    )
 
 
 def _parameters(job: Job, rank: int) -> float:
     """Count the parameters of a pipeline rank, without experts that ep splits."""
     layout, stages = job.layout, stages_of(job)
     v_shaped = layout.pp > 1 and find_schedule(job.schedule).v_shaped
-    held = [parameters_of(job, stages[index]) for index in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)]
+    held = [
+        parameters_of(job, stages[index])
+        for index in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)
+    ]
     return sum(dense + (routed if layout.ep == 1 else 0.0) for dense, routed in held)
 
 

@@ -1,4 +1,5 @@
-"""Seconds of ZeRO's messages that computation does not hide: gradients that are reduced, and parameters that are gathered. Pure Python."""
+"""Seconds of ZeRO's messages that computation does not hide: gradients that are reduced, and
+parameters that are gathered. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from lightning_3d.app.planner.machine import Group, Machine, all_reduce, gather,
 from lightning_3d.app.planner.stages import one_block, parameters_of
 
 _HIDDEN, _LATE = 0.8, 0.1
-"""Share of a pass that communication can hide behind, and share of a message that is never hidden. Chosen by hand: with 1 and 0, the median
-error of dense published runs rises from 5.5 to 5.6 %."""
+"""Share of a pass that communication can hide behind, and share of a message that is never hidden.
+Chosen by hand: with 1 and 0, the median error of dense published runs rises from 5.5 to 5.6 %."""
 
 
 class _Tier(NamedTuple):
@@ -24,8 +25,8 @@ class _Tier(NamedTuple):
         first: number of those in the rank's first stage.
         shards: ranks over which ZeRO shards them.
         everyone: all ranks of the stage that have them.
-        late: True if gradients are reduced once in a step, when the last backward of a stage is over (`Job.reduces_experts_late`), and at
-            ZeRO 3 with an all-reduce.
+        late: True if gradients are reduced once in a step, when the last backward of a stage is
+            over (`Job.reduces_experts_late`), and at ZeRO 3 with an all-reduce.
     """
 
     size: float
@@ -44,13 +45,16 @@ def _tiers(job: Job, machine: Machine, held: Sequence[tuple[float, float]]) -> l
     ranks, _ = machine.shard_groups(layout, job.shards)
     tiers = [_Tier(dense, held[0][0], ranks, machine.group(layout, ("dp", "cp")))]
     if routed:
-        same, everyone = (machine.expert_groups(layout, shards)[1] for shards in (job.shards, layout.dp))
+        same, everyone = (
+            machine.expert_groups(layout, shards)[1] for shards in (job.shards, layout.dp)
+        )
         tiers.append(_Tier(routed, held[0][1], same, everyone, job.reduces_experts_late))
     return tiers
 
 
 def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float, float]) -> Part:
-    """Return the exposed messages of a block, if ZeRO gathers its parameters or reduces its gradients for every micro-batch.
+    """Return the exposed messages of a block, if ZeRO gathers its parameters or reduces its
+    gradients for every micro-batch.
 
     Args:
         block: computation and other messages of the block.
@@ -58,7 +62,10 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
     """
     stack, tiers = job.stack, _tiers(job, machine, [held])
     ranks = tiers[0].shards
-    if job.gathers_often and (once := stack.exposed_gather(machine, ranks, job.number * sum(held))) is not None:
+    if (
+        job.gathers_often
+        and (once := stack.exposed_gather(machine, ranks, job.number * sum(held))) is not None
+    ):
         again = 1 + (job.recompute == "full") + job.reduces_often
         return Part(forward_communication=once, backward_communication=again * once)
     whole = scatter = 0.0
@@ -68,7 +75,10 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
         if job.reduces_often and not tier.late:
             scatter += _summed(job, machine, tier)
     hidden = _HIDDEN if stack.overlap.blocks else 0.0
-    forward, backward = block.forward + block.forward_communication, block.backward + block.backward_communication
+    forward, backward = (
+        block.forward + block.forward_communication,
+        block.backward + block.backward_communication,
+    )
     return Part(
         forward_communication=max(_LATE * whole, whole - hidden * forward),
         backward_communication=max(_LATE * (whole + scatter), whole + scatter - hidden * backward),
@@ -76,25 +86,39 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
 
 
 def exposed_in_frozen(job: Job, machine: Machine) -> Part:
-    """Return the exposed gathers of a frozen second model in one micro-batch, where ZeRO 3 gathers its blocks one at a time."""
+    """Return the exposed gathers of a frozen second model in one micro-batch, where ZeRO 3 gathers
+    its blocks one at a time."""
     second = alone(job)
     if second is None or not job.gathers_frozen_often:
         return Part()
     ranks, _ = machine.shard_groups(job.layout, job.shards)
     hidden = _HIDDEN if job.stack.overlap.blocks else 0.0
     exposed = 0.0
-    for count, block, stage in zip(second.model.counts, work_of(second, machine).blocks, one_block(second), strict=True):
+    for count, block, stage in zip(
+        second.model.counts, work_of(second, machine).blocks, one_block(second), strict=True
+    ):
         whole = gather(machine, ranks, job.frozen_bytes * sum(parameters_of(second, stage)))
-        exposed += count * max(_LATE * whole, whole - hidden * (block.forward + block.forward_communication))
+        exposed += count * max(
+            _LATE * whole, whole - hidden * (block.forward + block.forward_communication)
+        )
     return Part(forward_communication=exposed)
 
 
-def exposed_in_step(job: Job, machine: Machine, held: Sequence[tuple[float, float]], *, forward: float, backward: float) -> float:
+def exposed_in_step(
+    job: Job,
+    machine: Machine,
+    held: Sequence[tuple[float, float]],
+    *,
+    forward: float,
+    backward: float,
+) -> float:
     """Return the exposed seconds of what a rank reduces and gathers once in a step.
 
-    Reductions hide behind the backward pass of the last micro-batch of the rank's first stage. If gradients are sent by whole stages, only
-    those of its other stages do. Where shards have replicas, an all-reduce of the rank's shard follows. It hides there too, unless
-    gradients are in one tensor or wait for the end of their stage. Gathers hide behind the forward pass of that stage, if they overlap.
+    Reductions hide behind the backward pass of the last micro-batch of the rank's first stage. If
+    gradients are sent by whole stages, only those of its other stages do. Where shards have
+    replicas, an all-reduce of the rank's shard follows. It hides there too, unless gradients are in
+    one tensor or wait for the end of their stage. Gathers hide behind the forward pass of that
+    stage, if they overlap.
 
     Args:
         held: (parameters, parameters of routed experts) of each stage of the rank.
@@ -122,18 +146,23 @@ def exposed_in_step(job: Job, machine: Machine, held: Sequence[tuple[float, floa
 
 
 def _reduction(job: Job, machine: Machine, tier: _Tier) -> tuple[float, float]:
-    """Return the seconds in which gradients are (reduced over the ranks that shard them, or over all; then summed over replicas)."""
+    """Return the seconds in which gradients are (reduced over the ranks that shard them, or over
+    all; then summed over replicas)."""
     _, replicas = machine.shard_groups(job.layout, job.shards)
     across = 0.0
     if job.zero and replicas.size > 1 and not job.is_uneven:
-        across = all_reduce(machine, replicas, job.stack.reduced_bytes * tier.size * job.trained / tier.shards.size)
+        across = all_reduce(
+            machine, replicas, job.stack.reduced_bytes * tier.size * job.trained / tier.shards.size
+        )
     often = job.reduces_often and not tier.late
     return 0.0 if often else _summed(job, machine, tier), across
 
 
 def _summed(job: Job, machine: Machine, tier: _Tier) -> float:
-    """Return the seconds in which gradients are summed once over the ranks that shard them, or over all: by a reduce-scatter, or by an
-    all-reduce where every rank gets the sums."""
+    """Return the seconds in which gradients are summed once over the ranks that shard them, or over
+    all: by a reduce-scatter, or by an all-reduce where every rank gets the sums."""
     ranks = tier.everyone if job.zero == 0 or job.is_uneven else tier.shards
     scatters = job.scatters and not (tier.late and job.zero == 3)
-    return (reduce_scatter if scatters else all_reduce)(machine, ranks, job.stack.reduced_bytes * tier.size * job.trained)
+    return (reduce_scatter if scatters else all_reduce)(
+        machine, ranks, job.stack.reduced_bytes * tier.size * job.trained
+    )

@@ -1,4 +1,5 @@
-"""Free memory of this machine, and of the control groups of a container or a SLURM job. Pure Python."""
+"""Free memory of this machine, and of the control groups of a container or a SLURM job. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ _UNLIMITED = 1 << 60
 
 
 def available_memory(root: Path = _ROOT) -> float | None:
-    """Return the bytes that this process and its children can allocate before the kernel kills one; None if the kernel does not say,
-    as on systems other than Linux.
+    """Return the bytes that this process and its children can allocate before the kernel kills one;
+    None if the kernel does not say, as on systems other than Linux.
 
     Args:
         root: folder that contains `proc` and `sys`.
@@ -26,7 +27,8 @@ def _of_machine(root: Path) -> float | None:
 
 
 def _of_groups(root: Path) -> Iterator[float | None]:
-    """Yield the free bytes of each control group of this process that has a limit. The page cache counts as free."""
+    """Yield the free bytes of each control group of this process that has a limit. The page cache
+    counts as free."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -35,15 +37,24 @@ def _of_groups(root: Path) -> Iterator[float | None]:
         number, _, rest = line.partition(":")
         kinds, _, path = rest.partition(":")
         if number == "0" and not kinds:
-            place, limit, used, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            place, limit, used, cached = (
+                root / "sys/fs/cgroup",
+                "memory.max",
+                "memory.current",
+                "inactive_file",
+            )
         elif "memory" in kinds.split(","):
             place, limit, used, cached = (
-                root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
-            )  # fmt: skip
+                root / "sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
         else:
             continue
         names = [name for name in path.split("/") if name not in ("", "..")]
-        for depth in range(len(names) + 1):  # in a container the path may be one that only the host sees
+        # in a container the path may be one that only the host sees
+        for depth in range(len(names) + 1):
             group = place.joinpath(*names[:depth])
             most, now = _number(group / limit), _number(group / used)
             if most is not None and now is not None and most < _UNLIMITED:

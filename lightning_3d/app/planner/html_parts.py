@@ -9,7 +9,10 @@ from math import ceil, log10
 
 def card(heading: str, note: str, content: str) -> str:
     """Return a part of the page with a heading and a note below it."""
-    return f'<section class="card"><h2>{escape(heading)}</h2><p class="note">{escape(note)}</p>{content}</section>'
+    return (
+        f'<section class="card"><h2>{escape(heading)}</h2><p'
+        f' class="note">{escape(note)}</p>{content}</section>'
+    )
 
 
 def marks_between(low: float, high: float, count: int) -> list[float]:
@@ -23,13 +26,18 @@ def marks_between(low: float, high: float, count: int) -> list[float]:
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """Draw a legend of (words, colour); a colour is a value or a name in the style."""
     spans = "".join(
-        f'<span><i style="background: {colour if colour.startswith("#") else f"var(--{colour})"}"></i>{escape(words)}</span>'
+        '<span><i style="background:'
+        f' {colour if colour.startswith("#") else f"var(--{colour})"}"></i>{escape(words)}</span>'
         for words, colour in entries
     )
     return f'<div class="legend">{spans}</div>' if spans else ""
 
 
 def svg(width: float, height: float, marks: Sequence[str], *, least: int) -> str:
-    """Draw a figure as wide as the page and at least `least` pixels; a wider figure can be scrolled."""
+    """Draw a figure as wide as the page and at least `least` pixels; a wider figure can be
+    scrolled."""
     look = f'style="min-width: {least}px; max-width: {width}px"'
-    return f'<div class="figure"><svg viewBox="0 0 {width} {height}" {look} role="img">{"".join(marks)}</svg></div>'
+    return (
+        f'<div class="figure"><svg viewBox="0 0 {width} {height}" {look}'
+        f' role="img">{"".join(marks)}</svg></div>'
+    )

@@ -12,24 +12,30 @@ from typing import NamedTuple
 from lightning_3d.layout.layout import Layout
 
 _GROUPING = re.compile(r"(?<![A-Z0-9])G?[HB](20|100|200|300|800)(?![0-9])", re.IGNORECASE)
-"""Names of GPUs with compute capability 9.0 or 10.x: Hopper, and the types of Blackwell for data centers."""
+"""Names of GPUs with compute capability 9.0 or 10.x: Hopper, and the types of Blackwell for data
+centers."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a vendor's rates that software reaches. `matmul` and `attention` are calibrated for each type of GPU.
+    """Shares of a vendor's rates that software reaches. `matmul` and `attention` are calibrated for
+    each type of GPU.
 
     Attributes:
         matmul: share of the peak of its precision that a large matrix product reaches.
         attention: share of the peak that fused attention (FlashAttention-2) reaches.
-        memory: share of memory bandwidth that operations bound by it reach: the mean of STREAM's triad on A100 40 GB (1,360 of 1,555 GB/s),
-            A100 80 GB (1,759 of 2,039) and H100 PCIe (1,832 of 2,039), from te42kyfo/gpu-benches: `gpu-stream/a100_40.txt`,
+        memory: share of memory bandwidth that operations bound by it reach: the mean of STREAM's
+            triad on A100 40 GB (1,360 of 1,555 GB/s), A100 80 GB (1,759 of 2,039) and H100 PCIe
+            (1,832 of 2,039), from te42kyfo/gpu-benches: `gpu-stream/a100_40.txt`,
             `cuda-stream/a100_80.txt` and `cuda-stream/h100_pcie.txt`.
-        link: share of the bandwidth between GPUs of a node that a collective reaches. NCCL 2.30 (src/graph/topo.h) takes 20 of 25 GB/s of a
-            link on A100, 20.6 of 25 on H100, and 40.1 of 50 on B200.
-        network: share of the bandwidth between nodes. NCCL reaches 46 to 48 GB/s of a port of 50 (NVIDIA/nccl-tests, issue 290).
-        kernel: additional seconds of each matrix product: launch, first loads and last wave. An estimate without a measurement, the same
-            for all GPUs. Without it, the median error of dense published runs rises by 0.1 points, and that of mixtures falls by 0.9.
+        link: share of the bandwidth between GPUs of a node that a collective reaches. NCCL 2.30
+            (src/graph/topo.h) takes 20 of 25 GB/s of a link on A100, 20.6 of 25 on H100, and 40.1
+            of 50 on B200.
+        network: share of the bandwidth between nodes. NCCL reaches 46 to 48 GB/s of a port of 50
+            (NVIDIA/nccl-tests, issue 290).
+        kernel: additional seconds of each matrix product: launch, first loads and last wave. An
+            estimate without a measurement, the same for all GPUs. Without it, the median error of
+            dense published runs rises by 0.1 points, and that of mixtures falls by 0.9.
     """
 
     matmul: float
@@ -54,9 +60,14 @@ class Protocol(NamedTuple):
     share: float
 
 
-NCCL = (Protocol(1.0, 1.0, 0.5), Protocol(1.9 / 0.6, 4.0 / 2.7, 0.92), Protocol(3.4 / 0.6, 14.0 / 2.7, 1.0))
-"""LL, LL128 and Simple, of which NCCL takes the fastest for each message: latencies and shares of its own model (NCCL 2.30,
-src/graph/tuning.cc, `hwLatencies` of rings and the factors of `busBw`)."""
+NCCL = (
+    Protocol(1.0, 1.0, 0.5),
+    Protocol(1.9 / 0.6, 4.0 / 2.7, 0.92),
+    Protocol(3.4 / 0.6, 14.0 / 2.7, 1.0),
+)
+"""LL, LL128 and Simple, of which NCCL takes the fastest for each message: latencies and shares of
+its own model (NCCL 2.30, src/graph/tuning.cc, `hwLatencies` of rings and the factors of
+`busBw`)."""
 
 ONE = (Protocol(1.0, 1.0, 1.0),)
 """A library with a single protocol, such as gloo."""
@@ -68,7 +79,8 @@ MESSAGES: dict[str, Callable[[int], tuple[float, float]]] = {
     "all_to_all": lambda n: (1, (n - 1) / n),
     "send": lambda n: (1, 1),
 }
-"""Of each collective on n ranks: messages one after the other, and bytes that leave a rank, as a share of its size."""
+"""Of each collective on n ranks: messages one after the other, and bytes that leave a rank, as a
+share of its size."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +95,26 @@ class Machine:
         bandwidth: memory bandwidth of one GPU, in bytes a second.
         peak: operations a second of matrix products in 16 bits.
         peak8: the same in float8.
-        peak32: the same in float32: in TF32 if the run multiplies in it (`trainer.float32_matmul_precision`).
+        peak32: the same in float32: in TF32 if the run multiplies in it
+            (`trainer.float32_matmul_precision`).
         link: bytes a second of one GPU, one way, within a node.
         network: bytes a second of one GPU, one way, between nodes.
         link_latency: seconds of one message within a node.
         network_latency: seconds of one message between nodes.
         efficiency: shares of these rates that software reaches.
-        peak4: the same as `peak8` in 4 bits (NVFP4); 0 for a GPU that has no such products, which then run in float8.
+        peak4: the same as `peak8` in 4 bits (NVFP4); 0 for a GPU that has no such products, which
+            then run in float8.
         protocols: of rings; the fastest is taken for each message.
-        pod_gpus: GPUs of each pod: neighbouring nodes between which all ports may send at their full rate; 0: all nodes are in one.
-        oversubscription: bytes a second that the ports of a pod have, per byte a second that may leave it.
-        collectives: by the name of a collective in `MESSAGES`: (seconds of a message, bytes a second) as measured within a node. Where the
-            ranks of a node share memory, each collective copies and sums in its own way (`parallel/host_channel.py`). Those that are not
-            named take what the links do.
-        unit: word for what a rank runs on, "GPU" or "CPU rank". In all names and descriptions here, a GPU is such a unit.
+        pod_gpus: GPUs of each pod: neighbouring nodes between which all ports may send at their
+            full rate; 0: all nodes are in one.
+        oversubscription: bytes a second that the ports of a pod have, per byte a second that may
+            leave it.
+        collectives: by the name of a collective in `MESSAGES`: (seconds of a message, bytes a
+            second) as measured within a node. Where the ranks of a node share memory, each
+            collective copies and sums in its own way (`parallel/host_channel.py`). Those that are
+            not named take what the links do.
+        unit: word for what a rank runs on, "GPU" or "CPU rank". In all names and descriptions here,
+            a GPU is such a unit.
     """
 
     gpu: str
@@ -124,7 +142,8 @@ class Machine:
         return self.nodes * self.gpus_per_node
 
     def peak_of(self, precision: str) -> float:
-        """Return the operations a second of matrix products in a precision, as the vendor states them."""
+        """Return the operations a second of matrix products in a precision, as the vendor states
+        them."""
         peaks = {"fp4": self.peak4 or self.peak8, "fp8": self.peak8, "fp32": self.peak32}
         return peaks.get(precision, self.peak)
 
@@ -137,18 +156,21 @@ class Machine:
         return group(layout, axes, self.gpus_per_node, self.pod_gpus)
 
     def shard_groups(self, layout: Layout, shards: int) -> tuple[Group, Group]:
-        """Return (ranks over which ZeRO shards, ranks with the same shard) of rank 0; `shards`: see `shard_groups`."""
+        """Return (ranks over which ZeRO shards, ranks with the same shard) of rank 0; `shards`: see
+        `shard_groups`."""
         return shard_groups(layout, shards, self.gpus_per_node, self.pod_gpus)
 
     def expert_groups(self, layout: Layout, shards: int) -> tuple[Group, Group]:
-        """Return (ranks that share the experts of a stage, ranks over which ZeRO shards an expert); see `expert_groups`."""
+        """Return (ranks that share the experts of a stage, ranks over which ZeRO shards an expert);
+        see `expert_groups`."""
         return expert_groups(layout, shards, self.gpus_per_node, self.pod_gpus)
 
     @cached_property
     def groups_products(self) -> bool:
-        """True if torch multiplies bfloat16 matrices of several experts in one kernel: with compute capability 9.0 and 10.x
-        (`_grouped_mm_cuda` in torch's aten/src/ATen/native/cuda/GroupedBlas.cpp). On other GPUs and on CPUs, it multiplies them one by
-        one."""
+        """True if torch multiplies bfloat16 matrices of several experts in one kernel: with compute
+        capability 9.0 and 10.x (`_grouped_mm_cuda` in torch's
+        aten/src/ATen/native/cuda/GroupedBlas.cpp). On other GPUs and on CPUs, it multiplies them
+        one by one."""
         return _GROUPING.search(self.gpu) is not None
 
     @property
@@ -179,11 +201,15 @@ class Group:
 @lru_cache(maxsize=4096)
 def group(layout: Layout, axes: tuple[str, ...], gpus_per_node: int, pod_gpus: int = 0) -> Group:
     """Return the group of rank 0 along these axes; ranks fill nodes in order."""
-    return _group([(layout.size(axis), _stride(layout, axis)) for axis in axes], gpus_per_node, pod_gpus)
+    return _group(
+        [(layout.size(axis), _stride(layout, axis)) for axis in axes], gpus_per_node, pod_gpus
+    )
 
 
 @lru_cache(maxsize=4096)
-def shard_groups(layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int = 0) -> tuple[Group, Group]:
+def shard_groups(
+    layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int = 0
+) -> tuple[Group, Group]:
     """Return (ranks over which ZeRO shards, ranks with the same shard) of rank 0.
 
     Args:
@@ -195,11 +221,15 @@ def shard_groups(layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int 
 
 
 @lru_cache(maxsize=4096)
-def expert_groups(layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int = 0) -> tuple[Group, Group]:
-    """Return (ranks that share the experts of a stage, ranks that have the same experts and are in one shard group) of rank 0.
+def expert_groups(
+    layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int = 0
+) -> tuple[Group, Group]:
+    """Return (ranks that share the experts of a stage, ranks that have the same experts and are in
+    one shard group) of rank 0.
 
-    The first are `ep` neighbours where the ranks of a stage are numbered with tp innermost, then cp, then dp; the second are every `ep`-th
-    of those numbers (`Layout.expert_groups`, `Layout.expert_shard_groups`).
+    The first are `ep` neighbours where the ranks of a stage are numbered with tp innermost, then
+    cp, then dp; the second are every `ep`-th of those numbers (`Layout.expert_groups`,
+    `Layout.expert_shard_groups`).
 
     Args:
         shards: neighbouring data-parallel indices of a shard group.
@@ -214,8 +244,13 @@ def expert_groups(layout: Layout, shards: int, gpus_per_node: int, pod_gpus: int
 
 
 def on_one_node(layout: Layout, shards: int, gpus_per_node: int) -> bool:
-    """Return whether each shard group is on one node. Ranks fill nodes in order, so blocks of ranks must divide a node."""
-    blocks = [size * _stride(layout, axis) for axis, size in (("cp", layout.cp), ("dp", shards)) if size > 1]
+    """Return whether each shard group is on one node. Ranks fill nodes in order, so blocks of ranks
+    must divide a node."""
+    blocks = [
+        size * _stride(layout, axis)
+        for axis, size in (("cp", layout.cp), ("dp", shards))
+        if size > 1
+    ]
     return all(gpus_per_node % block == 0 for block in blocks)
 
 
@@ -228,7 +263,9 @@ def _group(parts: Sequence[tuple[int, int]], gpus_per_node: int, pod_gpus: int) 
     """Return the group of ranks that differ in (degree, stride) of each part."""
     size = prod(degree for degree, _ in parts)
     local = _within(parts, gpus_per_node)
-    found = Group(size, local, _within(parts, pod_gpus) // local) if pod_gpus else Group(size, local)
+    found = (
+        Group(size, local, _within(parts, pod_gpus) // local) if pod_gpus else Group(size, local)
+    )
     return found if found.near < found.nodes else Group(size, local)
 
 
@@ -238,9 +275,11 @@ def _within(parts: Sequence[tuple[int, int]], gpus: int) -> int:
 
 
 def ring_rate(machine: Machine, ranks: Group) -> float:
-    """Return the bytes a second that leave each rank in a ring. Between nodes, each member in a node uses the network port of its GPU.
+    """Return the bytes a second that leave each rank in a ring. Between nodes, each member in a
+    node uses the network port of its GPU.
 
-    A ring leaves each pod once. All groups of these axes do so at the same time: in each pod one group for each `ranks.near` nodes.
+    A ring leaves each pod once. All groups of these axes do so at the same time: in each pod one
+    group for each `ranks.near` nodes.
     """
     inside = machine.link * machine.efficiency.link
     if ranks.nodes == 1:
@@ -249,26 +288,35 @@ def ring_rate(machine: Machine, ranks: Group) -> float:
 
 
 def _network(machine: Machine, near: float) -> float:
-    """Return the bytes a second of each port, if one of `near` nodes of a pod sends to another pod at a time; 0: none does."""
+    """Return the bytes a second of each port, if one of `near` nodes of a pod sends to another pod
+    at a time; 0: none does."""
     rate = machine.network * machine.efficiency.network
     return rate * min(1.0, near / machine.oversubscription) if near else rate
 
 
 def gather(machine: Machine, ranks: Group, size: float) -> float:
-    """Predict an all-gather of `size` bytes in total: (n - 1) / n of them pass each rank in n - 1 steps of a ring (Thakur et al.,
-    "Optimization of collective communication operations in MPICH", 2005)."""
+    """Predict an all-gather of `size` bytes in total: (n - 1) / n of them pass each rank in n - 1
+    steps of a ring (Thakur et al., "Optimization of collective communication operations in MPICH",
+    2005)."""
     n = ranks.size
     if n == 1:
         return 0.0
     if (seconds := _measured(machine, "all_gather", ranks, size)) is not None:
         return seconds
-    inside, between = (n - ranks.nodes) * machine.link_latency, (ranks.nodes - 1) * machine.network_latency
+    inside, between = (
+        (n - ranks.nodes) * machine.link_latency,
+        (ranks.nodes - 1) * machine.network_latency,
+    )
     moved = (n - 1) / n * size / ring_rate(machine, ranks)
-    return min(each.link * inside + each.network * between + moved / each.share for each in machine.protocols)
+    return min(
+        each.link * inside + each.network * between + moved / each.share
+        for each in machine.protocols
+    )
 
 
 def reduce_scatter(machine: Machine, ranks: Group, size: float) -> float:
-    """Predict a reduce-scatter of `size` bytes in total: in a ring it takes as long as an all-gather."""
+    """Predict a reduce-scatter of `size` bytes in total: in a ring it takes as long as an
+    all-gather."""
     seconds = _measured(machine, "reduce_scatter", ranks, size)
     return gather(machine, ranks, size) if seconds is None else seconds
 
@@ -280,7 +328,8 @@ def all_reduce(machine: Machine, ranks: Group, size: float) -> float:
 
 
 def _measured(machine: Machine, name: str, ranks: Group, size: float) -> float | None:
-    """Predict a collective as it was measured within a node; None if it was not, or if the ranks are on several nodes."""
+    """Predict a collective as it was measured within a node; None if it was not, or if the ranks
+    are on several nodes."""
     found = machine.collectives.get(name) if ranks.nodes == 1 else None
     if found is None:
         return None
@@ -291,8 +340,9 @@ def _measured(machine: Machine, name: str, ranks: Group, size: float) -> float |
 
 
 def all_to_all(machine: Machine, ranks: Group, size: float) -> float:
-    """Predict the seconds in which each rank sends `size` bytes, in equal parts, to all ranks of the group: over links within the node, and
-    over the rank's own network port to other nodes, of which those to other pods share what leaves the pod."""
+    """Predict the seconds in which each rank sends `size` bytes, in equal parts, to all ranks of
+    the group: over links within the node, and over the rank's own network port to other nodes, of
+    which those to other pods share what leaves the pod."""
     n = ranks.size
     if n == 1:
         return 0.0
@@ -306,7 +356,8 @@ def all_to_all(machine: Machine, ranks: Group, size: float) -> float:
 
 
 def send(machine: Machine, layout: Layout, size: float) -> float:
-    """Predict the seconds of a message to the next pipeline stage, where it takes longest. One stage of a pod sends to another pod."""
+    """Predict the seconds of a message to the next pipeline stage, where it takes longest. One
+    stage of a pod sends to another pod."""
     ranks = machine.group(layout, ("pp",))
     if (seconds := _measured(machine, "send", ranks, size)) is not None:
         return seconds

@@ -1,7 +1,9 @@
-"""Constants from what `lightning-3d profile` measured, instead of vendors' rates and published runs. Pure Python.
+"""Constants from what `lightning-3d profile` measured, instead of vendors' rates and published
+runs. Pure Python.
 
-Each operation costs operations / rate + bytes / bandwidth + a constant, as in `block_costs` and `machine`. The rates minimize the squared
-relative errors, with terms that are not negative (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23):
+Each operation costs operations / rate + bytes / bandwidth + a constant, as in `block_costs` and
+`machine`. The rates minimize the squared relative errors, with terms that are not negative (Lawson
+and Hanson, "Solving Least Squares Problems", 1974, chapter 23):
 
     copy          the bandwidth of memory: the largest
     elementwise   bytes / (memory * bandwidth): the largest
@@ -27,9 +29,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import ConfigError
-from lightning_3d.layout.layout import Layout
-from lightning_3d.options.precision import FLOAT32_MATMUL
 from lightning_3d.app.planner.architecture import Architecture
 from lightning_3d.app.planner.block_costs import work_of
 from lightning_3d.app.planner.block_memory import block_activations
@@ -37,6 +36,9 @@ from lightning_3d.app.planner.constants import ADAMW, efficiency_of
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import MESSAGES, NCCL, ONE, Machine
 from lightning_3d.app.planner.stack import Host, Overlap, Stack, Traffic
+from lightning_3d.errors import ConfigError
+from lightning_3d.layout.layout import Layout
+from lightning_3d.options.precision import FLOAT32_MATMUL
 from lightning_3d.storage.json_file import parse_json
 
 FORMAT = "lightning_3d profile 1"
@@ -61,7 +63,8 @@ class Profile:
         precision: precision of the measurements: fp32, fp64 or bf16.
         operations: measurements, each with its `kind` and `seconds`.
         context: bytes of a GPU that are neither free nor the allocator's.
-        float32_matmul: what `torch.get_float32_matmul_precision` returned; profiles of earlier versions were measured with torch's default.
+        float32_matmul: what `torch.get_float32_matmul_precision` returned; profiles of earlier
+            versions were measured with torch's default.
     """
 
     device: str
@@ -85,7 +88,8 @@ class Profile:
 
     @property
     def sequence(self) -> int | None:
-        """Tokens of the longest sequence with which blocks of the model were measured; None if only links were."""
+        """Tokens of the longest sequence with which blocks of the model were measured; None if only
+        links were."""
         return max((one["seq"] for one in self.of("model")), default=None)
 
     @cached_property
@@ -100,7 +104,8 @@ class Profile:
 
     @cached_property
     def products(self) -> tuple[float, float]:
-        """Return (operations per second of large matrix products, additional seconds of each product)."""
+        """Return (operations per second of large matrix products, additional seconds of each
+        product)."""
         width = 4 if self.precision in ("fp32", "fp64") else 2
 
         def moved(one: Mapping[str, Any]) -> float:
@@ -111,7 +116,9 @@ class Profile:
             return 2.0 * one["tokens"] * one["outputs"] * one["inputs"]
 
         slope, start = _fit(self.of("matmul"), lambda one: (work(one), 1.0), moved)
-        return 1 / slope if slope else max(work(one) / one["seconds"] for one in self.of("matmul")), start
+        return (
+            1 / slope if slope else max(work(one) / one["seconds"] for one in self.of("matmul"))
+        ), start
 
     @cached_property
     def attention(self) -> float:
@@ -121,14 +128,19 @@ class Profile:
 
     @cached_property
     def collectives(self) -> dict[str, tuple[float, float]]:
-        """Return (seconds of a message, bytes a second) of each collective that was measured within a node."""
+        """Return (seconds of a message, bytes a second) of each collective that was measured within
+        a node."""
         found = {name: self.link("node", name) for name in MESSAGES}
         return {name: one for name, one in found.items() if one is not None}
 
     def link(self, placement: str, name: str | None = None) -> tuple[float, float] | None:
-        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between` nodes, of one kind or of all; None if
-        none was measured."""
-        found = [one for one in self.of("collective") if one["placement"] == placement and name in (None, one["name"])]
+        """Return (seconds of a message, bytes a second) of the collectives in a `node` or `between`
+        nodes, of one kind or of all; None if none was measured."""
+        found = [
+            one
+            for one in self.of("collective")
+            if one["placement"] == placement and name in (None, one["name"])
+        ]
         if not found:
             return None
 
@@ -148,15 +160,21 @@ def read_profile(path: Path) -> Profile:
     """
     hint = "Write a profile with lightning-3d profile."
     try:
-        if path.exists() and not path.is_file():  # a folder, or a device, which would be read forever
+        # a folder, or a device, which would be read forever
+        if path.exists() and not path.is_file():
             raise ConfigError(f"profile={path} is not a file. {hint}")
         content = parse_json(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"profile={path} cannot be read: {getattr(error, 'strerror', None) or 'it is not JSON'}. {hint}") from error
+        raise ConfigError(
+            f"profile={path} cannot be read:"
+            f" {getattr(error, 'strerror', None) or 'it is not JSON'}. {hint}"
+        ) from error
     if isinstance(content, dict) and content.get("format") == LINKS_FORMAT:
         return _read_links(path, content)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f'profile={path} is not a profile: its "format" is not "{FORMAT}". {hint}')
+        raise ConfigError(
+            f'profile={path} is not a profile: its "format" is not "{FORMAT}". {hint}'
+        )
     missing = [name for name in (*_NEEDED, *_NEEDED_OF_PROFILE) if name not in content]
     if missing:
         raise ConfigError(f"profile={path} is damaged: {missing[0]} is missing. {hint}")
@@ -179,7 +197,9 @@ def read_profile(path: Path) -> Profile:
             _positive(one["seconds"])
         stack_of_profile(profile, machine_of_profile(profile), Stack())
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"profile={path} is damaged: {type(error).__name__}: {error}. {hint}") from error
+        raise ConfigError(
+            f"profile={path} is damaged: {type(error).__name__}: {error}. {hint}"
+        ) from error
     return profile
 
 
@@ -191,18 +211,39 @@ def _read_links(path: Path, content: Mapping[str, Any]) -> Profile:
     """
     hint = "Write it with lightning-3d doctor --json."
     if content.get("simulated"):
-        raise ConfigError(f"profile={path} was measured on simulated GPUs, whose times say nothing about real ones.")
+        raise ConfigError(
+            f"profile={path} was measured on simulated GPUs, whose times say nothing about real"
+            " ones."
+        )
     try:
-        operations = [one for one in content["operations"] if one["placement"] in ("node", "between")]
+        operations = [
+            one for one in content["operations"] if one["placement"] in ("node", "between")
+        ]
         for one in operations:
             _positive(one["seconds"])
-        ranks, per_node = int(_positive(content["ranks"])), int(_positive(content["ranks_per_node"]))
-        profile = Profile(str(content["device"]), str(content["name"]), 0.0, ranks, per_node, "", tuple(operations))
+        ranks, per_node = (
+            int(_positive(content["ranks"])),
+            int(_positive(content["ranks_per_node"])),
+        )
+        profile = Profile(
+            str(content["device"]),
+            str(content["name"]),
+            0.0,
+            ranks,
+            per_node,
+            "",
+            tuple(operations),
+        )
         found = profile.link("node") or profile.link("between")
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"profile={path} is damaged: {type(error).__name__}: {error}. {hint}") from error
+        raise ConfigError(
+            f"profile={path} is damaged: {type(error).__name__}: {error}. {hint}"
+        ) from error
     if found is None:
-        raise ConfigError(f"profile={path} has no measurement of a link. Run lightning-3d doctor with at least 2 ranks.")
+        raise ConfigError(
+            f"profile={path} has no measurement of a link. Run lightning-3d doctor with at least 2"
+            " ranks."
+        )
     return profile
 
 
@@ -227,10 +268,16 @@ def require_same_gpu(profile: Profile, gpu: str | None, accelerator: str) -> Non
     kind = "gpu" if profile.device == "cuda" else "cpu"
     if accelerator not in ("auto", kind):
         wanted = gpu or accelerator.upper()
-        raise ConfigError(f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}. Profile that cluster.")
+        raise ConfigError(
+            f"The profile was measured on {profile.name} ({kind}), but the cluster has {wanted}."
+            " Profile that cluster."
+        )
     types = set(gpu_types(gpu or ""))
     if kind == "gpu" and types and not types & set(gpu_types(profile.name)):
-        raise ConfigError(f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile that cluster.")
+        raise ConfigError(
+            f"The profile was measured on {profile.name}, but the cluster has {gpu}. Profile that"
+            " cluster."
+        )
 
 
 def gpu_types(name: str) -> list[str]:
@@ -238,12 +285,15 @@ def gpu_types(name: str) -> list[str]:
     return re.findall(r"(?<![a-z0-9])[a-z]{1,2}\d{2,3}(?![a-z0-9])", name.lower())
 
 
-def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes: int = 1) -> Machine:
+def machine_of_profile(
+    profile: Profile, stated: Machine | None = None, *, nodes: int = 1
+) -> Machine:
     """Convert a profile to a machine.
 
     Args:
         profile: the measurements.
-        stated: cluster with known vendors' rates; the measurements become shares of these rates. None: only the measurements are known.
+        stated: cluster with known vendors' rates; the measurements become shares of these rates.
+            None: only the measurements are known.
         nodes: number of nodes where `stated` is None.
 
     Raises:
@@ -259,7 +309,19 @@ def machine_of_profile(profile: Profile, stated: Machine | None = None, *, nodes
         known = efficiency_of(profile.name)
         sizes = nodes, profile.ranks_per_node, profile.memory, profile.bandwidth
         protocols = ONE if profile.device == "cpu" else NCCL
-        stated = Machine(profile.name, *sizes, rate, rate, rate, link[1], outer[1], link[0], outer[0], known, protocols=protocols)
+        stated = Machine(
+            profile.name,
+            *sizes,
+            rate,
+            rate,
+            rate,
+            link[1],
+            outer[1],
+            link[0],
+            outer[0],
+            known,
+            protocols=protocols,
+        )
     peak = stated.peak32 if profile.precision in ("fp32", "fp64") else stated.peak
     reached: dict[str, Any] = {
         "matmul": rate / peak,
@@ -277,8 +339,9 @@ def _with_links(profile: Profile, stated: Machine | None) -> Machine:
     """Replace the shares that links reach, and their latencies, by those of the profile."""
     if stated is None:
         raise ConfigError(
-            "A file of lightning-3d doctor has measurements of links only, so the cluster must state the rates of its GPUs. Name it, for"
-            " example cluster=h100, or measure everything with lightning-3d profile."
+            "A file of lightning-3d doctor has measurements of links only, so the cluster must"
+            " state the rates of its GPUs. Name it, for example cluster=h100, or measure everything"
+            " with lightning-3d profile."
         )
     inside, between = profile.link("node"), profile.link("between")
     reached: dict[str, Any] = {}
@@ -293,40 +356,56 @@ def _with_links(profile: Profile, stated: Machine | None) -> Machine:
 
 
 def stack_of_profile(profile: Profile, machine: Machine, stack: Stack) -> Stack:
-    """Return the software as measured on the machine: its host, its operations bound by memory, and what it keeps for the backward pass."""
+    """Return the software as measured on the machine: its host, its operations bound by memory, and
+    what it keeps for the backward pass."""
     if profile.has_only_links:
         return stack
     per_parameter, step = _fit(profile.of("optimizer"), lambda one: (one["parameters"], 1.0))
-    around = stack.traffic.parameter - ADAMW  # bytes that a step moves for a parameter besides the optimizer that was measured
+    # bytes that a step moves for a parameter besides the optimizer that was measured
+    around = stack.traffic.parameter - ADAMW
     host = _host_seconds(profile, machine, stack)
     whole = _whole(profile)
     largest = max(whole, key=lambda one: one["tokens"])
     kept = [one for one in whole if one["tokens"] == largest["tokens"]]
-    by_block, fixed = _fit([{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0))
+    by_block, fixed = _fit(
+        [{**one, "seconds": one["kept"]} for one in kept], lambda one: (_layers(one), 1.0)
+    )
     footprint = replace(stack.footprint, saved=0.0)
     job = _job(profile, largest, replace(stack, footprint=footprint))
     footprint = replace(
         footprint,
-        saved=max(0.0, by_block - block_activations(job, job.model.kinds[0])) / job.tokens / job.model.hidden,
+        saved=max(0.0, by_block - block_activations(job, job.model.kinds[0]))
+        / job.tokens
+        / job.model.hidden,
         logit=fixed / (job.tokens * job.model.vocab),
         context=profile.context,
     )
     measured = replace(
         stack,
-        host=replace(host, collectives=stack.host.collectives if profile.device == "cuda" else 0.0, step=step),
-        traffic=replace(_traffic(profile, machine, stack, host), parameter=per_parameter * machine.memory_rate + around),
+        host=replace(
+            host, collectives=stack.host.collectives if profile.device == "cuda" else 0.0, step=step
+        ),
+        traffic=replace(
+            _traffic(profile, machine, stack, host),
+            parameter=per_parameter * machine.memory_rate + around,
+        ),
         footprint=footprint,
     )
     measured = replace(measured, halves=_halves(profile, machine, measured))
     if profile.device == "cuda":
         return measured
-    # On a CPU nothing overlaps with the work of the cores, and only the bytes of tensors are counted.
-    return replace(measured, overlap=Overlap(False, False, False, blocks=False), footprint=replace(footprint, allocator=1.0))
+    # On a CPU nothing overlaps with the work of the cores, and only the bytes of tensors are
+    # counted.
+    return replace(
+        measured,
+        overlap=Overlap(False, False, False, blocks=False),
+        footprint=replace(footprint, allocator=1.0),
+    )
 
 
 def _host_seconds(profile: Profile, machine: Machine, stack: Stack) -> Host:
-    """Return the host as it starts a block of the model. On a CPU, a block of few tokens also takes its products, and of the rest of the
-    work of many tokens its share."""
+    """Return the host as it starts a block of the model. On a CPU, a block of few tokens also takes
+    its products, and of the rest of the work of many tokens its share."""
     few = profile.of("host")
     block, _ = _fit(few, lambda one: (_layers(one), 1.0))
     if profile.device == "cuda":
@@ -341,16 +420,22 @@ def _host_seconds(profile: Profile, machine: Machine, stack: Stack) -> Host:
 
     rest = _fit(many, lambda one: (_layers(one), 1.0))[0] - counted(many[0])
     share = few[0]["tokens"] / most
-    return Host(max(0.0, (block - counted(few[0]) - share * rest) / (1 - share)) if share < 1 else 0.0, computes=True)
+    return Host(
+        max(0.0, (block - counted(few[0]) - share * rest) / (1 - share)) if share < 1 else 0.0,
+        computes=True,
+    )
 
 
 def _traffic(profile: Profile, machine: Machine, stack: Stack, host: Host) -> Traffic:
-    """Return the traffic of a block and of the loss, as it fits the seconds of the model's blocks, whole and as narrow as tensor-parallel
-    ranks have them. What is between sharded layers is measured alone: blocks do not say how much of their time it is."""
+    """Return the traffic of a block and of the loss, as it fits the seconds of the model's blocks,
+    whole and as narrow as tensor-parallel ranks have them. What is between sharded layers is
+    measured alone: blocks do not say how much of their time it is."""
     between = _between(profile, machine)
 
     def seconds(one: Mapping[str, Any], elementwise: float = 0.0, logit: float = 0.0) -> float:
-        job = _job(profile, one, replace(stack, traffic=Traffic(elementwise, logit, between=between)))
+        job = _job(
+            profile, one, replace(stack, traffic=Traffic(elementwise, logit, between=between))
+        )
         work = work_of(job, machine)
         started = host.block * job.model.layers if host.computes else 0.0
         return sum((work.of(job.model.counts) + work.embedding + work.head).seconds()[:2]) + started
@@ -362,13 +447,25 @@ def _traffic(profile: Profile, machine: Machine, stack: Stack, host: Host) -> Tr
     elementwise, logit = _fit(_whole(profile), terms, seconds)  # of one rank: its loss is whole
     degrees = sorted({one["tp"] for one in profile.of("model") if "tp" in one})
     narrow = [[one for one in profile.of("model") if one.get("tp") == tp] for tp in degrees]
-    inside = [_fit(found, lambda one: terms(one)[:1], partial(seconds, logit=logit))[0] for found in narrow]
-    of_loss = stack.traffic.sharded_logit and stack.traffic.sharded_logit / stack.traffic.logit * logit
-    return Traffic(elementwise, logit, of_loss, between=between, sharded=tuple(zip(degrees, inside, strict=True)))
+    inside = [
+        _fit(found, lambda one: terms(one)[:1], partial(seconds, logit=logit))[0]
+        for found in narrow
+    ]
+    of_loss = (
+        stack.traffic.sharded_logit and stack.traffic.sharded_logit / stack.traffic.logit * logit
+    )
+    return Traffic(
+        elementwise,
+        logit,
+        of_loss,
+        between=between,
+        sharded=tuple(zip(degrees, inside, strict=True)),
+    )
 
 
 def _between(profile: Profile, machine: Machine) -> float | None:
-    """Return `Traffic.between` as it was measured: a norm and a residual sum, forward and backward; None if it was not."""
+    """Return `Traffic.between` as it was measured: a norm and a residual sum, forward and backward;
+    None if it was not."""
     measured = profile.of("norm")
     if not measured:
         return None
@@ -378,14 +475,16 @@ def _between(profile: Profile, machine: Machine) -> float | None:
 
 
 def _halves(profile: Profile, machine: Machine, stack: Stack) -> float:
-    """Return `Stack.halves` as it was measured; 1 if it was not. What a split backward takes longer is compared with the backward of all
-    blocks and of the head."""
+    """Return `Stack.halves` as it was measured; 1 if it was not. What a split backward takes longer
+    is compared with the backward of all blocks and of the head."""
     seconds = {bool(one["split"]): one["seconds"] for one in profile.of("backward")}
     if not seconds:
         return 1.0
     job = _job(profile, profile.of("backward")[0], stack)
     work = work_of(job, machine)
-    return max(1.0, 1 + (seconds[True] - seconds[False]) / (work.of(job.model.counts) + work.head).backward)
+    return max(
+        1.0, 1 + (seconds[True] - seconds[False]) / (work.of(job.model.counts) + work.head).backward
+    )
 
 
 def _whole(profile: Profile) -> list[Mapping[str, Any]]:
@@ -427,11 +526,17 @@ def _fit(
     best, least = (0.0,) * count, float("inf")
     for size in range(1, count + 1):
         for chosen in combinations(range(count), size):
-            table = [([row[column] / whole for column in chosen], rest / whole) for row, rest, whole in rows]
+            table = [
+                ([row[column] / whole for column in chosen], rest / whole)
+                for row, rest, whole in rows
+            ]
             found = _solve(table)
             if found is None or min(found) < 0:
                 continue
-            cost = sum((sum(a * b for a, b in zip(row, found, strict=True)) - rest) ** 2 for row, rest in table)
+            cost = sum(
+                (sum(a * b for a, b in zip(row, found, strict=True)) - rest) ** 2
+                for row, rest in table
+            )
             if cost < least - 1e-12:
                 values = dict(zip(chosen, found, strict=True))
                 best, least = tuple(values.get(column, 0.0) for column in range(count)), cost
@@ -439,7 +544,8 @@ def _fit(
 
 
 def _solve(table: Sequence[tuple[Sequence[float], float]]) -> list[float] | None:
-    """Solve least squares of one or two unknowns by their normal equations; None if the rows do not determine them."""
+    """Solve least squares of one or two unknowns by their normal equations; None if the rows do not
+    determine them."""
     if len(table[0][0]) == 1:
         square = sum(row[0] ** 2 for row, _ in table)
         return [sum(row[0] * rest for row, rest in table) / square] if square else None

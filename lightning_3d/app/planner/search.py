@@ -1,12 +1,15 @@
 """Search for the fastest layouts of a model on a cluster that fit. Pure Python.
 
-A best-first search with lower bounds (Hart, Nilsson and Raphael, 1968, doi:10.1109/TSSC.1968.300136). A queue orders layouts by a lower
-bound of their step. If a layout is first in the queue, the least recomputation with which it may fit gives it a higher bound. If it is
-first again, its schedules replace it, each with its own bound. If a schedule is first, the ways to run it replace it: its ZeRO stages, each
-with the least recomputation with which the first rank may fit. A way that recomputes more than its schedule, or sends messages for every
-micro-batch, has a bound of its own before its step is priced. If a priced way is first, its memory is asked for. One that does not fit is
-replaced by the same way with more recomputation; one that fits is simulated, and its time replaces the bound. A simulated schedule that is
-first is the fastest of all that remain. So only a few are simulated, and the memory of most is never asked for.
+A best-first search with lower bounds (Hart, Nilsson and Raphael, 1968,
+doi:10.1109/TSSC.1968.300136). A queue orders layouts by a lower bound of their step. If a layout is
+first in the queue, the least recomputation with which it may fit gives it a higher bound. If it is
+first again, its schedules replace it, each with its own bound. If a schedule is first, the ways to
+run it replace it: its ZeRO stages, each with the least recomputation with which the first rank may
+fit. A way that recomputes more than its schedule, or sends messages for every micro-batch, has a
+bound of its own before its step is priced. If a priced way is first, its memory is asked for. One
+that does not fit is replaced by the same way with more recomputation; one that fits is simulated,
+and its time replaces the bound. A simulated schedule that is first is the fastest of all that
+remain. So only a few are simulated, and the memory of most is never asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +20,16 @@ from math import inf
 from typing import NamedTuple
 
 from lightning_3d.app.planner.block_costs import Work
-from lightning_3d.app.planner.choices import Fixed, degrees, more_recomputed, node_shard_size, runnable, schedules, shapes, ways
+from lightning_3d.app.planner.choices import (
+    Fixed,
+    degrees,
+    more_recomputed,
+    node_shard_size,
+    runnable,
+    schedules,
+    shapes,
+    ways,
+)
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Machine
 from lightning_3d.app.planner.memory import memory_of
@@ -47,9 +59,11 @@ class Found:
 
     Attributes:
         best: fastest candidates first, each with other degrees of parallelism.
-        simulated: candidates whose schedule was simulated, and whose ranks wait no longer than they may.
+        simulated: candidates whose schedule was simulated, and whose ranks wait no longer than they
+            may.
         seen: simulated candidates, and those without a pipeline, which need no simulation.
-        shapes: number of combinations of degrees, micro-batch and order that divide model and batch.
+        shapes: number of combinations of degrees, micro-batch and order that divide model and
+            batch.
         expanded: number of shapes whose bound was low enough to look at their schedules.
     """
 
@@ -109,8 +123,8 @@ class _Way(NamedTuple):
 
 
 _Item = Job | _Unpriced | _Way | tuple[Job, Memory] | Candidate
-"""What the queue holds: a shape (a job without a schedule), a job with one, a way to run it, one that fits, or a candidate whose step is
-known."""
+"""What the queue holds: a shape (a job without a schedule), a job with one, a way to run it, one
+that fits, or a candidate whose step is known."""
 
 
 class _Search:
@@ -121,7 +135,9 @@ class _Search:
         self._costs = SharedCosts(machine, fixed, room)
         considered = list(shapes(job.but(recompute=self._costs.levels[0]), machine, fixed))
         self._shapes = self._pushed = len(considered)
-        places = [(place, shape) for place, shape in enumerate(considered) if self._costs.may_fit(shape)]
+        places = [
+            (place, shape) for place, shape in enumerate(considered) if self._costs.may_fit(shape)
+        ]
         self._queue: list[tuple[float, int, _Item]]
         self._queue = [(self._costs.least_seconds(shape), place, shape) for place, shape in places]
         heapq.heapify(self._queue)
@@ -160,7 +176,8 @@ class _Search:
         return Found(ordered, simulated, simulated + known, self._shapes, self._expanded)
 
     def _is_found(self, job: Job) -> bool:
-        """Return whether a faster candidate with the same degrees is known. (Of layouts without a pipeline, all are kept.)"""
+        """Return whether a faster candidate with the same degrees is known. (Of layouts without a
+        pipeline, all are kept.)"""
         return job.layout.pp > 1 and degrees(job) in self._best
 
     def _push(self, seconds: float, item: _Item) -> None:
@@ -168,7 +185,8 @@ class _Search:
         self._pushed += 1
 
     def _push_schedules(self, bound: float, number: int, shape: Job) -> None:
-        """Replace a shape by its schedules, or by itself with the recomputation that it needs in order to fit."""
+        """Replace a shape by its schedules, or by itself with the recomputation that it needs in
+        order to fit."""
         level = self._costs.least_recomputation(shape)
         if level is None:
             return
@@ -180,7 +198,9 @@ class _Search:
         for scheduled in schedules(shape, self._fixed):
             runs = runnable(scheduled, self._fixed)
             if runs is not None:
-                self._push(max(bound, least_span(runs, self._machine, self._costs.work(runs))), runs)
+                self._push(
+                    max(bound, least_span(runs, self._machine, self._costs.work(runs))), runs
+                )
 
     def _push_ways(self, bound: float, scheduled: Job) -> None:
         """Replace a job by the ways to run it, each with a lower bound of its step."""
@@ -194,13 +214,15 @@ class _Search:
                 self._push_unpriced(bound, lean)
 
     def _with_room(self, job: Job | None) -> Job | None:
-        """Return a way to run a job with the least recomputation with which its first rank may fit; None if it does not fit with any."""
+        """Return a way to run a job with the least recomputation with which its first rank may fit;
+        None if it does not fit with any."""
         while job is not None and not self._costs.may_run(job):
             job = more_recomputed(job, self._fixed)
         return job
 
     def _push_unpriced(self, bound: float, job: Job) -> None:
-        """Add a way to run a job that may take longer than the bound: it recomputes more, or sends messages for every micro-batch."""
+        """Add a way to run a job that may take longer than the bound: it recomputes more, or sends
+        messages for every micro-batch."""
         least = self._least(job)
         if least > bound:
             self._push(least, _Unpriced(job))
@@ -208,7 +230,8 @@ class _Search:
             self._push_way(bound, job)
 
     def _least(self, job: Job) -> float:
-        """Return a lower bound of the step of a way to run a job, also in shard groups, whose messages take less time."""
+        """Return a lower bound of the step of a way to run a job, also in shard groups, whose
+        messages take less time."""
         if not job.sends_often:
             return self._costs.least_seconds(job)
         work, size = self._costs.work(job), node_shard_size(job, self._machine)
@@ -222,7 +245,11 @@ class _Search:
         way = self._way(job)
         if way.step.waiting > self._fixed.max_bubble:
             return
-        least = min(way.step.seconds, way.grouped[1].seconds) if way.grouped is not None else way.step.seconds
+        least = (
+            min(way.step.seconds, way.grouped[1].seconds)
+            if way.grouped is not None
+            else way.step.seconds
+        )
         self._push(max(bound, least), way)
 
     def _way(self, job: Job) -> _Way:
@@ -231,7 +258,8 @@ class _Search:
         return _Way(job, step, _in_shard_groups(job, step, self._machine, work))
 
     def _push_fitting(self, bound: float, way: _Way) -> None:
-        """Replace a way to run a job by those of its forms that fit, or by the same way with more recomputation."""
+        """Replace a way to run a job by those of its forms that fit, or by the same way with more
+        recomputation."""
         if self._is_found(way.job):
             return
         found = self._costs.fitting(way.job)
@@ -247,7 +275,10 @@ class _Search:
         if way.grouped is not None and (memory := memory_of(way.grouped[0])).total <= self._room:
             forms.append(Candidate(*way.grouped, memory))
         for each in forms:
-            self._push(max(bound, each.step.seconds), each if job.layout.pp == 1 else (each.job, each.memory))
+            self._push(
+                max(bound, each.step.seconds),
+                each if job.layout.pp == 1 else (each.job, each.memory),
+            )
 
     def _simulate(self, job: Job, memory: Memory) -> None:
         one = Candidate(job, step_of(job, self._machine, work=self._costs.work(job)), memory)
@@ -257,8 +288,8 @@ class _Search:
 
 
 def _in_shard_groups(job: Job, step: Step, machine: Machine, work: Work) -> tuple[Job, Step] | None:
-    """Return a job with the largest shard groups that are each on one node, and a lower bound of its step, if dp spans nodes and they save
-    time.
+    """Return a job with the largest shard groups that are each on one node, and a lower bound of
+    its step, if dp spans nodes and they save time.
 
     Args:
         step: lower bound of the step without these groups.
@@ -267,7 +298,8 @@ def _in_shard_groups(job: Job, step: Step, machine: Machine, work: Work) -> tupl
     size = node_shard_size(job, machine)
     if size is None:
         return None
-    if not job.sends_often and step.data <= _WORTH_SHARD_GROUPS * step.seconds:  # nothing else gets faster
+    # nothing else gets faster
+    if not job.sends_often and step.data <= _WORTH_SHARD_GROUPS * step.seconds:
         return None
     grouped = job.but(shard_size=size)
     bound = step_of(grouped, machine, pipeline="bound", work=work)

@@ -1,22 +1,26 @@
-"""Constants of the software that trains, and the points at which other software differs. Pure Python."""
+"""Constants of the software that trains, and the points at which other software differs. Pure
+Python."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_3d.app.planner.machine import Group, Machine, all_to_all
 from lightning_3d.layout.balance import Cost, split_layers
 from lightning_3d.layout.layout import Layout
 from lightning_3d.options.experts import GROUPED_ROW_BYTES
-from lightning_3d.app.planner.machine import Group, Machine, all_to_all
 
 Split = Callable[[Sequence[Cost], int, Cost, Cost], tuple[list[int], int]]
-"""(costs of each block, stages, costs of the embedding, costs of the output head) -> (blocks of each stage, index of the stage with the
-head)."""
+"""(costs of each block, stages, costs of the embedding, costs of the output head) -> (blocks of
+each stage, index of the stage with the head)."""
 
 
-def balanced(blocks: Sequence[Cost], stages: int, embedding: Cost, head: Cost) -> tuple[list[int], int]:
-    """Split blocks as the engine does: the largest work of a stage is as small as possible, then its parameters."""
+def balanced(
+    blocks: Sequence[Cost], stages: int, embedding: Cost, head: Cost
+) -> tuple[list[int], int]:
+    """Split blocks as the engine does: the largest work of a stage is as small as possible, then
+    its parameters."""
     flops, parameters = zip(*blocks, strict=True)
     parts = split_layers(flops, parameters, stages, first_extra=embedding, last_extra=head)
     return [len(part) for part in parts], stages - 1
@@ -27,11 +31,13 @@ class Host:
     """Seconds that the host needs to start kernels.
 
     Attributes:
-        block: forward and backward of one block for a micro-batch. The default is 200 kernels of 7 us, an estimate without a measurement;
-            with 1 ms no median error of the published runs changes by 0.02 points.
+        block: forward and backward of one block for a micro-batch. The default is 200 kernels of 7
+            us, an estimate without a measurement; with 1 ms no median error of the published runs
+            changes by 0.02 points.
         collectives: addition for each block that tensor parallelism shards.
         step: constant for each optimizer step.
-        computes: the host's cores also do the work, as on a CPU: what takes time to start is added, and hides behind nothing.
+        computes: the host's cores also do the work, as on a CPU: what takes time to start is added,
+            and hides behind nothing.
     """
 
     block: float = 1.4e-3
@@ -46,15 +52,20 @@ class Traffic:
 
     Attributes:
         elementwise: element-wise operations of a block, as a multiple of what fused ones move.
-        between: the same of norms and residual sums, between the layers that tensor parallelism shards; None: as `elementwise`.
-        sharded: (degree of tensor parallelism, `elementwise` with it), where caches make a difference.
-        logit: one logit in the loss. The default is for a loss that is not known: between 6 for one in a single kernel and 36 for one with
-            a kernel for each operation.
-        sharded_logit: the same for a loss that tensor parallelism shards by vocabulary; None if it moves as much as any other.
-        whole: of `parameter`, what a rank moves for all parameters of its stages also where ZeRO shards them.
-        gathered: further bytes for each of these parameters where ranks gather them after the optimizer's step.
-        parameter: one parameter in the optimizer's step. The default is what a fused AdamW in float32 moves: 16 read and 12 written, and 2
-            written for the weight in 16 bits.
+        between: the same of norms and residual sums, between the layers that tensor parallelism
+            shards; None: as `elementwise`.
+        sharded: (degree of tensor parallelism, `elementwise` with it), where caches make a
+            difference.
+        logit: one logit in the loss. The default is for a loss that is not known: between 6 for one
+            in a single kernel and 36 for one with a kernel for each operation.
+        sharded_logit: the same for a loss that tensor parallelism shards by vocabulary; None if it
+            moves as much as any other.
+        whole: of `parameter`, what a rank moves for all parameters of its stages also where ZeRO
+            shards them.
+        gathered: further bytes for each of these parameters where ranks gather them after the
+            optimizer's step.
+        parameter: one parameter in the optimizer's step. The default is what a fused AdamW in
+            float32 moves: 16 read and 12 written, and 2 written for the weight in 16 bits.
     """
 
     elementwise: float = 1.5
@@ -83,16 +94,22 @@ class Footprint:
     Attributes:
         gradient: accumulated gradient of a parameter.
         spare_gradient: further copy of that gradient during the backward pass.
-        kept_gradient: reduced gradient of a parameter that a rank keeps at ZeRO stages 1 to 3, where whole gradients add up meanwhile.
+        kept_gradient: reduced gradient of a parameter that a rank keeps at ZeRO stages 1 to 3,
+            where whole gradients add up meanwhile.
         logit: one logit, over all copies that live at once.
-        sharded_logit: the same where tensor parallelism shards the vocabulary; None if it is the same.
-        kept_logit: of a logit, what the loss keeps until its backward pass, of each micro-batch in flight.
+        sharded_logit: the same where tensor parallelism shards the vocabulary; None if it is the
+            same.
+        kept_logit: of a logit, what the loss keeps until its backward pass, of each micro-batch in
+            flight.
         kept_sharded_logit: the same where tensor parallelism shards the vocabulary.
-        stepwise: gradients are made by the first backward pass of a step, that of each parameter arrives in the type of its weight before
-            it is added to its sum, and ZeRO sends them in buckets. Otherwise, gradients live all the time.
+        stepwise: gradients are made by the first backward pass of a step, that of each parameter
+            arrives in the type of its weight before it is added to its sum, and ZeRO sends them in
+            buckets. Otherwise, gradients live all the time.
         saved: per token and unit of hidden size, beyond what the backward pass of a block needs.
-        saved_inner: per token and unit of an MLP's inner width, beyond what its backward pass needs.
-        stepping: temporary bytes for each number of the parameter that the optimizer steps at stage 0.
+        saved_inner: per token and unit of an MLP's inner width, beyond what its backward pass
+            needs.
+        stepping: temporary bytes for each number of the parameter that the optimizer steps at stage
+            0.
         context: CUDA, the buffers of collectives, and libraries.
         allocator: factor of the caching allocator on activations and loss.
     """
@@ -121,8 +138,8 @@ class Overlap:
         data: reduction of gradients at ZeRO stages 1 to 3, during the last backward pass.
         gather: gathering of parameters, during the first forward pass.
         layers: share of tensor-parallel communication that is waited for; 1 without overlap.
-        blocks: messages of a block: parameters that ZeRO gathers and gradients that it reduces for every micro-batch, and keys and values
-            that context-parallel ranks pass on.
+        blocks: messages of a block: parameters that ZeRO gathers and gradients that it reduces for
+            every micro-batch, and keys and values that context-parallel ranks pass on.
     """
 
     all_reduce: bool = True
@@ -136,20 +153,26 @@ class Overlap:
 class Stack:
     """Software that trains: facts that are the same for all models and layouts.
 
-    The methods and properties are the points at which other software differs; `benchmarks/planner_accuracy/software.py` overrides them.
+    The methods and properties are the points at which other software differs;
+    `benchmarks/planner_accuracy/software.py` overrides them.
 
     Attributes:
         flash: attention is one kernel that keeps no scores.
-        score_bytes: bytes that (forward, backward) move for a score of attention without a fused kernel. The default is a kernel each for
-            mask, softmax and dropout of 16-bit scores, between two products, and twice as much backward.
+        score_bytes: bytes that (forward, backward) move for a score of attention without a fused
+            kernel. The default is a kernel each for mask, softmax and dropout of 16-bit scores,
+            between two products, and twice as much backward.
         attention_precision: precision of its products, `bf16` or `fp32`.
-        transformers: blocks are those of Transformers, which keep what their family does (`Architecture.kept`).
-        compiled: blocks are compiled by `torch.compile`. It recomputes norms and the activation of an MLP, and so keeps neither `saved` nor
-            `saved_inner` bytes, and with sequence parallelism no outputs of norms (`tests/planner/test_compiled_blocks.py`).
-        batch_first: hidden states are (batch, sequence, hidden), so that sequence parallelism copies what it gathers, and what it will
-            scatter, where the batch has several rows (`gather_tokens`, `scatter_tokens` in parallel/tensor/collectives.py).
-        halves: seconds of the two halves of a split backward, as a multiple of those of a whole one, at least 1. They have the same
-            operations, but the second half finds less in caches, and starts operations of its own.
+        transformers: blocks are those of Transformers, which keep what their family does
+            (`Architecture.kept`).
+        compiled: blocks are compiled by `torch.compile`. It recomputes norms and the activation of
+            an MLP, and so keeps neither `saved` nor `saved_inner` bytes, and with sequence
+            parallelism no outputs of norms (`tests/planner/test_compiled_blocks.py`).
+        batch_first: hidden states are (batch, sequence, hidden), so that sequence parallelism
+            copies what it gathers, and what it will scatter, where the batch has several rows
+            (`gather_tokens`, `scatter_tokens` in parallel/tensor/collectives.py).
+        halves: seconds of the two halves of a split backward, as a multiple of those of a whole
+            one, at least 1. They have the same operations, but the second half finds less in
+            caches, and starts operations of its own.
     """
 
     flash: bool = True
@@ -181,27 +204,32 @@ class Stack:
 
     @property
     def scatters_messages(self) -> bool:
-        """True if tensor-parallel ranks that all have the hidden states send a part each to the next stage, whose ranks gather them."""
+        """True if tensor-parallel ranks that all have the hidden states send a part each to the
+        next stage, whose ranks gather them."""
         return False
 
     @property
     def scatters_embedding(self) -> bool:
-        """True if sequence parallelism scatters the sum of what tensor-parallel ranks find in the embedding; otherwise all ranks get it."""
+        """True if sequence parallelism scatters the sum of what tensor-parallel ranks find in the
+        embedding; otherwise all ranks get it."""
         return False
 
     @property
     def waits_for_stages(self) -> bool:
-        """True if ZeRO 3 and ranks that have the same experts send gradients when the last backward of a stage is over."""
+        """True if ZeRO 3 and ranks that have the same experts send gradients when the last backward
+        of a stage is over."""
         return True
 
     @property
     def repeats_block(self) -> bool:
-        """True if selective recomputation repeats all element-wise operations of a block, otherwise those inside attention."""
+        """True if selective recomputation repeats all element-wise operations of a block, otherwise
+        those inside attention."""
         return False
 
     def expert_precision(self, precision: str, weight_bytes: float) -> str:
-        """Return the precision of the products of routed experts, which is that of their weights: float8 is for linear layers only
-        (`strategy/float8.py`), and autocast does not know grouped products, in one process neither.
+        """Return the precision of the products of routed experts, which is that of their weights:
+        float8 is for linear layers only (`strategy/float8.py`), and autocast does not know grouped
+        products, in one process neither.
 
         Args:
             precision: that of other products.
@@ -209,9 +237,12 @@ class Stack:
         """
         return "fp32" if precision == "fp32" or weight_bytes > 2 else "bf16"
 
-    def expert_starts(self, experts: int, precision: str, sizes: Sequence[float], machine: Machine) -> int:
-        """Return the number of products of a rank's experts that start one after the other: 1 in a grouped product, if the GPU has a
-        kernel for it, otherwise all (`choose_products` in parallel/expert/experts.py).
+    def expert_starts(
+        self, experts: int, precision: str, sizes: Sequence[float], machine: Machine
+    ) -> int:
+        """Return the number of products of a rank's experts that start one after the other: 1 in a
+        grouped product, if the GPU has a kernel for it, otherwise all (`choose_products` in
+        parallel/expert/experts.py).
 
         Args:
             experts: experts of a rank.
@@ -223,20 +254,25 @@ class Stack:
         return 1 if precision == "bf16" and aligned and machine.groups_products else experts
 
     def shards_experts_of(self, layout: Layout) -> bool:
-        """Return whether tensor-parallel ranks share each expert. With ep, they have whole experts."""
+        """Return whether tensor-parallel ranks share each expert. With ep, they have whole
+        experts."""
         return layout.ep == 1 and layout.tp > 1
 
-    def exchange_seconds(self, machine: Machine, ranks: Group, size: float, crossing: float | None, tp: int) -> tuple[float, float]:
-        """Return the seconds of tokens on their way to their experts: (between ranks, then inside a node).
+    def exchange_seconds(
+        self, machine: Machine, ranks: Group, size: float, crossing: float | None, tp: int
+    ) -> tuple[float, float]:
+        """Return the seconds of tokens on their way to their experts: (between ranks, then inside a
+        node).
 
-        Over several nodes a token crosses once to each node on which it has experts, and is sent on to its experts there
-        (`parallel/expert/nodes.py`).
+        Over several nodes a token crosses once to each node on which it has experts, and is sent on
+        to its experts there (`parallel/expert/nodes.py`).
 
         Args:
             machine: the cluster.
             ranks: those that share the experts of a stage.
             size: bytes that a rank sends to experts.
-            crossing: bytes that it sends to nodes; None: the ranks are on one node, or on different numbers of ranks of each.
+            crossing: bytes that it sends to nodes; None: the ranks are on one node, or on different
+                numbers of ranks of each.
             tp: number of tensor-parallel ranks.
         """
         if crossing is None:
@@ -274,5 +310,6 @@ class Stack:
         return self.footprint.logit
 
     def exposed_gather(self, machine: Machine, ranks: Group, size: float) -> float | None:
-        """Return the seconds in which ZeRO 3 gathers a block of `size` bytes with nothing else running; None if gathering overlaps."""
+        """Return the seconds in which ZeRO 3 gathers a block of `size` bytes with nothing else
+        running; None if gathering overlaps."""
         return None

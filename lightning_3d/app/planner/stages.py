@@ -1,4 +1,5 @@
-"""Content of each pipeline stage (blocks, embedding, head), and its parameters on one rank. Pure Python."""
+"""Content of each pipeline stage (blocks, embedding, head), and its parameters on one rank. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from lightning_3d.layout.balance import Cost
 from lightning_3d.app.planner.architecture import Architecture, Kind
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.stack import Split
+from lightning_3d.layout.balance import Cost
 
 
 class Stage(NamedTuple):
-    """Number of blocks of each kind of a stage (`Architecture.kinds`), and flags for the embedding and the output head."""
+    """Number of blocks of each kind of a stage (`Architecture.kinds`), and flags for the embedding
+    and the output head."""
 
     counts: tuple[int, ...]
     embedding: bool
@@ -57,22 +59,34 @@ def _kinds(split: Split, model: Architecture, stages: int) -> tuple[Stage, ...]:
     return tuple(dict.fromkeys(split_stages(split, model, stages)))
 
 
-def _filled(pattern: tuple[int, ...], ahead: int, blocks: tuple[int, ...], last: int) -> tuple[Stage, ...]:
-    """Return stages of consecutive blocks, the first with the embedding, and the one with the index `last` with the head and the blocks of
-    `ahead`."""
+def _filled(
+    pattern: tuple[int, ...], ahead: int, blocks: tuple[int, ...], last: int
+) -> tuple[Stage, ...]:
+    """Return stages of consecutive blocks, the first with the embedding, and the one with the index
+    `last` with the head and the blocks of `ahead`."""
     kinds = range(max(pattern) + 1)
     parts = [pattern[begin:end] for begin, end in pairwise(accumulate(blocks, initial=0))]
     parts[last] += pattern[-1:] * ahead
-    return tuple(Stage(tuple(map(part.count, kinds)), index == 0, index == last) for index, part in enumerate(parts))
+    return tuple(
+        Stage(tuple(map(part.count, kinds)), index == 0, index == last)
+        for index, part in enumerate(parts)
+    )
 
 
 def block_work(model: Architecture) -> tuple[Cost, ...]:
-    """Return for each kind of block the (weights that a token is multiplied with, parameters), by which the engine balances stages.
+    """Return for each kind of block the (weights that a token is multiplied with, parameters), by
+    which the engine balances stages.
 
-    The engine takes all matrices of a block, so the biases of experts, which are one, count like weights.
+    The engine takes all matrices of a block, so the biases of experts, which are one, count like
+    weights.
     """
-    parameters = [model.dense_parameters(kind) + model.routed_parameters(kind) for kind in model.kinds]
-    return tuple((float(_weights(model, kind)), float(size)) for kind, size in zip(model.kinds, parameters, strict=True))
+    parameters = [
+        model.dense_parameters(kind) + model.routed_parameters(kind) for kind in model.kinds
+    ]
+    return tuple(
+        (float(_weights(model, kind)), float(size))
+        for kind, size in zip(model.kinds, parameters, strict=True)
+    )
 
 
 def _weights(model: Architecture, kind: Kind) -> int:
@@ -80,16 +94,20 @@ def _weights(model: Architecture, kind: Kind) -> int:
 
 
 def end_work(model: Architecture) -> tuple[Cost, Cost]:
-    """Return the (weights that a token is multiplied with, parameters) of the embedding, and of the final norm, the output head and the
-    modules of multi-token prediction, which run the head again."""
+    """Return the (weights that a token is multiplied with, parameters) of the embedding, and of the
+    final norm, the output head and the modules of multi-token prediction, which run the head
+    again."""
     work, parameters = block_work(model)[model.pattern[-1]]
     weights = (1 + model.ahead) * model.embedding + model.ahead * (work + model.joining.size)
-    held = model.embedding + model.final_norm + model.ahead * (parameters + model.joining_parameters)
+    held = (
+        model.embedding + model.final_norm + model.ahead * (parameters + model.joining_parameters)
+    )
     return (0.0, float(model.embedding + model.positions)), (float(weights), float(held))
 
 
 def parameters_of(job: Job, stage: Stage) -> tuple[float, float]:
-    """Return (parameters, parameters of routed experts) of a stage on one rank. The first number excludes the second."""
+    """Return (parameters, parameters of routed experts) of a stage on one rank. The first number
+    excludes the second."""
     model, layout = job.model, job.layout
     dense = routed = 0.0
     for count, (whole, split, experts) in zip(stage.counts, model.parameters_of_kinds, strict=True):
@@ -108,7 +126,10 @@ def one_block(job: Job) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=64)
 def _one_of_each(kinds: int) -> tuple[Stage, ...]:
-    return tuple(Stage(tuple(int(kind == other) for other in range(kinds)), False, False) for kind in range(kinds))
+    return tuple(
+        Stage(tuple(int(kind == other) for other in range(kinds)), False, False)
+        for kind in range(kinds)
+    )
 
 
 def shard_ranks(job: Job) -> tuple[int, int]:

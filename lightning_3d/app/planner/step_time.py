@@ -9,18 +9,30 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from lightning_3d.layout.pipeline_orders import training_order
-from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.app.planner.block_costs import Part, Work, work_of
-from lightning_3d.app.planner.exposed_messages import exposed_in_block, exposed_in_frozen, exposed_in_step
+from lightning_3d.app.planner.exposed_messages import (
+    exposed_in_block,
+    exposed_in_frozen,
+    exposed_in_step,
+)
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Machine
-from lightning_3d.app.planner.stages import Stage, one_block, parameters_of, shard_ranks, stage_kinds, stages_of
+from lightning_3d.app.planner.stages import (
+    Stage,
+    one_block,
+    parameters_of,
+    shard_ranks,
+    stage_kinds,
+    stages_of,
+)
 from lightning_3d.app.planner.timeline import StageSeconds, Timeline, play
+from lightning_3d.layout.pipeline_orders import training_order
+from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 
 _SHARPNESS = 6
-"""Exponent of the smooth maximum of two rates where host and GPU wait for each other: (a^6 + b^6)^(1/6). Chosen by hand; with the maximum
-itself, the median error of dense published runs rises from 5.5 to 6.1 %."""
+"""Exponent of the smooth maximum of two rates where host and GPU wait for each other: (a^6 +
+b^6)^(1/6). Chosen by hand; with the maximum itself, the median error of dense published runs rises
+from 5.5 to 6.1 %."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +42,12 @@ class Step:
     Attributes:
         seconds: duration of the whole step.
         compute: computation of the busiest rank.
-        communication: exposed tensor-, context- and expert-parallel communication of the busiest rank.
+        communication: exposed tensor-, context- and expert-parallel communication of the busiest
+            rank.
         host: seconds that the GPU waits because the host starts kernels more slowly than they run.
         bubble: seconds that the busiest rank waits for other stages.
-        waiting: share of the time of all pipeline ranks, 0 to 1, that they wait for each other; a lower bound where the step is one.
+        waiting: share of the time of all pipeline ranks, 0 to 1, that they wait for each other; a
+            lower bound where the step is one.
         data: exposed time of reducing gradients and gathering parameters.
         optimizer: optimizer step.
         timeline: timeline of the pipeline; None for a bound.
@@ -61,8 +75,9 @@ def _stage_part(work: Work, stage: Stage, halves: float | None) -> Part:
     """Return the seconds of a stage for one micro-batch.
 
     Args:
-        halves: `Stack.halves` if the schedule splits the backward. Then, each of its two passes also recomputes what the forward did not
-            keep. The first stage, which no other waits for, has one pass (`parallel/pipeline/engine.py`).
+        halves: `Stack.halves` if the schedule splits the backward. Then, each of its two passes
+            also recomputes what the forward did not keep. The first stage, which no other waits
+            for, has one pass (`parallel/pipeline/engine.py`).
     """
     part = work.of(stage.counts)
     if stage.embedding:
@@ -73,8 +88,8 @@ def _stage_part(work: Work, stage: Stage, halves: float | None) -> Part:
 
 
 def _with_late(job: Job, machine: Machine, work: Work) -> Work:
-    """Add to each block, and to a frozen second model, the exposed communication where ZeRO gathers parameters or reduces gradients for
-    every micro-batch."""
+    """Add to each block, and to a frozen second model, the exposed communication where ZeRO gathers
+    parameters or reduces gradients for every micro-batch."""
     if not job.sends_often:
         return work
     held = [parameters_of(job, stage) for stage in one_block(job)]
@@ -84,7 +99,8 @@ def _with_late(job: Job, machine: Machine, work: Work) -> Work:
 
 
 def least_seconds(job: Job, machine: Machine) -> float:
-    """Return a lower bound for all schedules, splits into stages and ZeRO stages: all work, shared by the pipeline's ranks."""
+    """Return a lower bound for all schedules, splits into stages and ZeRO stages: all work, shared
+    by the pipeline's ranks."""
     return least_of(job, busy_seconds(job, work_of(job, machine)))
 
 
@@ -99,14 +115,22 @@ def least_of(job: Job, busy: float) -> float:
     return job.micro_batches * busy / job.layout.pp + job.stack.host.step
 
 
-def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: bool = False, work: Work | None = None) -> Step:
+def step_of(
+    job: Job,
+    machine: Machine,
+    *,
+    pipeline: str = "simulate",
+    keep: bool = False,
+    work: Work | None = None,
+) -> Step:
     """Predict a step.
 
     Args:
         job: the job.
         machine: the cluster.
-        pipeline: `simulate` plays the schedule's actions; `bound` returns a lower bound for all orders of actions; `estimate` is a formula
-            that is exact for 1F1B with equal stages and close for others.
+        pipeline: `simulate` plays the schedule's actions; `bound` returns a lower bound for all
+            orders of actions; `estimate` is a formula that is exact for 1F1B with equal stages and
+            close for others.
         keep: keep the events of the timeline.
         work: `work_of` a job that differs only in schedule, chunks or ZeRO stage, if it is known.
     """
@@ -120,22 +144,37 @@ def step_of(job: Job, machine: Machine, *, pipeline: str = "simulate", keep: boo
     if layout.pp == 1:
         span = loads[0]
     elif pipeline == "simulate":
-        timeline = play(training_order(job.schedule, layout.pp, layout.vp, count), seconds.each, work.message, keep=keep)
+        timeline = play(
+            training_order(job.schedule, layout.pp, layout.vp, count),
+            seconds.each,
+            work.message,
+            keep=keep,
+        )
         span = timeline.seconds
     elif pipeline == "bound":
         span = _least_span(seconds, owned, count, work.message, info.split_backward)
     else:
         idle = predicted_bubble(info, layout.pp, layout.vp, count)
         through = sum([one.forward + one.backward for one in seconds.each]) / layout.vp
-        span = max(loads) - max(loads) / count + through if layout.vp == 1 else max(loads) / (1 - idle)
+        span = (
+            max(loads) - max(loads) / count + through if layout.vp == 1 else max(loads) / (1 - idle)
+        )
         span += 2 * (layout.pp - 1) * work.message
     busiest = max(range(layout.pp), key=loads.__getitem__)
     own = [seconds.gpu[stages[index]] for index in owned[busiest]]
     compute = count * sum(part.forward + part.backward for part in own)
-    communication = count * sum(part.forward_communication + part.backward_communication for part in own)
+    communication = count * sum(
+        part.forward_communication + part.backward_communication for part in own
+    )
     distinct = {tuple([stages[index] for index in mine]) for mine in owned}
     held = {stage: parameters_of(job, stage) for stage in seconds.gpu}
-    data, optimizer = max([_after(job, machine, [held[stage] for stage in mine], seconds.played[mine[0]]) for mine in distinct], key=sum)
+    data, optimizer = max(
+        [
+            _after(job, machine, [held[stage] for stage in mine], seconds.played[mine[0]])
+            for mine in distinct
+        ],
+        key=sum,
+    )
     return Step(
         seconds=span + data + optimizer + job.stack.host.step,
         compute=compute,
@@ -156,8 +195,8 @@ class _Seconds(NamedTuple):
         gpu: of the GPU, by kind of stage.
         played: including the host that starts kernels, by kind of stage.
         each: the same of every stage, in order.
-        ranks: by the number of pipeline ranks and the stages of the first, of all stages of each rank: (forward and backward together,
-            gradients of weights).
+        ranks: by the number of pipeline ranks and the stages of the first, of all stages of each
+            rank: (forward and backward together, gradients of weights).
     """
 
     gpu: dict[Stage, Part]
@@ -169,14 +208,20 @@ class _Seconds(NamedTuple):
         """Return what `ranks` says of ranks that have these stages."""
         key = len(owned), owned[0]
         if key not in self.ranks:
-            of_stages = [one.forward + one.backward for one in self.each], [one.weights for one in self.each]
-            whole, weights = ([sum([values[index] for index in own]) for own in owned] for values in of_stages)
+            of_stages = (
+                [one.forward + one.backward for one in self.each],
+                [one.weights for one in self.each],
+            )
+            whole, weights = (
+                [sum([values[index] for index in own]) for own in owned] for values in of_stages
+            )
             self.ranks[key] = whole, weights
         return self.ranks[key]
 
 
 def _seconds_of(job: Job, machine: Machine, work: Work) -> _Seconds:
-    """Return the seconds of the stages of a job. All jobs of this work with as many stages have them in common."""
+    """Return the seconds of the stages of a job. All jobs of this work with as many stages have
+    them in common."""
     late, splits = _with_late(job, machine, work), job.splits_backward
     key = job.layout.pp * job.layout.vp, job.blocks, splits, work.host_block
     if key not in late.stages:
@@ -185,7 +230,10 @@ def _seconds_of(job: Job, machine: Machine, work: Work) -> _Seconds:
             one = stage, splits, work.host_block
             if one not in late.stages:
                 part = _stage_part(late, stage, job.stack.halves if splits else None)
-                late.stages[one] = part, _with_host(part, work.host_block * stage.blocks, adds=job.stack.host.computes)
+                late.stages[one] = (
+                    part,
+                    _with_host(part, work.host_block * stage.blocks, adds=job.stack.host.computes),
+                )
             gpu[stage], played[stage] = late.stages[one]
         each = [played[stage] for stage in stages_of(job)]
         late.stages[key] = _Seconds(gpu, played, each, {})
@@ -203,14 +251,21 @@ def stage_seconds(job: Job, machine: Machine, work: Work) -> list[StageSeconds]:
 
 
 def least_span(job: Job, machine: Machine, work: Work) -> float:
-    """Return a lower bound of the seconds for all orders of the schedule's actions, before gradients are reduced.
+    """Return a lower bound of the seconds for all orders of the schedule's actions, before
+    gradients are reduced.
 
     Args:
         work: `work_of` the job.
     """
     info, layout = find_schedule(job.schedule), job.layout
-    owned, seconds = _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1), _seconds_of(job, machine, work)
-    return _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward) + job.stack.host.step
+    owned, seconds = (
+        _owned(layout.pp, layout.vp, info.v_shaped and layout.pp > 1),
+        _seconds_of(job, machine, work),
+    )
+    return (
+        _least_span(seconds, owned, job.micro_batches, work.message, info.split_backward)
+        + job.stack.host.step
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -219,11 +274,14 @@ def _owned(pp: int, vp: int, v_shaped: bool) -> tuple[tuple[int, ...], ...]:
     return tuple(stages_of_rank(rank, pp, vp, v_shaped) for rank in range(pp))
 
 
-def _least_span(seconds: _Seconds, owned: tuple[tuple[int, ...], ...], count: int, message: float, split: bool) -> float:
+def _least_span(
+    seconds: _Seconds, owned: tuple[tuple[int, ...], ...], count: int, message: float, split: bool
+) -> float:
     """Return a lower bound for all orders of actions.
 
-    A rank starts when an input has passed all stages before its first one and works for its load. Its last gradient of an input then
-    passes back through those stages. With a split backward, gradients of weights may be computed meanwhile.
+    A rank starts when an input has passed all stages before its first one and works for its load.
+    Its last gradient of an input then passes back through those stages. With a split backward,
+    gradients of weights may be computed meanwhile.
     """
     before = seconds.each[: len(owned)]  # every rank has one of them first
     way = accumulate([one.forward + message for one in before], initial=0.0)
@@ -234,11 +292,14 @@ def _least_span(seconds: _Seconds, owned: tuple[tuple[int, ...], ...], count: in
         return max(map(sum, zip(way, loads, back, strict=False)))
     back = accumulate([one.backward - one.weights + message for one in before], initial=0.0)
     late = zip(way, loads, back, weights, strict=False)
-    return max([there + load + max(0.0, here - count * weight) for there, load, here, weight in late])
+    return max(
+        [there + load + max(0.0, here - count * weight) for there, load, here, weight in late]
+    )
 
 
 def _with_host(part: Part, host: float, *, adds: bool) -> StageSeconds:
-    """Return the seconds of a stage with a host that needs `host` seconds to start the kernels of both passes, a third of it forward.
+    """Return the seconds of a stage with a host that needs `host` seconds to start the kernels of
+    both passes, a third of it forward.
 
     Args:
         adds: the host computes itself (`Host.computes`).
@@ -250,7 +311,9 @@ def _with_host(part: Part, host: float, *, adds: bool) -> StageSeconds:
     return StageSeconds(forward, backward, backward * part.weights / whole if whole else 0.0)
 
 
-def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last: StageSeconds) -> tuple[float, float]:
+def _after(
+    job: Job, machine: Machine, held: Sequence[tuple[float, float]], last: StageSeconds
+) -> tuple[float, float]:
     """Return (seconds of exposed reduction and gathering, seconds of the optimizer) of a rank.
 
     Args:
@@ -265,4 +328,7 @@ def _after(job: Job, machine: Machine, held: Sequence[tuple[float, float]], last
         stepped = job.trained * (dense / ranks + routed / of_experts)
         moved += owned * traffic.gathered * (ranks > 1 and not job.gathers_often)
     optimizer = (moved + stepped * (traffic.parameter - traffic.whole)) / machine.memory_rate
-    return exposed_in_step(job, machine, held, forward=last.forward, backward=last.backward), optimizer
+    return (
+        exposed_in_step(job, machine, held, forward=last.forward, backward=last.backward),
+        optimizer,
+    )

@@ -41,12 +41,19 @@ def memory_table(memory: Memory) -> str:
 def margin(memory: Memory, machine: Machine) -> str:
     """Describe the share of a GPU that a rank is predicted to fill, and what stays free."""
     free, fits = machine.memory - memory.total, fit_probability(memory.total, machine.memory)
-    return f"{memory.total / machine.memory:.0%} of {gibibytes(machine.memory)}, {gibibytes(free)} free, fits with {fits:.0%}"
+    return (
+        f"{memory.total / machine.memory:.0%} of {gibibytes(machine.memory)}, {gibibytes(free)}"
+        f" free, fits with {fits:.0%}"
+    )
 
 
 def describe(job: Job) -> str:
     """Return the keys of `parallelism` that make this job."""
-    words = [f"parallelism={job.layout.name}", f"micro_batch_size={job.micro_batch}", f"zero_stage={job.zero}"]
+    words = [
+        f"parallelism={job.layout.name}",
+        f"micro_batch_size={job.micro_batch}",
+        f"zero_stage={job.zero}",
+    ]
     if job.shards < job.layout.dp:
         words.append(f"zero_shard_size={job.shards}")
     if job.layout.pp > 1:
@@ -65,10 +72,14 @@ def describe(job: Job) -> str:
 def data_line(job: Job, machine: Machine) -> str:
     """Describe what the data-parallel ranks send in a step."""
     traffic = data_traffic(job, machine)
-    groups = f" ZeRO shards over groups of {job.shards * job.layout.cp} ranks." if job.shards < job.layout.dp else ""
+    groups = (
+        f" ZeRO shards over groups of {job.shards * job.layout.cp} ranks."
+        if job.shards < job.layout.dp
+        else ""
+    )
     return (
-        f"Gradients and parameters: a rank sends {gibibytes(traffic.inside)} per step inside its node and {gibibytes(traffic.between)} to"
-        f" other nodes.{groups}"
+        f"Gradients and parameters: a rank sends {gibibytes(traffic.inside)} per step inside its"
+        f" node and {gibibytes(traffic.between)} to other nodes.{groups}"
     )
 
 
@@ -76,8 +87,10 @@ def compiled_line(faster: Candidate, first: Candidate) -> str:
     """Describe what compiled blocks and a loss in chunks would save."""
     job, saved = faster.job, 1 - faster.step.seconds / first.step.seconds
     return (
-        f"With parallelism.compile=true parallelism.loss_chunks={job.loss_chunks}, {job.layout.name} is predicted to be {saved:.0%} faster:"
-        f" {faster.step.seconds:.3g} s a step in {gibibytes(faster.memory.total)}. Compiled blocks keep fewer bytes and move fewer."
+        f"With parallelism.compile=true parallelism.loss_chunks={job.loss_chunks},"
+        f" {job.layout.name} is predicted to be {saved:.0%} faster: {faster.step.seconds:.3g} s a"
+        f" step in {gibibytes(faster.memory.total)}. Compiled blocks keep fewer bytes and move"
+        " fewer."
     )
 
 
@@ -85,8 +98,9 @@ def chunked_line(faster: Candidate, first: Candidate) -> str:
     """Describe what a loss in chunks alone would save."""
     job, saved = faster.job, 1 - faster.step.seconds / first.step.seconds
     return (
-        f"With parallelism.loss_chunks={job.loss_chunks}, {job.layout.name} fits and is predicted to be {saved:.0%} faster:"
-        f" {faster.step.seconds:.3g} s a step in {gibibytes(faster.memory.total)}. Only the logits of a part of the tokens are in memory."
+        f"With parallelism.loss_chunks={job.loss_chunks}, {job.layout.name} fits and is predicted"
+        f" to be {saved:.0%} faster: {faster.step.seconds:.3g} s a step in"
+        f" {gibibytes(faster.memory.total)}. Only the logits of a part of the tokens are in memory."
     )
 
 
@@ -94,8 +108,9 @@ def overlapped_line(faster: Candidate, first: Candidate) -> str:
     """Describe what gathering parameters while the next forward runs would save."""
     saved = 1 - faster.step.seconds / first.step.seconds
     return (
-        f"With parallelism.zero_overlap_gather=true, {faster.job.layout.name} is predicted to be {saved:.0%} faster:"
-        f" {faster.step.seconds:.3g} s a step. New parameters are gathered while the next forward runs."
+        f"With parallelism.zero_overlap_gather=true, {faster.job.layout.name} is predicted to be"
+        f" {saved:.0%} faster: {faster.step.seconds:.3g} s a step. New parameters are gathered"
+        " while the next forward runs."
     )
 
 
@@ -106,21 +121,28 @@ def tokens_per_second(candidate: Candidate) -> float:
 
 
 def share_of_peak(candidate: Candidate, gpus: int, machine: Machine) -> float:
-    """Return the MFU, 0 to 1: model FLOPs of a step, as papers count them, divided by the peak in the precision of the run, as in
-    `metrics.csv`.
+    """Return the MFU, 0 to 1: model FLOPs of a step, as papers count them, divided by the peak in
+    the precision of the run, as in `metrics.csv`.
 
     Args:
         gpus: GPUs that run the candidate.
         machine: their rates.
     """
     job = candidate.job
-    return job.model.model_flops(job.seq) * tokens_per_second(candidate) / gpus / machine.peak_of(job.precision)
+    return (
+        job.model.model_flops(job.seq)
+        * tokens_per_second(candidate)
+        / gpus
+        / machine.peak_of(job.precision)
+    )
 
 
 def compare(candidate: Candidate, first: Candidate) -> str:
-    """Compare a candidate with the first: time and memory, then the part of its step that takes longer by most.
+    """Compare a candidate with the first: time and memory, then the part of its step that takes
+    longer by most.
 
-    All differences have a sign. Those of times are shares of the first's step, so that the part and the whole can be compared.
+    All differences have a sign. Those of times are shares of the first's step, so that the part and
+    the whole can be compared.
     """
     if candidate is first:
         return "the fastest"
@@ -129,7 +151,10 @@ def compare(candidate: Candidate, first: Candidate) -> str:
     memory = candidate.memory.total - first.memory.total
     longer = {part: _seconds(candidate.step, part) - _seconds(first.step, part) for part in PARTS}
     worst = max(longer, key=longer.__getitem__)
-    text = f"{_signed(100 * time)}% time, {_signed(memory / 2**30)} GiB; {_MEANING[worst]} {_signed(100 * longer[worst] / whole)}%"
+    text = (
+        f"{_signed(100 * time)}% time, {_signed(memory / 2**30)} GiB; {_MEANING[worst]}"
+        f" {_signed(100 * longer[worst] / whole)}%"
+    )
     if candidate.job.recompute != first.job.recompute and worst == "compute":
         text += f" (needs recompute={candidate.job.recompute} to fit in memory)"
     return text
@@ -146,7 +171,10 @@ def _seconds(step: Step, part: str) -> float:
 
 def found_table(found: Found, machine: Machine) -> str:
     """Return a table of the best candidates, one row each."""
-    settings, sizes = ("layout", "schedule", "micro-batch", "ZeRO", "recompute"), ("GiB", f"of {machine.unit}", "GiB free", "fits")
+    settings, sizes = (
+        ("layout", "schedule", "micro-batch", "ZeRO", "recompute"),
+        ("GiB", f"of {machine.unit}", "GiB free", "fits"),
+    )
     head = (*settings, "s/step", "tokens/s", "MFU", *sizes, COMPARED)
     rows = [head]
     for one in found.best:
@@ -169,7 +197,10 @@ def found_table(found: Found, machine: Machine) -> str:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def as_data(candidate: Candidate, machine: Machine) -> dict[str, Any]:
@@ -208,5 +239,10 @@ def table(head: Sequence[str], rows: Table) -> list[str]:
     """Return the lines of a Markdown table with aligned columns."""
     cells = [list(head), *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = ["| " + " | ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| "
+        + " | ".join(value.ljust(width) for value, width in zip(row, widths, strict=True))
+        + " |"
+        for row in cells
+    ]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -11,7 +11,8 @@ from lightning_3d.layout.pipeline_orders import Order
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro-batch on a stage: forward, whole backward, and the part of the backward for gradients of weights."""
+    """Seconds of one micro-batch on a stage: forward, whole backward, and the part of the backward
+    for gradients of weights."""
 
     forward: float
     backward: float
@@ -49,34 +50,54 @@ class Timeline:
 
 
 class _Passes(NamedTuple):
-    """Forward or backward passes of a stage: by micro-batch, when one ends, and the rank that waits for it."""
+    """Forward or backward passes of a stage: by micro-batch, when one ends, and the rank that waits
+    for it."""
 
     ended: dict[int, float]
     waiting: dict[int, int]
 
 
 _Parts = dict[str, tuple[_Passes | None, _Passes | None, float, float]]
-"""Of each kind of action of a stage: the passes that it needs, its own passes, seconds of the message between them, its seconds."""
+"""Of each kind of action of a stage: the passes that it needs, its own passes, seconds of the
+message between them, its seconds."""
 
 
-def _parts(order: Order, stages: Sequence[StageSeconds], message: float, back: float) -> list[_Parts]:
-    """Return the parts of each stage. Stages of one rank need no message; gradients of weights need nothing, and nothing needs them."""
+def _parts(
+    order: Order, stages: Sequence[StageSeconds], message: float, back: float
+) -> list[_Parts]:
+    """Return the parts of each stage. Stages of one rank need no message; gradients of weights need
+    nothing, and nothing needs them."""
     owner = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     forwards, backwards = ([_Passes({}, {}) for _ in stages] for _ in range(2))
     parts: list[_Parts] = []
     for stage, seconds in enumerate(stages):
-        earlier, later = forwards[stage - 1] if stage else None, backwards[stage + 1] if stage + 1 < len(stages) else None
+        earlier, later = (
+            forwards[stage - 1] if stage else None,
+            backwards[stage + 1] if stage + 1 < len(stages) else None,
+        )
         way = 0.0 if owner.get(stage - 1) == owner.get(stage) else message
         way_back = 0.0 if owner.get(stage + 1) == owner.get(stage) else back
         backward = {kind: (later, backwards[stage], way_back, seconds.of(kind)) for kind in "BI"}
-        parts.append({"F": (earlier, forwards[stage], way, seconds.forward), **backward, "W": (None, None, 0.0, seconds.weights)})
+        parts.append(
+            {
+                "F": (earlier, forwards[stage], way, seconds.forward),
+                **backward,
+                "W": (None, None, 0.0, seconds.weights),
+            }
+        )
     return parts
 
 
 def play(
-    order: Order, stages: Sequence[StageSeconds], message: float = 0.0, *, back: float | None = None, keep: bool = False
+    order: Order,
+    stages: Sequence[StageSeconds],
+    message: float = 0.0,
+    *,
+    back: float | None = None,
+    keep: bool = False,
 ) -> Timeline:
-    """Play an order: an action starts when its rank is free and what it needs has arrived from the neighbouring stage.
+    """Play an order: an action starts when its rank is free and what it needs has arrived from the
+    neighbouring stage.
 
     Args:
         order: actions of each rank.

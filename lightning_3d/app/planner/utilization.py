@@ -14,15 +14,20 @@ _RATES = {"bf16": "bf16", "bf16_mixed": "bf16", "fp8": "fp8", "fp32": "fp32"}
 
 
 def full_speed(config: Mapping[str, Any]) -> float | None:
-    """Return the tokens per second at which forward and backward (without recomputation, see `ModelSpec.flops_per_token`) would use the
-    peak rate of all ranks. Tokens/s divided by this is the MFU.
+    """Return the tokens per second at which forward and backward (without recomputation, see
+    `ModelSpec.flops_per_token`) would use the peak rate of all ranks. Tokens/s divided by this is
+    the MFU.
 
-    None on a CPU, for unknown GPUs or model families, and with LoRA, where most weights have no gradient.
+    None on a CPU, for unknown GPUs or model families, and with LoRA, where most weights have no
+    gradient.
 
     Args:
         config: complete and resolved, as `RunPlan.freeze` returns it.
     """
-    if config["cluster"]["accelerator"] != "gpu" or (config["model"].get("lora") or {}).get("r") is not None:
+    if (
+        config["cluster"]["accelerator"] != "gpu"
+        or (config["model"].get("lora") or {}).get("r") is not None
+    ):
         return None
     known = config["cluster"].get("peak_flops") or {}
     kind = _RATES.get(config["precision"]["name"])

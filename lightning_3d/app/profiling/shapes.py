@@ -22,7 +22,8 @@ class Shapes:
         micro_batch: sequences of a micro-batch.
         seq: tokens of a sequence.
         repeats: repetitions of each operation.
-        float32_matmul: argument of `torch.set_float32_matmul_precision`; None leaves torch's setting.
+        float32_matmul: argument of `torch.set_float32_matmul_precision`; None leaves torch's
+            setting.
     """
 
     config: Mapping[str, Any]

@@ -1,1 +1,2 @@
-"""The folder of a run: status, metrics, frozen configuration, reports and sweeps. Imports no torch."""
+"""The folder of a run: status, metrics, frozen configuration, reports and sweeps. Imports no
+torch."""

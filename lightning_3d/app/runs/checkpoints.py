@@ -1,7 +1,9 @@
-"""Checkpoints of a run: the one place that knows where they are, and which are its own. Imports no torch.
+"""Checkpoints of a run: the one place that knows where they are, and which are its own. Imports no
+torch.
 
-A run may save outside of its folder (`dirpath` of a callback), where other runs may save too. Therefore the manifest of a checkpoint
-has the id of its run, and the run folder keeps this id and every place where the run has saved.
+A run may save outside of its folder (`dirpath` of a callback), where other runs may save too.
+Therefore the manifest of a checkpoint has the id of its run, and the run folder keeps this id and
+every place where the run has saved.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from lightning_3d.storage.remote_path import Place, place
 CHECKPOINTS = "checkpoints"
 _RUN_FILE, _CONFIG_FILE = ".run.json", "config.yaml"
 _KEEPS_NAMES = "enable_version_counter"
-"""Argument of a `ModelCheckpoint` that gives a checkpoint another name where its own is taken. It is false for `PeriodicCheckpoint`."""
+"""Argument of a `ModelCheckpoint` that gives a checkpoint another name where its own is taken. It
+is false for `PeriodicCheckpoint`."""
 
 
 def run_id(folder: Path) -> str:
@@ -36,7 +39,8 @@ def run_id(folder: Path) -> str:
 
 
 def note_places(folder: Path, places: Iterable[str]) -> None:
-    """Note where the run in a folder saves from now on. Earlier places stay noted. Those in the run folder move with it."""
+    """Note where the run in a folder saves from now on. Earlier places stay noted. Those in the run
+    folder move with it."""
     known = _read(folder)
     inside = f"{folder.resolve()}/"
     noted = dict.fromkeys([*known["places"], *(where.removeprefix(inside) for where in places)])
@@ -51,7 +55,8 @@ def own_checkpoints(folder: Path) -> list[Found]:
     All in the run folder are its own, also copied ones. Elsewhere, those are that have its id.
 
     Raises:
-        ConfigError: a place cannot be listed, for example because the store behind a URL does not answer.
+        ConfigError: a place cannot be listed, for example because the store behind a URL does not
+            answer.
     """
     own = _read(folder)["id"]
     found: list[Found] = []
@@ -67,7 +72,8 @@ def own_checkpoints(folder: Path) -> list[Found]:
 
 
 def newest_checkpoint(folder: Path) -> str | None:
-    """Find the complete checkpoint with the most steps of the run in a folder; None if there is none. Raises as `own_checkpoints`."""
+    """Find the complete checkpoint with the most steps of the run in a folder; None if there is
+    none. Raises as `own_checkpoints`."""
     found = own_checkpoints(folder)
     return str(found[0].path) if found else None
 
@@ -88,31 +94,50 @@ def refuse_others(folder: Path, callbacks: Mapping[str, Any], resumed: str | Non
     own = _read(folder)["id"]
     for name, entry in callbacks.items():
         where = _dirpath(entry)
-        if where is None or _is_inside(where, folder) or entry.get(_KEEPS_NAMES, "Periodic" not in str(entry.get("_target_"))):
+        if (
+            where is None
+            or _is_inside(where, folder)
+            or entry.get(_KEEPS_NAMES, "Periodic" not in str(entry.get("_target_")))
+        ):
             continue
         try:
             found = found_in(where)
         except OSError as error:
-            raise ConfigError(f"Cannot list the checkpoints in {where} (callbacks.{name}.dirpath): {error}") from error
-        past = next((each.steps for each in found if resumed is not None and _is_same(each.path, place(resumed))), -1)
+            raise ConfigError(
+                f"Cannot list the checkpoints in {where} (callbacks.{name}.dirpath): {error}"
+            ) from error
+        past = next(
+            (
+                each.steps
+                for each in found
+                if resumed is not None and _is_same(each.path, place(resumed))
+            ),
+            -1,
+        )
         others = [each for each in found if not (own and each.run == own) and each.steps > past]
         if others:
             raise ConfigError(
-                f"{where} (callbacks.{name}.dirpath) already has {plural(len(others), 'checkpoint')} of another run, such as"
-                f" {others[0].path}, which this run would replace or remove. Use a folder of its own, for example"
-                f" callbacks.{name}.dirpath={where / folder.name}. To continue from there, set trainer.resume={others[0].path}."
+                f"{where} (callbacks.{name}.dirpath) already has"
+                f" {plural(len(others), 'checkpoint')} of another run, such as {others[0].path},"
+                " which this run would replace or remove. Use a folder of its own, for example"
+                f" callbacks.{name}.dirpath={where / folder.name}. To continue from there, set"
+                f" trainer.resume={others[0].path}."
             )
 
 
 def run_configuration(checkpoint: Place) -> dict[str, Any] | None:
-    """Read the configuration of the run that wrote a checkpoint: from the checkpoint, else from the run folder around it; None without.
+    """Read the configuration of the run that wrote a checkpoint: from the checkpoint, else from the
+    run folder around it; None without.
 
     Raises:
         OSError, ValueError, AttributeError: the checkpoint is damaged.
     """
-    inside = checkpoint / str(json.loads((checkpoint / "manifest.json").read_text("utf-8")).get("data", ""))
+    inside = checkpoint / str(
+        json.loads((checkpoint / "manifest.json").read_text("utf-8")).get("data", "")
+    )
     stored = json.loads((inside / "trainer.json").read_text("utf-8"))
-    entries = dict(stored["$items"]) if "$items" in stored else stored  # written so where a key is not a word
+    # written so where a key is not a word
+    entries = dict(stored["$items"]) if "$items" in stored else stored
     if isinstance(entries.get("config"), dict):
         return dict(entries["config"])
     around = checkpoint.parents[:2] if isinstance(checkpoint, Path) else ()
@@ -122,7 +147,9 @@ def run_configuration(checkpoint: Place) -> dict[str, Any] | None:
 
 def _places(folder: Path) -> Iterator[Place]:
     """Yield each place once where the run in a folder saves or has saved."""
-    noted: list[Place] = [place(text) if "://" in text else folder / text for text in _read(folder)["places"]]
+    noted: list[Place] = [
+        place(text) if "://" in text else folder / text for text in _read(folder)["places"]
+    ]
     named = [_dirpath(entry) for entry in (_configuration(folder).get("callbacks") or {}).values()]
     seen = set()
     for where in [folder.absolute() / CHECKPOINTS, *noted, *named]:
@@ -141,7 +168,8 @@ def _configuration(folder: Path) -> dict[str, Any]:
 
 
 def _dirpath(entry: Any) -> Place | None:
-    """Return where an entry of the group `callbacks` writes checkpoints; None if it does not say."""
+    """Return where an entry of the group `callbacks` writes checkpoints; None if it does not
+    say."""
     named = entry.get("dirpath") if isinstance(entry, Mapping) else None
     return place(absolute(str(named))) if named else None
 

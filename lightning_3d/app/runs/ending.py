@@ -1,4 +1,5 @@
-"""Last lines of a run that ended early: where it stopped, its newest checkpoint, and the command to resume. Imports no torch."""
+"""Last lines of a run that ended early: where it stopped, its newest checkpoint, and the command to
+resume. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from signal import Signals
 from typing import Any
 
 from lightning_3d.app.config.override_words import hydra_value
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.checkpoints import own_checkpoints
 from lightning_3d.app.runs.metrics_file import column, read_rows
 from lightning_3d.app.runs.status import RunStatus
+from lightning_3d.errors import ConfigError
 
 _PLACE_KEYS = ("hydra.run.dir", "trainer.resume", "trainer.auto_resume")
 
@@ -25,7 +26,8 @@ class CommandLine:
 
     Attributes:
         program: words before the arguments.
-        overrides: overrides of `train`; None for `lightning-3d run`, which repeats a configuration file.
+        overrides: overrides of `train`; None for `lightning-3d run`, which repeats a configuration
+            file.
     """
 
     program: tuple[str, ...]
@@ -35,7 +37,9 @@ class CommandLine:
     def of_train(cls, overrides: Sequence[str]) -> CommandLine:
         """Return the command line of this process, as `train`."""
         script = Path(sys.argv[0])
-        program = ("python", sys.argv[0]) if script.name == "train.py" else (*_program(script), "train")
+        program = (
+            ("python", sys.argv[0]) if script.name == "train.py" else (*_program(script), "train")
+        )
         return cls(program, tuple(overrides))
 
     @classmethod
@@ -44,11 +48,16 @@ class CommandLine:
         return cls((*_program(Path(sys.argv[0])), "run"))
 
     def resume(self, folder: Path) -> str:
-        """Return the command that resumes the newest checkpoint of the run in a folder, quoted for a shell."""
+        """Return the command that resumes the newest checkpoint of the run in a folder, quoted for
+        a shell."""
         if self.overrides is None:
             words = [str(folder / "config.yaml"), "--resume"]
         else:
-            kept = [word for word in self.overrides if word.partition("=")[0].lstrip("+") not in _PLACE_KEYS]
+            kept = [
+                word
+                for word in self.overrides
+                if word.partition("=")[0].lstrip("+") not in _PLACE_KEYS
+            ]
             words = [*kept, f"hydra.run.dir={hydra_value(str(folder))}", "trainer.auto_resume=true"]
         return shlex.join([*self.program, *words])
 
@@ -57,7 +66,13 @@ def _program(script: Path) -> tuple[str, ...]:
     return ("lightning-3d",) if script.name == "lightning-3d" else ("python", "-m", "lightning_3d")
 
 
-def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, command: CommandLine | None, launcher: str | None) -> list[str]:
+def last_lines(
+    folder: Path,
+    config: Mapping[str, Any],
+    status: RunStatus,
+    command: CommandLine | None,
+    launcher: str | None,
+) -> list[str]:
     """Write the lines to print about a run that was interrupted or failed.
 
     Args:
@@ -70,7 +85,11 @@ def last_lines(folder: Path, config: Mapping[str, Any], status: RunStatus, comma
     code = status.exit_code or 0
     how = f"was stopped by {Signals(code - 128).name}" if code > 128 else "failed"
     steps = column(read_rows(folder / "metrics.csv"), "step")
-    where = f"after step {round(steps[-1])} of {config['trainer']['max_steps']}" if steps else "before the first step ended"
+    where = (
+        f"after step {round(steps[-1])} of {config['trainer']['max_steps']}"
+        if steps
+        else "before the first step ended"
+    )
     lines = [f"lightning_3d: the run {how} {where}"]
     try:
         newest = next(iter(own_checkpoints(folder)), None)

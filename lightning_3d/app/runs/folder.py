@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.app.runs.checkpoints import newest_checkpoint
 from lightning_3d.app.runs.restarts import MOST_WITHOUT_PROGRESS, RESTARTS_FILE, note_restart
 from lightning_3d.app.runs.resumed_keys import describe, refused_changes
 from lightning_3d.app.runs.status import RUNNING, STATUS_FILE, RunStatus, read_status
+from lightning_3d.errors import ConfigError
 from lightning_3d.storage.checkpoint_names import steps_of
 from lightning_3d.storage.holder import Holder, moment
 from lightning_3d.storage.json_file import replace_text
@@ -35,7 +35,8 @@ EARLIER_SECONDS = 10.0
 
 _POLL_SECONDS = 0.2
 _START_BYTES = 2**18
-"""Room for the configuration, Hydra's files, the log, the status, the first rows of metrics and the report."""
+"""Room for the configuration, Hydra's files, the log, the status, the first rows of metrics and the
+report."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class RunFolder:
 
     Attributes:
         path: absolute.
-        created: folders that were created for it, outermost first; `path` is one of them unless it existed.
+        created: folders that were created for it, outermost first; `path` is one of them unless it
+            existed.
         before: names that were in it before this run.
         resume: checkpoint of an earlier attempt of this run, to resume; None if there is none.
         earlier: files of an earlier attempt that this one writes again, by name.
@@ -77,7 +79,10 @@ class RunFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ConfigError(f"Cannot create the run folder {candidate}: {error.strerror}. Set {option} to another folder.") from error
+                raise ConfigError(
+                    f"Cannot create the run folder {candidate}: {error.strerror}. Set {option} to"
+                    " another folder."
+                ) from error
         raise ConfigError(_taken(path, option))
 
     @classmethod
@@ -102,49 +107,73 @@ class RunFolder:
         return folder
 
     @classmethod
-    def take(cls, path: Path, config: Mapping[str, Any], claim: Callable[[], RunFolder], earlier: Path | None = None) -> RunFolder:
+    def take(
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        claim: Callable[[], RunFolder],
+        earlier: Path | None = None,
+    ) -> RunFolder:
         """Take the folder of an earlier attempt of this run if there is one, or else a new one.
 
         Args:
             path: the folder.
-            config: the configuration; with `trainer.auto_resume`, and in a job that SLURM restarted, `path` holds an earlier attempt.
+            config: the configuration; with `trainer.auto_resume`, and in a job that SLURM
+                restarted, `path` holds an earlier attempt.
             claim: takes a new folder.
             earlier: folder of the previous attempt, if the launcher remembers it.
         """
-        again = config["trainer"].get("auto_resume") or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        again = (
+            config["trainer"].get("auto_resume")
+            or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        )
         if again and (path / CONFIG_FILE).exists():
             earlier = path
-        if earlier is None or not (earlier / CONFIG_FILE).exists():  # an attempt that was refused leaves no folder
+        # an attempt that was refused leaves no folder
+        if earlier is None or not (earlier / CONFIG_FILE).exists():
             return claim()
         return cls.reopen(earlier, config)
 
     @classmethod
     def reopen(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """Take the folder of an earlier attempt of this run, which trained until something ended it.
+        """Take the folder of an earlier attempt of this run, which trained until something ended
+        it.
 
         Args:
-            config: the groups that `refused_changes` compares, resolved; and `trainer`, for the number of restarts.
+            config: the groups that `refused_changes` compares, resolved; and `trainer`, for the
+                number of restarts.
 
         Raises:
-            ConfigError: it belongs to another run, the earlier attempt has not ended, or the run has failed too often in a row.
+            ConfigError: it belongs to another run, the earlier attempt has not ended, or the run
+                has failed too often in a row.
         """
         path = path.absolute()
         try:
             earlier = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
         except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"Cannot read the configuration in the run folder {path}: {' '.join(str(error).split())}.") from error
+            raise ConfigError(
+                f"Cannot read the configuration in the run folder {path}:"
+                f" {' '.join(str(error).split())}."
+            ) from error
         differ = refused_changes(earlier, config)
         if differ:
             raise ConfigError(
-                f"{path} holds a run that cannot be resumed with {describe(differ)}. Leave these keys as they were, or set hydra.run.dir to"
-                " a new folder."
+                f"{path} holds a run that cannot be resumed with {describe(differ)}. Leave these"
+                " keys as they were, or set hydra.run.dir to a new folder."
             )
         _hold(path, EARLIER_SECONDS)
         try:
             require_room(path)
         except OSError as error:
-            raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
-        files = [path / CONFIG_FILE, path / STATUS_FILE, path / RESTARTS_FILE, *(path / _HYDRA).glob("*")]
+            raise ConfigError(
+                f"Cannot write to the run folder {path}: {error.strerror}."
+            ) from error
+        files = [
+            path / CONFIG_FILE,
+            path / STATUS_FILE,
+            path / RESTARTS_FILE,
+            *(path / _HYDRA).glob("*"),
+        ]
         kept = {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
         before = frozenset(entry.name for entry in path.iterdir())
         newest = restart_from(path, config.get("trainer", {}))
@@ -152,7 +181,8 @@ class RunFolder:
 
     @classmethod
     def adopt(cls, path: Path) -> RunFolder:
-        """Take a folder that was prepared for this run and holds only the configuration. If several processes try, one succeeds.
+        """Take a folder that was prepared for this run and holds only the configuration. If several
+        processes try, one succeeds.
 
         Raises:
             ConfigError: a run took it before, or it cannot be written.
@@ -170,9 +200,13 @@ class RunFolder:
             holder = holder_of(path) if status is not None and status.status == RUNNING else None
             who = f"; {holder.describe()}" if holder is not None else ""
             how = f" (status: {status.status}{who})" if status is not None else ""
-            raise ConfigError(f"{path} already holds a run{how}. To repeat it in a new folder, use --folder NEW.") from None
+            raise ConfigError(
+                f"{path} already holds a run{how}. To repeat it in a new folder, use --folder NEW."
+            ) from None
         except OSError as error:
-            raise ConfigError(f"Cannot write to the run folder {path}: {error.strerror}.") from error
+            raise ConfigError(
+                f"Cannot write to the run folder {path}: {error.strerror}."
+            ) from error
         return folder
 
     def write_config(self, text: str) -> None:
@@ -180,14 +214,19 @@ class RunFolder:
         replace_text(self.path / CONFIG_FILE, text)
 
     def holds_results(self) -> bool:
-        """Check whether training of this attempt left anything worth keeping: a step or a checkpoint."""
+        """Check whether training of this attempt left anything worth keeping: a step or a
+        checkpoint."""
         return (_recorded_steps(self.path), newest_checkpoint(self.path)) != self.results
 
     def discard(self) -> None:
         """Remove everything that this attempt put there, and restore what it replaced."""
         for entry in self.path.iterdir():
             if entry.name not in self.before:
-                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+                (
+                    shutil.rmtree(entry, ignore_errors=True)
+                    if entry.is_dir()
+                    else entry.unlink(missing_ok=True)
+                )
         for name, content in self.earlier.items():
             replace_text(self.path / name, content.decode("utf-8", "surrogateescape"))
         _remove_empty(self.created)
@@ -199,11 +238,13 @@ def _recorded_steps(path: Path) -> int:
 
 
 def require_room(path: Path) -> None:
-    """Raise OSError if a folder has no room for the small files that a run writes before its first step."""
+    """Raise OSError if a folder has no room for the small files that a run writes before its first
+    step."""
     probe = path / _PROBE
     try:
         with probe.open("wb") as file:
-            file.write(os.urandom(_START_BYTES))  # a file system that compresses would find room for zeros
+            # a file system that compresses would find room for zeros
+            file.write(os.urandom(_START_BYTES))
             os.fsync(file.fileno())
     finally:
         probe.unlink(missing_ok=True)
@@ -233,7 +274,8 @@ def missing_folders(path: Path) -> tuple[Path, ...]:
 
 
 def restart_from(path: Path, trainer: Mapping[str, Any]) -> str | None:
-    """Note a restart of a run in its folder, and return the checkpoint to resume; None if there is none.
+    """Note a restart of a run in its folder, and return the checkpoint to resume; None if there is
+    none.
 
     Args:
         path: the run folder.
@@ -271,7 +313,11 @@ def _hold(path: Path, patience: float = 0.0) -> None:
         while not (held := keep(path / _LOCK)) and time.monotonic() < deadline:
             holder = holder_of(path)
             if not announced and holder is not None:
-                print(f"lightning_3d: waiting up to {patience:.0f} s for {holder.describe()}, which still holds {path}", file=sys.stderr)
+                print(
+                    f"lightning_3d: waiting up to {patience:.0f} s for {holder.describe()}, which"
+                    f" still holds {path}",
+                    file=sys.stderr,
+                )
             announced = True
             time.sleep(_POLL_SECONDS)
     except OSError as error:
@@ -283,7 +329,9 @@ def _hold(path: Path, patience: float = 0.0) -> None:
 def holder_of(path: Path) -> Holder | None:
     """Return the process that works, or worked last, in a run folder; None if it is not known."""
     holder, status = Holder.read(path / _LOCK), read_status(path)
-    return holder or (Holder(status.pid, status.host, since=status.started) if status is not None else None)
+    return holder or (
+        Holder(status.pid, status.host, since=status.started) if status is not None else None
+    )
 
 
 def in_progress(path: Path) -> bool | None:
@@ -292,7 +340,8 @@ def in_progress(path: Path) -> bool | None:
     said = status is None or status.status == RUNNING
     if holder is None:
         return False
-    if holder.is_here and holder.process == os.getpid():  # which keeps the lock when its run has ended
+    # which keeps the lock when its run has ended
+    if holder.is_here and holder.process == os.getpid():
         return said
     held = is_held(path / _LOCK)
     if held:
@@ -306,23 +355,33 @@ def _in_progress(path: Path, holder: Holder | None, other: str) -> str:
     """Explain that a folder is in use, and what to do."""
     if holder is None:
         return f"{path} belongs to a run that is in progress. Wait until it ends, or {other}."
-    return f"{path} belongs to a run that is in progress ({holder.describe()}). {holder.what_to_do(other)}"
+    return (
+        f"{path} belongs to a run that is in progress ({holder.describe()})."
+        f" {holder.what_to_do(other)}"
+    )
 
 
 def _taken(path: Path, option: str) -> str:
-    """Explain why a folder cannot be taken, and what to do. Never advise to remove it: its run may still be alive."""
+    """Explain why a folder cannot be taken, and what to do. Never advise to remove it: its run may
+    still be alive."""
     holder, status, works = holder_of(path), read_status(path), in_progress(path)
     if works:
         return _in_progress(path, holder, f"set {option} to another folder")
-    again = " To resume that run, set trainer.auto_resume=true." if option == "hydra.run.dir" else ""
+    again = (
+        " To resume that run, set trainer.auto_resume=true." if option == "hydra.run.dir" else ""
+    )
     new = f"Set {option} to a new folder.{again}"
     if works is None and holder is not None:
         return (
-            f"{path} holds the files of another run, which was in progress on another host ({holder.describe()}). Check there whether it"
-            f" has ended, or set {option} to another folder."
+            f"{path} holds the files of another run, which was in progress on another host"
+            f" ({holder.describe()}). Check there whether it has ended, or set {option} to another"
+            " folder."
         )
     if holder is not None and (status is None or status.status == RUNNING):
-        return f"{path} holds the files of another run, whose process ended without recording why ({holder.describe()}). {new}"
+        return (
+            f"{path} holds the files of another run, whose process ended without recording why"
+            f" ({holder.describe()}). {new}"
+        )
     if status is None or status.ended is None:
         return f"{path} holds the files of another run. {new}"
     return f"{path} holds the files of another run ({status.status}, {moment(status.ended)}). {new}"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_3d.errors import ConfigError, install
 from lightning_3d.app.runs.wandb_access import require_access
+from lightning_3d.errors import ConfigError, install
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ TRACKERS = ("AimLogger", "CometLogger", "MLFlowLogger")
 
 
 def require_loggers(loggers: Mapping[str, Any] | None) -> None:
-    """Refuse a logger of the group `logger` whose package is not installed, or that has no access to Weights & Biases.
+    """Refuse a logger of the group `logger` whose package is not installed, or that has no access
+    to Weights & Biases.
 
     Raises:
         ConfigError: with the command that installs the package.
@@ -48,7 +49,8 @@ def require_loggers(loggers: Mapping[str, Any] | None) -> None:
         package = _PACKAGES.get(str((entry or {}).get("_target_")).rpartition(".")[2])
         if package is not None and not any(map(_exists, package.modules)):
             raise ConfigError(
-                f"The logger {name} needs the package {package.name}. {install(package.extra)}, or use another logger."
+                f"The logger {name} needs the package {package.name}. {install(package.extra)}, or"
+                " use another logger."
             )
     require_access(loggers)
 

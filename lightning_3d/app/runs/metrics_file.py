@@ -13,7 +13,8 @@ from lightning_3d.storage.json_file import replace_text
 
 
 def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
-    """Read the rows of a metrics file; none when there is no file. A last row that a crash truncated is left out.
+    """Read the rows of a metrics file; none when there is no file. A last row that a crash
+    truncated is left out.
 
     Args:
         last_step: the last step to read; None: all steps.
@@ -21,19 +22,26 @@ def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        rows = [row for row in csv.DictReader(file) if None not in row.values() and (row.get("step") or "").isdigit()]
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if None not in row.values() and (row.get("step") or "").isdigit()
+        ]
     return [row for row in rows if last_step is None or int(row["step"]) <= last_step]
 
 
 def csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """Write rows as text. Missing values are empty cells; other columns are left out."""
     text = io.StringIO()
-    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(rows)
+    csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n").writerows(
+        rows
+    )
     return text.getvalue()
 
 
 def keep_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Leave these columns and rows alone in a file that has more rows at its end, or create it. A kill or a full disk loses no row."""
+    """Leave these columns and rows alone in a file that has more rows at its end, or create it. A
+    kill or a full disk loses no row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = csv_lines(columns, [dict(zip(columns, columns, strict=True)), *rows])
     content = text.encode()

@@ -1,4 +1,5 @@
-"""`status.json` in a run folder: whether the run is running, or how it ended. Imports nothing heavy."""
+"""`status.json` in a run folder: whether the run is running, or how it ended. Imports nothing
+heavy."""
 
 from __future__ import annotations
 
@@ -48,12 +49,20 @@ class RunStatus:
     @classmethod
     def begun(cls, device: str = "") -> RunStatus:
         """Return the status of a run of this process that starts now."""
-        return cls(RUNNING, None, time.time(), None, os.getpid(), socket.gethostname(), device=device)
+        return cls(
+            RUNNING, None, time.time(), None, os.getpid(), socket.gethostname(), device=device
+        )
 
     def after(self, exit_code: int, reason: str = "") -> RunStatus:
         """Return the status of the same run after its end."""
         status = FINISHED if exit_code == 0 else INTERRUPTED if exit_code > 128 else FAILED
-        return replace(self, status=status, exit_code=exit_code, ended=time.time(), reason=reason[-_MOST_OF_A_REASON:])
+        return replace(
+            self,
+            status=status,
+            exit_code=exit_code,
+            ended=time.time(),
+            reason=reason[-_MOST_OF_A_REASON:],
+        )
 
     @property
     def seconds(self) -> float | None:
@@ -63,7 +72,8 @@ class RunStatus:
         """Write the file atomically: a reader never sees a part of it.
 
         Args:
-            first: raise FileExistsError if the file exists; of several processes that try at once, one succeeds.
+            first: raise FileExistsError if the file exists; of several processes that try at once,
+                one succeeds.
         """
         path = folder / STATUS_FILE
         if first:
@@ -74,7 +84,8 @@ class RunStatus:
         except OSError:
             if first or not path.exists():
                 raise
-            with path.open("r+", encoding="utf-8") as file:  # the disk is full: overwrite in place, which needs no new room
+            # the disk is full: overwrite in place, which needs no new room
+            with path.open("r+", encoding="utf-8") as file:
                 file.write(text)
                 file.truncate()
 

@@ -1,4 +1,5 @@
-"""Check that Weights & Biases can be used on this machine, before anything is started. Imports neither torch nor wandb."""
+"""Check that Weights & Biases can be used on this machine, before anything is started. Imports
+neither torch nor wandb."""
 
 from __future__ import annotations
 
@@ -26,9 +27,14 @@ _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def wandb_entries(loggers: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Select the entries of the group `logger` that create a logger of Weights & Biases, Lightning's or ours."""
+    """Select the entries of the group `logger` that create a logger of Weights & Biases,
+    Lightning's or ours."""
     named = {str(name): entry for name, entry in (loggers or {}).items()}
-    return {name: entry for name, entry in named.items() if entry and str(entry.get("_target_")).endswith("WandbLogger")}
+    return {
+        name: entry
+        for name, entry in named.items()
+        if entry and str(entry.get("_target_")).endswith("WandbLogger")
+    }
 
 
 def require_access(loggers: Mapping[str, Any] | None) -> None:
@@ -48,21 +54,32 @@ def check_access(offline: bool, otherwise: str) -> None:
         ConfigError: the package is not installed, or there is no API key for an online run.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError(f"logger=wandb needs the package wandb. {install('wandb')}, or omit logger=wandb.")
+        raise ConfigError(
+            f"logger=wandb needs the package wandb. {install('wandb')}, or omit logger=wandb."
+        )
     if is_offline(offline):
         return
     settings, url = _settings(), _url()
-    if not (any(os.environ.get(name) for name in _KEYS) or settings.get("api_key") or _in_netrc(urlsplit(url).hostname or url)):
+    if not (
+        any(os.environ.get(name) for name in _KEYS)
+        or settings.get("api_key")
+        or _in_netrc(urlsplit(url).hostname or url)
+    ):
         raise ConfigError(
-            f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY or run `wandb login`. To write the run only"
-            f" to disk, set {otherwise} or WANDB_MODE=offline."
+            f"Weights & Biases has no API key for {url} on this machine. Set WANDB_API_KEY or run"
+            f" `wandb login`. To write the run only to disk, set {otherwise} or WANDB_MODE=offline."
         )
 
 
 def is_offline(offline: bool) -> bool:
-    """Check whether a run is written to the disk only, or not at all: by its argument or by the settings of wandb."""
+    """Check whether a run is written to the disk only, or not at all: by its argument or by the
+    settings of wandb."""
     mode = os.environ.get("WANDB_MODE") or _settings().get("mode") or ""
-    return offline or mode in _NOT_ONLINE or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true")
+    return (
+        offline
+        or mode in _NOT_ONLINE
+        or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true")
+    )
 
 
 def require_host(tries: int = 3, pause: float = 2.0) -> None:
@@ -71,7 +88,8 @@ def require_host(tries: int = 3, pause: float = 2.0) -> None:
     With a proxy or a slow network, leave the check to wandb.
 
     Raises:
-        OSError: the host name cannot be resolved, or the host or the network refuses the connection.
+        OSError: the host name cannot be resolved, or the host or the network refuses the
+            connection.
     """
     parts = urlsplit(_url())
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -94,7 +112,8 @@ def _url() -> str:
 
 
 def _settings() -> dict[str, str]:
-    """Read the settings that `wandb offline` and `wandb login --host` leave, of the user and of the working directory, which wins."""
+    """Read the settings that `wandb offline` and `wandb login --host` leave, of the user and of the
+    working directory, which wins."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or home() / ".config" / "wandb"
     parser = configparser.ConfigParser(interpolation=None)
     try:

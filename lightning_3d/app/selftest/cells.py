@@ -1,4 +1,5 @@
-"""The cells of a self-test: what each trains, in which layout and precision, and what it needs. Pure: no torch."""
+"""The cells of a self-test: what each trains, in which layout and precision, and what it needs.
+Pure: no torch."""
 
 from __future__ import annotations
 
@@ -11,17 +12,27 @@ from lightning_3d.layout.layout import Layout
 
 FP32, BF16 = "fp32", "bf16"
 FIT, CHECKPOINT, KERNEL = "fit", "checkpoint", "kernel"
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
 TWO_STAGES_PER_RANK = SCHEDULES[2:]
 ROWS = 8
 """Rows of a global batch."""
 
 TOLERANCES = {FP32: (1e-5, 1e-4, 1e-3), BF16: (1e-2, 5e-2, 2e-2)}
-"""Largest relative differences of loss, gradient norm and weights. The difference of a parameter's shard is the norm of the difference over
-the norm of the shard. Adam divides by gradients, so weights differ more than gradients do."""
+"""Largest relative differences of loss, gradient norm and weights. The difference of a parameter's
+shard is the norm of the difference over the norm of the shard. Adam divides by gradients, so
+weights differ more than gradients do."""
 
 ROUTED_TOLERANCES = (1e-2, 5e-2, 1e-1)
-"""The same for experts in bf16: where two experts are almost equally good for a token, rounding decides which of them gets it."""
+"""The same for experts in bf16: where two experts are almost equally good for a token, rounding
+decides which of them gets it."""
 
 FP8_TOLERANCES = (5e-2, 2e-1, 5e-2)
 """The same for float8 products, which are compared with the loop in bf16."""
@@ -77,9 +88,15 @@ class Cell:
     def tolerances(self) -> tuple[float, float, float]:
         if self.strategy.get("fp8"):
             return FP8_TOLERANCES
-        return ROUTED_TOLERANCES if self.model == "mixtral" and self.precision == BF16 else TOLERANCES[self.precision]
+        return (
+            ROUTED_TOLERANCES
+            if self.model == "mixtral" and self.precision == BF16
+            else TOLERANCES[self.precision]
+        )
 
-    def missing(self, ranks: int, capability: tuple[int, int] | None, absent: Mapping[str, str]) -> str | None:
+    def missing(
+        self, ranks: int, capability: tuple[int, int] | None, absent: Mapping[str, str]
+    ) -> str | None:
         """Say what the hardware or the installation lacks for this cell; None if nothing.
 
         Args:
@@ -97,13 +114,15 @@ class Cell:
 
 
 def micro_batch(layout: str) -> int:
-    """Choose the rows of a micro-batch so that there are twice as many micro-batches as pipeline ranks."""
+    """Choose the rows of a micro-batch so that there are twice as many micro-batches as pipeline
+    ranks."""
     size = Layout.parse(layout)
     return max(1, ROWS // size.dp // (2 * size.pp))
 
 
 def all_cells(ranks: int) -> list[Cell]:
-    """List the cells, the most important first: all in fp32, and then in bf16. The last ones are slow to compile."""
+    """List the cells, the most important first: all in fp32, and then in bf16. The last ones are
+    slow to compile."""
     fp32 = _cells(FP32, ranks)
     return [*fp32, *_cells(BF16, ranks), *_precision_cells(), *_compiled(FP32), *_compiled(BF16)]
 
@@ -129,9 +148,15 @@ def _cells(precision: str, ranks: int) -> list[Cell]:
         cell(combined, "tp, pp and dp", "tp2_pp2_dp2", zero_stage=1),
         cell(combined, "tp, dp and ZeRO-3", "tp2_dp2", zero_stage=3),
         cell(combined, "pp, dp and ZeRO-2", "pp2_dp2", zero_stage=2),
-        cell("checkpoint", "checkpoint, resumed", "dp2", kind=CHECKPOINT, resume="tp2", zero_stage=1),
+        cell(
+            "checkpoint", "checkpoint, resumed", "dp2", kind=CHECKPOINT, resume="tp2", zero_stage=1
+        ),
         cell("tied", "tied weights", "pp2", model="tied"),
-        *(cell("pp", f"pipeline {name}", "pp2", schedule=name) for name in SCHEDULES if name != "1F1B"),
+        *(
+            cell("pp", f"pipeline {name}", "pp2", schedule=name)
+            for name in SCHEDULES
+            if name != "1F1B"
+        ),
         cell("recompute", "recompute", "dp2", recompute="full"),
         cell("offload", "activations offloaded", "dp2", offload_activations=True),
         cell("zero", "ZeRO-2, reduce per step", "dp2", zero_stage=2, zero_reduce="step"),
@@ -139,7 +164,11 @@ def _cells(precision: str, ranks: int) -> list[Cell]:
         cell("zero", "ZeRO-3, gather per step", "dp2", zero_stage=3, zero_gather="step"),
         cell("offload", "optimizer offloaded", "dp2", zero_stage=1, zero_offload="optimizer"),
         cell("offload", "parameters offloaded", "dp2", zero_stage=3, zero_offload="parameters"),
-        *([cell("pp", f"pipeline {name}", "pp4", schedule=name) for name in SCHEDULES] if ranks >= 4 else []),
+        *(
+            [cell("pp", f"pipeline {name}", "pp4", schedule=name) for name in SCHEDULES]
+            if ranks >= 4
+            else []
+        ),
     ]
 
 
@@ -167,5 +196,8 @@ def chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:
     wanted = [word.strip() for word in only.split(",") if word.strip()]
     for word in wanted or [only]:
         if word not in groups:
-            raise ConfigError(f'--only must name groups of cells ({", ".join(groups)}); got "{word}".{did_you_mean(word, groups)}')
+            raise ConfigError(
+                f"--only must name groups of cells ({', '.join(groups)}); got"
+                f' "{word}".{did_you_mean(word, groups)}'
+            )
     return [cell for cell in cells if cell.group in wanted]

@@ -11,7 +11,14 @@ from lightning_3d.app.selftest.cells import Cell
 from lightning_3d.app.selftest.models import Result
 from lightning_3d.app.selftest.rank import Part
 
-EXACT, WRONG, FAILED, HANGS, SKIPPED, NOT_REACHED = "exact", "WRONG", "FAILED", "HANGS", "skipped", "not reached"
+EXACT, WRONG, FAILED, HANGS, SKIPPED, NOT_REACHED = (
+    "exact",
+    "WRONG",
+    "FAILED",
+    "HANGS",
+    "skipped",
+    "not reached",
+)
 BAD = (WRONG, FAILED, HANGS)
 
 
@@ -21,8 +28,8 @@ class Verdict:
 
     Attributes:
         verdict: one of the words above.
-        differences: largest relative differences of loss, gradient norm and weights; None if the cell has no numbers. For attention: of
-            output, log-sum-exp and gradients.
+        differences: largest relative differences of loss, gradient norm and weights; None if the
+            cell has no numbers. For attention: of output, log-sum-exp and gradients.
         why: reason for a cell that was not compared, or the name of the worst weight.
         trace: tracebacks or stacks.
         losses: (ranks, reference) of each step.
@@ -42,7 +49,11 @@ class Verdict:
 
 def judge(cell: Cell, differences: Sequence[float]) -> str:
     """Return the verdict on differences; NaN is wrong."""
-    return EXACT if all(value <= limit for value, limit in zip(differences, cell.tolerances, strict=True)) else WRONG
+    return (
+        EXACT
+        if all(value <= limit for value, limit in zip(differences, cell.tolerances, strict=True))
+        else WRONG
+    )
 
 
 def compare(cell: Cell, parts: Sequence[Part], reference: Result) -> Verdict:
@@ -57,7 +68,8 @@ def compare(cell: Cell, parts: Sequence[Part], reference: Result) -> Verdict:
 
 
 def _weights(parts: Sequence[Part], reference: Result) -> tuple[float, str]:
-    """Find the largest relative difference of a shard of a parameter (a quotient of norms), and the parameter's name."""
+    """Find the largest relative difference of a shard of a parameter (a quotient of norms), and the
+    parameter's name."""
     found: set[str] = set()
     largest, worst = -1.0, ""
     for part in parts:
@@ -65,7 +77,11 @@ def _weights(parts: Sequence[Part], reference: Result) -> tuple[float, str]:
             known = spec.tied_to or name
             wanted = spec.cut(reference.weights[known]).float()
             found.add(known)
-            relative = ((wanted - local.float()).norm() / wanted.norm().clamp_min(1e-12)).item() if local.numel() else 0.0
+            relative = (
+                ((wanted - local.float()).norm() / wanted.norm().clamp_min(1e-12)).item()
+                if local.numel()
+                else 0.0
+            )
             if not relative <= largest:
                 largest, worst = relative, known
     missing = reference.weights.keys() - found
@@ -75,7 +91,16 @@ def _weights(parts: Sequence[Part], reference: Result) -> tuple[float, str]:
 def _relative(found: Sequence[float], wanted: Sequence[float]) -> float:
     if len(found) != len(wanted):
         return float("nan")
-    return torch.tensor([abs(one - other) / max(abs(other), 1e-12) for one, other in zip(found, wanted, strict=True)]).max().item()
+    return (
+        torch.tensor(
+            [
+                abs(one - other) / max(abs(other), 1e-12)
+                for one, other in zip(found, wanted, strict=True)
+            ]
+        )
+        .max()
+        .item()
+    )
 
 
 def _nan_is_largest(value: float) -> float:

@@ -17,7 +17,8 @@ _PREFIXES = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "DS_", "LI
 
 @functools.cache
 def absent_parts() -> dict[str, str]:
-    """Name what the installation lacks, by group of cells; "triton" is for compiled cells on GPUs."""
+    """Name what the installation lacks, by group of cells; "triton" is for compiled cells on
+    GPUs."""
     absent = {}
     if find_spec("torchao") is None:
         absent["fp8"] = "needs torchao"
@@ -31,13 +32,18 @@ def absent_parts() -> dict[str, str]:
 
 
 def describe(accelerator: str) -> dict[str, Any]:
-    """Describe versions, devices, driver and environment; runs in a worker, because it may use CUDA."""
+    """Describe versions, devices, driver and environment; runs in a worker, because it may use
+    CUDA."""
     import torch
 
     from lightning_3d.version import __version__
 
     gpu = accelerator == "gpu"
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if gpu else []
+    devices = (
+        [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if gpu
+        else []
+    )
     return {
         "lightning_3d": __version__,
         "libraries": {name: _version(name) for name in _LIBRARIES},
@@ -45,13 +51,19 @@ def describe(accelerator: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "accelerator": accelerator,
         "devices": devices,
-        "simulated": any(word in name.lower() for name in devices for word in ("simulat", "cudasim")),
+        "simulated": any(
+            word in name.lower() for name in devices for word in ("simulat", "cudasim")
+        ),
         "capability": list(torch.cuda.get_device_capability(0)) if gpu else None,
         "cuda": torch.version.cuda,
         "nccl": list(torch.cuda.nccl.version()) if gpu else None,
         "driver": _driver() if gpu else None,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)
+        },
     }
 
 

@@ -1,7 +1,8 @@
-"""The tiny models and batches of a self-test, and the plain loop on one rank with which every layout is compared.
+"""The tiny models and batches of a self-test, and the plain loop on one rank with which every
+layout is compared.
 
-The loop is ordinary PyTorch: micro-batches, summed gradients, AdamW on float32 master weights. Of the package it uses `initialize`, for the
-same initial weights.
+The loop is ordinary PyTorch: micro-batches, summed gradients, AdamW on float32 master weights. Of
+the package it uses `initialize`, for the same initial weights.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.parallel.default_dtype import default_dtype
 from lightning_3d.app.selftest.cells import BF16, ROWS
+from lightning_3d.parallel.default_dtype import default_dtype
 from lightning_3d.weights.initialize import initialize
 
 STEPS = 4
@@ -61,14 +62,27 @@ def build(recipe: Recipe) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     if recipe.model == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**_SIZES, num_hidden_layers=recipe.layers, num_local_experts=4, num_experts_per_tok=2))
-    return LlamaForCausalLM(LlamaConfig(**_SIZES, num_hidden_layers=recipe.layers, tie_word_embeddings=recipe.model == "tied"))
+        return MixtralForCausalLM(
+            MixtralConfig(
+                **_SIZES,
+                num_hidden_layers=recipe.layers,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+            )
+        )
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **_SIZES, num_hidden_layers=recipe.layers, tie_word_embeddings=recipe.model == "tied"
+        )
+    )
 
 
 def batches() -> list[Tensor]:
     """Make the tokens of each step's global batch, of shape (ROWS, SEQUENCE)."""
     generator = torch.Generator().manual_seed(SEED + 1)
-    return [torch.randint(0, _VOCABULARY, (ROWS, SEQUENCE), generator=generator) for _ in range(STEPS)]
+    return [
+        torch.randint(0, _VOCABULARY, (ROWS, SEQUENCE), generator=generator) for _ in range(STEPS)
+    ]
 
 
 def train_plainly(recipe: Recipe, device: str, rows: int = 2) -> Result:
@@ -85,17 +99,24 @@ def train_plainly(recipe: Recipe, device: str, rows: int = 2) -> Result:
             part.backward()
             loss += part.item()
             for total, parameter in zip(gradients, parameters, strict=True):
-                total += 0.0 if parameter.grad is None else parameter.grad.float()  # an expert may get no token
+                # an expert may get no token
+                total += 0.0 if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
         losses.append(loss)
-        norms.append(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item())
+        norms.append(
+            torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt().item()
+        )
         optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
-    return Result(losses, norms, {f"model.{name}": value.detach().cpu() for name, value in model.named_parameters()})
+    return Result(
+        losses,
+        norms,
+        {f"model.{name}": value.detach().cpu() for name, value in model.named_parameters()},
+    )
 
 
 def _mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -104,7 +125,8 @@ def _mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _initial(recipe: Recipe) -> nn.Module:
-    """Build the model with the weights that every layout gets: a function of the seed and the names of the parameters."""
+    """Build the model with the weights that every layout gets: a function of the seed and the names
+    of the parameters."""
     with default_dtype(recipe.dtype):
         with torch.device("meta"):
             module = nn.ModuleDict({"model": build(recipe)})

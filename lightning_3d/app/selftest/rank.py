@@ -1,4 +1,5 @@
-"""Work of one rank for one cell: train with the strategy, or compare one attention kernel. Runs in a worker."""
+"""Work of one rank for one cell: train with the strategy, or compare one attention kernel. Runs in
+a worker."""
 
 from __future__ import annotations
 
@@ -10,10 +11,19 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.app.selftest.cells import CHECKPOINT, Cell, micro_batch
+from lightning_3d.app.selftest.models import (
+    LEARNING_RATE,
+    SEED,
+    STEPS,
+    Recipe,
+    Result,
+    batches,
+    build,
+    train_plainly,
+)
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.app.selftest.cells import CHECKPOINT, Cell, micro_batch
-from lightning_3d.app.selftest.models import LEARNING_RATE, SEED, STEPS, Recipe, Result, batches, build, train_plainly
 from lightning_3d.strategy.silent_trainer import Batches, silence
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
@@ -39,7 +49,8 @@ def reference(recipe: Recipe, accelerator: str) -> Result:
 
 
 def train(cell: Cell, accelerator: str, folder: str) -> Part:
-    """Train one rank of a cell. A checkpoint is saved after half of the steps, and a new Trainer resumes it in the other layout."""
+    """Train one rank of a cell. A checkpoint is saved after half of the steps, and a new Trainer
+    resumes it in the other layout."""
     if cell.kind != CHECKPOINT:
         return _fit(cell, cell.layout, accelerator, epochs=2)
     assert cell.resume is not None
@@ -50,12 +61,17 @@ def train(cell: Cell, accelerator: str, folder: str) -> Part:
 
 
 def attention(cell: Cell, accelerator: str, folder: str) -> tuple[float, float, float]:
-    """Compare the flash kernel of context parallelism with the plain product in float32: output, lse and gradients."""
+    """Compare the flash kernel of context parallelism with the plain product in float32: output,
+    lse and gradients."""
     from lightning_3d.compat.torch import flash_attention, flash_attention_backward
 
     generator = torch.Generator("cuda").manual_seed(SEED)
     query, key, value, grad = (
-        torch.randn(2, 4, 128, 64, device="cuda", generator=generator).to(torch.bfloat16).float().requires_grad_() for _ in range(4)
+        torch.randn(2, 4, 128, 64, device="cuda", generator=generator)
+        .to(torch.bfloat16)
+        .float()
+        .requires_grad_()
+        for _ in range(4)
     )
     scale = 64**-0.5
     hidden = torch.ones(128, 128, dtype=torch.bool, device="cuda").triu(1)
@@ -64,7 +80,9 @@ def attention(cell: Cell, accelerator: str, folder: str) -> tuple[float, float, 
     gradients = torch.autograd.grad(wanted, (query, key, value), grad)
     q, k, v, g = (x.detach().to(torch.bfloat16) for x in (query, key, value, grad))
     out, lse = flash_attention(q, k, v, causal=True, scale=scale)
-    found = flash_attention_backward(g, q, k, v, out.contiguous(), lse.contiguous(), causal=True, scale=scale)
+    found = flash_attention_backward(
+        g, q, k, v, out.contiguous(), lse.contiguous(), causal=True, scale=scale
+    )
     worst = max(_relative(one, other) for one, other in zip(found, gradients, strict=True))
     return _relative(out, wanted), _relative(lse, scores.logsumexp(-1)), worst
 
@@ -95,7 +113,8 @@ class _Module(pl.LightningModule):
 
 
 class _Data(pl.LightningDataModule):
-    """The rows of a data-parallel rank; each epoch has half of the steps, so that a checkpoint ends one."""
+    """The rows of a data-parallel rank; each epoch has half of the steps, so that a checkpoint ends
+    one."""
 
     def __init__(self, dp: int) -> None:
         super().__init__()
@@ -104,12 +123,17 @@ class _Data(pl.LightningDataModule):
     def train_dataloader(self) -> Batches:
         assert self.trainer is not None
         first = (self.trainer.current_epoch % 2) * STEPS // 2
-        place: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
-        return Batches([batch[place["rank"] :: self._dp] for batch in batches()[first : first + STEPS // 2]])
+        place: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {
+            "rank": 0
+        }
+        return Batches(
+            [batch[place["rank"] :: self._dp] for batch in batches()[first : first + STEPS // 2]]
+        )
 
 
 class _Values(pl.Callback):
-    """Callback that records the loss and the gradient norm of every step, and saves when the epoch ends."""
+    """Callback that records the loss and the gradient norm of every step, and saves when the epoch
+    ends."""
 
     def __init__(self, save: str | None) -> None:
         self.losses: list[float] = []
@@ -126,13 +150,31 @@ class _Values(pl.Callback):
             trainer.save_checkpoint(self._save)
 
 
-def _fit(cell: Cell, layout: str, accelerator: str, *, epochs: int, save: str | None = None, resume: str | None = None) -> Part:
+def _fit(
+    cell: Cell,
+    layout: str,
+    accelerator: str,
+    *,
+    epochs: int,
+    save: str | None = None,
+    resume: str | None = None,
+) -> Part:
     values, module = _Values(save), _Module(recipe_of(cell))
     size = Layout.parse(layout)
-    options = {key: value for key, value in cell.strategy.items() if size.dp > 1 or not key.startswith("zero_")}
-    strategy = Lightning3DStrategy(layout, micro_batch_size=micro_batch(layout), seed=SEED, **options)
+    options = {
+        key: value
+        for key, value in cell.strategy.items()
+        if size.dp > 1 or not key.startswith("zero_")
+    }
+    strategy = Lightning3DStrategy(
+        layout, micro_batch_size=micro_batch(layout), seed=SEED, **options
+    )
     on_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    place: dict[str, Any] = {"accelerator": accelerator, "devices": on_node, "num_nodes": size.world_size // on_node}
+    place: dict[str, Any] = {
+        "accelerator": accelerator,
+        "devices": on_node,
+        "num_nodes": size.world_size // on_node,
+    }
     with silence():
         trainer = pl.Trainer(
             strategy=strategy,
@@ -147,5 +189,8 @@ def _fit(cell: Cell, layout: str, accelerator: str, *, epochs: int, save: str | 
             **place,
         )
         trainer.fit(module, datamodule=_Data(size.dp), ckpt_path=resume)
-    shards = {name: (parameter.detach().cpu(), strategy.specs[name]) for name, parameter in module.named_parameters()}
+    shards = {
+        name: (parameter.detach().cpu(), strategy.specs[name])
+        for name, parameter in module.named_parameters()
+    }
     return Part(values.losses, values.norms, shards)

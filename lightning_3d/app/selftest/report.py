@@ -10,12 +10,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.app.selftest.judge import BAD, EXACT, FAILED, HANGS, NOT_REACHED, SKIPPED, WRONG, Verdict
+from lightning_3d.app.selftest.judge import (
+    BAD,
+    EXACT,
+    FAILED,
+    HANGS,
+    NOT_REACHED,
+    SKIPPED,
+    WRONG,
+    Verdict,
+)
 from lightning_3d.app.selftest.session import Session
 
 WIDTH = 100
 FORMAT = 1
-_HEADER = f"{'technique':<30} {'layout':<12} {'in':<4} {'loss':>7} {'norm':>7} {'weights':>7}  {'allowed':<17} verdict"
+_HEADER = (
+    f"{'technique':<30} {'layout':<12} {'in':<4} {'loss':>7} {'norm':>7} {'weights':>7} "
+    f" {'allowed':<17} verdict"
+)
 
 
 def table(session: Session) -> str:
@@ -24,7 +36,9 @@ def table(session: Session) -> str:
     known = (EXACT, WRONG, FAILED, HANGS, SKIPPED, NOT_REACHED)
     total = ", ".join(f"{counts[word]} {word}" for word in known if counts[word])
     title = "Largest relative differences between ranks and a plain loop on one rank."
-    return "\n".join([_place(session.machine), title, "", _HEADER, *map(_line, session.verdicts), "", total])
+    return "\n".join(
+        [_place(session.machine), title, "", _HEADER, *map(_line, session.verdicts), "", total]
+    )
 
 
 def _place(machine: dict[str, Any]) -> str:
@@ -32,7 +46,11 @@ def _place(machine: dict[str, Any]) -> str:
         return f"CPU ranks on {machine['cores']} cores, torch {machine['libraries']['torch']}"
     ranks, gpus, devices = machine["ranks"], machine["gpus"], machine["devices"]
     shares = ranks > gpus  # then a rank sees its own GPU only
-    kinds = f"{gpus} x {devices[0]}" if shares else ", ".join(f"{count} x {name}" for name, count in Counter(devices).items())
+    kinds = (
+        f"{gpus} x {devices[0]}"
+        if shares
+        else ", ".join(f"{count} x {name}" for name, count in Counter(devices).items())
+    )
     simulated = "simulated GPU: " if machine["simulated"] else ""
     shared = f"{ranks} ranks share " if shares else ""
     return f"{simulated}{shared}{kinds}, torch {machine['libraries']['torch']}"
@@ -45,7 +63,10 @@ def _line(verdict: Verdict) -> str:
         text = f"{start}{verdict.verdict}: {verdict.why}"
     else:
         numbers = " ".join(f"{value:7.0e}" for value in verdict.differences)
-        text = f"{start}{numbers}  {' '.join(f'{limit:.0e}' for limit in cell.tolerances):<17} {verdict.verdict}"
+        text = (
+            f"{start}{numbers}  {' '.join(f'{limit:.0e}' for limit in cell.tolerances):<17}"
+            f" {verdict.verdict}"
+        )
     return text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
 
 
@@ -55,7 +76,8 @@ def is_wrong(session: Session) -> bool:
 
 
 def write(session: Session, path: Path) -> None:
-    """Write all numbers, tracebacks and the machine's description. NaN becomes null, which JSON has."""
+    """Write all numbers, tracebacks and the machine's description. NaN becomes null, which JSON
+    has."""
     content = {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

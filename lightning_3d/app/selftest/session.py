@@ -7,13 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_3d.ranks.progress import task
 from lightning_3d.app.selftest import rank
 from lightning_3d.app.selftest.cells import KERNEL, Cell
-from lightning_3d.app.selftest.judge import FAILED, HANGS, NOT_REACHED, SKIPPED, Verdict, compare, judge
+from lightning_3d.app.selftest.judge import (
+    FAILED,
+    HANGS,
+    NOT_REACHED,
+    SKIPPED,
+    Verdict,
+    compare,
+    judge,
+)
 from lightning_3d.app.selftest.machine import absent_parts, describe
 from lightning_3d.app.selftest.models import Recipe, Result
 from lightning_3d.app.selftest.workers import CallFailed, CallHung, Workers
+from lightning_3d.ranks.progress import task
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,10 @@ def run(
     """Run the cells.
 
     Args:
-        ranks: number of ranks. gpus: number of GPUs that they use; 0: CPU ranks. With more ranks than GPUs, ranks share GPUs.
-        seconds: time limit of all cells, the start of the workers included. A cell is not started after it.
+        ranks: number of ranks. gpus: number of GPUs that they use; 0: CPU ranks. With more ranks
+            than GPUs, ranks share GPUs.
+        seconds: time limit of all cells, the start of the workers included. A cell is not started
+            after it.
         prepare: function that each worker calls when it starts.
 
     Raises:
@@ -45,11 +55,16 @@ def run(
     accelerator = "gpu" if gpus else "cpu"
     with Workers(ranks, gpus, prepare) as workers:
         with task(f"starting {ranks} ranks"):
-            machine = workers.call(describe, 1, 120.0, accelerator)[0] | {"ranks": ranks, "gpus": gpus}
+            machine = workers.call(describe, 1, 120.0, accelerator)[0] | {
+                "ranks": ranks,
+                "gpus": gpus,
+            }
         verdicts, references = [], _References(workers, accelerator)
         with task("comparing", len(cells), "cells") as advance:
             for cell in cells:
-                verdicts.append(_verdict(cell, ranks, machine, workers, references, deadline, accelerator))
+                verdicts.append(
+                    _verdict(cell, ranks, machine, workers, references, deadline, accelerator)
+                )
                 advance(1)
     return Session(machine, verdicts)
 
@@ -63,12 +78,20 @@ class _References:
 
     def get(self, recipe: Recipe, seconds: float) -> Result:
         if recipe not in self._known:
-            self._known[recipe] = self._workers.call(rank.reference, 1, seconds, recipe, self._accelerator)[0]
+            self._known[recipe] = self._workers.call(
+                rank.reference, 1, seconds, recipe, self._accelerator
+            )[0]
         return self._known[recipe]
 
 
 def _verdict(
-    cell: Cell, ranks: int, machine: dict[str, Any], workers: Workers, references: _References, deadline: float, accelerator: str
+    cell: Cell,
+    ranks: int,
+    machine: dict[str, Any],
+    workers: Workers,
+    references: _References,
+    deadline: float,
+    accelerator: str,
 ) -> Verdict:
     capability = tuple(machine["capability"]) if machine["capability"] else None
     if why := cell.missing(ranks, capability, absent_parts()):
@@ -83,18 +106,26 @@ def _verdict(
         verdict = Verdict(cell, FAILED, why=_last_line(str(error)), trace=str(error))
     except CallHung as error:
         cut_short = limit < cell.seconds
-        why = "the time limit ended it; use a larger --minutes" if cut_short else f"no answer within {limit:.0f} s"
+        why = (
+            "the time limit ended it; use a larger --minutes"
+            if cut_short
+            else f"no answer within {limit:.0f} s"
+        )
         verdict = Verdict(cell, NOT_REACHED if cut_short else HANGS, why=why, trace=str(error))
     return replace(verdict, seconds=time.monotonic() - started)
 
 
-def _compare(cell: Cell, workers: Workers, references: _References, limit: float, accelerator: str) -> Verdict:
+def _compare(
+    cell: Cell, workers: Workers, references: _References, limit: float, accelerator: str
+) -> Verdict:
     folder = workers.folder / f"cell_{time.monotonic_ns()}"
     if cell.kind == KERNEL:
         differences = workers.call(rank.attention, 1, limit, cell, accelerator, str(folder))[0]
         return Verdict(cell, judge(cell, differences), differences)
     reference = references.get(rank.recipe_of(cell), limit)
-    return compare(cell, workers.call(rank.train, cell.ranks, limit, cell, accelerator, str(folder)), reference)
+    return compare(
+        cell, workers.call(rank.train, cell.ranks, limit, cell, accelerator, str(folder)), reference
+    )
 
 
 def _last_line(text: str) -> str:

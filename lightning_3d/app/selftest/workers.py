@@ -1,8 +1,10 @@
-"""Processes that wait for calls, one for each rank. They are started once, because an import of torch costs seconds; every call makes
-process groups of its own. A call that hangs or leaves ranks behind ends all of them, and the next call starts new ones.
+"""Processes that wait for calls, one for each rank. They are started once, because an import of
+torch costs seconds; every call makes process groups of its own. A call that hangs or leaves ranks
+behind ends all of them, and the next call starts new ones.
 
-With more ranks than GPUs, ranks share GPUs: each is a node of its own with one GPU. NCCL refuses two ranks on one GPU of one host; it takes
-these ranks for different hosts, and sends their messages through sockets of the loopback interface.
+With more ranks than GPUs, ranks share GPUs: each is a node of its own with one GPU. NCCL refuses
+two ranks on one GPU of one host; it takes these ranks for different hosts, and sends their messages
+through sockets of the loopback interface.
 """
 
 from __future__ import annotations
@@ -56,11 +58,14 @@ class Workers:
 
     Args:
         count: number of ranks.
-        gpus: number of GPUs that they use; 0: CPU ranks. With more ranks than GPUs, ranks share GPUs.
+        gpus: number of GPUs that they use; 0: CPU ranks. With more ranks than GPUs, ranks share
+            GPUs.
         prepare: function that each worker calls when it starts.
     """
 
-    def __init__(self, count: int, gpus: int = 0, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, count: int, gpus: int = 0, prepare: Callable[[], None] | None = None
+    ) -> None:
         self._count, self._gpus, self._prepare = count, gpus, prepare
         self._ranks: list[tuple[Any, connection.Connection]] = []
         self._calls = 0
@@ -77,7 +82,12 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._end()
         self._folder.cleanup()
 
@@ -85,24 +95,32 @@ class Workers:
         """Start the workers that do not run, and wait until they have imported what they need."""
         if self._ranks:
             return
-        # CUDA does not survive a fork, and imports of other libraries may initialize it; CPU ranks share one import.
+        # CUDA does not survive a fork, and imports of other libraries may initialize it; CPU ranks
+        # share one import.
         context: Any = multiprocessing.get_context("spawn" if self._gpus else "forkserver")
         if not self._gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            context.set_forkserver_preload(["lightning_3d.app.selftest.rank", "transformers.models.llama.modeling_llama"])
+            context.set_forkserver_preload(
+                ["lightning_3d.app.selftest.rank", "transformers.models.llama.modeling_llama"]
+            )
         for rank in range(self._count):
             here, there = context.Pipe()
             place = _shared_gpu(rank, self._gpus) if self._shares else {}
-            process = context.Process(target=_serve, args=(there, place, self._prepare), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, place, self._prepare), daemon=True
+            )
             process.start()
             there.close()
             self._ranks.append((process, here))
         self._collect(self._count, _START_SECONDS)
 
-    def call(self, function: Callable[..., Any], ranks: int, seconds: float, *arguments: Any) -> list[Any]:
-        """Call a function of a module on the first ranks, and return the results in the order of the ranks.
+    def call(
+        self, function: Callable[..., Any], ranks: int, seconds: float, *arguments: Any
+    ) -> list[Any]:
+        """Call a function of a module on the first ranks, and return the results in the order of
+        the ranks.
 
         Raises:
             CallFailed: a rank failed.
@@ -115,7 +133,18 @@ class Workers:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         payload = pickle.dumps((function, arguments))
         for rank, (_, pipe) in enumerate(self._ranks[:ranks]):
-            pipe.send(_Call(payload, rank, ranks, store.port, self._calls, str(self._stack(rank)), seconds, self._shares))
+            pipe.send(
+                _Call(
+                    payload,
+                    rank,
+                    ranks,
+                    store.port,
+                    self._calls,
+                    str(self._stack(rank)),
+                    seconds,
+                    self._shares,
+                )
+            )
         return self._collect(ranks, seconds)
 
     def _stack(self, rank: int) -> Path:
@@ -125,7 +154,9 @@ class Workers:
         answers: dict[int, tuple[bool, bytes | str]] = {}
         deadline, failed = time.monotonic() + seconds, False
         while len(answers) < ranks:
-            waiting: dict[Any, int] = {self._ranks[rank][1]: rank for rank in range(ranks) if rank not in answers}
+            waiting: dict[Any, int] = {
+                self._ranks[rank][1]: rank for rank in range(ranks) if rank not in answers
+            }
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -134,13 +165,23 @@ class Workers:
             if not failed and not all(good for good, _ in answers.values()):
                 failed, deadline = True, min(deadline, time.monotonic() + _OTHERS_SECONDS)
         if failed:
-            texts = {str(text): rank for rank, (good, text) in sorted(answers.items(), reverse=True) if not good}
+            texts = {
+                str(text): rank
+                for rank, (good, text) in sorted(answers.items(), reverse=True)
+                if not good
+            }
             self._end()
-            raise CallFailed("\n".join(f"rank {rank}:\n{text}" for text, rank in reversed(texts.items())))
+            raise CallFailed(
+                "\n".join(f"rank {rank}:\n{text}" for text, rank in reversed(texts.items()))
+            )
         if len(answers) < ranks:
             silent = [rank for rank in range(ranks) if rank not in answers]
             time.sleep(1.0)  # workers write their stacks when the time is over
-            stacks = "".join(f"rank {rank} is at:\n{self._stack(rank).read_text()}" for rank in silent if self._stack(rank).exists())
+            stacks = "".join(
+                f"rank {rank} is at:\n{self._stack(rank).read_text()}"
+                for rank in silent
+                if self._stack(rank).exists()
+            )
             self._end()
             raise CallHung(f"ranks {silent} did not answer within {seconds:.0f} s\n{stacks}")
         return [pickle.loads(answers[rank][1]) for rank in range(ranks)]  # type: ignore[arg-type]
@@ -151,7 +192,10 @@ class Workers:
             answer: tuple[bool, bytes | str] = pipe.recv()
         except (EOFError, OSError):
             process.join(5)
-            return False, f"the process ended with exit code {process.exitcode} and reported no error"
+            return (
+                False,
+                f"the process ended with exit code {process.exitcode} and reported no error",
+            )
         return answer
 
     def _end(self) -> None:
@@ -164,14 +208,20 @@ class Workers:
 
 
 def _shared_gpu(rank: int, gpus: int) -> dict[str, str]:
-    """Environment of a rank that shares its GPU: it sees this GPU only, and NCCL takes it for a host of its own."""
+    """Environment of a rank that shares its GPU: it sees this GPU only, and NCCL takes it for a
+    host of its own."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(index) for index in range(gpus)]
     sockets = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
-    return sockets | {"CUDA_VISIBLE_DEVICES": devices[rank % gpus], "NCCL_HOSTID": f"lightning_3d_selftest_{rank}"}
+    return sockets | {
+        "CUDA_VISIBLE_DEVICES": devices[rank % gpus],
+        "NCCL_HOSTID": f"lightning_3d_selftest_{rank}",
+    }
 
 
-def _serve(pipe: connection.Connection, place: dict[str, str], prepare: Callable[[], None] | None) -> None:
+def _serve(
+    pipe: connection.Connection, place: dict[str, str], prepare: Callable[[], None] | None
+) -> None:
     """Answer calls in a worker until the owner closes the pipe or ends."""
     threading.Thread(target=_die_with_owner, daemon=True).start()
     os.environ.update(place)  # before CUDA starts
@@ -212,7 +262,11 @@ def _answer(call: _Call) -> tuple[bool, bytes | str]:
             answer = pickle.dumps(function(*arguments))
             if dist.is_initialized():
                 # Nobody closes connections that another rank still reads from.
-                dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+                dist.barrier(
+                    device_ids=(
+                        [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+                    )
+                )
                 dist.destroy_process_group()
             _reset_deepspeed()
         except BaseException:
@@ -223,11 +277,24 @@ def _answer(call: _Call) -> tuple[bool, bytes | str]:
 
 
 def _become_rank(call: _Call) -> None:
-    """Set what torchrun sets, so that a Trainer finds itself started. The owner serves the store, as torchrun's agent does."""
-    node, local, on_node = (call.rank, 0, 1) if call.alone_on_node else (0, call.rank, call.world_size)
+    """Set what torchrun sets, so that a Trainer finds itself started. The owner serves the store,
+    as torchrun's agent does."""
+    node, local, on_node = (
+        (call.rank, 0, 1) if call.alone_on_node else (0, call.rank, call.world_size)
+    )
     place = {"RANK": call.rank, "LOCAL_RANK": local, "GROUP_RANK": node, "NODE_RANK": node}
-    world = {"WORLD_SIZE": call.world_size, "LOCAL_WORLD_SIZE": on_node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": call.port}
-    elastic = {"RUN_ID": "selftest", "USE_AGENT_STORE": "True", "RESTART_COUNT": call.number, "MAX_RESTARTS": call.number}
+    world = {
+        "WORLD_SIZE": call.world_size,
+        "LOCAL_WORLD_SIZE": on_node,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": call.port,
+    }
+    elastic = {
+        "RUN_ID": "selftest",
+        "USE_AGENT_STORE": "True",
+        "RESTART_COUNT": call.number,
+        "MAX_RESTARTS": call.number,
+    }
     values = place | world | {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}
     os.environ.update({name: str(value) for name, value in values.items()})
 

@@ -15,24 +15,27 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.app.config.objective import require_same_vocabulary
-from lightning_3d.models.pretrained_config import architecture
-from lightning_3d.models.safetensors_folder import find_folder
 from lightning_3d.app.training.data.documents import IGNORE_INDEX
 from lightning_3d.app.training.document_inputs import inputs_of
 from lightning_3d.app.training.module import CausalLM, transformers_config
+from lightning_3d.models.pretrained_config import architecture
+from lightning_3d.models.safetensors_folder import find_folder
 
 
 class DistilledLM(CausalLM):
-    """LightningModule that trains a causal LM to predict the next token as the data and a frozen teacher do.
+    """LightningModule that trains a causal LM to predict the next token as the data and a frozen
+    teacher do.
 
-    Logs `loss`, the weighted sum of both parts in nats per target token, and `cross_entropy` and `val_loss`, which are the data's part.
+    Logs `loss`, the weighted sum of both parts in nats per target token, and `cross_entropy` and
+    `val_loss`, which are the data's part.
 
     Args:
         model: see `CausalLM`.
         optimizer: see `CausalLM`.
-        teacher: folder of a pretrained causal LM with the same vocabulary, or its `model_type` and the fields of its Transformers
-            configuration: then it has new weights.
-        temperature: temperature of both distributions in the teacher's part, which is multiplied by its square.
+        teacher: folder of a pretrained causal LM with the same vocabulary, or its `model_type` and
+            the fields of its Transformers configuration: then it has new weights.
+        temperature: temperature of both distributions in the teacher's part, which is multiplied by
+            its square.
         teacher_weight: weight of the teacher's part, 0 to 1.
 
     Raises:
@@ -49,7 +52,9 @@ class DistilledLM(CausalLM):
         teacher_weight: float = 0.5,
     ) -> None:
         super().__init__(model, optimizer)
-        self.save_hyperparameters({"teacher": teacher, "temperature": temperature, "teacher_weight": teacher_weight})
+        self.save_hyperparameters(
+            {"teacher": teacher, "temperature": temperature, "teacher_weight": teacher_weight}
+        )
         self.temperature, self.teacher_weight = temperature, teacher_weight
         if isinstance(teacher, str):
             self.teacher_folder: Path | None = find_folder(teacher)
@@ -81,7 +86,8 @@ class DistilledLM(CausalLM):
 
 
 def divergence(logits: Tensor, expected: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Kullback-Leibler divergence from the teacher's distribution, mean over target tokens, times the squared temperature; shape ().
+    """Kullback-Leibler divergence from the teacher's distribution, mean over target tokens, times
+    the squared temperature; shape ().
 
     Args:
         logits: of the model, (batch, sequence, vocabulary).

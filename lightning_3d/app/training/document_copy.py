@@ -1,8 +1,9 @@
 """The small copy of a model for the trial of documents (`document_trial`).
 
-It has the model's blocks up to the first of each kind, because a block may need what an earlier one has found. Large matrices are one row,
-repeated, which takes no memory, and there are few token ids. Windows of attention, compressed blocks and other lengths in tokens are
-shorter than the trial's documents (`token_lengths`): their edges must follow documents.
+It has the model's blocks up to the first of each kind, because a block may need what an earlier one
+has found. Large matrices are one row, repeated, which takes no memory, and there are few token ids.
+Windows of attention, compressed blocks and other lengths in tokens are shorter than the trial's
+documents (`token_lengths`): their edges must follow documents.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.app.training.token_lengths import shorten
 from lightning_3d.errors import PlanError
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.context.few_rows import random_values
-from lightning_3d.strategy.self_check.model_copy import copy_without_values, kinds_of, leave_out_blocks
-from lightning_3d.app.training.token_lengths import shorten
+from lightning_3d.strategy.self_check.model_copy import (
+    copy_without_values,
+    kinds_of,
+    leave_out_blocks,
+)
 from lightning_3d.weights.initialize import initialize
 
 IDS = 64
@@ -27,7 +32,8 @@ _LENGTH = 3
 
 
 def trial_copy(model: nn.Module) -> Any:
-    """Copy a model for the trial: float64 on the CPU, random weights, one block of each kind at least.
+    """Copy a model for the trial: float64 on the CPU, random weights, one block of each kind at
+    least.
 
     Args:
         model: a whole causal LM of Transformers, whose values are not read. It may be on meta.
@@ -46,27 +52,37 @@ def trial_copy(model: nn.Module) -> Any:
                 blank = value[:IDS] if id(value) in by_id else value
                 if (kind := (blank.shape, blank.dtype)) not in drawn:
                     drawn[kind] = random_values(blank)
-                child._parameters[key] = shared.setdefault(id(value), nn.Parameter(drawn[kind], value.requires_grad))
+                child._parameters[key] = shared.setdefault(
+                    id(value), nn.Parameter(drawn[kind], value.requires_grad)
+                )
         if (config := vars(child).get("config")) is not None:
             config._experts_implementation = "eager"  # grouped products do not know float64
-            if getattr(config, "_attn_implementation", None) == "flex_attention":  # same masks, but on the CPU it does not know sinks
+            # same masks, but on the CPU it does not know sinks
+            if getattr(config, "_attn_implementation", None) == "flex_attention":
                 config._attn_implementation_internal = "eager"
     initialize(copied, device="cpu")  # buffers that are on meta
     return copied
 
 
 def _values_by_id(model: Any) -> set[int]:
-    """Parameters with a row for each token id or position, by `id`. A module that contains the head may have its bias too."""
+    """Parameters with a row for each token id or position, by `id`. A module that contains the head
+    may have its bias too."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    owners: list[nn.Module] = [child for child in model.modules() if isinstance(child, nn.Embedding)]
+    owners: list[nn.Module] = [
+        child for child in model.modules() if isinstance(child, nn.Embedding)
+    ]
     owners += [] if head is None else [head]
-    return {id(value) for owner in owners for value in owner._parameters.values() if value is not None}
+    return {
+        id(value) for owner in owners for value in owner._parameters.values() if value is not None
+    }
 
 
 def _leave_out_later_blocks(copied: nn.Module) -> None:
-    """Replace the blocks after the first of each kind, and after the second block, in place; none where the model does not name its blocks.
+    """Replace the blocks after the first of each kind, and after the second block, in place; none
+    where the model does not name its blocks.
 
-    All earlier blocks stay, because some hand over more than hidden states: the tokens that an indexer chose, or keys and values.
+    All earlier blocks stay, because some hand over more than hidden states: the tokens that an
+    indexer chose, or keys and values.
     """
     try:
         plan = read_plan(copied)

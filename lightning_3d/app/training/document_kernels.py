@@ -1,4 +1,5 @@
-"""FlashAttention's functions as products on the CPU, for the trial of a model with few tokens (`document_trial`)."""
+"""FlashAttention's functions as products on the CPU, for the trial of a model with few tokens
+(`document_trial`)."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def attend_in_documents(
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(-1, 1, 1).expand(-1, len(q), 1)], dim=-1)
     shares = scores.softmax(-1)[..., : len(k)]
-    return torch.einsum("hqk,khd->qhd", shares, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)).contiguous()
+    return torch.einsum(
+        "hqk,khd->qhd", shares, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    ).contiguous()
 
 
 def on_the_cpu() -> Any:

@@ -15,9 +15,11 @@ def make_module(config: Mapping[str, Any], teacher: Mapping[str, Any] | None = N
     """Build the module that the groups `model` and `optimizer` and the keys `objective` describe.
 
     Args:
-        teacher: `model_type` and fields of a teacher with new weights, in place of the folder `objective.teacher`.
+        teacher: `model_type` and fields of a teacher with new weights, in place of the folder
+            `objective.teacher`.
     """
-    options = ObjectiveOptions(**config.get("objective", {}))  # a configuration of an earlier version has none
+    # a configuration of an earlier version has none
+    options = ObjectiveOptions(**config.get("objective", {}))
     if options.name == DPO:
         return PreferenceLM(config["model"], config["optimizer"], beta=options.beta)
     if options.name == DISTILLATION:

@@ -1,4 +1,5 @@
-"""Objects that a configuration names: the strategy, callbacks, loggers and arguments of the Trainer."""
+"""Objects that a configuration names: the strategy, callbacks, loggers and arguments of the
+Trainer."""
 
 from __future__ import annotations
 
@@ -19,9 +20,22 @@ from lightning_3d.app.config.targets import ARGUMENTS, check_targets, is_allowed
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
-_KINDS: dict[str, tuple[type, ...]] = {"parallelism": (Lightning3DStrategy,), "callbacks": (Callback,), "logger": (Logger,)}
+_KINDS: dict[str, tuple[type, ...]] = {
+    "parallelism": (Lightning3DStrategy,),
+    "callbacks": (Callback,),
+    "logger": (Logger,),
+}
 _OF_HYDRA = (*HYDRA_KEYS, "_args_")
-_OF_THE_TRAINER = (Callback, Logger, Profiler, Accelerator, CheckpointIO, ClusterEnvironment, LayerSync, Precision)
+_OF_THE_TRAINER = (
+    Callback,
+    Logger,
+    Profiler,
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    LayerSync,
+    Precision,
+)
 
 
 def make_objects(group: str, entries: Mapping[str, Any]) -> list[Any]:
@@ -30,14 +44,19 @@ def make_objects(group: str, entries: Mapping[str, Any]) -> list[Any]:
     Raises:
         ConfigError: see `make_object`.
     """
-    return [make_object(f"{group}.{name}", entry) for name, entry in entries.items() if entry is not None]
+    return [
+        make_object(f"{group}.{name}", entry)
+        for name, entry in entries.items()
+        if entry is not None
+    ]
 
 
 def make_object(key: str, entry: Mapping[str, Any]) -> Any:
     """Build the object that an entry with a `_target_` describes.
 
     Raises:
-        Lightning3DError: see `_check_classes`; or the class does not accept these arguments, or raises an error of its own.
+        Lightning3DError: see `_check_classes`; or the class does not accept these arguments, or
+            raises an error of its own.
     """
     _check_classes(key, entry)
     try:
@@ -49,7 +68,8 @@ def make_object(key: str, entry: Mapping[str, Any]) -> Any:
 
 
 def check_object(key: str, entry: Mapping[str, Any]) -> None:
-    """Refuse an entry that `make_object` would refuse for its class or the names of its arguments, without building anything.
+    """Refuse an entry that `make_object` would refuse for its class or the names of its arguments,
+    without building anything.
 
     Raises:
         ConfigError: see `_check_classes`; or the class does not accept these arguments.
@@ -67,7 +87,9 @@ def check_object(key: str, entry: Mapping[str, Any]) -> None:
         accepted.bind(*entry.get("_args_", ()), **given)
     except TypeError as error:
         unknown = next((word for word in given if word not in accepted.parameters), "")
-        raise _cannot_create(key, name, error, did_you_mean(unknown, accepted.parameters) if unknown else "") from error
+        raise _cannot_create(
+            key, name, error, did_you_mean(unknown, accepted.parameters) if unknown else ""
+        ) from error
 
 
 def _check_classes(key: str, entry: Mapping[str, Any]) -> None:
@@ -81,11 +103,14 @@ def _check_classes(key: str, entry: Mapping[str, Any]) -> None:
     kinds = _KINDS.get(key.partition(".")[0], _OF_THE_TRAINER)
     for place, name in targets_of(entry, key):
         own = place == f"{key}._target_"
-        _require_class(place, name, kinds if own else _OF_THE_TRAINER, known=() if own else ARGUMENTS)
+        _require_class(
+            place, name, kinds if own else _OF_THE_TRAINER, known=() if own else ARGUMENTS
+        )
 
 
 def _refuse_interpolations(key: str, value: Any) -> None:
-    """Refuse a value that would be resolved once more when the object is made: it could become a `_target_` that was never checked."""
+    """Refuse a value that would be resolved once more when the object is made: it could become a
+    `_target_` that was never checked."""
     if isinstance(value, Mapping):
         for name, below in value.items():
             _refuse_interpolations(f"{key}.{name}", below)
@@ -93,7 +118,10 @@ def _refuse_interpolations(key: str, value: Any) -> None:
         for index, below in enumerate(value):
             _refuse_interpolations(f"{key}[{index}]", below)
     elif isinstance(value, str) and "${" in value:
-        raise ConfigError(f"{key} must not contain an escaped interpolation (\\${{...}}); got {value!r}. Write the value itself.")
+        raise ConfigError(
+            f"{key} must not contain an escaped interpolation (\\${{...}}); got {value!r}. Write"
+            " the value itself."
+        )
 
 
 def strategy_class(name: str) -> type[Lightning3DStrategy]:
@@ -109,7 +137,8 @@ def strategy_class(name: str) -> type[Lightning3DStrategy]:
 
 
 def find_class(key: str, name: str, kinds: tuple[type, ...]) -> Any:
-    """Return the class that `_target_` of `key` names, or a function that the user has allowed in its place.
+    """Return the class that `_target_` of `key` names, or a function that the user has allowed in
+    its place.
 
     Raises:
         ConfigError: the name is not one of a class of these kinds, or may not be used.
@@ -122,8 +151,11 @@ def find_class(key: str, name: str, kinds: tuple[type, ...]) -> Any:
         raise _cannot_create(key, name, error.__cause__ or error) from error
 
 
-def _require_class(key: str, name: str, kinds: tuple[type, ...], known: tuple[str, ...] = ()) -> None:
-    """Refuse a name that is no class of these kinds, before it is called: a package has functions that run anything.
+def _require_class(
+    key: str, name: str, kinds: tuple[type, ...], known: tuple[str, ...] = ()
+) -> None:
+    """Refuse a name that is no class of these kinds, before it is called: a package has functions
+    that run anything.
 
     What the user has allowed may be a function that makes such an object.
     """
@@ -133,24 +165,38 @@ def _require_class(key: str, name: str, kinds: tuple[type, ...], known: tuple[st
     try:
         found = get_object(name)
     except Exception as error:
-        raise _cannot_create(key.removesuffix("._target_"), name, error.__cause__ or error, _nearest(name, kinds)) from error
+        raise _cannot_create(
+            key.removesuffix("._target_"), name, error.__cause__ or error, _nearest(name, kinds)
+        ) from error
     if strategy and not (isinstance(found, type) and issubclass(found, Lightning3DStrategy)):
-        raise ConfigError(f"parallelism._target_ must be Lightning3DStrategy or a subclass of it; got {name}.")
+        raise ConfigError(
+            f"parallelism._target_ must be Lightning3DStrategy or a subclass of it; got {name}."
+        )
     if not (isinstance(found, type) and issubclass(found, kinds)):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ConfigError(f"{key} must name a class that is a {wanted}; got {name}.")
 
 
 def _nearest(name: str, kinds: tuple[type, ...]) -> str:
-    """Propose the class of these kinds in the module of `name` that is nearest to it; empty if there is none."""
+    """Propose the class of these kinds in the module of `name` that is nearest to it; empty if
+    there is none."""
     module, _, last = name.rpartition(".")
     try:
         found = vars(get_object(module))
     except Exception:  # the module is wrong as well
         return ""
-    return did_you_mean(last, [word for word, value in found.items() if isinstance(value, type) and issubclass(value, kinds)])
+    return did_you_mean(
+        last,
+        [
+            word
+            for word, value in found.items()
+            if isinstance(value, type) and issubclass(value, kinds)
+        ],
+    )
 
 
 def _cannot_create(key: str, name: str, error: BaseException, hint: str = "") -> ConfigError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ConfigError(f"Cannot create {key} ({name}): {reason.rstrip('.') + '.' + hint if hint else reason}")
+    return ConfigError(
+        f"Cannot create {key} ({name}): {reason.rstrip('.') + '.' + hint if hint else reason}"
+    )

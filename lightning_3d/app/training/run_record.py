@@ -1,7 +1,8 @@
-"""The run that wrote a checkpoint: its configuration, also in the loggers that keep it, and its id at Weights & Biases.
+"""The run that wrote a checkpoint: its configuration, also in the loggers that keep it, and its id
+at Weights & Biases.
 
-With the id, a job that is started again continues the same run there, also in steps of offline files. With the configuration, keys that
-have changed since take effect.
+With the id, a job that is started again continues the same run there, also in steps of offline
+files. With the configuration, keys that have changed since take effect.
 """
 
 from __future__ import annotations
@@ -16,28 +17,31 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
-from lightning_3d.compat.lightning_loggers import resume_csv_file
-from lightning_3d.errors import CheckpointError
 from lightning_3d.app.runs.checkpoints import note_places, run_id
 from lightning_3d.app.runs.folder import WANDB_FILE, read_wandb_file
 from lightning_3d.app.runs.logger_packages import TRACKERS
 from lightning_3d.app.runs.wandb_access import SWEEP_VARIABLE, wandb_entries
+from lightning_3d.app.training.resumed import follow_configuration
+from lightning_3d.app.training.wandb_logger import WandbLogger as OwnLogger
+from lightning_3d.checkpoint.folder import read_manifest, read_trainer_state
+from lightning_3d.compat.lightning_loggers import resume_csv_file
+from lightning_3d.errors import CheckpointError
 from lightning_3d.storage.checkpoint_names import RUN
 from lightning_3d.storage.json_file import replace_text
 from lightning_3d.storage.remote_path import place
-from lightning_3d.app.training.resumed import follow_configuration
-from lightning_3d.app.training.wandb_logger import WandbLogger as OwnLogger
 
 CONFIG, RUN_ID, NEXT_STEP = "config", "wandb_run_id", "wandb_next_step"
 
 
 class RunRecord(pl.Callback):
-    """Callback that records a run: its configuration and ids in checkpoints, its configuration in trackers of experiments, and in the run
-    folder its id at Weights & Biases and the places of its checkpoints.
+    """Callback that records a run: its configuration and ids in checkpoints, its configuration in
+    trackers of experiments, and in the run folder its id at Weights & Biases and the places of its
+    checkpoints.
     """
 
-    def __init__(self, config: Mapping[str, Any], named: Mapping[str, pl.Callback] | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], named: Mapping[str, pl.Callback] | None = None
+    ) -> None:
         self._config = config
         self._run: str | None = None  # rank 0, which writes manifests, has it
         self._named = named or {}
@@ -51,13 +55,22 @@ class RunRecord(pl.Callback):
                 run = logger.experiment
                 facts = {"id": run.id, "name": run.name, "group": run.group, "project": run.project}
                 facts["url"] = None if run.offline else run.url
-                replace_text(Path(self._config["run_folder"]) / WANDB_FILE, json.dumps(facts) + "\n")
+                replace_text(
+                    Path(self._config["run_folder"]) / WANDB_FILE, json.dumps(facts) + "\n"
+                )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             folder = Path(self._config["run_folder"])
             self._run = run_id(folder)
-            note_places(folder, [str(named) for callback in trainer.checkpoint_callbacks if (named := getattr(callback, "dirpath", None))])
+            note_places(
+                folder,
+                [
+                    str(named)
+                    for callback in trainer.checkpoint_callbacks
+                    if (named := getattr(callback, "dirpath", None))
+                ],
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -65,7 +78,9 @@ class RunRecord(pl.Callback):
                 if Path(logger.log_dir).is_relative_to(self._config["run_folder"]):
                     resume_csv_file(logger, trainer.global_step)
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         for csv_file in _csv_files(trainer):
             csv_file.save()  # otherwise a kill loses rows of steps that are not repeated
         checkpoint[CONFIG] = dict(self._config)
@@ -77,15 +92,23 @@ class RunRecord(pl.Callback):
             if isinstance(logger, OwnLogger):
                 checkpoint[NEXT_STEP] = logger.next_step
 
-
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            follow_configuration(trainer, checkpoint, checkpoint.get(CONFIG), self._config, self._named)
+            follow_configuration(
+                trainer, checkpoint, checkpoint.get(CONFIG), self._config, self._named
+            )
 
 
 def _trackers(trainer: pl.Trainer) -> list[Logger]:
-    """Return the loggers of MLflow, Comet and Aim. Aim's class is in its own package, so names are compared."""
-    return [logger for logger in trainer.loggers if any(kind.__name__ in TRACKERS for kind in type(logger).__mro__)]
+    """Return the loggers of MLflow, Comet and Aim. Aim's class is in its own package, so names are
+    compared."""
+    return [
+        logger
+        for logger in trainer.loggers
+        if any(kind.__name__ in TRACKERS for kind in type(logger).__mro__)
+    ]
 
 
 def _csv_files(trainer: pl.Trainer) -> list[CSVLogger]:
@@ -97,12 +120,15 @@ def _runs_at_wandb(trainer: pl.Trainer) -> list[WandbLogger]:
 
 
 def same_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the group `logger`: entries of Weights & Biases get a run id, a name and tags, unless they set them.
+    """Complete the group `logger`: entries of Weights & Biases get a run id, a name and tags,
+    unless they set them.
 
-    The run id is the one of an earlier start of this job, or of the run that wrote the checkpoint it resumes. Jobs of a sweep that
-    resume one checkpoint are separate runs; their group is in the variable WANDB_RUN_GROUP.
+    The run id is the one of an earlier start of this job, or of the run that wrote the checkpoint
+    it resumes. Jobs of a sweep that resume one checkpoint are separate runs; their group is in the
+    variable WANDB_RUN_GROUP.
 
-    An unreadable checkpoint gives no id here: loading it raises the error, or falls back to another checkpoint.
+    An unreadable checkpoint gives no id here: loading it raises the error, or falls back to another
+    checkpoint.
     """
     loggers, entries = dict(config["logger"]), wandb_entries(config["logger"])
     if not entries:
@@ -110,15 +136,31 @@ def same_run(config: Mapping[str, Any]) -> dict[str, Any]:
     folder, swept = Path(config["run_folder"]), SWEEP_VARIABLE in os.environ
     saved = _state_in(config["trainer"]["resume"])
     run_id = read_wandb_file(folder).get("id") or (None if swept else saved.get(RUN_ID))
-    tags = [config["model"].get("name"), config["model"]["config"]["model_type"], config["precision"]["name"]]
+    tags = [
+        config["model"].get("name"),
+        config["model"]["config"]["model_type"],
+        config["precision"]["name"],
+    ]
     for name, entry in entries.items():
         left_open: dict[str, Any] = {"name": f"{folder.parent.name}/{folder.name}"}
         left_open["id"] = None if entry.get("version") else run_id
         used = entry.get("id") or entry.get("version") or run_id
-        if used is not None and used == saved.get(RUN_ID) and entry["_target_"] == f"{OwnLogger.__module__}.{OwnLogger.__name__}":
+        if (
+            used is not None
+            and used == saved.get(RUN_ID)
+            and entry["_target_"] == f"{OwnLogger.__module__}.{OwnLogger.__name__}"
+        ):
             left_open["first_step"] = saved.get(NEXT_STEP)  # Lightning's logger does not have it
-        known = {key: value for key, value in left_open.items() if value is not None and not entry.get(key)}
-        loggers[name] = {**entry, **known, "tags": list(dict.fromkeys([*(entry.get("tags") or ()), *filter(None, tags)]))}
+        known = {
+            key: value
+            for key, value in left_open.items()
+            if value is not None and not entry.get(key)
+        }
+        loggers[name] = {
+            **entry,
+            **known,
+            "tags": list(dict.fromkeys([*(entry.get("tags") or ()), *filter(None, tags)])),
+        }
     return loggers
 
 

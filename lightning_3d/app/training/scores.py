@@ -16,7 +16,8 @@ def score_rows(logits: Tensor, targets: Tensor) -> Tensor:
         targets: (rows, sequence).
 
     Returns:
-        (rows, 2) of float64: the log-probability of the targets, and 1.0 where each of them is the most probable token.
+        (rows, 2) of float64: the log-probability of the targets, and 1.0 where each of them is the
+            most probable token.
     """
     counted = targets != IGNORE_INDEX
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

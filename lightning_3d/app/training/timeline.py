@@ -17,14 +17,15 @@ from lightning_3d.strategy.step.loss_weights import TokenMeanLoss
 from lightning_3d.tracing.chrome import write_timeline
 
 WARM_UP_STEPS = 2
-"""Steps of a fit before the one that is traced by default: the first ones allocate buffers and connect ranks."""
+"""Steps of a fit before the one that is traced by default: the first ones allocate buffers and
+connect ranks."""
 
 
 class Timeline(Callback):
     """Write the latest traced step to a file that Perfetto opens.
 
-    If the strategy traces no steps by itself (`trace_every_n_steps=None`), this callback traces one step of each fit: the third, or the
-    last of a shorter fit.
+    If the strategy traces no steps by itself (`trace_every_n_steps=None`), this callback traces one
+    step of each fit: the third, or the last of a shorter fit.
 
     Args:
         path: the file, usually `timeline.json` in the run folder.
@@ -38,18 +39,31 @@ class Timeline(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._traced_step = None
-        if isinstance(trainer.strategy, Lightning3DStrategy) and trainer.strategy.trace_every_n_steps is None:
+        if (
+            isinstance(trainer.strategy, Lightning3DStrategy)
+            and trainer.strategy.trace_every_n_steps is None
+        ):
             step = trainer.global_step + WARM_UP_STEPS
-            self._traced_step = step if trainer.max_steps < 0 else max(min(step, trainer.max_steps - 1), trainer.global_step)
+            self._traced_step = (
+                step
+                if trainer.max_steps < 0
+                else max(min(step, trainer.max_steps - 1), trainer.global_step)
+            )
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._traced_step == trainer.global_step and isinstance(trainer.strategy, Lightning3DStrategy):
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._traced_step == trainer.global_step and isinstance(
+            trainer.strategy, Lightning3DStrategy
+        ):
             self._traced_step = None
             trainer.strategy.trace_next_step()
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         trace = getattr(getattr(trainer.strategy, "last_step", None), "trace", None)
         if trace is None or not trainer.is_global_zero:
             return
@@ -58,9 +72,11 @@ class Timeline(Callback):
 
 
 class RunReport(Callback):
-    """Write `report.html` when a fit has ended or failed, from the files that `MetricsCSV` and `Timeline` wrote.
+    """Write `report.html` when a fit has ended or failed, from the files that `MetricsCSV` and
+    `Timeline` wrote.
 
-    Use it with your own Trainer. `lightning-3d train` needs no callback: it writes the report itself, including how the run ended.
+    Use it with your own Trainer. `lightning-3d train` needs no callback: it writes the report
+    itself, including how the run ended.
 
     Args:
         folder: folder with `metrics.csv` and `timeline.json`.
@@ -70,7 +86,9 @@ class RunReport(Callback):
         self._folder = Path(folder)
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         ended = INTERRUPTED if isinstance(exception, KeyboardInterrupt) else FAILED
         self._write(trainer, pl_module, ended, f"{type(exception).__name__}: {exception}")
 
@@ -78,7 +96,9 @@ class RunReport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer, pl_module, FINISHED, "")
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule, status: str, reason: str) -> None:
+    def _write(
+        self, trainer: Trainer, pl_module: LightningModule, status: str, reason: str
+    ) -> None:
         if not trainer.is_global_zero:
             return
         layout = getattr(trainer.strategy, "layout", None)
@@ -96,6 +116,9 @@ class RunReport(Callback):
 
 
 def what_is_counted(strategy: Any, module: nn.Module) -> str:
-    """Name what `Lightning3DStrategy` averages losses over: "tokens" if a causal language model computes its own loss, else "rows"."""
-    own = any(isinstance(getattr(part, "loss_function", None), TokenMeanLoss) for part in module.modules())
+    """Name what `Lightning3DStrategy` averages losses over: "tokens" if a causal language model
+    computes its own loss, else "rows"."""
+    own = any(
+        isinstance(getattr(part, "loss_function", None), TokenMeanLoss) for part in module.modules()
+    )
     return "tokens" if own or not hasattr(strategy, "last_step") else "rows"

@@ -1,7 +1,9 @@
-"""wandb's own process on this machine, which receives what is logged, and limits on how long a call may wait for it.
+"""wandb's own process on this machine, which receives what is logged, and limits on how long a call
+may wait for it.
 
-Without them a process that hangs also hangs training. Measured with wandb's process stopped (SIGSTOP) and `finish_timeout=2`:
-`run.finish()` had not returned after 90 s; inside `answered_within(4)` it fails after 4.1 s and training continues.
+Without them a process that hangs also hangs training. Measured with wandb's process stopped
+(SIGSTOP) and `finish_timeout=2`: `run.finish()` had not returned after 90 s; inside
+`answered_within(4)` it fails after 4.1 s and training continues.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import psutil
 
 @contextlib.contextmanager
 def answered_within(seconds: float) -> Iterator[None]:
-    """End wandb's process if the block takes longer, so that the call inside fails instead of waiting.
+    """End wandb's process if the block takes longer, so that the call inside fails instead of
+    waiting.
 
     Raises:
         TimeoutError: the block took longer.
@@ -36,7 +39,9 @@ def answered_within(seconds: float) -> Iterator[None]:
         yield
     except Exception as error:
         if late.is_set():
-            raise TimeoutError(f"its process on this machine did not answer for {seconds:g} seconds and was ended.") from error
+            raise TimeoutError(
+                f"its process on this machine did not answer for {seconds:g} seconds and was ended."
+            ) from error
         raise
     finally:
         timer.cancel()
@@ -45,20 +50,28 @@ def answered_within(seconds: float) -> Iterator[None]:
 def services() -> list[psutil.Process]:
     """List wandb's running processes that this process started."""
     children = psutil.Process(os.getpid()).children()
-    return [child for child in children if "wandb" in child.name() and child.status() != psutil.STATUS_ZOMBIE]
+    return [
+        child
+        for child in children
+        if "wandb" in child.name() and child.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def end_service() -> bool:
-    """Kill wandb's processes; what they had not yet written or sent is lost. Returns whether there was one."""
+    """Kill wandb's processes; what they had not yet written or sent is lost. Returns whether there
+    was one."""
     found = services()
-    for process in [inner for service in found for inner in service.children(recursive=True)] + found:
+    for process in [
+        inner for service in found for inner in service.children(recursive=True)
+    ] + found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     return bool(found)
 
 
 def forget_service() -> None:
-    """Make wandb forget a process that has ended; otherwise it shows a traceback when this process ends."""
+    """Make wandb forget a process that has ended; otherwise it shows a traceback when this process
+    ends."""
     import wandb
 
     with contextlib.suppress(Exception):
@@ -66,13 +79,17 @@ def forget_service() -> None:
 
 
 def end_service_after(seconds: float) -> None:
-    """Limit the time that wandb waits for its process after the main thread of this process has ended."""
+    """Limit the time that wandb waits for its process after the main thread of this process has
+    ended."""
 
     def wait() -> None:
         threading.main_thread().join()
         time.sleep(seconds)
         if end_service():
-            said = f"lightning_3d: Weights & Biases did not exit within {seconds:g} seconds and was killed."
+            said = (
+                f"lightning_3d: Weights & Biases did not exit within {seconds:g} seconds and was"
+                " killed."
+            )
             print(said, file=sys.stderr, flush=True)
 
     threading.Thread(target=wait, name="end of wandb", daemon=True).start()

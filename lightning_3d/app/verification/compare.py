@@ -1,7 +1,9 @@
-"""Compare a layout with one process: train a module for some steps both ways, and find the differences.
+"""Compare a layout with one process: train a module for some steps both ways, and find the
+differences.
 
-The one process is plain Lightning and plain PyTorch: the user's module on whole global batches, without this package's strategy. Both start
-from the same weights, see the same rows and draw the same random numbers for them.
+The one process is plain Lightning and plain PyTorch: the user's module on whole global batches,
+without this package's strategy. Both start from the same weights, see the same rows and draw the
+same random numbers for them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_3d.app.verification.differences import Comparison, compare
 from lightning_3d.errors import ConfigError, listed, plural
 from lightning_3d.options.blocks import SUPPORTED
 from lightning_3d.parallel.nested import count_rows, rows_of, tensors_of
@@ -27,7 +30,6 @@ from lightning_3d.strategy.recorded.attach import attach
 from lightning_3d.strategy.recorded.records import Records
 from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
 from lightning_3d.strategy.strategy import Lightning3DStrategy
-from lightning_3d.app.verification.differences import Comparison, compare
 
 PRECISIONS = ("32-true", "64-true")
 
@@ -43,14 +45,17 @@ def verify(
 ) -> Comparison:
     """Train a module on local CPU ranks and in one process, and compare the results.
 
-    On a platform that cannot fork processes, a script must guard the call with `if __name__ == "__main__":`.
+    On a platform that cannot fork processes, a script must guard the call with `if __name__ ==
+    "__main__":`.
 
     Args:
-        module: the user's module before any fit, built in `__init__` or in `configure_model`. Dropout and noise
-            inside the model are turned off. The step draws the same random numbers for each row both ways.
-        strategy: arguments of `Lightning3DStrategy`, with a layout of as many ranks as this machine can run.
-        batches: one global batch per step, as the module takes it: tensors with rows in dimension 0, in any nesting of dicts,
-            lists, tuples and dataclasses.
+        module: the user's module before any fit, built in `__init__` or in `configure_model`.
+            Dropout and noise inside the model are turned off. The step draws the same random
+            numbers for each row both ways.
+        strategy: arguments of `Lightning3DStrategy`, with a layout of as many ranks as this machine
+            can run.
+        batches: one global batch per step, as the module takes it: tensors with rows in dimension
+            0, in any nesting of dicts, lists, tuples and dataclasses.
         precision: "32-true" or "64-true".
         clip: gradient_clip_val of the Trainer.
         strategy_class: class of the strategy.
@@ -59,14 +64,20 @@ def verify(
         What differs; `same` is True if rounding alone explains it.
 
     Raises:
-        ConfigError: the precision is unsupported, ranks cannot share a batch equally, or a run failed with an error that the user can fix.
+        ConfigError: the precision is unsupported, ranks cannot share a batch equally, or a run
+            failed with an error that the user can fix.
         RuntimeError: a run failed for another reason, which the message contains.
     """
     if precision not in PRECISIONS:
-        raise ConfigError(f"precision must be 32-true or 64-true for verify, because lower precisions hide differences; got {precision}.")
+        raise ConfigError(
+            "precision must be 32-true or 64-true for verify, because lower precisions hide"
+            f" differences; got {precision}."
+        )
     layout = strategy_class(**strategy).layout
     if layout is None:
-        raise ConfigError("verify needs a layout in strategy, for example strategy={'layout': 'tp2_pp2_dp2'}.")
+        raise ConfigError(
+            "verify needs a layout in strategy, for example strategy={'layout': 'tp2_pp2_dp2'}."
+        )
     _check_batches(batches, layout.dp)
     run = _Run(module, dict(strategy), list(batches), precision, clip, strategy_class)
     with tempfile.TemporaryDirectory(prefix="lightning_3d_verify_") as folder:
@@ -84,8 +95,8 @@ def _check_batches(batches: Sequence[Any], dp: int) -> None:
         if len(rows) != 1 or 0 in rows or min(rows) % dp:
             found = f"tensors with {listed(sorted(rows))} rows" if rows else "no tensors"
             raise ConfigError(
-                f"All tensors of a global batch must have the same number of rows in dimension 0, divisible by dp={dp}; batch {index} has"
-                f" {found}."
+                "All tensors of a global batch must have the same number of rows in dimension 0,"
+                f" divisible by dp={dp}; batch {index} has {found}."
             )
 
 
@@ -112,7 +123,11 @@ class _Run:
 def _start(job: Any, arguments: tuple[Any, ...], count: int, folder: Path) -> None:
     outcome = launch(job, arguments, count, logs=folder / "logs", fork=can_fork(), threads=1)
     if outcome.exit_code and outcome.message is None:  # a signal
-        raise KeyboardInterrupt if outcome.exit_code == 128 + signal.SIGINT else SystemExit(outcome.exit_code)
+        raise (
+            KeyboardInterrupt
+            if outcome.exit_code == 128 + signal.SIGINT
+            else SystemExit(outcome.exit_code)
+        )
     if outcome.exit_code:
         kind = ConfigError if outcome.exit_code == ConfigError.exit_code else RuntimeError
         raise kind(str(outcome.message).removeprefix("lightning_3d: "))
@@ -128,14 +143,26 @@ class _Data(pl.LightningDataModule):
     def train_dataloader(self) -> Batches:
         assert self.trainer is not None
         place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
-        return Batches([rows_of(batch, slice(place["rank"], None, self._ranks), count_rows(batch)) for batch in self._batches])
+        return Batches(
+            [
+                rows_of(batch, slice(place["rank"], None, self._ranks), count_rows(batch))
+                for batch in self._batches
+            ]
+        )
 
 
-def _fit(run: _Run, module: pl.LightningModule, ranks: int, role: Role, what: str, **arguments: Any) -> None:
-    """Train on all batches, with the rows of one of `ranks` data-parallel ranks. `what` names the run for the user."""
+def _fit(
+    run: _Run, module: pl.LightningModule, ranks: int, role: Role, what: str, **arguments: Any
+) -> None:
+    """Train on all batches, with the rows of one of `ranks` data-parallel ranks. `what` names the
+    run for the user."""
     with silence(), task(what):
         trainer = silent_trainer(
-            precision=run.precision, max_steps=len(run.batches), gradient_clip_val=run.clip, default_root_dir=str(role.own), **arguments
+            precision=run.precision,
+            max_steps=len(run.batches),
+            gradient_clip_val=run.clip,
+            default_root_dir=str(role.own),
+            **arguments,
         )
         attach(trainer, role)
         trainer.fit(module, datamodule=_Data(run, ranks))
@@ -148,13 +175,22 @@ def _role(run: _Run, name: str, folder: str) -> Role:
 def _on_rank(run: _Run, folder: str) -> None:
     """Train one rank."""
     strategy = run.strategy_class(**{**run.strategy, "seed": run.seed})
-    if run.strategy.get("sequence_parallel") is None:  # ranks on GPUs have it by default, and they are what matters
+    # ranks on GPUs have it by default, and they are what matters
+    if run.strategy.get("sequence_parallel") is None:
         blocks = replace(strategy.options.blocks, sequence_parallel=SUPPORTED)
         strategy.options = replace(strategy.options, blocks=blocks)
     assert strategy.layout is not None
     count = strategy.layout.world_size
     what = f"training on {plural(count, 'rank')}"
-    _fit(run, run.module, strategy.layout.dp, _role(run, RANKS, folder), what, strategy=strategy, devices=count)
+    _fit(
+        run,
+        run.module,
+        strategy.layout.dp,
+        _role(run, RANKS, folder),
+        what,
+        strategy=strategy,
+        devices=count,
+    )
 
 
 def _on_one(run: _Run, folder: str) -> None:

@@ -16,26 +16,44 @@ from lightning_3d.strategy.recorded.whole_batches import joined
 
 DATA, STEPS = "data", "number of batches"
 START, LOSS, NORM, LOGGED, WEIGHTS, BUFFERS, OPTIMIZER = (
-    "initial weights", "loss", "gradient norm", "logged value", "weight", "buffer", "optimizer state",
+    "initial weights",
+    "loss",
+    "gradient norm",
+    "logged value",
+    "weight",
+    "buffer",
+    "optimizer state",
 )
 
 NOISE = 10
-"""Factor by which differences may exceed the noise: the differences that weights changed in their last bit make on one process. It is one
-sample of what rounding makes, and Adam turns the sign of a gradient that is nearly zero into a whole step."""
+"""Factor by which differences may exceed the noise: the differences that weights changed in their
+last bit make on one process. It is one sample of what rounding makes, and Adam turns the sign of a
+gradient that is nearly zero into a whole step."""
 
 _OUTLIERS = 0.01
-"""Part of a weight's elements that may differ more where there is noise, for the same reason. Optimizer states have no such steps."""
+"""Part of a weight's elements that may differ more where there is noise, for the same reason.
+Optimizer states have no such steps."""
 
-_SINGLE = {START: 1e-7, LOSS: 1e-5, NORM: 1e-5, LOGGED: 1e-5, WEIGHTS: 5e-5, BUFFERS: 1e-5, OPTIMIZER: 5e-4}
+_SINGLE = {
+    START: 1e-7,
+    LOSS: 1e-5,
+    NORM: 1e-5,
+    LOGGED: 1e-5,
+    WEIGHTS: 5e-5,
+    BUFFERS: 1e-5,
+    OPTIMIZER: 5e-4,
+}
 _DOUBLE = dict.fromkeys(_SINGLE, 1e-10)
 _ABSOLUTE = (WEIGHTS,)
-"""Compared by absolute differences: Adam divides by gradients, so that small weights have the same differences as large ones."""
+"""Compared by absolute differences: Adam divides by gradients, so that small weights have the same
+differences as large ones."""
 _PER_NAME = (LOGGED, BUFFERS)
 _LEAST_SCALE = {LOSS: 1e-6, NORM: 1e-6, LOGGED: 1e-3}
 _UNSTABLE = 0.1
 """Noise above which a logged value is not judged, for example a time."""
 _LEAST_SHARE = 1e-3
-"""Smallest scale of a state's tensor, as a part of the largest of its kind: where gradients are zero except for rounding, all is noise."""
+"""Smallest scale of a state's tensor, as a part of the largest of its kind: where gradients are
+zero except for rounding, all is noise."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,8 @@ class Comparison:
         largest: the largest difference of each kind, counting or not.
         other_rows: steps at which one process would have read other values than the ranks.
         misread: what the ranks read wrongly, in words; None where nothing shows that they do.
-        losses, norms: (layout, one process) of each batch; the norm is NaN where further batches of the step follow.
+        losses, norms: (layout, one process) of each batch; the norm is NaN where further batches of
+            the step follow.
     """
 
     found: list[Difference] = field(default_factory=list)
@@ -114,7 +133,9 @@ class Comparison:
         return self.largest[what].size if what in self.largest else 0.0
 
     def __str__(self) -> str:
-        return "\n".join(["largest differences", *(_line(largest) for largest in self.largest.values())])
+        return "\n".join(
+            ["largest differences", *(_line(largest) for largest in self.largest.values())]
+        )
 
     def add(self, difference: Difference) -> None:
         before = self.largest.get(difference.what)
@@ -126,8 +147,15 @@ class Comparison:
 
 def _line(largest: Difference) -> str:
     name = f", {largest.name}" if largest.name else ""
-    why = f" ({NOISE} times the effect of changing the last bit of the weights)" if largest.allowed > _SINGLE.get(largest.what, 1.0) else ""
-    return f"  {largest.what:<16} {largest.size:9.2e}   allowed {largest.allowed:.0e} {largest.how}{why}{name}"
+    why = (
+        f" ({NOISE} times the effect of changing the last bit of the weights)"
+        if largest.allowed > _SINGLE.get(largest.what, 1.0)
+        else ""
+    )
+    return (
+        f"  {largest.what:<16} {largest.size:9.2e}   allowed {largest.allowed:.0e}"
+        f" {largest.how}{why}{name}"
+    )
 
 
 def _excess(difference: Difference) -> float:
@@ -139,13 +167,16 @@ Raw = tuple[str, int, str, int | None, float, float, float, float]
 """what, step, name, rank, ours, theirs, size, size without outliers."""
 
 
-def compare(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapping[str, Any]) -> Comparison:
+def compare(
+    ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapping[str, Any]
+) -> Comparison:
     """Compare a layout with one process.
 
     Args:
         ranks: records of the layout's ranks.
         one: records of one process.
-        nudged: the same from weights that differ in their last bit: their differences from `one` are noise.
+        nudged: the same from weights that differ in their last bit: their differences from `one`
+            are noise.
         facts: facts of the layout's run.
     """
     fixed = _DOUBLE if facts.get("precision") == "64-true" else _SINGLE
@@ -164,12 +195,20 @@ def compare(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapp
         if what == LOGGED and grown > _UNSTABLE:
             continue
         counted = most if what == WEIGHTS and grown > fixed[what] else size
-        result.add(Difference(what, step, name, rank, ours, theirs, counted, max(fixed[what], NOISE * grown)))
+        result.add(
+            Difference(
+                what, step, name, rank, ours, theirs, counted, max(fixed[what], NOISE * grown)
+            )
+        )
     result.losses = list(zip(ranks[0].losses, one.losses, strict=False))
-    result.norms = [(_or_nan(a), _or_nan(b)) for a, b in zip(ranks[0].norms, one.norms, strict=False)]
+    result.norms = [
+        (_or_nan(a), _or_nan(b)) for a, b in zip(ranks[0].norms, one.norms, strict=False)
+    ]
     if len(ranks[0].losses) != len(one.losses):
         ours, theirs = float(len(ranks[0].losses)), float(len(one.losses))
-        result.add(Difference(STEPS, int(min(ours, theirs)) + 1, "", None, ours, theirs, 1.0, 0.0 + 1e-9))
+        result.add(
+            Difference(STEPS, int(min(ours, theirs)) + 1, "", None, ours, theirs, 1.0, 0.0 + 1e-9)
+        )
     return result
 
 
@@ -188,22 +227,32 @@ def _differences(ranks: Sequence[Records], one: Records) -> Iterator[Raw]:
     yield from _buffers(0, ranks, one, 0)
     for index in range(count):
         step = index + 1
-        yield from _numbers(LOSS, step, "", [rank.losses[index] for rank in ranks], one.losses[index])
+        yield from _numbers(
+            LOSS, step, "", [rank.losses[index] for rank in ranks], one.losses[index]
+        )
         if one.norms[index] is not None and all(rank.norms[index] is not None for rank in ranks):
-            yield from _numbers(NORM, step, "", [rank.norms[index] for rank in ranks], one.norms[index])
+            yield from _numbers(
+                NORM, step, "", [rank.norms[index] for rank in ranks], one.norms[index]
+            )
         yield from _logged(step, ranks, one, step)
         yield from _states(WEIGHTS, step, ranks, one, step)
         yield from _buffers(step, ranks, one, step)
         yield from _optimizer(step, ranks, one, step)
 
 
-def _numbers(what: str, step: int, name: str, ours: Sequence[float | None], theirs: float | None) -> Iterator[Raw]:
+def _numbers(
+    what: str, step: int, name: str, ours: Sequence[float | None], theirs: float | None
+) -> Iterator[Raw]:
     assert theirs is not None
     scale = max(abs(theirs), _LEAST_SCALE[what])
     same = all(value == ours[0] for value in ours)
     for rank, value in enumerate(ours):
         assert value is not None
-        size = 0.0 if value == theirs or (isnan(value) and isnan(theirs)) else abs(value - theirs) / scale
+        size = (
+            0.0
+            if value == theirs or (isnan(value) and isnan(theirs))
+            else abs(value - theirs) / scale
+        )
         yield what, step, name, None if same else rank, value, theirs, size, size
         if same:
             return
@@ -219,7 +268,9 @@ def _logged(step: int, ranks: Sequence[Records], one: Records, index: int) -> It
             yield from _numbers(LOGGED, step, name, ours, value)
 
 
-def _states(what: str, step: int, ranks: Sequence[Records], one: Records, index: int) -> Iterator[Raw]:
+def _states(
+    what: str, step: int, ranks: Sequence[Records], one: Records, index: int
+) -> Iterator[Raw]:
     for rank, records in enumerate(ranks):
         for name, piece in records.states[index].weights.items():
             spec = records.specs.get(name)
@@ -240,7 +291,9 @@ def _optimizer(step: int, ranks: Sequence[Records], one: Records, index: int) ->
                 assert there is not None
                 ours, theirs, label = piece.values[key], there.values[key], f"{key} of {name}"
                 least = scales.get(key, 0.0) * _LEAST_SHARE
-                yield from _tensors(OPTIMIZER, step, label, rank, ours, theirs, piece.start, spec, least)
+                yield from _tensors(
+                    OPTIMIZER, step, label, rank, ours, theirs, piece.start, spec, least
+                )
 
 
 def _largest_of_keys(state: State) -> dict[str, float]:
@@ -266,9 +319,18 @@ def _found(pieces: Mapping[str, Piece], name: str, spec: ShardSpec | None) -> Pi
 
 
 def _tensors(
-    what: str, step: int, name: str, rank: int, ours: Any, whole: Any, start: int | None, spec: ShardSpec | None, least: float | None
+    what: str,
+    step: int,
+    name: str,
+    rank: int,
+    ours: Any,
+    whole: Any,
+    start: int | None,
+    spec: ShardSpec | None,
+    least: float | None,
 ) -> Iterator[Raw]:
-    """Compare a rank's part of a tensor with the whole one. `least`: smallest scale of a relative difference."""
+    """Compare a rank's part of a tensor with the whole one. `least`: smallest scale of a relative
+    difference."""
     ours, whole = torch.as_tensor(ours), torch.as_tensor(whole)
     theirs = _part(whole, ours, start, spec)
     if theirs is None or not ours.numel():
@@ -276,31 +338,56 @@ def _tensors(
     if start is not None:
         ours = ours.flatten()[: theirs.numel()]
     ours, theirs = ours.double(), theirs.double()
-    gap = torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, (ours - theirs).abs()).flatten()
+    gap = torch.where(
+        (ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, (ours - theirs).abs()
+    ).flatten()
     gap = torch.where(gap.isnan(), torch.inf, gap)
     place = int(gap.argmax())
     scale = 1.0 if what in _ABSOLUTE else max(float(theirs.abs().max()), least or 1e-12)
     size = float(gap[place]) / scale
-    most = float(gap.kthvalue(max(1, int(gap.numel() * (1 - _OUTLIERS)))).values) / scale if what == WEIGHTS else size
-    yield what, step, name, rank, float(ours.flatten()[place]), float(theirs.flatten()[place]), size, most
+    most = (
+        float(gap.kthvalue(max(1, int(gap.numel() * (1 - _OUTLIERS)))).values) / scale
+        if what == WEIGHTS
+        else size
+    )
+    yield (
+        what,
+        step,
+        name,
+        rank,
+        float(ours.flatten()[place]),
+        float(theirs.flatten()[place]),
+        size,
+        most,
+    )
 
 
 def _part(whole: Tensor, ours: Tensor, start: int | None, spec: ShardSpec | None) -> Tensor | None:
-    """The part of a whole tensor that a rank has; None if they do not correspond, as for factored states."""
+    """The part of a whole tensor that a rank has; None if they do not correspond, as for factored
+    states."""
     if whole.ndim == 0 or ours.ndim == 0:
         return whole if whole.shape == ours.shape else None
-    part = spec.cut(whole) if spec is not None and tuple(whole.shape) == spec.global_shape else whole
+    part = (
+        spec.cut(whole) if spec is not None and tuple(whole.shape) == spec.global_shape else whole
+    )
     if start is not None:
         return part.flatten()[start : start + ours.numel()]
     return part if part.shape == ours.shape else None
 
 
-def _compare_data(ranks: Sequence[Records], one: Records, nudged: Records, facts: Mapping[str, Any], result: Comparison) -> None:
+def _compare_data(
+    ranks: Sequence[Records],
+    one: Records,
+    nudged: Records,
+    facts: Mapping[str, Any],
+    result: Comparison,
+) -> None:
     """Note the steps at which one process would have read other values than the ranks have.
 
-    That may be right: random numbers for samples, or a script that divides the data itself. It is wrong where several ranks read the same
-    rows, where the ranks' loaders, which this strategy divides, give other samples, or where a single loader begins otherwise than in
-    both runs of one process: before the first step, all have drawn the same random numbers.
+    That may be right: random numbers for samples, or a script that divides the data itself. It is
+    wrong where several ranks read the same rows, where the ranks' loaders, which this strategy
+    divides, give other samples, or where a single loader begins otherwise than in both runs of one
+    process: before the first step, all have drawn the same random numbers.
     """
     readers = sorted((rank for rank in ranks if rank.batches), key=lambda rank: rank.data_index)
     divided = facts["loaders"] == len(readers)
@@ -311,11 +398,19 @@ def _compare_data(ranks: Sequence[Records], one: Records, nudged: Records, facts
             continue
         result.other_rows.append(index + 1)
         if len(parts) > 1 and any(same_values(parts[0], part) for part in parts[1:]):
-            result.misread = result.misread or f"in step {index + 1}, several data-parallel ranks read the same rows"
+            result.misread = (
+                result.misread
+                or f"in step {index + 1}, several data-parallel ranks read the same rows"
+            )
         if len(parts) == 1 and index == 0 and same_values(one.batches[0], nudged.batches[0]):
             result.misread = "in step 1, the ranks read other values than one process"
         theirs, ours = one.samples[index], [reader.samples[index] for reader in readers]
         if not divided or theirs is None or any(order is None for order in ours):
             continue
-        if sorted(map(str, theirs)) != sorted(str(sample) for order in ours for sample in order or ()):
-            result.misread = result.misread or f"in step {index + 1}, the ranks read other samples than one process"
+        if sorted(map(str, theirs)) != sorted(
+            str(sample) for order in ours for sample in order or ()
+        ):
+            result.misread = (
+                result.misread
+                or f"in step {index + 1}, the ranks read other samples than one process"
+            )

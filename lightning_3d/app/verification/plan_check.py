@@ -25,7 +25,8 @@ from lightning_3d.strategy.self_check.check import SelfCheck
 
 
 def check_plan(model: nn.Module, plan: dict[str, Any], layout: Layout, inputs: Inputs) -> None:
-    """Compare a model with itself as a plan shards it, on as many CPU ranks as the layout has. Rank 0 prints the result.
+    """Compare a model with itself as a plan shards it, on as many CPU ranks as the layout has. Rank
+    0 prints the result.
 
     Args:
         model: whole model, with values or on the meta device.
@@ -34,13 +35,25 @@ def check_plan(model: nn.Module, plan: dict[str, Any], layout: Layout, inputs: I
         inputs: inputs with which it runs.
 
     Raises:
-        PlanError: the sharded model does not compute what the whole one computes, or cannot be compared.
+        PlanError: the sharded model does not compute what the whole one computes, or cannot be
+            compared.
         RuntimeError: a rank failed for another reason.
     """
     with tempfile.TemporaryDirectory(prefix="lightning_3d_plan_") as folder:
-        outcome = launch(_on_rank, (model, plan, layout, inputs), layout.world_size, logs=Path(folder), fork=can_fork(), threads=1)
+        outcome = launch(
+            _on_rank,
+            (model, plan, layout, inputs),
+            layout.world_size,
+            logs=Path(folder),
+            fork=can_fork(),
+            threads=1,
+        )
     if outcome.exit_code and outcome.message is None:  # a signal
-        raise KeyboardInterrupt if outcome.exit_code == 128 + signal.SIGINT else SystemExit(outcome.exit_code)
+        raise (
+            KeyboardInterrupt
+            if outcome.exit_code == 128 + signal.SIGINT
+            else SystemExit(outcome.exit_code)
+        )
     if outcome.exit_code:
         kind = PlanError if outcome.exit_code == PlanError.exit_code else RuntimeError
         raise kind(str(outcome.message).removeprefix("lightning_3d: "))
@@ -51,7 +64,12 @@ def _on_rank(model: nn.Module, plan: dict[str, Any], layout: Layout, inputs: Inp
     try:
         mesh = Mesh(layout)
         mesh.warm_up()
-        check = SelfCheck("always", mesh, ModelOptions("1F1B", BlockOptions(), ExpertOptions()), torch.device("cpu"))
+        check = SelfCheck(
+            "always",
+            mesh,
+            ModelOptions("1F1B", BlockOptions(), ExpertOptions()),
+            torch.device("cpu"),
+        )
         check.inspect(model, fit_styles(model, read_plan(model, plan), layout.tp), declared=False)
         check.compare(model, inputs.args, dict(inputs.kwargs))
     finally:

@@ -1,6 +1,7 @@
 """Run a user's script as `python` does, with its Trainers changed and recorded.
 
-`python -m lightning_3d.app.verification.start mine.py ARGUMENTS`, or `-m MODULE` in the place of the script.
+`python -m lightning_3d.app.verification.start mine.py ARGUMENTS`, or `-m MODULE` in the place of
+the script.
 """
 
 from __future__ import annotations

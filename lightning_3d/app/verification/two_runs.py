@@ -1,4 +1,5 @@
-"""Runs a user's script in a layout and on one process with plain Lightning, and says what differs."""
+"""Runs a user's script in a layout and on one process with plain Lightning, and says what
+differs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from lightning_3d.ranks.role import ALONE, ALONE_WHOLE, NUDGED, ONE, RANKS, Role
 if TYPE_CHECKING:
     from lightning_3d.app.verification.differences import Comparison
 
-_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
 _TAIL_LINES = 25
 _GRACE_SECONDS = 1.0
@@ -44,12 +54,17 @@ class ScriptFailed(Exception):
     def last_line(self) -> str:
         """The line that says most: the refusal, or the last one."""
         lines = self.message.strip().splitlines() or [""]
-        refusals = [line.removeprefix("lightning_3d: ") for line in lines if line.startswith("lightning_3d: ")]
+        refusals = [
+            line.removeprefix("lightning_3d: ")
+            for line in lines
+            if line.startswith("lightning_3d: ")
+        ]
         return refusals[-1] if refusals else lines[-1]
 
 
 def verify_script(words: Sequence[str], steps: int) -> int:
-    """Verify a script, print what was found, and return the exit code: 0 for "same", 1 for a difference, 2 for a refusal.
+    """Verify a script, print what was found, and return the exit code: 0 for "same", 1 for a
+    difference, 2 for a refusal.
 
     Args:
         words: the script and its arguments, or "-m", a module and its arguments.
@@ -59,7 +74,9 @@ def verify_script(words: Sequence[str], steps: int) -> int:
         ConfigError: there is no such script.
     """
     _require_script(words)
-    with tempfile.TemporaryDirectory(prefix="lightning_3d_verify_", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="lightning_3d_verify_", ignore_cleanup_errors=True
+    ) as name:
         folder = Path(name)
         try:
             return _verify(words, steps, folder)
@@ -73,7 +90,10 @@ def verify_script(words: Sequence[str], steps: int) -> int:
 def _require_script(words: Sequence[str]) -> None:
     if words[0] == "-m":
         if len(words) < 2:
-            raise ConfigError("verify -m needs the name of a module, for example lightning-3d verify -m project.train.")
+            raise ConfigError(
+                "verify -m needs the name of a module, for example lightning-3d verify -m"
+                " project.train."
+            )
         return
     if not Path(words[0]).is_file():
         raise ConfigError(f'There is no script "{words[0]}".')
@@ -85,8 +105,8 @@ def _verify(words: Sequence[str], steps: int, folder: Path) -> int:
     facts = roles[ONE].facts()
     _introduce(facts)
     _run(words, [roles[ONE], roles[NUDGED]])
-    from lightning_3d.strategy.recorded.records import Records
     from lightning_3d.app.verification.differences import compare
+    from lightning_3d.strategy.recorded.records import Records
 
     [one], [nudged] = Records.load(roles[ONE].own), Records.load(roles[NUDGED].own)
 
@@ -106,18 +126,26 @@ def _verify(words: Sequence[str], steps: int, folder: Path) -> int:
     _print_data(comparison)
     if comparison.same:
         print(comparison)
-        print(f"same: {facts['layout']} computes what plain Lightning computes on one process ({plural(len(one.losses), 'step')})")
+        print(
+            f"same: {facts['layout']} computes what plain Lightning computes on one process"
+            f" ({plural(len(one.losses), 'step')})"
+        )
         return 0
     alone = compared_further(roles[ALONE]) if comparison.found and facts["ranks"] > 1 else None
     apart = comparison.found and facts["micro_batches"] * facts["dp"] > 1
-    alone_whole = compared_further(roles[ALONE_WHOLE]) if apart and (alone is None or alone.found) else None
+    alone_whole = (
+        compared_further(roles[ALONE_WHOLE]) if apart and (alone is None or alone.found) else None
+    )
     _print_difference(comparison, alone, alone_whole, facts)
     return 1
 
 
 def _introduce(facts: Mapping[str, Any]) -> None:
     rows = f"{facts['rows']} rows" if facts["rows"] else "a batch"
-    each = f"{facts['micro_batches']} micro-batch{'es' * (facts['micro_batches'] != 1)} of {plural(facts['micro_batch_rows'] or 0, 'row')}"
+    each = (
+        f"{facts['micro_batches']} micro-batch{'es' * (facts['micro_batches'] != 1)} of"
+        f" {plural(facts['micro_batch_rows'] or 0, 'row')}"
+    )
     readers = "each rank" if facts["dp"] == 1 else f"each of {facts['dp']} data-parallel ranks"
     print(f"{facts['layout']}: {readers} reads {rows} per step, in {each}")
     for note in facts["notes"]:
@@ -126,23 +154,42 @@ def _introduce(facts: Mapping[str, Any]) -> None:
 
 
 def _print_data(comparison: Comparison) -> None:
-    """Say where one process would have read other rows than the ranks; the comparison continues with those of the ranks."""
+    """Say where one process would have read other rows than the ranks; the comparison continues
+    with those of the ranks."""
     if comparison.other_rows and comparison.misread is None:
         word = "step" if len(comparison.other_rows) == 1 else "steps"
         print(
-            f"data: one process would read other values in {word} {spans(comparison.other_rows)}. The samples draw random numbers, or the"
-            " script divides the data itself. Both runs use the rows that the ranks read."
+            f"data: one process would read other values in {word} {spans(comparison.other_rows)}."
+            " The samples draw random numbers, or the script divides the data itself. Both runs"
+            " use the rows that the ranks read."
         )
 
 
-def _print_difference(comparison: Comparison, alone: Comparison | None, alone_whole: Comparison | None, facts: Mapping[str, Any]) -> None:
-    from lightning_3d.app.verification.advice import READING, describe, first_line, further_lines, kind_of
+def _print_difference(
+    comparison: Comparison,
+    alone: Comparison | None,
+    alone_whole: Comparison | None,
+    facts: Mapping[str, Any],
+) -> None:
+    from lightning_3d.app.verification.advice import (
+        READING,
+        describe,
+        first_line,
+        further_lines,
+        kind_of,
+    )
     from lightning_3d.app.verification.differences import LOGGED
 
     if all(found.what == LOGGED for found in comparison.found) and comparison.misread is None:
-        print(f"DIFFERENT: {facts['layout']} trains as plain Lightning does on one process, but logs other values")
+        print(
+            f"DIFFERENT: {facts['layout']} trains as plain Lightning does on one process, but logs"
+            " other values"
+        )
     else:
-        print(f"DIFFERENT: {facts['layout']} does not compute what plain Lightning computes on one process")
+        print(
+            f"DIFFERENT: {facts['layout']} does not compute what plain Lightning computes on one"
+            " process"
+        )
     if comparison.misread is not None:
         print(f"first difference: data: {comparison.misread}")
     else:
@@ -159,7 +206,9 @@ def _print_steps(comparison: Comparison) -> None:
     print("  step        loss: layout  one process  gradient norm: layout  one process")
     for step, loss in enumerate(comparison.losses):
         norm = comparison.norms[step]
-        print(f"  {step + 1:<6} {loss[0]:>16.8g} {loss[1]:>12.8g} {norm[0]:>22.8g} {norm[1]:>12.8g}")
+        print(
+            f"  {step + 1:<6} {loss[0]:>16.8g} {loss[1]:>12.8g} {norm[0]:>22.8g} {norm[1]:>12.8g}"
+        )
 
 
 def _run(words: Sequence[str], roles: Sequence[Role]) -> None:
@@ -182,7 +231,12 @@ def _start(words: Sequence[str], role: Role) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "lightning_3d.app.verification.start", *words]
     with (role.own / "output.txt").open("wb") as output:
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
             preexec_fn=partial(die_with, os.getpid()),
         )
 
@@ -222,8 +276,9 @@ def _explain_failure(failed: ScriptFailed) -> int:
         print(f"lightning_3d: the script {how}, so nothing was compared", file=sys.stderr)
     else:
         print(
-            f"lightning_3d: the script ended without a step of Trainer.fit in the run of {failed.role.meaning}, so nothing was compared."
-            ' It needs a Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"), devices=8) that fits.',
+            "lightning_3d: the script ended without a step of Trainer.fit in the run of"
+            f" {failed.role.meaning}, so nothing was compared. It needs a"
+            ' Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"), devices=8) that fits.',
             file=sys.stderr,
         )
     return Lightning3DError.exit_code

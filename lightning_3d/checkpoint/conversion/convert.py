@@ -1,4 +1,5 @@
-"""Recognize and convert a checkpoint, tensor by tensor from mapped files, so that only about one tensor is in memory."""
+"""Recognize and convert a checkpoint, tensor by tensor from mapped files, so that only about one
+tensor is in memory."""
 
 from __future__ import annotations
 
@@ -38,9 +39,14 @@ class Converted:
 
 
 def read_foreign(
-    path: Path, groups: Sequence[Sequence[str]] | None = None, *, optimizer: bool = True, plain_only: bool = False
+    path: Path,
+    groups: Sequence[Sequence[str]] | None = None,
+    *,
+    optimizer: bool = True,
+    plain_only: bool = False,
 ) -> Foreign:
-    """Read the contents of another program's checkpoint; tensors are read later. For the arguments see `convert`.
+    """Read the contents of another program's checkpoint; tensors are read later. For the arguments
+    see `convert`.
 
     Raises:
         CheckpointError: it is of no known kind, damaged, or would have to run code to be read.
@@ -50,14 +56,17 @@ def read_foreign(
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at {path}. Check the path.")
     if (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is already a lightning_3d checkpoint: every layout can load it.")
+        raise CheckpointError(
+            f"{path} is already a lightning_3d checkpoint: every layout can load it."
+        )
     if (path / METADATA_FILE).is_file() and (path / fsdp_folder.META).is_file():
         return fsdp_folder.read_folder(path, optimizer=optimizer, plain_only=plain_only)
     if deepspeed_folder.find_folder(path) is not None:
         return deepspeed_folder.read_folder(path, optimizer=optimizer, plain_only=plain_only)
     raise CheckpointError(
-        f"{path} cannot be converted. It must be a checkpoint file of Lightning, a sharded folder of its FSDPStrategy"
-        f" ({METADATA_FILE} and {fsdp_folder.META}), or a folder of DeepSpeed (*_model_states.pt)."
+        f"{path} cannot be converted. It must be a checkpoint file of Lightning, a sharded folder"
+        f" of its FSDPStrategy ({METADATA_FILE} and {fsdp_folder.META}), or a folder of DeepSpeed"
+        " (*_model_states.pt)."
     )
 
 
@@ -70,7 +79,8 @@ def convert(
     rename: tuple[str, str] | None = None,
     plain_only: bool = False,
 ) -> Converted:
-    """Convert the checkpoint of another program to a lightning_3d checkpoint, which appears when it is complete.
+    """Convert the checkpoint of another program to a lightning_3d checkpoint, which appears when it
+    is complete.
 
     Args:
         source: file or folder of the other program.
@@ -91,11 +101,17 @@ def convert(
             found = read_foreign(source, groups, optimizer=optimizer, plain_only=plain_only)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise CheckpointError(f"{source} does not look like a Lightning or DeepSpeed checkpoint ({why}).") from error
+        raise CheckpointError(
+            f"{source} does not look like a Lightning or DeepSpeed checkpoint ({why})."
+        ) from error
     if rename is not None:
         found = found.renamed(*rename)
     step = int(found.trainer.get("global_step", 0))
-    about = {SOURCE: f"{found.kind}, {source.name}", "epoch": int(found.trainer.get("epoch", 0)), "global_step": step}
+    about = {
+        SOURCE: f"{found.kind}, {source.name}",
+        "epoch": int(found.trainer.get("epoch", 0)),
+        "global_step": step,
+    }
     carried = found.groups is not None
     trainer = {_VERSION: version("lightning"), **found.trainer}
     if carried:
@@ -107,12 +123,22 @@ def convert(
     try:
         tensors.plan(lambda: (_slices(found), {"aliases": found.aliases, "numbers": {}}))
         about_tensors: dict[str, Any] = {"optimizer_state": carried, "tensor_bytes": tensors.nbytes}
-        tensors.finish(temporary, lambda sums: folder.commit(temporary, target, {**about, **about_tensors}, files | sums))
+        tensors.finish(
+            temporary,
+            lambda sums: folder.commit(temporary, target, {**about, **about_tensors}, files | sums),
+        )
     except BaseException:
         folder.abandon(target)
         raise
     states = sum(map(len, found.states.values()))
-    return Converted(found.kind, len(found.weights), states, step, tensors.nbytes, tuple(found.lost + _lost(found)))
+    return Converted(
+        found.kind,
+        len(found.weights),
+        states,
+        step,
+        tensors.nbytes,
+        tuple(found.lost + _lost(found)),
+    )
 
 
 def _slices(found: Foreign) -> dict[str, Slices]:
@@ -128,9 +154,17 @@ def _whole(value: Later) -> Slices:
 
 def _lost(found: Foreign) -> list[str]:
     """List what is missing in a converted checkpoint, in sentences."""
-    lost = ["The states of the random number generators are missing: dropout and random augmentations start as in a new run."]
+    lost = [
+        "The states of the random number generators are missing: dropout and random augmentations"
+        " start as in a new run."
+    ]
     if "loops" not in found.trainer:
-        lost.append("The position in the data and Lightning's step count are missing, so the fit starts at step 0 with the first batch.")
+        lost.append(
+            "The position in the data and Lightning's step count are missing, so the fit starts at"
+            " step 0 with the first batch."
+        )
     if found.groups is None:
-        lost.append("There is no optimizer state: you can load the weights, but not resume training.")
+        lost.append(
+            "There is no optimizer state: you can load the weights, but not resume training."
+        )
     return lost

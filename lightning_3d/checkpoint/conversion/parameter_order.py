@@ -1,7 +1,8 @@
 """Find the parameter of each entry of a plain optimizer state, which has numbers instead of names.
 
-`torch.optim` numbers the parameters of all groups one after the other, and users make groups of `module.parameters()`, so each group has
-its parameters in the order of the module. Shapes then nearly always identify each parameter. If they allow two answers, neither is used.
+`torch.optim` numbers the parameters of all groups one after the other, and users make groups of
+`module.parameters()`, so each group has its parameters in the order of the module. Shapes then
+nearly always identify each parameter. If they allow two answers, neither is used.
 """
 
 from __future__ import annotations
@@ -15,26 +16,33 @@ _PATHS = 20_000
 """Number of partial answers above which the order counts as undecidable."""
 
 
-def find_names(parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]) -> list[list[str]]:
+def find_names(
+    parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequence[Shape | None]]
+) -> list[list[str]]:
     """Find the names of each group's parameters.
 
     Args:
-        parameters: names and shapes of the module's parameters, in its order. Frozen ones may be in no group.
-        groups: shapes of each group's parameters, in order; None where the state does not contain a shape.
+        parameters: names and shapes of the module's parameters, in its order. Frozen ones may be in
+            no group.
+        groups: shapes of each group's parameters, in order; None where the state does not contain a
+            shape.
 
     Raises:
         CheckpointError: no order fits the shapes, or several do.
     """
     wanted = sum(map(len, groups))
     spare = len(parameters) - wanted
-    # How far each group is -> in how many ways one gets there (2 is many), and the last step of one of them.
+    # How far each group is -> in how many ways one gets there (2 is many), and the last step of one
+    # of them.
     ways: dict[tuple[int, ...], int] = {(0,) * len(groups): 1}
     steps: list[dict[tuple[int, ...], int | None]] = []
     for index, (_, shape) in enumerate(parameters):
         following: dict[tuple[int, ...], int] = {}
         taken: dict[tuple[int, ...], int | None] = {}
         for done, count in ways.items():
-            choices: list[tuple[tuple[int, ...], int | None]] = [(done, None)] if index - sum(done) < spare else []
+            choices: list[tuple[tuple[int, ...], int | None]] = (
+                [(done, None)] if index - sum(done) < spare else []
+            )
             for group, shapes in enumerate(groups):
                 if done[group] < len(shapes) and shapes[done[group]] in (None, shape):
                     choices.append(((*done[:group], done[group] + 1, *done[group + 1 :]), group))
@@ -47,7 +55,11 @@ def find_names(parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequenc
             raise CheckpointError(_undecided(groups, "too many assignments fit"))
     end = tuple(map(len, groups))
     if ways.get(end) != 1:
-        why = "several assignments fit" if end in ways else f"the {len(parameters)} parameters, in their order, do not fit"
+        why = (
+            "several assignments fit"
+            if end in ways
+            else f"the {len(parameters)} parameters, in their order, do not fit"
+        )
         raise CheckpointError(_undecided(groups, why))
     names: list[list[str]] = [[] for _ in groups]
     for (name, _), taken in zip(reversed(parameters), reversed(steps), strict=True):
@@ -59,8 +71,12 @@ def find_names(parameters: Sequence[tuple[str, Shape]], groups: Sequence[Sequenc
 
 
 def _undecided(groups: Sequence[Sequence[Shape | None]], why: str) -> str:
-    count = f"{len(groups)} parameter groups with {', '.join(str(len(shapes)) for shapes in groups)} parameters"
+    count = (
+        f"{len(groups)} parameter groups with {', '.join(str(len(shapes)) for shapes in groups)}"
+        " parameters"
+    )
     return (
-        f"It is unknown which parameters the optimizer's state belongs to ({count}): {why}. Pass their names with --groups FILE, a"
-        " JSON file with a list for each group of configure_optimizers; or leave out the optimizer with --weights-only."
+        f"It is unknown which parameters the optimizer's state belongs to ({count}): {why}. Pass"
+        " their names with --groups FILE, a JSON file with a list for each group of"
+        " configure_optimizers; or leave out the optimizer with --weights-only."
     )

@@ -1,4 +1,5 @@
-"""Contents of another program's checkpoint, by parameter names. Tensors are read when they are written."""
+"""Contents of another program's checkpoint, by parameter names. Tensors are read when they are
+written."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ class Later:
         found = self.read().detach()
         if (tuple(found.shape), found.dtype) != (self.shape, self.dtype):
             raise CheckpointError(
-                f"The checkpoint is damaged: a tensor should be {self.dtype} of shape {self.shape}, but the file contains {found.dtype} of"
-                f" shape {tuple(found.shape)}. Use another checkpoint."
+                f"The checkpoint is damaged: a tensor should be {self.dtype} of shape {self.shape},"
+                f" but the file contains {found.dtype} of shape {tuple(found.shape)}. Use another"
+                " checkpoint."
             )
         return found
 
@@ -46,7 +48,8 @@ class Foreign:
     Attributes:
         kind: description of the source, for messages.
         weights: parameters and buffers; each tied parameter once.
-        states: optimizer state of each parameter, including `master`, the float32 weights of a narrower parameter.
+        states: optimizer state of each parameter, including `master`, the float32 weights of a
+            narrower parameter.
         groups: hyperparameters of each parameter group, with "names"; None without an optimizer.
         aliases: other names of tied parameters.
         trainer: the rest of Lightning's dict.
@@ -70,13 +73,26 @@ class Foreign:
         def names(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name(key): value for key, value in values.items()}
 
-        groups = None if self.groups is None else [{**group, "names": list(map(name, group["names"]))} for group in self.groups]
+        groups = (
+            None
+            if self.groups is None
+            else [{**group, "names": list(map(name, group["names"]))} for group in self.groups]
+        )
         aliases = {name(alias): name(first) for alias, first in self.aliases.items()}
-        return Foreign(self.kind, names(self.weights), names(self.states), groups, aliases, self.trainer, self.lost)
+        return Foreign(
+            self.kind,
+            names(self.weights),
+            names(self.states),
+            groups,
+            aliases,
+            self.trainer,
+            self.lost,
+        )
 
 
 def step_count(value: Any) -> Later:
-    """Adam's count of steps in the form of torch's optimizers: one float32 number for each parameter."""
+    """Adam's count of steps in the form of torch's optimizers: one float32 number for each
+    parameter."""
     return Later.of(torch.as_tensor(value, dtype=torch.float32).reshape(()).clone())
 
 

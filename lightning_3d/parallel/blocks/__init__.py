@@ -1,5 +1,6 @@
-"""Wrappers around the forward of a model's blocks: recomputation (activation checkpointing), offload to host memory of the tensors that the
-backward needs, and `torch.compile`. They are applied to the whole model before it is sharded.
+"""Wrappers around the forward of a model's blocks: recomputation (activation checkpointing),
+offload to host memory of the tensors that the backward needs, and `torch.compile`. They are applied
+to the whole model before it is sharded.
 """
 
 from lightning_3d.parallel.blocks.compilation import Compilation

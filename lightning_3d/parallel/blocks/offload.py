@@ -1,7 +1,8 @@
 """Offload of the tensors that a block's backward needs to host memory.
 
-On a GPU, copies run on two streams of their own, one for each direction. The backward of a block starts the copies of the block
-that was computed before it, so that they are there when they are needed.
+On a GPU, copies run on two streams of their own, one for each direction. The backward of a block
+starts the copies of the block that was computed before it, so that they are there when they are
+needed.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ MINIMUM_BYTES = 64 * 2**10
 
 
 class SavedOnHost(saved_tensors_hooks):
-    """Context in which autograd saves tensors as copies in host memory; the backward copies them back.
+    """Context in which autograd saves tensors as copies in host memory; the backward copies them
+    back.
 
-    On a GPU the memory of a tensor is free for others once its copy is done. Parameters and views of them stay: they are there anyway.
+    On a GPU the memory of a tensor is free for others once its copy is done. Parameters and views
+    of them stay: they are there anyway.
 
     Args:
         module: the block that is computed, whose parameters these are.
@@ -38,7 +41,8 @@ class SavedOnHost(saved_tensors_hooks):
 
 
 class _Block:
-    """What one forward of a block has saved on the host, and the block before it in the same forward of the model."""
+    """What one forward of a block has saved on the host, and the block before it in the same
+    forward of the model."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = id(module)
@@ -56,7 +60,8 @@ class _Block:
         self._tensors.append(weakref.ref(saved))
 
     def used(self) -> None:
-        """The backward of this block has begun: start to bring back what that of the block before needs."""
+        """The backward of this block has begun: start to bring back what that of the block before
+        needs."""
         before, self._before = None if self._used else self._before, None
         self._used = True
         for tensor in before._tensors if before is not None else ():
@@ -89,13 +94,16 @@ def _unpack(packed: Any) -> Tensor:
 
 
 class _OnHost:
-    """A tensor of a GPU, in host memory from its making on, and on the GPU again from `bring_back` to the first `on_device`."""
+    """A tensor of a GPU, in host memory from its making on, and on the GPU again from `bring_back`
+    to the first `on_device`."""
 
     def __init__(self, tensor: Tensor, block: _Block) -> None:
         self._block = block
-        self._like = torch.empty_like(tensor, device="meta")  # with the same strides, which compiled backwards rely on
+        # with the same strides, which compiled backwards rely on
+        self._like = torch.empty_like(tensor, device="meta")
         self._device = tensor.device
-        if tensor.stride() != self._like.stride():  # the host would wait for a copy between two layouts
+        # the host would wait for a copy between two layouts
+        if tensor.stride() != self._like.stride():
             tensor = torch.empty_like(tensor).copy_(tensor)
         self._copies = _copies(tensor.device)
         self._stream = torch.cuda.current_stream(tensor.device)
@@ -117,7 +125,8 @@ class _OnHost:
             return
         stream = self._copies.to_device
         self._stream = torch.cuda.current_stream(self._device)
-        tensor = torch.empty_like(self._like, device=self._device)  # memory of the computation's stream
+        # memory of the computation's stream
+        tensor = torch.empty_like(self._like, device=self._device)
         stream.wait_stream(self._stream)
         stream.wait_event(self._last_use)
         with torch.cuda.stream(stream):
@@ -138,15 +147,17 @@ class _OnHost:
     def __del__(self) -> None:
         if hasattr(self, "_last_use"):
             if self._brought is not None:
-                self._stream.wait_event(self._last_use)  # before its memory on the GPU is used again
+                # before its memory on the GPU is used again
+                self._stream.wait_event(self._last_use)
             self._copies.give(self._buffer, self._last_use)
 
 
 class _Copies:
     """Streams of the copies of one GPU, and host memory for them.
 
-    Memory is locked slowly, so it is used again for tensors of about the same size: sizes are rounded up by at most an eighth. No more
-    is kept than twice what was in use at once, so that two shapes of batches that take turns lock memory only once.
+    Memory is locked slowly, so it is used again for tensors of about the same size: sizes are
+    rounded up by at most an eighth. No more is kept than twice what was in use at once, so that two
+    shapes of batches that take turns lock memory only once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -157,10 +168,12 @@ class _Copies:
         self._leaving: deque[_Leaving] = deque()
 
     def leaves(self, block: _Block, tensor: Tensor, copied: Any) -> None:
-        """Keep a tensor whose copy to the host has been queued, until the computation has gone on by two blocks.
+        """Keep a tensor whose copy to the host has been queued, until the computation has gone on
+        by two blocks.
 
-        The computation then waits for the copy before the memory is used again. (`record_stream` would let the allocator find out by
-        itself, but a host that runs ahead would find nothing free and take new memory.)
+        The computation then waits for the copy before the memory is used again. (`record_stream`
+        would let the allocator find out by itself, but a host that runs ahead would find nothing
+        free and take new memory.)
         """
         if not self._leaving or self._leaving[-1].block is not block:
             self._leaving.append(_Leaving(block, torch.cuda.current_stream(tensor.device)))
@@ -176,7 +189,8 @@ class _Copies:
             self._leaving.popleft().release()
 
     def take(self, nbytes: int) -> Tensor:
-        """Page-locked memory, which may be written when the computation has come here: it has waited for the last copy from it."""
+        """Page-locked memory, which may be written when the computation has come here: it has
+        waited for the last copy from it."""
         size = _rounded(nbytes)
         taken = self._again(size)
         if taken is None:
@@ -231,9 +245,10 @@ class _Leaving:
         for tensor, version in self.tensors:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"A tensor of shape {tuple(tensor.shape)} that the backward of {self.block.name} needs was changed in place by the"
-                    " forward, while it was being copied to the host. Write `x = x + y` instead of `x += y`, or"
-                    " set parallelism.offload_activations=false."
+                    f"A tensor of shape {tuple(tensor.shape)} that the backward of"
+                    f" {self.block.name} needs was changed in place by the forward, while it was"
+                    " being copied to the host. Write `x = x + y` instead of `x += y`, or set"
+                    " parallelism.offload_activations=false."
                 )
 
 

@@ -1,7 +1,8 @@
-"""Activation checkpointing: the results of a forward are not kept, but recomputed when the backward needs them.
+"""Activation checkpointing: the results of a forward are not kept, but recomputed when the backward
+needs them.
 
-This is torch's non-reentrant checkpoint. It stops recomputing as soon as it has what the backward needs, so it does not repeat the
-all-reduce at the end of a tensor-parallel block.
+This is torch's non-reentrant checkpoint. It stops recomputing as soon as it has what the backward
+needs, so it does not repeat the all-reduce at the end of a tensor-parallel block.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lightning_3d.compat.torch import functional_collectives, kept_collectives, recomputed
 from lightning_3d.errors import ConfigError, did_you_mean
@@ -36,8 +41,9 @@ EXPENSIVE = (
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
-"""Operators whose results are kept by default: products with weights, and fused attention. Everything else in a block, such as norms,
-activations, rotation, and the scores of attention without a fused kernel (`bmm`), is cheap to recompute for the bytes that it frees."""
+"""Operators whose results are kept by default: products with weights, and fused attention.
+Everything else in a block, such as norms, activations, rotation, and the scores of attention
+without a fused kernel (`bmm`), is cheap to recompute for the bytes that it frees."""
 
 
 Moment = Callable[[], Callable[[], AbstractContextManager[None]]]
@@ -47,8 +53,10 @@ class Recompute:
     """Runner of forwards that the backward will run again.
 
     Args:
-        keep: overloads of operators whose results are kept instead of recomputed; None keeps no results.
-        moment: function that is called before each forward, and returns a function that makes the context in which it runs again.
+        keep: overloads of operators whose results are kept instead of recomputed; None keeps no
+            results.
+        moment: function that is called before each forward, and returns a function that makes the
+            context in which it runs again.
     """
 
     def __init__(self, keep: frozenset[Any] | None, moment: Moment | None = None) -> None:
@@ -62,26 +70,46 @@ class Recompute:
         return self._keep is not None
 
     def __call__(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
     ) -> Any:
         """Run `forward`, which is that of `module` where it has one."""
-        block: Any = None if torch.compiler.is_compiling() else module or getattr(forward, "__self__", forward)
+        block: Any = (
+            None
+            if torch.compiler.is_compiling()
+            else module or getattr(forward, "__self__", forward)
+        )
         if not torch.compiler.is_compiling():
             forward = repeating(forward, list(module.modules())) if module is not None else forward
-            # Lightning's double precision sets the default type in the user's step only, not in the backward that repeats the forward.
+            # Lightning's double precision sets the default type in the user's step only, not in the
+            # backward that repeats the forward.
             forward = partial(_within, partial(default_dtype, torch.get_default_dtype()), forward)
-            forward = partial(_within, self._moment(), forward) if self._moment is not None else forward
+            forward = (
+                partial(_within, self._moment(), forward) if self._moment is not None else forward
+            )
         if self._keep is None:
             return checkpoint(partial(_again, forward), *args, use_reentrant=False, **kwargs)
         run = partial(_with_functional_collectives, forward)
         if torch.compiler.is_compiling():  # torch's partitioner keeps only what the backward reads
             context = partial(create_selective_checkpoint_contexts, partial(_policy, self._keep))
             return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
-        kept = KeptResults(partial(_keeps, self._keep), self._writes.setdefault(block, UnseenWrites()))
-        return checkpoint(kept.noting(run), *args, use_reentrant=False, context_fn=kept.contexts, **kwargs)
+        kept = KeptResults(
+            partial(_keeps, self._keep), self._writes.setdefault(block, UnseenWrites())
+        )
+        return checkpoint(
+            kept.noting(run), *args, use_reentrant=False, context_fn=kept.contexts, **kwargs
+        )
 
 
-def _within(context: Callable[[], AbstractContextManager[None]], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _within(
+    context: Callable[[], AbstractContextManager[None]],
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     with context():
         return forward(*args, **kwargs)
 
@@ -98,23 +126,35 @@ def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
-def _policy(keep: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _keeps(keep, operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    keep: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if _keeps(keep, operator, args, kwargs)
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
-def _keeps(keep: frozenset[Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Keep the results of the chosen operators, except random ones, and those that write into an argument (`mm.out`), which would not be
-    written again. If a random result were kept, the next random numbers would differ."""
+def _keeps(
+    keep: frozenset[Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Keep the results of the chosen operators, except random ones, and those that write into an
+    argument (`mm.out`), which would not be written again. If a random result were kept, the next
+    random numbers would differ."""
     if operator not in keep:
         return False
     if not isinstance(operator, torch._ops.OpOverload):
         return True
-    drawn = torch.Tag.nondeterministic_seeded in operator.tags and not _draws_nothing(operator, args, kwargs)
+    drawn = torch.Tag.nondeterministic_seeded in operator.tags and not _draws_nothing(
+        operator, args, kwargs
+    )
     return not drawn and not operator._schema.is_mutable
 
 
 def _draws_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this is attention without dropout, which torch marks as random nevertheless."""
+    """Return whether this is attention without dropout, which torch marks as random
+    nevertheless."""
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
             return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
@@ -123,7 +163,9 @@ def _draws_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def expensive() -> frozenset[Any]:
     """Return the operators of `EXPENSIVE` that this version of torch has, and FlexAttention."""
-    return operators(name for name in EXPENSIVE if _exists(name)) | {torch.ops.higher_order.flex_attention}
+    return operators(name for name in EXPENSIVE if _exists(name)) | {
+        torch.ops.higher_order.flex_attention
+    }
 
 
 def operators(names: Iterable[str]) -> frozenset[Any]:
@@ -137,7 +179,8 @@ def operators(names: Iterable[str]) -> frozenset[Any]:
         short = str(name).removeprefix("aten.").split(".")[0]
         if not _exists(short):
             raise ConfigError(
-                f'recompute_keep names the operator "{name}", which ATen does not have.{did_you_mean(short, _COMMON)} Examples:'
+                f'recompute_keep names the operator "{name}", which ATen does not'
+                f" have.{did_you_mean(short, _COMMON)} Examples:"
                 f" {', '.join(_COMMON)}."
             )
         packet = getattr(torch.ops.aten, short)
@@ -145,7 +188,15 @@ def operators(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(found)
 
 
-_COMMON = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_softmax", "silu")
+_COMMON = (
+    "mm",
+    "addmm",
+    "bmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_softmax",
+    "silu",
+)
 
 
 def _exists(name: str) -> bool:
@@ -156,7 +207,8 @@ def _exists(name: str) -> bool:
 
 
 def attention_of(block: nn.Module) -> list[nn.Module]:
-    """Find the attentions in a block: outermost submodules with "attn" or "attention" in their name that hold matrices in submodules."""
+    """Find the attentions in a block: outermost submodules with "attn" or "attention" in their name
+    that hold matrices in submodules."""
     found: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:
@@ -173,10 +225,16 @@ def attention_of(block: nn.Module) -> list[nn.Module]:
 
 
 def parts_of(block: nn.Module, exchanging: Collection[nn.Module]) -> list[nn.Module]:
-    """Find the outermost modules in a block that contain none of `exchanging`, whose messages a recomputation would send again."""
+    """Find the outermost modules in a block that contain none of `exchanging`, whose messages a
+    recomputation would send again."""
     if not any(module in exchanging for module in block.modules()):
         return [block]
     if block in exchanging:
         return []
     children = list(block.children())
-    return [part for child in children for part in parts_of(child, exchanging) if any(True for _ in part.parameters())]
+    return [
+        part
+        for child in children
+        for part in parts_of(child, exchanging)
+        if any(True for _ in part.parameters())
+    ]

@@ -1,7 +1,8 @@
-"""State of a block that a recomputation must see again: the code around the first forward may have changed it for that call only.
+"""State of a block that a recomputation must see again: the code around the first forward may have
+changed it for that call only.
 
-`torch.func.functional_call` puts other tensors in the place of parameters, and a context may switch an adapter off or a flag on. Both are
-over when the backward repeats the forward.
+`torch.func.functional_call` puts other tensors in the place of parameters, and a context may switch
+an adapter off or a flag on. Both are over when the backward repeats the forward.
 """
 
 from __future__ import annotations
@@ -26,12 +27,18 @@ class SeenState:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._tensors = [(holder, dict(holder)) for module in modules for key in _HOLDERS if (holder := vars(module)[key])]
+        self._tensors = [
+            (holder, dict(holder))
+            for module in modules
+            for key in _HOLDERS
+            if (holder := vars(module)[key])
+        ]
         self._plain = [(vars(module), _plain_values(module)) for module in modules]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context in which the modules have this state. What they had before, they have afterwards: a counter counts one call."""
+        """Context in which the modules have this state. What they had before, they have afterwards:
+        a counter counts one call."""
         before = SeenState(self._modules)
         self._put()
         try:
@@ -51,7 +58,8 @@ class SeenState:
 
 
 def repeating(forward: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
-    """Return `forward` of some modules. When it runs again, they have the state in which it ran first."""
+    """Return `forward` of some modules. When it runs again, they have the state in which it ran
+    first."""
     seen: list[SeenState] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -65,11 +73,19 @@ def repeating(forward: Callable[..., Any], modules: Sequence[nn.Module]) -> Call
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
-    """Collect the plain attributes of a module. Blocks do this several times a micro-batch, so most attributes cost no call."""
+    """Collect the plain attributes of a module. Blocks do this several times a micro-batch, so most
+    attributes cost no call."""
     found = vars(module).items()
-    return {key: value for key, value in found if type(value) in _PLAIN or (type(value) in _LISTS and _is_plain(value))}
+    return {
+        key: value
+        for key, value in found
+        if type(value) in _PLAIN or (type(value) in _LISTS and _is_plain(value))
+    }
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a flag, a number, a name or some names. Tensors in attributes would be kept in memory."""
-    return type(value) in _PLAIN or (type(value) in _LISTS and all(type(item) is str for item in value))
+    """Return whether a value is a flag, a number, a name or some names. Tensors in attributes would
+    be kept in memory."""
+    return type(value) in _PLAIN or (
+        type(value) in _LISTS and all(type(item) is str for item in value)
+    )

@@ -1,9 +1,12 @@
-"""Kept results into which code writes that the dispatcher does not see, without a new version of the tensor.
+"""Kept results into which code writes that the dispatcher does not see, without a new version of
+the tensor.
 
-Many rotary kernels write into the results of products in place and do not call `mark_dirty`. A recomputation that takes such a result would
-apply the kernel a second time. So the first forward of a block compares the bits of each result at its end with those that were computed,
-which the host waits for. The result of a line of code that was written into is not kept: its operator runs again, as it does where autograd
-sees the write. Later forwards compare nothing. If nothing was found, they do not even look at lines of code.
+Many rotary kernels write into the results of products in place and do not call `mark_dirty`. A
+recomputation that takes such a result would apply the kernel a second time. So the first forward of
+a block compares the bits of each result at its end with those that were computed, which the host
+waits for. The result of a line of code that was written into is not kept: its operator runs again,
+as it does where autograd sees the write. Later forwards compare nothing. If nothing was found, they
+do not even look at lines of code.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 class UnseenWrites:
     """Lines of code of one block whose results may be kept, or not.
 
-    A result without a bit that is set proves nothing, because a rotation of zeros is zero. It is not kept, and the forwards 2, 4, 8, ...
-    compare again until it proves something.
+    A result without a bit that is set proves nothing, because a rotation of zeros is zero. It is
+    not kept, and the forwards 2, 4, 8, ... compare again until it proves something.
 
     Attributes:
         written: results into which was written.
@@ -66,7 +69,8 @@ class UnseenWrites:
         return self.compared and not self.written and not self.unproven
 
     def learn(self, found: dict[bool | None, set[Site]]) -> set[Site]:
-        """Take what a forward found: what was written into, what was not, and what proves nothing. Returns what is new of the first."""
+        """Take what a forward found: what was written into, what was not, and what proves nothing.
+        Returns what is new of the first."""
         new = found[True] - self.written
         self.written |= new
         self.unchanged = (self.unchanged | found[False]) - self.written
@@ -113,7 +117,9 @@ class Watch:
             self._made.append(_Made(site, value, _sums(value), versions(value)))
         elif site not in known.unchanged | known.written:
             known.unproven.add(site)
-        allowed = site not in known.written and (self._compares or site in known.unchanged or operator is _WAIT)
+        allowed = site not in known.written and (
+            self._compares or site in known.unchanged or operator is _WAIT
+        )
         if not allowed:
             self._refused |= storages(value)
         return allowed
@@ -143,8 +149,8 @@ class Watch:
 def _is_changed(made: _Made, overwritten: frozenset[int]) -> bool | None:
     """Return whether a result was written into unseen; None if it proves nothing.
 
-    New versions and operators that write are seen in each forward. Ranks must agree on repeating a message, so that the zeros of one
-    rank do not count there.
+    New versions and operators that write are seen in each forward. Ranks must agree on repeating a
+    message, so that the zeros of one rank do not count there.
     """
     if versions(made.value) != made.versions or not overwritten.isdisjoint(storages(made.value)):
         return False
@@ -154,19 +160,26 @@ def _is_changed(made: _Made, overwritten: frozenset[int]) -> bool | None:
 
 
 def _has_values(operator: Any, value: Any) -> bool:
-    """Return whether results can be compared: messages that are on their way and tensors without values cannot."""
+    """Return whether results can be compared: messages that are on their way and tensors without
+    values cannot."""
     if operator is not _WAIT and operator in kept_collectives():
         return False
-    return all(type(x) is Tensor and not x.is_meta and x.layout is torch.strided for x in tensors(value))
+    return all(
+        type(x) is Tensor and not x.is_meta and x.layout is torch.strided for x in tensors(value)
+    )
 
 
 def _sums(value: Any) -> Tensor:
-    """Sums of the bits of tensors along their last dimension and along the others. They need no copy of the tensors."""
+    """Sums of the bits of tensors along their last dimension and along the others. They need no
+    copy of the tensors."""
     sums: list[Tensor] = []
     for x in tensors(value):
         real = torch.view_as_real(x) if x.is_complex() else x
         bits = torch.atleast_1d(real.view(_BITS[real.dtype.itemsize]))
-        sums += [bits.sum(-1).flatten(), bits.sum(tuple(range(bits.ndim - 1))).flatten() if bits.ndim > 1 else bits.flatten()]
+        sums += [
+            bits.sum(-1).flatten(),
+            bits.sum(tuple(range(bits.ndim - 1))).flatten() if bits.ndim > 1 else bits.flatten(),
+        ]
     return torch.cat(sums)
 
 
@@ -176,7 +189,8 @@ def versions(value: Any) -> list[tuple[int, int]]:
 
 
 def _lines() -> tuple[Line, ...]:
-    """Return the lines outside of torch that the block's forward is executing. (Lines of torch depend on hooks.)"""
+    """Return the lines outside of torch that the block's forward is executing. (Lines of torch
+    depend on hooks.)"""
     lines: list[Line] = []
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
@@ -187,10 +201,14 @@ def _lines() -> tuple[Line, ...]:
 
 
 def _warn(sites: Iterable[Site]) -> None:
-    places = {_place(operator, [line for line in lines if not line[0].startswith(_PACKAGE)]) for operator, lines in sites}
+    places = {
+        _place(operator, [line for line in lines if not line[0].startswith(_PACKAGE)])
+        for operator, lines in sites
+    }
     rank_zero_warn(
-        f"recompute=selective: code that autograd does not see, such as a rotary kernel, writes in place into {listed(sorted(places))}."
-        " So these results are not kept, but computed again in the backward. Gradients are right, and training is a little slower."
+        "recompute=selective: code that autograd does not see, such as a rotary kernel, writes in"
+        f" place into {listed(sorted(places))}. So these results are not kept, but computed again"
+        " in the backward. Gradients are right, and training is a little slower."
     )
 
 

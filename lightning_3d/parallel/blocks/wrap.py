@@ -17,7 +17,8 @@ from lightning_3d.parallel.specialize import specialize
 
 
 def find_blocks(module: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
-    """The blocks of `module`, in the order in which they are called: of the plan, else of all lists of modules."""
+    """The blocks of `module`, in the order in which they are called: of the plan, else of all lists
+    of modules."""
     if plan.layers:
         return list(_called(module.get_submodule(plan.layers)))
     lists = [found for found in module.modules() if isinstance(found, nn.ModuleList)]
@@ -28,7 +29,8 @@ def find_blocks(module: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
 
 
 def _called(modules: nn.Module) -> Iterator[nn.Module]:
-    """The modules with parameters in a list of modules that have a forward of their own; nested lists are searched."""
+    """The modules with parameters in a list of modules that have a forward of their own; nested
+    lists are searched."""
     for module in modules.children():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(module)
@@ -49,21 +51,26 @@ def process_blocks(
         blocks: of the whole model.
         moment: see `Recompute`.
         compiler: what compiles a forward, None for `torch.compile`.
-        exchanging: modules with messages whose results cannot be kept, which a selective recomputation leaves out.
+        exchanging: modules with messages whose results cannot be kept, which a selective
+            recomputation leaves out.
 
     Raises:
-        ConfigError: there is nothing to which an option could apply, or an operator that does not exist.
+        ConfigError: there is nothing to which an option could apply, or an operator that does not
+            exist.
     """
     if not options.changes_blocks:
         return
     if not blocks:
         raise ConfigError(
-            "The model has no list of blocks (no parallel plan, no nn.ModuleList), so recompute, offload_activations and compile have"
-            " nothing to apply to. Remove these options, or put the model's layers into an nn.ModuleList."
+            "The model has no list of blocks (no parallel plan, no nn.ModuleList), so recompute,"
+            " offload_activations and compile have nothing to apply to. Remove these options, or"
+            " put the model's layers into an nn.ModuleList."
         )
     keep = expensive() if options.recompute_keep is None else operators(options.recompute_keep)
     recompute = Recompute(keep if options.recompute == "selective" else None, moment)
-    by_parts = exchanging if options.recompute == "selective" and options.recompute_keep is None else ()
+    by_parts = (
+        exchanging if options.recompute == "selective" and options.recompute_keep is None else ()
+    )
     found = options.recompute == "none"
     for index, block in enumerate(blocks):
         parts = parts_of(block, by_parts) if options.recomputes(index) else []
@@ -72,15 +79,22 @@ def process_blocks(
             _require_no_statistics(block)
         for part in parts:
             if part is not block:
-                specialize(part, ProcessedBlock, block_process=_Process(recompute, inside=options.compile))
+                specialize(
+                    part, ProcessedBlock, block_process=_Process(recompute, inside=options.compile)
+                )
         whole = recompute if block in parts else None
         if whole or options.offload_activations or options.compile:
-            process = _Process(whole, offload=options.offload_activations, compile=options.compile, compiler=compiler)
+            process = _Process(
+                whole,
+                offload=options.offload_activations,
+                compile=options.compile,
+                compiler=compiler,
+            )
             specialize(block, ProcessedBlock, block_process=process)
     if not found:
         raise ConfigError(
-            "recompute=selective found nothing to recompute without sending messages again. Use recompute=full, or list in recompute_keep"
-            " the operators whose results are kept."
+            "recompute=selective found nothing to recompute without sending messages again. Use"
+            " recompute=full, or list in recompute_keep the operators whose results are kept."
         )
 
 
@@ -89,13 +103,15 @@ def _require_no_statistics(block: nn.Module) -> None:
     for name, module in block.named_modules():
         if getattr(module, "track_running_stats", False):
             raise ConfigError(
-                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in every forward. A recomputed block runs"
-                " its forward twice, so it would update them twice. Remove recompute, or use a norm without running statistics."
+                f"'{name}' ({type(module).__name__}) in a block updates its running statistics in"
+                " every forward. A recomputed block runs its forward twice, so it would update"
+                " them twice. Remove recompute, or use a norm without running statistics."
             )
 
 
 class ProcessedBlock:
-    """Mixin between a block's own forward and the gate of the pipeline: runs the forward through `block_process`."""
+    """Mixin between a block's own forward and the gate of the pipeline: runs the forward through
+    `block_process`."""
 
     block_process: _Process
 
@@ -108,7 +124,8 @@ class ProcessedBlock:
 
 
 class _Process:
-    """Runner of a forward that is compiled, recomputed, and offloads its saved tensors, as the options ask.
+    """Runner of a forward that is compiled, recomputed, and offloads its saved tensors, as the
+    options ask.
 
     Args:
         inside: whether this is a part of a compiled block, which has removed the key-value cache.
@@ -131,34 +148,64 @@ class _Process:
         self._compiler = compiler
         self._compiled: Callable[..., Any] | None = None
 
-    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._offload:  # no context manager, because an attention that is recomputed runs this inside a compiled block
+    def __call__(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # no context manager, because an attention that is recomputed runs this inside a compiled
+        # block
+        if not self._offload:
             return self._run(forward, args, kwargs)
         with SavedOnHost(forward.__self__):  # type: ignore[attr-defined]
             return self._run(forward, args, kwargs)
 
-    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         block: nn.Module = forward.__self__  # type: ignore[attr-defined]
         if not self._compile:
             return self._recomputing(block, forward, args, kwargs)
-        within = self._recompute is not None and self._recompute.keeps  # the compiler must see which operators are kept
+        # the compiler must see which operators are kept
+        within = self._recompute is not None and self._recompute.keeps
         if self._compiled is None:
-            whole = (lambda *args, **kwargs: self._recomputing(block, forward, args, kwargs)) if within else forward
+            whole = (
+                (lambda *args, **kwargs: self._recomputing(block, forward, args, kwargs))
+                if within
+                else forward
+            )
             self._compiled = (self._compiler or torch.compile)(whole)
-        return self._compiled(*args, **kwargs) if within else self._recomputing(block, self._compiled, args, kwargs)
+        return (
+            self._compiled(*args, **kwargs)
+            if within
+            else self._recomputing(block, self._compiled, args, kwargs)
+        )
 
-    def _recomputing(self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recomputing(
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if self._recompute is None:
             return forward(*args, **kwargs)
         return self._recompute(forward, args, kwargs, block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Process:
         """A copied block compiles its own forward."""
-        return _Process(self._recompute, offload=self._offload, compile=self._compile, inside=self.inside, compiler=self._compiler)
+        return _Process(
+            self._recompute,
+            offload=self._offload,
+            compile=self._compile,
+            inside=self.inside,
+            compiler=self._compiler,
+        )
 
 
-def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove the key-value cache of Transformers, which training does not need and a second forward would fill twice.
+def _without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Remove the key-value cache of Transformers, which training does not need and a second forward
+    would fill twice.
 
     Raises:
         ConfigError: it holds something.
@@ -174,7 +221,8 @@ def _is_cache(value: Any) -> bool:
         return False
     if value.get_seq_length() > 0:
         raise ConfigError(
-            "The model was called with a key-value cache that is not empty (a trained prefix?). Recomputed or compiled blocks cannot train"
-            " with such a cache. Remove recompute, offload_activations and compile."
+            "The model was called with a key-value cache that is not empty (a trained prefix?)."
+            " Recomputed or compiled blocks cannot train with such a cache. Remove recompute,"
+            " offload_activations and compile."
         )
     return True

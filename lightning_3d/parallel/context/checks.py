@@ -15,14 +15,24 @@ from lightning_3d.parallel.context.attention import NAME
 from lightning_3d.parallel.context.kernels import choose_kernels
 from lightning_3d.parallel.context.token_trials import TokenTrials
 
-RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linearattention", "lightningattention", "shortconv", "hyena")
+RECURRENT = (
+    "mamba",
+    "recurrent",
+    "rwkv",
+    "deltanet",
+    "linearattention",
+    "lightningattention",
+    "shortconv",
+    "hyena",
+)
 
 KNOWN = ("torch", "transformers", "peft", "lightning_3d")
 """Packages whose modules mix tokens by attention, or by what `RECURRENT` names."""
 
 
 def replace_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
-    """Make the model call our attention, if nothing else in it looks at several tokens. Returns whether it does.
+    """Make the model call our attention, if nothing else in it looks at several tokens. Returns
+    whether it does.
 
     Raises:
         PlanError: not a model of Transformers.
@@ -32,19 +42,25 @@ def replace_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
     config: Any = getattr(module, "config", None)
     if getattr(module, "set_attn_implementation", None) is None or config is None:
         raise PlanError(
-            f"Context parallelism (cp) replaces the attention of Transformers models, and {name} is not one. Use cp=1, or write the model's"
-            " attention with Transformers' AttentionInterface."
+            f"Context parallelism (cp) replaces the attention of Transformers models, and {name} is"
+            " not one. Use cp=1, or write the model's attention with Transformers'"
+            " AttentionInterface."
         )
 
     def read(key: str) -> Any:
         return getattr(config, key, None)
 
     check_fields(name, read)
-    return not why_not_by_attention(read) and _mixes_by_attention(module, config, blocks) and _replace(module)
+    return (
+        not why_not_by_attention(read)
+        and _mixes_by_attention(module, config, blocks)
+        and _replace(module)
+    )
 
 
 def mixes_by_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
-    """Return whether nothing but attention that `replace_attention` can replace mixes tokens in a causal language model with its head."""
+    """Return whether nothing but attention that `replace_attention` can replace mixes tokens in a
+    causal language model with its head."""
     config: Any = getattr(module, "config", None)
     generates: Any = getattr(module, "can_generate", None)
     head: Any = getattr(module, "get_output_embeddings", None)
@@ -62,7 +78,8 @@ def mixes_by_attention(module: nn.Module, blocks: list[nn.Module]) -> bool:
 
 
 def replace_some_attention(module: nn.Module, mixing: list[nn.Module]) -> list[nn.Module]:
-    """Make those modules of a model call our attention in which nothing else mixes tokens, and return them. None: nothing is changed.
+    """Make those modules of a model call our attention in which nothing else mixes tokens, and
+    return them. None: nothing is changed.
 
     Args:
         mixing: the modules that mix tokens.
@@ -73,31 +90,49 @@ def replace_some_attention(module: nn.Module, mixing: list[nn.Module]) -> list[n
         return getattr(config, key, None)
 
     # Models that may attend to another sequence make masks for it, too.
-    one_sequence = config.get_text_config() is config and "encoder_hidden_states" not in inspect.signature(module.forward).parameters
+    one_sequence = (
+        config.get_text_config() is config
+        and "encoder_hidden_states" not in inspect.signature(module.forward).parameters
+    )
     found = [part for part in mixing if _only_attends(part)]
-    plain = attends_plainly(read) and not any(_attends_otherwise(child) for part in mixing for child in part.modules())
+    plain = attends_plainly(read) and not any(
+        _attends_otherwise(child) for part in mixing for child in part.modules()
+    )
     return found if found and one_sequence and plain and _replace(module) else []
 
 
 def _only_attends(module: nn.Module) -> bool:
-    """Return whether a module calls Transformers' attention interface, and has only linear layers and norms besides."""
-    inside = [child for child in module.modules() if child is not module and any(True for _ in child.parameters(recurse=False))]
-    plain = all(isinstance(child, nn.Linear) or is_transposed_linear(child) or "Norm" in type(child).__name__ for child in inside)
+    """Return whether a module calls Transformers' attention interface, and has only linear layers
+    and norms besides."""
+    inside = [
+        child
+        for child in module.modules()
+        if child is not module and any(True for _ in child.parameters(recurse=False))
+    ]
+    plain = all(
+        isinstance(child, nn.Linear)
+        or is_transposed_linear(child)
+        or "Norm" in type(child).__name__
+        for child in inside
+    )
     return plain and uses(module, INTERFACE) and not _counts_tokens(module)
 
 
 def _attends_otherwise(module: nn.Module) -> bool:
-    """Return whether a module attends through the interface otherwise than our attention does, which must not replace it."""
+    """Return whether a module attends through the interface otherwise than our attention does,
+    which must not replace it."""
     return uses(module, INTERFACE) and bool(own_attention(module))
 
 
 def _counts_tokens(module: nn.Module) -> bool:
-    """Return whether a module derives positions from the number of tokens that it gets, as Llama 4's scale of queries."""
+    """Return whether a module derives positions from the number of tokens that it gets, as Llama
+    4's scale of queries."""
     return uses(module, "arange", "cumsum")
 
 
 def _replace(module: nn.Module) -> bool:
-    """Choose our attention in all configurations of a model, with its kernels; False, and nothing changed, where one does not take it."""
+    """Choose our attention in all configurations of a model, with its kernels; False, and nothing
+    changed, where one does not take it."""
     before = set_attention(module)
     for _, implementation in before or ():
         choose_kernels(implementation)
@@ -108,10 +143,19 @@ def set_attention(module: Any) -> list[tuple[Any, str]] | None:
     """Choose our attention in all configurations of a model.
 
     Returns:
-        The configurations, each with the attention that it had; None, and nothing changed, where one does not take ours.
+        The configurations, each with the attention that it had; None, and nothing changed, where
+        one does not take ours.
     """
-    found = {id(config): config for child in module.modules() if (config := getattr(child, "config", None)) is not None}
-    before = [(config, config._attn_implementation) for config in found.values() if hasattr(config, "_attn_implementation")]
+    found = {
+        id(config): config
+        for child in module.modules()
+        if (config := getattr(child, "config", None)) is not None
+    }
+    before = [
+        (config, config._attn_implementation)
+        for config in found.values()
+        if hasattr(config, "_attn_implementation")
+    ]
     module.set_attn_implementation(NAME)
     if all(config._attn_implementation == NAME for config, _ in before):
         return before
@@ -121,28 +165,46 @@ def set_attention(module: Any) -> list[tuple[Any, str]] | None:
 
 
 def _mixes_by_attention(module: nn.Module, config: Any, blocks: list[nn.Module]) -> bool:
-    """Return whether a causal language model takes positions and arguments of the loss, and nothing else in it seems to mix tokens."""
+    """Return whether a causal language model takes positions and arguments of the loss, and nothing
+    else in it seems to mix tokens."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parameters = inspect.signature(module.forward).parameters
-    if "position_ids" not in parameters or all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+    if "position_ids" not in parameters or all(
+        parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         return False
-    if text is not config or getattr(config, "is_encoder_decoder", False) or not _is_language_model(module):
+    if (
+        text is not config
+        or getattr(config, "is_encoder_decoder", False)
+        or not _is_language_model(module)
+    ):
         return False
     if not all(any(uses(child, INTERFACE) for child in block.modules()) for block in blocks):
         return False  # the user's own attention may be in one of them
     if any(_mixes_in_own_code(block, TokenTrials(text.hidden_size)) for block in blocks):
         return False
     inside = [child for block in blocks for child in block.modules()]
-    if any(_attends_otherwise(child) or uses(child, INTERFACE) and _counts_tokens(child) for child in inside):
+    if any(
+        _attends_otherwise(child) or uses(child, INTERFACE) and _counts_tokens(child)
+        for child in inside
+    ):
         return False
     convolves = any(isinstance(child, (nn.Conv1d, nn.RNNBase)) for child in inside)
-    return not convolves and not any(word in type(child).__name__.lower() for child in inside for word in RECURRENT)
+    return not convolves and not any(
+        word in type(child).__name__.lower() for child in inside for word in RECURRENT
+    )
 
 
 def _mixes_in_own_code(block: nn.Module, trials: TokenTrials) -> bool:
-    """Return whether a part of a block whose class is the user's own mixes tokens without the interface, as a trial shows."""
-    parts = [part for part in block.children() if type(part).__module__.partition(".")[0] not in KNOWN]
-    return any(not any(uses(child, INTERFACE) for child in part.modules()) and not trials.is_separate(part) for part in parts)
+    """Return whether a part of a block whose class is the user's own mixes tokens without the
+    interface, as a trial shows."""
+    parts = [
+        part for part in block.children() if type(part).__module__.partition(".")[0] not in KNOWN
+    ]
+    return any(
+        not any(uses(child, INTERFACE) for child in part.modules()) and not trials.is_separate(part)
+        for part in parts
+    )
 
 
 def _is_language_model(module: nn.Module) -> bool:

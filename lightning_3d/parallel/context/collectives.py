@@ -7,8 +7,9 @@
     heads_to_sequence     all-to-all                    all-to-all       and back
     Ring.pass_on          to the next rank, from the previous one
 
-The first two end the sharded region: afterwards all ranks have the same values. Each rank computes only a share of the loss, so their
-gradients are summed. All ranks call the same functions in the same order, with the same shapes.
+The first two end the sharded region: afterwards all ranks have the same values. Each rank computes
+only a share of the loss, so their gradients are summed. All ranks call the same functions in the
+same order, with the same shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_3d.compat.torch import functional_all_to_all, functional_gather, functional_scatter_sum
+from lightning_3d.compat.torch import (
+    functional_all_to_all,
+    functional_gather,
+    functional_scatter_sum,
+)
 from lightning_3d.parallel import gloo_exchange as exchange
 from lightning_3d.parallel.context.group import ContextParallel
 from lightning_3d.parallel.context.zigzag import natural_order
@@ -28,7 +33,8 @@ from lightning_3d.parallel.witness import received, sent
 
 
 def gather_sequence(x: Tensor, context: ContextParallel) -> Tensor:
-    """(batch, seq / cp, ...) on each rank -> (batch, seq, ...) in the order of the sequence, on all."""
+    """(batch, seq / cp, ...) on each rank -> (batch, seq, ...) in the order of the sequence, on
+    all."""
     return _Gather.apply(x, context)
 
 
@@ -38,7 +44,8 @@ def sum_over_ranks(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 def sequence_to_heads(x: Tensor, context: ContextParallel) -> Tensor:
-    """(batch, heads, seq / cp, width) -> (batch, heads / cp, seq, width), tokens in the order of the sequence; cp divides the heads."""
+    """(batch, heads, seq / cp, width) -> (batch, heads / cp, seq, width), tokens in the order of
+    the sequence; cp divides the heads."""
     return _ToHeads.apply(x, context)
 
 
@@ -48,7 +55,8 @@ def heads_to_sequence(x: Tensor, context: ContextParallel) -> Tensor:
 
 
 class Ring:
-    """Ring of ranks: sends messages to the next rank, and receives messages of the same shapes from the previous one."""
+    """Ring of ranks: sends messages to the next rank, and receives messages of the same shapes from
+    the previous one."""
 
     def __init__(self, context: ContextParallel) -> None:
         self._group = context.group
@@ -57,10 +65,13 @@ class Ring:
         self._previous = ranks[(context.rank - 1) % context.size]
 
     def pass_on(self, tensor: Tensor, tag: int = 0) -> Passing:
-        """Start to send a contiguous tensor, which must not change until it is sent, and to receive one of the same shape."""
+        """Start to send a contiguous tensor, which must not change until it is sent, and to receive
+        one of the same shape."""
         arriving = torch.empty_like(tensor)
         sent("message of the ring", tensor)
-        works = exchange.send_and_receive(tensor, self._next, arriving, self._previous, self._group, tag)
+        works = exchange.send_and_receive(
+            tensor, self._next, arriving, self._previous, self._group, tag
+        )
         return Passing(tensor, arriving, works)
 
 
@@ -83,15 +94,20 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
         parts = _all_gather(x.transpose(0, 1).contiguous(), context)
-        # The copy into the order of the sequence also makes (batch, seq) contiguous: losses call `view` on logits.
-        return parts.transpose(0, 1).index_select(1, natural_order(len(parts), context.size, x.device))
+        # The copy into the order of the sequence also makes (batch, seq) contiguous: losses call
+        # `view` on logits.
+        return parts.transpose(0, 1).index_select(
+            1, natural_order(len(parts), context.size, x.device)
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         context: ContextParallel = ctx.context
         by_rank = torch.empty_like(gradient.transpose(0, 1), memory_format=torch.contiguous_format)
-        by_rank[natural_order(gradient.shape[1], context.size, gradient.device)] = gradient.transpose(0, 1)
+        by_rank[natural_order(gradient.shape[1], context.size, gradient.device)] = (
+            gradient.transpose(0, 1)
+        )
         return _reduce_scatter(by_rank, context).transpose(0, 1), None
 
 
@@ -147,7 +163,11 @@ def _all_to_all(by_rank: Tensor, context: ContextParallel) -> Tensor:
 
 def _to_heads(x: Tensor, context: ContextParallel) -> Tensor:
     batch, heads, part, width = x.shape
-    by_rank = x.view(batch, context.size, heads // context.size, part, width).permute(1, 3, 0, 2, 4).contiguous()
+    by_rank = (
+        x.view(batch, context.size, heads // context.size, part, width)
+        .permute(1, 3, 0, 2, 4)
+        .contiguous()
+    )
     tokens = _all_to_all(by_rank, context).flatten(0, 1)  # (seq by rank, batch, heads / cp, width)
     return tokens[natural_order(len(tokens), context.size, x.device)].permute(1, 2, 0, 3)
 
@@ -156,8 +176,12 @@ def _to_sequence(x: Tensor, context: ContextParallel) -> Tensor:
     batch, heads, length, width = x.shape
     by_rank = x.new_empty((length, batch, heads, width))
     by_rank[natural_order(length, context.size, x.device)] = x.permute(2, 0, 1, 3)
-    parts = _all_to_all(by_rank, context).view(context.size, length // context.size, batch, heads, width)
-    return parts.permute(2, 0, 3, 1, 4).reshape(batch, context.size * heads, length // context.size, width)
+    parts = _all_to_all(by_rank, context).view(
+        context.size, length // context.size, batch, heads, width
+    )
+    return parts.permute(2, 0, 3, 1, 4).reshape(
+        batch, context.size * heads, length // context.size, width
+    )
 
 
 class _ToHeads(torch.autograd.Function):

@@ -17,25 +17,36 @@ from lightning_3d.parallel.specialize import specialize
 
 
 def share_frozen(module: nn.Module, context: ContextParallel) -> None:
-    """Make a frozen model, of which `checks.mixes_by_attention` is true, run on this rank's part of the sequences. In place.
+    """Make a frozen model, of which `checks.mixes_by_attention` is true, run on this rank's part of
+    the sequences. In place.
 
-    The trained model must be called with sequences that the ranks can split. A frozen one may be called with others, or in parts, or
-    generate text: then it runs whole sequences with its own attention, on every rank.
+    The trained model must be called with sequences that the ranks can split. A frozen one may be
+    called with others, or in parts, or generate text: then it runs whole sequences with its own
+    attention, on every rank.
     """
     register()
-    before = set_attention(module)  # without its kernels, which are chosen for the whole process, by the trained model
+    # without its kernels, which are chosen for the whole process, by the trained model
+    before = set_attention(module)
     if before is None:
         return
     for config, implementation in before:
         config._attn_implementation = implementation
-    specialize(module, SharedFrozen, context_parallel=context, context_layers={}, context_positions=None, context_attentions=before)
+    specialize(
+        module,
+        SharedFrozen,
+        context_parallel=context,
+        context_layers={},
+        context_positions=None,
+        context_attentions=before,
+    )
 
 
 class SharedFrozen(SharedSequences):
     """Mixin for a frozen model: as `SharedSequences` in calls whose sequences the ranks can split.
 
     Attributes:
-        context_attentions: the model's configurations, each with the attention that it has outside of such calls.
+        context_attentions: the model's configurations, each with the attention that it has outside
+            of such calls.
     """
 
     context_attentions: list[tuple[Any, str]]
@@ -43,7 +54,8 @@ class SharedFrozen(SharedSequences):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         whole = super(SharedSequences, self).forward  # type: ignore[misc]
-        routes = getattr(self.config, "output_router_logits", False)  # which are not (batch, sequence, ...)
+        # which are not (batch, sequence, ...)
+        routes = getattr(self.config, "output_router_logits", False)
         if routes or not splits(named_arguments(whole, args, kwargs), self.context_parallel.size):
             return whole(*args, **kwargs)
         with self._replaced_attention():

@@ -1,6 +1,7 @@
 """Masks of attention in a sequence that several ranks share.
 
-Every rank knows the whole batch, so masks need no communication. Positions are those in the whole sequence.
+Every rank knows the whole batch, so masks need no communication. Positions are those in the whole
+sequence.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Span:
 
 
 class NotATensor(PlanError, AttributeError):
-    """Access to an attribute of tensors that a mask does not have; an AttributeError, so that `hasattr` returns False."""
+    """Access to an attribute of tensors that a mask does not have; an AttributeError, so that
+    `hasattr` returns False."""
 
 
 @dataclass
@@ -65,13 +67,16 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Causal attention in the whole sequence, for one kind of layers of a model. Blocks get it as `attention_mask`.
+    """Causal attention in the whole sequence, for one kind of layers of a model. Blocks get it as
+    `attention_mask`.
 
     Attributes:
         context: the ranks that share the sequence.
         length: tokens in it.
-        documents: (batch, seq), on the host, rising in each row: tokens see those of their own number only. None: one document.
-        padding: (batch, seq), on the host: False for tokens that no other token attends to. None: there are none.
+        documents: (batch, seq), on the host, rising in each row: tokens see those of their own
+            number only. None: one document.
+        padding: (batch, seq), on the host: False for tokens that no other token attends to. None:
+            there are none.
         window: a token sees so many tokens at most, itself included. None: all before it.
         use: what became of it, for all kinds of layers.
     """
@@ -86,18 +91,23 @@ class Mask:
     _covers: dict[tuple[Span, Span], Cover] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse access to attributes of a tensor, by an attention of a model's own (Doge's dynamic mask)."""
+        """Refuse access to attributes of a tensor, by an attention of a model's own (Doge's dynamic
+        mask)."""
         raise NotATensor(
-            f"An attention module of the model reads its mask itself (attention_mask.{name}), but with context parallelism (cp) no rank"
-            " holds the mask of a whole sequence. Use cp=1."
+            f"An attention module of the model reads its mask itself (attention_mask.{name}), but"
+            " with context parallelism (cp) no rank holds the mask of a whole sequence. Use cp=1."
         )
 
     def of_layers(self, *, window: int | None, separate: bool) -> Mask:
-        """Return this mask for layers with this window (or none), and with or without the separation of documents."""
-        return replace(self, window=window, documents=self.documents if separate else None, _covers={})
+        """Return this mask for layers with this window (or none), and with or without the
+        separation of documents."""
+        return replace(
+            self, window=window, documents=self.documents if separate else None, _covers={}
+        )
 
     def cover(self, queries: Span, keys: Span) -> Cover:
-        """Find the part of a block that is not masked. If it depends on the batch, it is computed once for all layers of a kind."""
+        """Find the part of a block that is not masked. If it depends on the batch, it is computed
+        once for all layers of a kind."""
         if self.documents is None and self.padding is None:
             return self._find_cover(queries, keys)
         if (queries, keys) not in self._covers:
@@ -106,11 +116,17 @@ class Mask:
 
     def _find_cover(self, queries: Span, keys: Span) -> Cover:
         """Compute the cover from the corners of the block."""
-        if keys.start > queries.last or (self.window is not None and queries.start - keys.last >= self.window):
+        if keys.start > queries.last or (
+            self.window is not None and queries.start - keys.last >= self.window
+        ):
             return Cover.NOTHING
-        if self._documents_between(queries, keys) == 0 or (self.padding is not None and not self.padding[:, keys.start : keys.stop].any()):
+        if self._documents_between(queries, keys) == 0 or (
+            self.padding is not None and not self.padding[:, keys.start : keys.stop].any()
+        ):
             return Cover.NOTHING
-        if self._documents_between(queries, keys) > 1 or (self.padding is not None and not self.padding[:, keys.start : keys.stop].all()):
+        if self._documents_between(queries, keys) > 1 or (
+            self.padding is not None and not self.padding[:, keys.start : keys.stop].all()
+        ):
             return Cover.SOMETHING
         if self.window is not None and queries.last - keys.start >= self.window:
             return Cover.SOMETHING
@@ -123,7 +139,9 @@ class Mask:
         if self.documents is None:
             return 1
         first, last = min(queries.start, keys.start), max(queries.last, keys.last)
-        if (self.documents[:, keys.last] < self.documents[:, queries.start]).all() and keys.last < queries.start:
+        if (
+            self.documents[:, keys.last] < self.documents[:, queries.start]
+        ).all() and keys.last < queries.start:
             return 0
         return 1 if bool((self.documents[:, first] == self.documents[:, last]).all()) else 2
 
@@ -137,10 +155,14 @@ class Mask:
         seen = seen.unsqueeze(0)
         if self.documents is not None:
             documents = self._on(device, "documents", self.documents)
-            same = documents[:, queries.start : queries.stop].unsqueeze(-1) == documents[:, keys.start : keys.stop].unsqueeze(-2)
+            same = documents[:, queries.start : queries.stop].unsqueeze(-1) == documents[
+                :, keys.start : keys.stop
+            ].unsqueeze(-2)
             seen = seen & same
         if self.padding is not None:
-            seen = seen & self._on(device, "padding", self.padding)[:, keys.start : keys.stop].unsqueeze(-2)
+            seen = seen & self._on(device, "padding", self.padding)[
+                :, keys.start : keys.stop
+            ].unsqueeze(-2)
         return seen[:, None, None]
 
     def _on(self, device: torch.device, name: str, host: Tensor) -> Tensor:
@@ -151,7 +173,12 @@ class Mask:
         return self._copies[name, device]
 
 
-def mask_of_batch(context: ContextParallel, shape: tuple[int, int], attention_mask: Any, position_ids: Tensor | None) -> Mask:
+def mask_of_batch(
+    context: ContextParallel,
+    shape: tuple[int, int],
+    attention_mask: Any,
+    position_ids: Tensor | None,
+) -> Mask:
     """Make the mask of whole sequences from the arguments of a model.
 
     Args:
@@ -165,13 +192,14 @@ def mask_of_batch(context: ContextParallel, shape: tuple[int, int], attention_ma
 
 
 def _documents(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """Numbers of the packed documents, as Transformers finds them: one begins where positions do not continue. None: one in each row."""
+    """Numbers of the packed documents, as Transformers finds them: one begins where positions do
+    not continue. None: one in each row."""
     if position_ids is None:
         return None
     if position_ids.ndim != 2 or position_ids.shape[1] != length:
         raise PlanError(
-            f"position_ids must have shape (batch, {length}) with context parallelism (cp), one number per token; got shape"
-            f" {tuple(position_ids.shape)}."
+            f"position_ids must have shape (batch, {length}) with context parallelism (cp), one"
+            f" number per token; got shape {tuple(position_ids.shape)}."
         )
     host = position_ids.detach().cpu()
     documents = (host.diff(dim=1, prepend=host[:, :1] - 1) != 1).cumsum(1)
@@ -182,10 +210,15 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | 
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
-        found = f"shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else f"a {type(attention_mask).__name__}"
+        found = (
+            f"shape {tuple(attention_mask.shape)}"
+            if isinstance(attention_mask, Tensor)
+            else f"a {type(attention_mask).__name__}"
+        )
         raise PlanError(
-            f"With context parallelism (cp), attention_mask must be a padding mask of shape {shape}; got {found}. For packed documents,"
-            " pass position_ids that restart at 0 with each document."
+            "With context parallelism (cp), attention_mask must be a padding mask of shape"
+            f" {shape}; got {found}. For packed documents, pass position_ids that restart at 0 with"
+            " each document."
         )
     host = attention_mask.detach().cpu().bool()
     return None if bool(host.all()) else host

@@ -24,11 +24,14 @@ IGNORED = -100
 """The label of tokens that are not targets, in Transformers."""
 
 
-def share_sequences(module: nn.Module, blocks: list[nn.Module], layers: str, context: ContextParallel) -> SplitBlocks | None:
-    """Make `module`, a whole Transformers model, run on this rank's part of the sequences that it is called with. In place.
+def share_sequences(
+    module: nn.Module, blocks: list[nn.Module], layers: str, context: ContextParallel
+) -> SplitBlocks | None:
+    """Make `module`, a whole Transformers model, run on this rank's part of the sequences that it
+    is called with. In place.
 
-    Where only the attention mixes tokens, it is replaced, and nothing is left to do: None. Otherwise the result says how to split the
-    sequence between blocks.
+    Where only the attention mixes tokens, it is replaced, and nothing is left to do: None.
+    Otherwise the result says how to split the sequence between blocks.
 
     Args:
         blocks: as `find_blocks` returns them.
@@ -40,15 +43,29 @@ def share_sequences(module: nn.Module, blocks: list[nn.Module], layers: str, con
     register()
     if not replace_attention(module, blocks):
         return SplitBlocks.of(module, blocks, layers, context)
-    counts = next((child for child in module.modules() if hasattr(child, "create_position_ids_from_input_ids")), None)
+    counts = next(
+        (
+            child
+            for child in module.modules()
+            if hasattr(child, "create_position_ids_from_input_ids")
+        ),
+        None,
+    )
     if isinstance(module, MultiTokenLM):
         specialize(module, TokensOfOthers)
-    specialize(module, SharedSequences, context_parallel=context, context_layers={}, context_positions=counts)
+    specialize(
+        module,
+        SharedSequences,
+        context_parallel=context,
+        context_layers={},
+        context_positions=counts,
+    )
     return None
 
 
 class SharedSequences:
-    """Mixin for the model: shards its inputs along the sequence, and returns outputs that report the full shape."""
+    """Mixin for the model: shards its inputs along the sequence, and returns outputs that report
+    the full shape."""
 
     context_parallel: ContextParallel
     context_layers: dict[Any, bool]
@@ -58,24 +75,38 @@ class SharedSequences:
         context = self.context_parallel
         own = super().forward  # type: ignore[misc]
         arguments = named_arguments(own, args, kwargs)
-        call, arguments = _cut(arguments, context, self.context_layers, _own_positions(self.context_positions, arguments))
+        call, arguments = _cut(
+            arguments,
+            context,
+            self.context_layers,
+            _own_positions(self.context_positions, arguments),
+        )
         with running(call):
             output = own(**arguments)
         if not call.mask.use.attended:
             raise PlanError(
-                f"No attention module of {type(self).__name__} used Transformers' attention interface, so no token attended to the tokens"
-                " of other context-parallel ranks. Use cp=1."
+                f"No attention module of {type(self).__name__} used Transformers' attention"
+                " interface, so no token attended to the tokens of other context-parallel ranks."
+                " Use cp=1."
             )
         return whole_outputs(output, (call.rows, call.positions.shape[1]), context)
 
 
 class WholeSequenceLoss:
-    """Wrapper of a loss function of the user's own, which sees the logits and labels of the whole sequence."""
+    """Wrapper of a loss function of the user's own, which sees the logits and labels of the whole
+    sequence."""
 
     def __init__(self, loss: Any, context: ContextParallel) -> None:
         self._loss, self._context = loss, context
 
-    def __call__(self, logits: Tensor, labels: Tensor | None, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        *args: Any,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         return self._loss(WholeSequence(logits, self._context).full(), labels, *args, **kwargs)
 
     @property
@@ -85,8 +116,9 @@ class WholeSequenceLoss:
 
 
 def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
-    """(batch, seq): the positions that the model would give whole sequences, where it counts otherwise than from 0 (RoBERTa from behind the
-    number of its padding). None: from 0, or the caller gives them.
+    """(batch, seq): the positions that the model would give whole sequences, where it counts
+    otherwise than from 0 (RoBERTa from behind the number of its padding). None: from 0, or the
+    caller gives them.
 
     Raises:
         PlanError: they depend on tokens that the caller does not give.
@@ -96,17 +128,21 @@ def _own_positions(owner: Any, arguments: dict[str, Any]) -> Tensor | None:
     ids = arguments.get("input_ids")
     if ids is None:
         raise PlanError(
-            f"{type(owner).__name__} derives positions from the tokens. With context parallelism (cp), call the model with input_ids"
-            " or with position_ids."
+            f"{type(owner).__name__} derives positions from the tokens. With context parallelism"
+            " (cp), call the model with input_ids or with position_ids."
         )
     positions: Tensor = owner.create_position_ids_from_input_ids(ids, owner.padding_idx)
     return positions
 
 
 def _cut(
-    arguments: dict[str, Any], context: ContextParallel, layers: dict[Any, bool], own_positions: Tensor | None
+    arguments: dict[str, Any],
+    context: ContextParallel,
+    layers: dict[Any, bool],
+    own_positions: Tensor | None,
 ) -> tuple[Running, dict[str, Any]]:
-    """This rank's part of the arguments, and the information about the others that its attention needs.
+    """This rank's part of the arguments, and the information about the others that its attention
+    needs.
 
     Args:
         own_positions: (batch, seq), where the model does not count tokens from 0.
@@ -115,7 +151,8 @@ def _cut(
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise ConfigError(
-            "logits_to_keep is not supported with cp > 1: it would keep the last tokens of every rank. Slice the logits instead."
+            "logits_to_keep is not supported with cp > 1: it would keep the last tokens of every"
+            " rank. Slice the logits instead."
         )
     tokens = tokens_of(arguments)
     batch, length = tokens.shape[:2]
@@ -126,7 +163,13 @@ def _cut(
     mask = mask_of_batch(context, (batch, length), arguments.get("attention_mask"), whole)
     order = zigzag(length, context.size, context.rank, tokens.device)
     arguments = {
-        name: value[:, order] if name != "labels" and isinstance(value, Tensor) and tuple(value.shape[:2]) == (batch, length) else value
+        name: (
+            value[:, order]
+            if name != "labels"
+            and isinstance(value, Tensor)
+            and tuple(value.shape[:2]) == (batch, length)
+            else value
+        )
         for name, value in arguments.items()
     }
     positions = order.unsqueeze(0) if whole is None else whole[:, order]

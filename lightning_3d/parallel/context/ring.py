@@ -1,8 +1,10 @@
-"""Ring attention: every rank keeps its queries, keys and values travel around the ring (Liu, Zaharia and Abbeel, arXiv:2310.01889).
+"""Ring attention: every rank keeps its queries, keys and values travel around the ring (Liu,
+Zaharia and Abbeel, arXiv:2310.01889).
 
-While a rank attends to the keys and values that it has, it sends them to the next rank and receives others from the previous one. In the
-backward, keys and values travel around the ring again. Their gradients follow one step behind, and are back on the rank of the keys and
-values after the last step.
+While a rank attends to the keys and values that it has, it sends them to the next rank and receives
+others from the previous one. In the backward, keys and values travel around the ring again. Their
+gradients follow one step behind, and are back on the rank of the keys and values after the last
+step.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_3d.parallel.context.collectives import Passing, Ring
-from lightning_3d.parallel.context.kernels import Gradients, Result, Scores, attend, attend_backward, finite, wide
+from lightning_3d.parallel.context.kernels import (
+    Gradients,
+    Result,
+    Scores,
+    attend,
+    attend_backward,
+    finite,
+    wide,
+)
 from lightning_3d.parallel.context.masks import Mask, Span
 from lightning_3d.parallel.context.zigzag import chunk_length, chunk_starts
 
@@ -26,47 +36,75 @@ class Course:
         spans: of every rank, the positions of its tokens in its order.
     """
 
-    def __init__(self, ring: Ring | None, spans: list[tuple[Span, ...]], rank: int, mask: Mask, scores: Scores) -> None:
+    def __init__(
+        self,
+        ring: Ring | None,
+        spans: list[tuple[Span, ...]],
+        rank: int,
+        mask: Mask,
+        scores: Scores,
+    ) -> None:
         self.ring, self._spans, self._rank = ring, spans, rank
         self.mask, self.scores = mask, scores
         self.steps = len(spans)
 
     @classmethod
     def around(cls, mask: Mask, scores: Scores) -> Course:
-        """The course of keys and values around all ranks, each of which has its tokens of the sequence."""
+        """The course of keys and values around all ranks, each of which has its tokens of the
+        sequence."""
         context = mask.context
         ring = Ring(context) if context.size > 1 else None
         chunk = chunk_length(mask.length, context.size)
-        spans = [tuple(Span(start, chunk) for start in chunk_starts(chunk, context.size, rank)) for rank in range(context.size)]
+        spans = [
+            tuple(Span(start, chunk) for start in chunk_starts(chunk, context.size, rank))
+            for rank in range(context.size)
+        ]
         return cls(ring, spans, context.rank, mask, scores)
 
     @classmethod
     def of_one(cls, mask: Mask, scores: Scores) -> Course:
-        """The course on a rank that has all tokens, in the order of the sequence: nothing travels."""
+        """The course on a rank that has all tokens, in the order of the sequence: nothing
+        travels."""
         return cls(None, [(Span(0, mask.length),)], 0, mask, scores)
 
     def blocks(self, step: int) -> list[tuple[Span, int, Span, int]]:
-        """Blocks of a step: (queries, their first place, keys, their first place), the keys of the rank from which they are now."""
-        return [(*own, *other) for own in self._placed(self._rank) for other in self._placed((self._rank - step) % self.steps)]
+        """Blocks of a step: (queries, their first place, keys, their first place), the keys of the
+        rank from which they are now."""
+        return [
+            (*own, *other)
+            for own in self._placed(self._rank)
+            for other in self._placed((self._rank - step) % self.steps)
+        ]
 
     def _placed(self, rank: int) -> list[tuple[Span, int]]:
         spans = self._spans[rank]
-        return [(span, sum(other.length for other in spans[:index])) for index, span in enumerate(spans)]
+        return [
+            (span, sum(other.length for other in spans[:index])) for index, span in enumerate(spans)
+        ]
 
     def pass_on(self, tensor: Tensor, step: int, tag: int) -> Passing | None:
         """Pass the block on, if a rank has not seen it yet."""
-        return self.ring.pass_on(tensor, tag) if self.ring is not None and step + 1 < self.steps else None
+        return (
+            self.ring.pass_on(tensor, tag)
+            if self.ring is not None and step + 1 < self.steps
+            else None
+        )
 
 
-def attend_around(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, course: Course) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries to the keys of all ranks: cp - 1 messages of this rank's keys and values to the next rank.
+def attend_around(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, course: Course
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to the keys of all ranks: cp - 1 messages of this rank's
+    keys and values to the next rank.
 
     Args:
-        query: (batch, heads, seq / cp, width), zigzag (see there). key, value: (batch, key heads, seq / cp, width).
+        query: (batch, heads, seq / cp, width), zigzag (see there). key, value: (batch, key heads,
+            seq / cp, width).
         sinks: (heads,), scores of a key that has no value (gpt-oss).
 
     Returns:
-        (batch, heads, seq / cp, value width), and the log of the sum of exponentials (batch, heads, seq / cp) in the type of accumulation.
+        (batch, heads, seq / cp, value width), and the log of the sum of exponentials (batch, heads,
+        seq / cp) in the type of accumulation.
     """
     with torch.autocast(query.device.type, enabled=False):
         result = Result.empty(query, value.shape[-1])
@@ -78,7 +116,16 @@ def attend_around(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | Non
                 part = result.narrow(place, queries.length)
                 span = (2, there, others.length)
                 own = query.narrow(2, place, queries.length)
-                attend(part, own, keys.narrow(*span), values.narrow(*span), queries, others, course.mask, course.scores)
+                attend(
+                    part,
+                    own,
+                    keys.narrow(*span),
+                    values.narrow(*span),
+                    queries,
+                    others,
+                    course.mask,
+                    course.scores,
+                )
             if passing is not None:
                 travelling = passing.wait()
         if sinks is not None:
@@ -96,8 +143,8 @@ def attend_around_backward(
     lse: Tensor,
     course: Course,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of queries, keys, values and sinks: cp - 1 messages of keys and values, and cp of their gradients in the type of
-    accumulation (float32 for 16-bit tensors).
+    """Gradients of queries, keys, values and sinks: cp - 1 messages of keys and values, and cp of
+    their gradients in the type of accumulation (float32 for 16-bit tensors).
 
     Args:
         out, lse: results of `attend_around`.
@@ -116,7 +163,9 @@ def attend_around_backward(
             for queries, place, others, there in course.blocks(step):
                 own, span = (2, place, queries.length), (2, there, others.length)
                 attend_backward(
-                    Gradients(grad_query.narrow(*own), grad_keys.narrow(*span), grad_values.narrow(*span)),
+                    Gradients(
+                        grad_query.narrow(*own), grad_keys.narrow(*span), grad_values.narrow(*span)
+                    ),
                     grad_out.narrow(*own),
                     delta.narrow(*own),
                     Result(out.narrow(*own), lse.narrow(*own)),
@@ -141,7 +190,12 @@ def attend_around_backward(
         if sinks is not None:
             weight = (sinks.to(kind).view(1, -1, 1) - finite(lse)).exp()
             grad_sinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks
+        return (
+            grad_query.to(query.dtype),
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            grad_sinks,
+        )
 
 
 def _sink(result: Result, sinks: Tensor) -> None:

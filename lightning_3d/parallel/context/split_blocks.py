@@ -1,5 +1,5 @@
-"""Context parallelism of models whose blocks mix tokens in other ways than by attention that can be replaced: state spaces, linear
-attention, convolutions, attention with biases, chunks or indexers.
+"""Context parallelism of models whose blocks mix tokens in other ways than by attention that can be
+replaced: state spaces, linear attention, convolutions, attention with biases, chunks or indexers.
 
     before the first block    this rank keeps its tokens of the hidden states        backward: zeros for the others
     into what mixes tokens    the tokens of all ranks are gathered, in order         backward: reduce-scatter
@@ -8,9 +8,10 @@ attention, convolutions, attention with biases, chunks or indexers.
     behind the last block     the tokens of all ranks are gathered                   backward: reduce-scatter
     into the output head      this rank keeps its tokens; logits are gathered only if they are read
 
-Everything outside the blocks sees whole sequences: positions, masks, embeddings, norms, losses. So whatever a model derives from them is
-what it is on one process. Every rank computes what mixes tokens for all of them, except attention that can be replaced. Norms, MLPs,
-experts and logits are shared out.
+Everything outside the blocks sees whole sequences: positions, masks, embeddings, norms, losses. So
+whatever a model derives from them is what it is on one process. Every rank computes what mixes
+tokens for all of them, except attention that can be replaced. Norms, MLPs, experts and logits are
+shared out.
 """
 
 from __future__ import annotations
@@ -62,7 +63,12 @@ class SplitSequence:
 
     def is_hidden(self, value: Any, length: int) -> bool:
         """Return whether an argument is made of hidden states of so many tokens."""
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3 or value.shape[1] != length:
+        if (
+            not isinstance(value, Tensor)
+            or not value.is_floating_point()
+            or value.ndim < 3
+            or value.shape[1] != length
+        ):
             return False
         return value.ndim == 3 or tuple(value.shape[2:]) == self.inner  # not the heads of a mask
 
@@ -74,8 +80,9 @@ class SplitSequence:
         """
         if not self.gathered:
             raise PlanError(
-                f"Context parallelism (cp) cannot split the sequences of {self.model}: its last block did not run, or did not return hidden"
-                " states (batch, sequence, hidden). Use cp=1."
+                f"Context parallelism (cp) cannot split the sequences of {self.model}: its last"
+                " block did not run, or did not return hidden states (batch, sequence, hidden)."
+                " Use cp=1."
             )
 
     @property
@@ -88,10 +95,13 @@ class SplitSequence:
         return own_tokens(whole, self.context.size, self.context.rank)
 
     def own_positions(self, value: Any) -> Any:
-        """Select this rank's tokens of positions, (batch, seq), and of what is computed from them, (batch, seq, width), also in tuples."""
+        """Select this rank's tokens of positions, (batch, seq), and of what is computed from them,
+        (batch, seq, width), also in tuples."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self.own_positions, value))
-        is_whole = isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == self.length
+        is_whole = (
+            isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == self.length
+        )
         return self.own(value) if is_whole else value
 
     def whole(self, part: Tensor) -> Tensor:
@@ -108,7 +118,8 @@ class SplitBlocks:
         blocks: all blocks of the model, in order.
         mixing: the modules in them that mix tokens, each once.
         attentions: those of them that call our attention.
-        arguments: names of the arguments of each block, before anything is put in front of its forward.
+        arguments: names of the arguments of each block, before anything is put in front of its
+            forward.
         arguments_inside: names of the arguments of what mixes tokens.
     """
 
@@ -120,7 +131,9 @@ class SplitBlocks:
     arguments_inside: frozenset[str]
 
     @classmethod
-    def of(cls, module: nn.Module, blocks: list[nn.Module], layers: str, context: ContextParallel) -> SplitBlocks:
+    def of(
+        cls, module: nn.Module, blocks: list[nn.Module], layers: str, context: ContextParallel
+    ) -> SplitBlocks:
         """Find what mixes tokens in the blocks of the whole `module`.
 
         Args:
@@ -135,15 +148,26 @@ class SplitBlocks:
         trials = TokenTrials(_width(module))
         mixing = {id(part): part for block in found for part in trials.mixing(block)}
         if not found or not mixing:
-            raise PlanError(f"Context parallelism (cp) found no blocks in {name} in which tokens see each other. Use cp=1.")
+            raise PlanError(
+                f"Context parallelism (cp) found no blocks in {name} in which tokens see each"
+                " other. Use cp=1."
+            )
         parts = list(mixing.values())
         inside = frozenset(argument for part in parts for argument in _arguments(part))
         attentions = replace_some_attention(module, parts)
-        return cls(SplitSequence(name, context), found, parts, attentions, [_arguments(block) for block in found], inside)
+        return cls(
+            SplitSequence(name, context),
+            found,
+            parts,
+            attentions,
+            [_arguments(block) for block in found],
+            inside,
+        )
 
     @property
     def computed_by_all(self) -> list[str]:
-        """Kinds of modules that every context-parallel rank computes for the whole sequence, on all pipeline stages."""
+        """Kinds of modules that every context-parallel rank computes for the whole sequence, on all
+        pipeline stages."""
         attentions = {id(part) for part in self.attentions}
         return sorted({type(part).__name__ for part in self.mixing if id(part) not in attentions})
 
@@ -151,11 +175,15 @@ class SplitBlocks:
         """Make what mixes tokens gather them, in place, unless it calls our attention."""
         attentions = {id(part) for part in self.attentions}
         for part in self.mixing:
-            specialize(part, SplitAttention if id(part) in attentions else MixingTokens, context_split=self.sequence)
+            specialize(
+                part,
+                SplitAttention if id(part) in attentions else MixingTokens,
+                context_split=self.sequence,
+            )
 
     def split_outside(self, module: nn.Module) -> None:
-        """Make the first block of the whole `module` split the sequence and the last one gather it, in place. Blocks that run behind the
-        model, outside of the row, do both."""
+        """Make the first block of the whole `module` split the sequence and the last one gather it,
+        in place. Blocks that run behind the model, outside of the row, do both."""
         row = [block for block in self.blocks if not is_ahead(block)]
         for block, names in zip(self.blocks, self.arguments, strict=True):
             specialize(
@@ -167,10 +195,16 @@ class SplitBlocks:
                 context_names=names,
                 context_names_inside=self.arguments_inside,
             )
-        specialize(module, SplitModel, context_split=self.sequence, context_layers={} if self.attentions else None)
+        specialize(
+            module,
+            SplitModel,
+            context_split=self.sequence,
+            context_layers={} if self.attentions else None,
+        )
 
     def split_head(self, module: nn.Module) -> None:
-        """Make the output head of this rank's part of `module` compute logits of this rank's tokens, in place."""
+        """Make the output head of this rank's part of `module` compute logits of this rank's
+        tokens, in place."""
         head = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(head, nn.Linear):
             specialize(head, SplitHead, context_split=self.sequence)
@@ -180,13 +214,19 @@ def _only_list(module: nn.Module, name: str, blocks: list[nn.Module]) -> list[nn
     """The one list of modules that has as many blocks as the configuration says."""
     config: Any = module.config
     wanted = getattr(config.get_text_config(), "num_hidden_layers", None)
-    lists = [list(found.children()) for found in module.modules() if isinstance(found, nn.ModuleList)]
+    lists = [
+        list(found.children()) for found in module.modules() if isinstance(found, nn.ModuleList)
+    ]
     among = {id(block) for block in blocks}
-    chosen = [found for found in lists if len(found) == wanted and all(id(block) in among for block in found)]
+    chosen = [
+        found
+        for found in lists
+        if len(found) == wanted and all(id(block) in among for block in found)
+    ]
     if len(chosen) != 1:
         raise PlanError(
-            f"Context parallelism (cp) splits the sequence between the blocks of a model, but {name} has {len(chosen)} lists of"
-            f" {wanted} blocks. Use cp=1."
+            "Context parallelism (cp) splits the sequence between the blocks of a model, but"
+            f" {name} has {len(chosen)} lists of {wanted} blocks. Use cp=1."
         )
     return chosen[0]
 
@@ -202,7 +242,8 @@ def _width(module: nn.Module) -> int:
 
 
 class SplitModel:
-    """Mixin for the model: notes the length of the sequence, and refuses what would return parts of it."""
+    """Mixin for the model: notes the length of the sequence, and refuses what would return parts of
+    it."""
 
     context_split: SplitSequence
     context_layers: dict[Any, bool] | None  # None: no module calls our attention
@@ -211,7 +252,9 @@ class SplitModel:
         own = super().forward  # type: ignore[misc]
         arguments = named_arguments(own, args, kwargs)
         config = getattr(self, "config", None)
-        hidden = arguments.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+        hidden = arguments.get(
+            "output_hidden_states", getattr(config, "output_hidden_states", False)
+        )
         refuse_arguments(arguments | {"output_hidden_states": hidden}, "output_hidden_states")
         split = self.context_split
         tokens = tokens_of(arguments)
@@ -227,14 +270,19 @@ class SplitModel:
         if self.context_layers is None:
             return own(**arguments)
         ids = arguments.get("position_ids")
-        mask = mask_of_batch(split.context, (len(tokens), split.length), arguments.get("attention_mask"), ids)
-        counted = torch.arange(split.length, device=tokens.device).unsqueeze(0) if ids is None else ids
+        mask = mask_of_batch(
+            split.context, (len(tokens), split.length), arguments.get("attention_mask"), ids
+        )
+        counted = (
+            torch.arange(split.length, device=tokens.device).unsqueeze(0) if ids is None else ids
+        )
         with running(Running(mask, counted, len(tokens), self.context_layers)):
             return own(**arguments)
 
 
 def is_split(module: nn.Module) -> bool:
-    """Return whether the logits of a model report the whole sequence inside its own forward, where its loss is computed."""
+    """Return whether the logits of a model report the whole sequence inside its own forward, where
+    its loss is computed."""
     return any(isinstance(child, SplitModel) for child in module.modules())
 
 
@@ -246,10 +294,11 @@ def use_context(module: nn.Module, context: ContextParallel) -> None:
 
 
 class SplitBlock:
-    """Mixin for a block. The first one gets this rank's tokens of the hidden states; what the last one returns is gathered.
+    """Mixin for a block. The first one gets this rank's tokens of the hidden states; what the last
+    one returns is gathered.
 
-    Further hidden states of the whole sequence that the block itself reads are split too; those that it passes on to what mixes tokens stay
-    whole.
+    Further hidden states of the whole sequence that the block itself reads are split too; those
+    that it passes on to what mixes tokens stay whole.
     """
 
     context_split: SplitSequence
@@ -260,13 +309,18 @@ class SplitBlock:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(self.context_names, args, strict=False)) | kwargs
-        first = next((name for name in ("hidden_states", *named) if isinstance(named.get(name), Tensor)), None)
+        first = next(
+            (name for name in ("hidden_states", *named) if isinstance(named.get(name), Tensor)),
+            None,
+        )
         self._require(None if first is None else named[first])
         split = self.context_split
         places = {name: place for place, name in enumerate(self.context_names[: len(args)])}
         values = list(args)
         for name, value in named.items():
-            is_own = (name == first and self.context_is_first) or (name != first and name not in self.context_names_inside)
+            is_own = (name == first and self.context_is_first) or (
+                name != first and name not in self.context_names_inside
+            )
             if is_own and split.is_hidden(value, split.length):
                 if name in places:
                     values[places[name]] = split.own(value)
@@ -281,42 +335,53 @@ class SplitBlock:
         return output
 
     def _require(self, hidden: Tensor | None) -> None:
-        """Refuse blocks that are called in another order than they are listed, or with something else than hidden states."""
+        """Refuse blocks that are called in another order than they are listed, or with something
+        else than hidden states."""
         split = self.context_split
-        if hidden is not None and hidden.ndim >= 3 and in_backward():  # sequences may have had another length since then
+        # sequences may have had another length since then
+        if hidden is not None and hidden.ndim >= 3 and in_backward():
             split.length = hidden.shape[1] * (1 if self.context_is_first else split.context.size)
         expected = split.length if self.context_is_first else split.part
         if hidden is None or hidden.ndim < 3 or hidden.shape[1] != expected:
-            found = "no tensor" if hidden is None else f"hidden states of shape {tuple(hidden.shape)}"
+            found = (
+                "no tensor" if hidden is None else f"hidden states of shape {tuple(hidden.shape)}"
+            )
             raise PlanError(
-                f"Context parallelism (cp) cannot split the sequences of {split.model}: a block ({type(self).__name__}) was called with"
-                f" {found}, not (batch, {expected}, hidden). Use cp=1."
+                f"Context parallelism (cp) cannot split the sequences of {split.model}: a block"
+                f" ({type(self).__name__}) was called with {found}, not (batch, {expected},"
+                " hidden). Use cp=1."
             )
         split.inner = tuple(hidden.shape[2:])
 
 
 class MixingTokens:
-    """Mixin for a module that mixes tokens: gathers the hidden states among its arguments, runs, and keeps this rank's tokens."""
+    """Mixin for a module that mixes tokens: gathers the hidden states among its arguments, runs,
+    and keeps this rank's tokens."""
 
     context_split: SplitSequence
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         split = self.context_split
         gather, keep = _Counted(split.whole, split), _Counted(split.own, split)
-        args, kwargs = tuple(gather(value, split.part) for value in args), {name: gather(kwargs[name], split.part) for name in kwargs}
+        args, kwargs = (
+            tuple(gather(value, split.part) for value in args),
+            {name: gather(kwargs[name], split.part) for name in kwargs},
+        )
         output = _each(super().forward(*args, **kwargs), lambda value: keep(value, split.length))  # type: ignore[misc]
         if not gather.count or not keep.count:
             how = "was called without" if not gather.count else "does not return"
             raise PlanError(
-                f"Context parallelism (cp) cannot split the sequences of {split.model}: {type(self).__name__} mixes tokens, but {how}"
-                " hidden states (batch, sequence, hidden). Use cp=1."
+                f"Context parallelism (cp) cannot split the sequences of {split.model}:"
+                f" {type(self).__name__} mixes tokens, but {how} hidden states (batch, sequence,"
+                " hidden). Use cp=1."
             )
         return output
 
 
 @dataclass
 class _Counted:
-    """Function for the hidden states among values, which counts them; other values stay as they are."""
+    """Function for the hidden states among values, which counts them; other values stay as they
+    are."""
 
     function: Callable[[Tensor], Tensor]
     split: SplitSequence
@@ -331,13 +396,16 @@ class _Counted:
 
 
 class SplitAttention:
-    """Mixin for an attention that calls ours: works on this rank's tokens, and gets the positions of these."""
+    """Mixin for an attention that calls ours: works on this rank's tokens, and gets the positions
+    of these."""
 
     context_split: SplitSequence
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = self.context_split.own_positions
-        return super().forward(*map(own, args), **{name: own(value) for name, value in kwargs.items()})  # type: ignore[misc]
+        return super().forward(
+            *map(own, args), **{name: own(value) for name, value in kwargs.items()}
+        )  # type: ignore[misc]
 
 
 class SplitHead:

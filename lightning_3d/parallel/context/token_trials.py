@@ -1,9 +1,11 @@
 """Trials that show whether a module treats every token of a sequence separately.
 
-A module that does can work on this rank's part of the tokens. To find out, a copy of it runs on a few random tokens with random weights,
-once more with each of some tokens changed, and once with the tokens in another order, in float64 on the CPU: no other token's result may
-change, and results change places as the tokens do. No rank communicates, the model may be on meta, and large matrices take no memory
-(`few_rows`). A module with a capacity drops tokens only where there are many, so it counts as one that mixes them.
+A module that does can work on this rank's part of the tokens. To find out, a copy of it runs on a
+few random tokens with random weights, once more with each of some tokens changed, and once with the
+tokens in another order, in float64 on the CPU: no other token's result may change, and results
+change places as the tokens do. No rank communicates, the model may be on meta, and large matrices
+take no memory (`few_rows`). A module with a capacity drops tokens only where there are many, so it
+counts as one that mixes them.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class TokenTrials:
         self._known: dict[Any, bool] = {}
 
     def mixing(self, block: nn.Module) -> Iterator[nn.Module]:
-        """Yield the children of a block that are not known to treat every token separately, with or without parameters."""
+        """Yield the children of a block that are not known to treat every token separately, with or
+        without parameters."""
         for child in block.children():
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 yield from self.mixing(child)
@@ -49,7 +52,8 @@ class TokenTrials:
                 yield child
 
     def is_separate(self, module: nn.Module) -> bool:
-        """Return whether a module was seen to treat every token separately; False where it cannot run alone."""
+        """Return whether a module was seen to treat every token separately; False where it cannot
+        run alone."""
         if type(module) in _BY_TOKEN:
             return True
         key = code_and_sizes(module)
@@ -68,9 +72,14 @@ def _is_separate(module: nn.Module, width: int) -> bool:
         inputs = _inputs(module, width, generator)
         whole = _results(clone, inputs)
         for token in _CHANGED:
-            if not _changes_only(token, whole, _results(clone, [_with_another(x, token, generator) for x in inputs])):
+            if not _changes_only(
+                token, whole, _results(clone, [_with_another(x, token, generator) for x in inputs])
+            ):
                 return False
-        if not _follows(whole, _results(clone, [x.index_select(_tokens_of(x), torch.tensor(_ORDER)) for x in inputs])):
+        if not _follows(
+            whole,
+            _results(clone, [x.index_select(_tokens_of(x), torch.tensor(_ORDER)) for x in inputs]),
+        ):
             return False
     except Exception:  # it has other arguments, or cannot run alone
         return False
@@ -80,11 +89,16 @@ def _is_separate(module: nn.Module, width: int) -> bool:
 def _inputs(module: nn.Module, width: int, generator: torch.Generator) -> list[Tensor]:
     """Values for the arguments without a default: hidden states (1, tokens, width).
 
-    Experts of Transformers, which a router calls, get (tokens, width), and two experts for each token with their weights.
+    Experts of Transformers, which a router calls, get (tokens, width), and two experts for each
+    token with their weights.
     """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind in kinds]
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind in kinds
+    ]
     if names == ["hidden_states", "top_k_index", "top_k_weights"]:
         chosen = torch.randint(int(module.num_experts), (_TOKENS, 2), generator=generator)  # type: ignore[arg-type]
         return [_normal((_TOKENS, width), generator), chosen, _normal((_TOKENS, 2), generator)]
@@ -109,9 +123,14 @@ def _with_another(value: Tensor, token: int, generator: torch.Generator) -> Tens
 
 
 def _results(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """Floating-point tensors that the module returns, by the forward of its class, without hooks, which belong to the model."""
+    """Floating-point tensors that the module returns, by the forward of its class, without hooks,
+    which belong to the model."""
     with FewRows():
-        return [value for value in tensors_of(type(module).forward(module, *inputs)) if value.is_floating_point()]
+        return [
+            value
+            for value in tensors_of(type(module).forward(module, *inputs))
+            if value.is_floating_point()
+        ]
 
 
 def _changes_only(token: int, before: list[Tensor], after: list[Tensor]) -> bool:
@@ -139,13 +158,19 @@ def _follows(before: list[Tensor], after: list[Tensor]) -> bool:
 
 
 def _clone(module: nn.Module) -> Any:
-    """Copy a module with random weights, in evaluation mode. Its own weights are neither copied nor read."""
-    memo: dict[int, Any] = {id(value): nn.Parameter(random_values(value), value.requires_grad) for value in module.parameters()}
+    """Copy a module with random weights, in evaluation mode. Its own weights are neither copied nor
+    read."""
+    memo: dict[int, Any] = {
+        id(value): nn.Parameter(random_values(value), value.requires_grad)
+        for value in module.parameters()
+    }
     clone = deep_copy(module, memo).eval()
     for child in clone.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                value = torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.cpu()
+                value = (
+                    torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.cpu()
+                )
                 child._buffers[name] = value.double() if value.is_floating_point() else value
         if (config := vars(child).get("config")) is not None:
             config._experts_implementation = "eager"  # grouped products do not know float64

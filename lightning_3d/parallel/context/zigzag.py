@@ -1,7 +1,7 @@
 """Assignment of tokens to ranks that gives every rank the same work in causal attention.
 
-A sequence is split into 2 * cp chunks, and rank r has the chunks 2 * cp - 1 - r and r, in this order: a late one with much before it and
-an early one with little.
+A sequence is split into 2 * cp chunks, and rank r has the chunks 2 * cp - 1 - r and r, in this
+order: a late one with much before it and an early one with little.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def chunk_length(length: int, size: int) -> int:
     chunks = 2 * size
     if length % chunks or length == 0:
         raise DataError(
-            f"Context parallelism splits a sequence into 2 * cp = {chunks} equal chunks, but this batch has sequences of {length} tokens."
-            f" Pad them to a multiple of {chunks}, for example {(length // chunks + 1) * chunks}."
+            f"Context parallelism splits a sequence into 2 * cp = {chunks} equal chunks, but this"
+            f" batch has sequences of {length} tokens. Pad them to a multiple of {chunks}, for"
+            f" example {(length // chunks + 1) * chunks}."
         )
     return length // chunks
 
@@ -47,8 +48,12 @@ def natural_order(length: int, size: int, device: torch.device | None = None) ->
     """Index of each token of the sequence in the concatenated parts of all ranks."""
     chunk = chunk_length(length, size)
     starts = [start for rank in range(size) for start in chunk_starts(chunk, size, rank)]
-    return _ranges([starts.index(start) * chunk for start in range(0, length, chunk)], chunk, device)
+    return _ranges(
+        [starts.index(start) * chunk for start in range(0, length, chunk)], chunk, device
+    )
 
 
-def _ranges(starts: tuple[int, ...] | list[int], length: int, device: torch.device | None) -> Tensor:
+def _ranges(
+    starts: tuple[int, ...] | list[int], length: int, device: torch.device | None
+) -> Tensor:
     return torch.cat([torch.arange(start, start + length, device=device) for start in starts])

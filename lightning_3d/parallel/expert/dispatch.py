@@ -1,13 +1,15 @@
 """Dispatch of tokens to the ranks that have their experts, and back.
 
-Each pair (token, expert) travels once there and once back, forward and backward: two all-to-all of the hidden states in each direction of a
-layer. Before the first one the ranks exchange how many tokens they send, in an all-to-all of as many numbers as there are experts; reading
-the result is the only time that the host waits for the device. No pair is dropped because an expert is full, so the output is that of one
-process. (GShard, arXiv:2006.16668, but without its capacity limit, as in MegaBlocks, arXiv:2211.15841.)
+Each pair (token, expert) travels once there and once back, forward and backward: two all-to-all of
+the hidden states in each direction of a layer. Before the first one the ranks exchange how many
+tokens they send, in an all-to-all of as many numbers as there are experts; reading the result is
+the only time that the host waits for the device. No pair is dropped because an expert is full, so
+the output is that of one process. (GShard, arXiv:2006.16668, but without its capacity limit, as in
+MegaBlocks, arXiv:2211.15841.)
 
-Where the ranks are on several nodes, `nodes` sends a token only once to each node. What a block computes
-beside its experts can run while tokens travel: see `overlap`. In the graph of a compiled block all this is two operators: see
-`expert_operators`.
+Where the ranks are on several nodes, `nodes` sends a token only once to each node. What a block
+computes beside its experts can run while tokens travel: see `overlap`. In the graph of a compiled
+block all this is two operators: see `expert_operators`.
 """
 
 from __future__ import annotations
@@ -47,11 +49,14 @@ class ExpertParallel:
     Attributes:
         group: their process group.
         size: number of ranks.
-        index: this rank's place in the group; it has the experts index * experts / size and following.
-        tokens: split of the tokens, which tensor-parallel ranks hold alike, over these ranks; None without tensor parallelism.
-        nodes: nodes that these ranks are on, if a token is sent only once to each node; None to send it to each of its experts.
-        balanced: whether to assume that all ranks send and receive equally many tokens, instead of asking the routers. Used in dry runs,
-            where routers have no values.
+        index: this rank's place in the group; it has the experts index * experts / size and
+            following.
+        tokens: split of the tokens, which tensor-parallel ranks hold alike, over these ranks; None
+            without tensor parallelism.
+        nodes: nodes that these ranks are on, if a token is sent only once to each node; None to
+            send it to each of its experts.
+        balanced: whether to assume that all ranks send and receive equally many tokens, instead of
+            asking the routers. Used in dry runs, where routers have no values.
     """
 
     group: dist.ProcessGroup
@@ -78,14 +83,17 @@ class _Begun:
 
 
 class DispatchedExperts:
-    """Mixin for a module of experts, some on each rank: runs them, by the module's own forward, on the tokens of all ranks.
+    """Mixin for a module of experts, some on each rank: runs them, by the module's own forward, on
+    the tokens of all ranks.
 
-    Called with tokens (n, hidden), or (rows, sequence, hidden), the experts of each (n, k), counted over all ranks, and their weights
-    (n, k); n may differ between ranks and may be 0. All ranks of the group call it equally often.
+    Called with tokens (n, hidden), or (rows, sequence, hidden), the experts of each (n, k), counted
+    over all ranks, and their weights (n, k); n may differ between ranks and may be 0. All ranks of
+    the group call it equally often.
 
     Attributes:
         place: its name in operators, see `expert_operators`.
-        draws: whether the experts draw random numbers. The graph of a compiled block then ends at them: an operator would draw others.
+        draws: whether the experts draw random numbers. The graph of a compiled block then ends at
+            them: an operator would draw others.
         begun_in_graph: a call that the graph under construction has started.
     """
 
@@ -94,7 +102,8 @@ class DispatchedExperts:
     place: Tensor
     draws: bool
     drops: Callable[[], bool] | None = None
-    """True if a weight of exactly 0 means that the pair was dropped and is not sent; None means no."""
+    """True if a weight of exactly 0 means that the pair was dropped and is not sent; None means
+    no."""
     begun: _Begun | None = None
     begun_in_graph: BegunInGraph | None
 
@@ -104,12 +113,16 @@ class DispatchedExperts:
         self.place = register(self)
 
     def begin(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-        """Start to send the tokens of the next call. What runs before that call runs while they travel.
+        """Start to send the tokens of the next call. What runs before that call runs while they
+        travel.
 
-        If that call has other arguments, which all ranks must agree on, the tokens that were sent are discarded and others are sent.
+        If that call has other arguments, which all ranks must agree on, the tokens that were sent
+        are discarded and others are sent.
         """
         if torch.compiler.is_compiling() and not self.draws:
-            self.begun_in_graph = BegunInGraph(self.place, hidden_states, top_k_index, top_k_weights)
+            self.begun_in_graph = BegunInGraph(
+                self.place, hidden_states, top_k_index, top_k_weights
+            )
         else:
             self._begin(hidden_states, top_k_index, top_k_weights)
 
@@ -120,10 +133,13 @@ class DispatchedExperts:
 
     def _in_graph(self, *arguments: Tensor) -> Tensor:
         begun, self.begun_in_graph = self.begun_in_graph, None
-        if begun is None or not begun.is_of(*arguments):  # a start that nothing uses is not in the graph
+        # a start that nothing uses is not in the graph
+        if begun is None or not begun.is_of(*arguments):
             begun = BegunInGraph(self.place, *arguments)
         assert isinstance(self, nn.Module)
-        return begun.finish([parameter for parameter in self.parameters() if parameter.requires_grad])
+        return begun.finish(
+            [parameter for parameter in self.parameters() if parameter.requires_grad]
+        )
 
     @torch.compiler.disable
     def _begin(self, *arguments: Tensor) -> None:
@@ -152,11 +168,14 @@ class DispatchedExperts:
         if ranks.nodes is None:
             dispatch = _Dispatch(hidden, chosen, weights, ranks, experts)
         else:
-            dispatch = NodeDispatch(hidden, chosen, weights, ranks.nodes, experts, balanced=ranks.balanced)
+            dispatch = NodeDispatch(
+                hidden, chosen, weights, ranks.nodes, experts, balanced=ranks.balanced
+            )
         return _Begun((hidden_states, top_k_index, top_k_weights), dispatch)
 
     def finish(self, begun: _Begun) -> Tensor:
-        """Run the experts on the tokens that arrive, and return the output of a call, of the shape of its tokens."""
+        """Run the experts on the tokens that arrive, and return the output of a call, of the shape
+        of its tokens."""
         hidden_states, _, _ = begun.arguments
         output, tokens = begun.dispatch.finish(self._experts), self.expert_parallel.tokens
         if tokens is not None:
@@ -177,7 +196,8 @@ class DispatchedExperts:
 
 
 class _Dispatch:
-    """Tokens on their way, one row for each of their experts, straight to the ranks that have these experts.
+    """Tokens on their way, one row for each of their experts, straight to the ranks that have these
+    experts.
 
     Args:
         hidden: tokens (n, hidden).
@@ -187,7 +207,9 @@ class _Dispatch:
         experts: number of all experts.
     """
 
-    def __init__(self, hidden: Tensor, chosen: Tensor, weights: Tensor, ranks: ExpertParallel, experts: int) -> None:
+    def __init__(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor, ranks: ExpertParallel, experts: int
+    ) -> None:
         rising, order = torch.sort(chosen.reshape(-1), stable=True)
         sent, received, self._experts = self._exchange_counts(rising, ranks, experts)
         self._shipment = Shipment(ranks.group, order[: sum(sent)], chosen.numel(), sent, received)
@@ -195,8 +217,11 @@ class _Dispatch:
         self._exchange = self._shipment.start(hidden[self._shipment.order // chosen.shape[1]])
 
     @staticmethod
-    def _exchange_counts(rising: Tensor, ranks: ExpertParallel, experts: int) -> tuple[list[int], list[int], Tensor]:
-        """(rows that go to each rank, rows that come from each, the expert of each row that comes, counted on this rank)."""
+    def _exchange_counts(
+        rising: Tensor, ranks: ExpertParallel, experts: int
+    ) -> tuple[list[int], list[int], Tensor]:
+        """(rows that go to each rank, rows that come from each, the expert of each row that comes,
+        counted on this rank)."""
         counts = torch.searchsorted(rising, torch.arange(experts + 1, device=rising.device)).diff()
         others = torch.empty_like(counts)
         gloo_exchange.all_to_all(others, counts, None, None, ranks.group)
@@ -216,7 +241,8 @@ class _Dispatch:
         self._exchange.arriving, self._weights = tensors
 
     def finish(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Wait for the tokens, `run` this rank's experts on them, and return the outputs (n, hidden) of the tokens that were sent."""
+        """Wait for the tokens, `run` this rank's experts on them, and return the outputs (n,
+        hidden) of the tokens that were sent."""
         results = run(self._exchange.wait(), self._experts)
         return weighted_sum(self._shipment.bring_back(results), self._weights, self._dtype)
 
@@ -226,15 +252,20 @@ class _Dispatch:
 
 
 class _Unused(torch.autograd.Function):
-    """Stands for experts without tokens: the backward reaches it on every rank, and the experts' gradients are zeros, as in one process,
-    where all experts are one tensor."""
+    """Stands for experts without tokens: the backward reaches it on every rank, and the experts'
+    gradients are zeros, as in one process, where all experts are one tensor."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.made_like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        ctx.made_like = [
+            (parameter.shape, parameter.dtype, parameter.device) for parameter in parameters
+        ]
         return tokens.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         wanted = zip(ctx.made_like, ctx.needs_input_grad[1:], strict=True)
-        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) if needed else None for (shape, dtype, device), needed in wanted)
+        return gradient, *(
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in wanted
+        )

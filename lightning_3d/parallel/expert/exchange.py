@@ -14,12 +14,14 @@ from lightning_3d.parallel import gloo_exchange, witness
 
 
 class Exchange:
-    """One all-to-all of rows: the first `sent[0]` rows go to the first rank of the group and so on, and the `received` rows of all ranks
-    arrive in their order. It starts when this object is made; what runs until `wait` runs while the rows travel.
+    """One all-to-all of rows: the first `sent[0]` rows go to the first rank of the group and so on,
+    and the `received` rows of all ranks arrive in their order. It starts when this object is made;
+    what runs until `wait` runs while the rows travel.
 
-    One all-to-all forward, one backward with the gradients. The backward starts where the forward waited and waits where the forward
-    started, because autograd runs later operations first: the backward of what ran in between runs while the gradients travel, too.
-    A group of one rank sends nothing.
+    One all-to-all forward, one backward with the gradients. The backward starts where the forward
+    waited and waits where the forward started, because autograd runs later operations first: the
+    backward of what ran in between runs while the gradients travel, too. A group of one rank sends
+    nothing.
 
     Args:
         x: rows (sum of `sent`, ...).
@@ -33,7 +35,9 @@ class Exchange:
 
     arriving: Tensor
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> None:
+    def __init__(
+        self, x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]
+    ) -> None:
         self._travel, self._counts = _Travel(group), (list(sent), list(received))
         self.arriving = _Start.apply(x, self._travel, *self._counts)
 
@@ -42,7 +46,9 @@ class Exchange:
         return _Wait.apply(self.arriving, self._travel, *self._counts)
 
 
-def exchange(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+def exchange(
+    x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
     """Exchange rows as `Exchange` does, and wait for them."""
     return Exchange(x, group, sent, received).wait()
 
@@ -55,7 +61,8 @@ class _Travel:
         self._under_way: tuple[dist.Work | None, Tensor, Tensor] | None = None
 
     def start(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Start to send `x`. Returns the tensor that `wait` returns, before anything has arrived in it."""
+        """Start to send `x`. Returns the tensor that `wait` returns, before anything has arrived in
+        it."""
         x, work = x.contiguous(), None
         result = x.view_as(x)
         if dist.get_world_size(self._group) > 1:
@@ -78,7 +85,9 @@ class _Travel:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, travel: _Travel, sent: list[int], received: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, travel: _Travel, sent: list[int], received: list[int]
+    ) -> Tensor:
         ctx.travel = travel
         return travel.start(x, sent, received)
 
@@ -90,7 +99,9 @@ class _Start(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, travel: _Travel, sent: list[int], received: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, arriving: Tensor, travel: _Travel, sent: list[int], received: list[int]
+    ) -> Tensor:
         ctx.travel, ctx.way_back = travel, (received, sent)
         travel.wait()
         return arriving.view_as(arriving)
@@ -99,4 +110,5 @@ class _Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.travel.start(gradient, *ctx.way_back)
-        return gradient, None, None, None  # autograd wants a gradient of this shape; `_Start` returns the one that has travelled
+        # autograd wants a gradient of this shape; `_Start` returns the one that has travelled
+        return gradient, None, None, None

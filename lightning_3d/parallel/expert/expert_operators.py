@@ -1,11 +1,14 @@
-"""The experts of a mixture as two operators in the graph of a compiled block: the start of the exchange of tokens, and the rest.
+"""The experts of a mixture as two operators in the graph of a compiled block: the start of the
+exchange of tokens, and the rest.
 
-A compiler cannot look into an operator, so the graph does not end at the experts: how many tokens arrive, which only the host learns, and
-all that depends on it, such as messages and a loop over experts, runs as it does without a compiler. The compiler may run other work
-between the two operators.
+A compiler cannot look into an operator, so the graph does not end at the experts: how many tokens
+arrive, which only the host learns, and all that depends on it, such as messages and a loop over
+experts, runs as it does without a compiler. The compiler may run other work between the two
+operators.
 
-Each operator records the operations in it for autograd, and its backward runs their backward. An operator returns tensors only, so a
-record is not a result of it. It lives as long as a tensor of one number that names it, its ticket, which the backward needs.
+Each operator records the operations in it for autograd, and its backward runs their backward. An
+operator returns tensors only, so a record is not a result of it. It lives as long as a tensor of
+one number that names it, its ticket, which the backward needs.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ class Experts(Protocol):
     """A module of experts, whose calls have a start and an end."""
 
     def start(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        """Start to send the tokens of a call. `dispatch.under_way` of the result are the tensors of the start that the end uses."""
+        """Start to send the tokens of a call. `dispatch.under_way` of the result are the tensors of
+        the start that the end uses."""
         ...
 
     def finish(self, begun: Any) -> Tensor:
-        """Run the experts on the tokens that arrive, and return the output of a call, of the shape of its tokens."""
+        """Run the experts on the tokens that arrive, and return the output of a call, of the shape
+        of its tokens."""
         ...
 
 
@@ -64,8 +69,8 @@ _numbers = count()
 
 
 def register(experts: Any) -> Tensor:
-    """Give `experts` a name for operators: a tensor in host memory. As a number it would be part of the graph, and each layer would need
-    its own."""
+    """Give `experts` a name for operators: a tensor in host memory. As a number it would be part of
+    the graph, and each layer would need its own."""
     number = next(_numbers)
     _known[number] = experts
     return torch.tensor([number], device="cpu")
@@ -95,7 +100,9 @@ class _Start(_Record):
 
     arriving: _Inputs | None = None
 
-    def __init__(self, experts: Experts, hidden: Tensor, chosen: Tensor, weights: Tensor, *, train: bool) -> None:
+    def __init__(
+        self, experts: Experts, hidden: Tensor, chosen: Tensor, weights: Tensor, *, train: bool
+    ) -> None:
         super().__init__("d")
         self.experts = experts
         if not train:
@@ -118,7 +125,9 @@ class _Start(_Record):
         assert self.arriving is not None
         pairs = zip(self._sent, self.arriving.gradients, strict=True)
         reached = [(sent, gradient) for sent, gradient in pairs if gradient is not None]
-        self._inputs.backward([sent for sent, _ in reached], [gradient for _, gradient in reached], [])
+        self._inputs.backward(
+            [sent for sent, _ in reached], [gradient for _, gradient in reached], []
+        )
         return self._inputs.gradients
 
 
@@ -148,19 +157,26 @@ class _End(_Record):
         return output.detach().contiguous()
 
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
-        """Return the gradients of the parameters; those of what arrived wait for the backward of the start."""
+        """Return the gradients of the parameters; those of what arrived wait for the backward of
+        the start."""
         assert self._arriving is not None
         return self._arriving.backward([self._edge], [gradient], self._parameters)
 
 
 @contextmanager
 def _recorded_parameters(experts: Any) -> Iterator[list[Tensor]]:
-    """Context in which `experts` have other tensors as parameters, in the same memory: hooks on parameters see the gradients that the
-    operator returns, and must not see them in its record too. Yields these tensors in the order of the parameters."""
-    others = {id(parameter): parameter.detach().requires_grad_(parameter.requires_grad) for parameter in experts.parameters()}
+    """Context in which `experts` have other tensors as parameters, in the same memory: hooks on
+    parameters see the gradients that the operator returns, and must not see them in its record too.
+    Yields these tensors in the order of the parameters."""
+    others = {
+        id(parameter): parameter.detach().requires_grad_(parameter.requires_grad)
+        for parameter in experts.parameters()
+    }
     owners = [(module, dict(module._parameters)) for module in experts.modules()]
     for module, own in owners:
-        module._parameters.update({name: others[id(value)] for name, value in own.items() if value is not None})
+        module._parameters.update(
+            {name: others[id(value)] for name, value in own.items() if value is not None}
+        )
     try:
         yield list(others.values())
     finally:
@@ -181,12 +197,17 @@ class _Inputs:
         values, self._values = self._values, ()
         return list(_Enter.apply(self._anchor, self, *values)) if values else []
 
-    def backward(self, outputs: list[Any], gradients: list[Tensor], others: list[Tensor]) -> list[Tensor | None]:
-        """Run the backward from `outputs` to these tensors, whose gradients are noted, and return the gradients of `others`."""
+    def backward(
+        self, outputs: list[Any], gradients: list[Tensor], others: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Run the backward from `outputs` to these tensors, whose gradients are noted, and return
+        the gradients of `others`."""
         if not outputs:
             return [None] * len(others)
         targets = [self._anchor, *others]
-        found = torch.autograd.grad(outputs, targets, gradients, retain_graph=backward_runs_again(), allow_unused=True)
+        found = torch.autograd.grad(
+            outputs, targets, gradients, retain_graph=backward_runs_again(), allow_unused=True
+        )
         return list(found[1:])
 
 
@@ -205,7 +226,12 @@ class _Enter(torch.autograd.Function):
 
 @torch.library.custom_op("lightning_3d::begin_experts", mutates_args=())
 def begin_experts(
-    hidden: Tensor, chosen: Tensor, weights: Tensor, place: Tensor, types: torch.dtype | None, train: bool
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    place: Tensor,
+    types: torch.dtype | None,
+    train: bool,
 ) -> Tensor:
     """`Experts.start` of the experts with this name. Returns the ticket.
 
@@ -214,7 +240,9 @@ def begin_experts(
         train: whether a backward follows.
     """
     with _autocast(hidden, types):
-        start = _Start(_known[int(place.item())], hidden.detach(), chosen, weights.detach(), train=train)
+        start = _Start(
+            _known[int(place.item())], hidden.detach(), chosen, weights.detach(), train=train
+        )
     return torch.frombuffer(start, dtype=torch.float64)
 
 
@@ -224,30 +252,44 @@ def _(hidden: Tensor, *others: Any) -> Tensor:
 
 
 @torch.library.custom_op("lightning_3d::finish_experts", mutates_args=())
-def finish_experts(ticket: Tensor, hidden: Tensor, parameters: Sequence[Tensor], types: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """`Experts.finish`: the output, and a ticket. The gradients of `parameters` are those of the experts' own, which are read."""
+def finish_experts(
+    ticket: Tensor, hidden: Tensor, parameters: Sequence[Tensor], types: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """`Experts.finish`: the output, and a ticket. The gradients of `parameters` are those of the
+    experts' own, which are read."""
     with _autocast(hidden, types):
         end = _End(_record_of(ticket))
     return end.take_output(), torch.frombuffer(end, dtype=torch.int64)
 
 
 @finish_experts.register_fake
-def _(ticket: Tensor, hidden: Tensor, parameters: Sequence[Tensor], types: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _(
+    ticket: Tensor, hidden: Tensor, parameters: Sequence[Tensor], types: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(hidden.shape), torch.empty_like(ticket, dtype=torch.int64)
 
 
 @torch.library.custom_op("lightning_3d::finish_experts_backward", mutates_args=())
-def finish_experts_backward(gradient: Tensor, ticket: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of `parameters`, and one of the ticket of the start, which only says that `begin_experts_backward` may run."""
+def finish_experts_backward(
+    gradient: Tensor, ticket: Tensor, parameters: Sequence[Tensor]
+) -> list[Tensor]:
+    """The gradients of `parameters`, and one of the ticket of the start, which only says that
+    `begin_experts_backward` may run."""
     found = _record_of(ticket).backward(gradient)
     pairs = zip(found, parameters, strict=True)
-    gradients = [torch.zeros_like(parameter) if value is None else value.contiguous() for value, parameter in pairs]
+    gradients = [
+        torch.zeros_like(parameter) if value is None else value.contiguous()
+        for value, parameter in pairs
+    ]
     return [*gradients, torch.zeros_like(ticket, dtype=torch.float64)]
 
 
 @finish_experts_backward.register_fake
 def _(gradient: Tensor, ticket: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [*(parameter.new_empty(parameter.shape) for parameter in parameters), torch.empty_like(ticket, dtype=torch.float64)]
+    return [
+        *(parameter.new_empty(parameter.shape) for parameter in parameters),
+        torch.empty_like(ticket, dtype=torch.float64),
+    ]
 
 
 @torch.library.custom_op("lightning_3d::begin_experts_backward", mutates_args=())
@@ -267,8 +309,16 @@ def begin_experts_backward(
     """
     of_hidden, of_weights = _record_of(ticket).backward()
     return (
-        torch.zeros(list(hidden), dtype=hidden_type, device=device) if of_hidden is None else of_hidden.contiguous(),
-        torch.zeros(list(weights), dtype=weights_type, device=device) if of_weights is None else of_weights.contiguous(),
+        (
+            torch.zeros(list(hidden), dtype=hidden_type, device=device)
+            if of_hidden is None
+            else of_hidden.contiguous()
+        ),
+        (
+            torch.zeros(list(weights), dtype=weights_type, device=device)
+            if of_weights is None
+            else of_weights.contiguous()
+        ),
     )
 
 
@@ -282,7 +332,9 @@ def _(
     weights_type: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty(hidden, dtype=hidden_type, device=device), torch.empty(weights, dtype=weights_type, device=device)
+    return torch.empty(hidden, dtype=hidden_type, device=device), torch.empty(
+        weights, dtype=weights_type, device=device
+    )
 
 
 def _keep_start(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -316,9 +368,14 @@ def _record_of(ticket: Tensor) -> Any:
 
 
 def _autocast_type(x: Tensor) -> torch.dtype | None:
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    return (
+        torch.get_autocast_dtype(x.device.type)
+        if torch.is_autocast_enabled(x.device.type)
+        else None
+    )
 
 
 def _autocast(x: Tensor, types: torch.dtype | None) -> Any:
-    """Context with the autocast of the place where the operator stands in the graph; the graph itself runs without."""
+    """Context with the autocast of the place where the operator stands in the graph; the graph
+    itself runs without."""
     return nullcontext() if types is None else torch.autocast(x.device.type, types)

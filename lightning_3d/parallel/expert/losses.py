@@ -1,4 +1,5 @@
-"""Losses of a router's decisions and capacity of experts. Functions of tensors; n tokens, k experts for each, E experts in all."""
+"""Losses of a router's decisions and capacity of experts. Functions of tensors; n tokens, k experts
+for each, E experts in all."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
 
 
 def balancing_loss(scores: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """Load-balancing loss of one layer and one micro-batch: E * sum over experts of f * P, where f is an expert's share of all tokens and P
-    the mean of its scores.
+    """Load-balancing loss of one layer and one micro-batch: E * sum over experts of f * P, where f
+    is an expert's share of all tokens and P the mean of its scores.
 
-    The Switch Transformer's loss (arXiv:2101.03961, equations 4 to 6) with k choices of each token counted, as Transformers does: k
-    for an even load.
+    The Switch Transformer's loss (arXiv:2101.03961, equations 4 to 6) with k choices of each token
+    counted, as Transformers does: k for an even load.
 
     Args:
-        scores: (n, E), each row of sum 1. If the tokens are on several ranks, only those of this rank: the sum over the ranks is the loss.
+        scores: (n, E), each row of sum 1. If the tokens are on several ranks, only those of this
+            rank: the sum over the ranks is the loss.
         counts: `tokens_per_expert` of all tokens of the micro-batch.
         rows: number of these tokens, at least 1.
     """
@@ -33,12 +35,14 @@ def balancing_loss(scores: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
 
 
 def z_loss(logits: Tensor, rows: Tensor) -> Tensor:
-    """Mean over tokens of the squared log-sum-exp of their logits (n, E) (ST-MoE, arXiv:2202.08906, equation 5); see `balancing_loss`."""
+    """Mean over tokens of the squared log-sum-exp of their logits (n, E) (ST-MoE, arXiv:2202.08906,
+    equation 5); see `balancing_loss`."""
     return torch.logsumexp(logits, -1).square().sum() / rows.to(logits.dtype)
 
 
 def scores_of(logits: Tensor, *, sigmoid: bool) -> Tensor:
-    """Scores of the experts, a distribution over them: softmax, or sigmoids divided by their sum (DeepSeek-V3)."""
+    """Scores of the experts, a distribution over them: softmax, or sigmoids divided by their sum
+    (DeepSeek-V3)."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if not sigmoid:
         return wide.softmax(-1)
@@ -49,8 +53,8 @@ def scores_of(logits: Tensor, *, sigmoid: bool) -> Tensor:
 def fits(chosen: Tensor, experts: int, factor: float) -> Tensor:
     """Mask of the pairs in `chosen` (n, k) that an expert has room for: (n, k), bool.
 
-    It takes ceil(factor * n * k / E): first choices of all tokens in their order, then second ones (GShard, arXiv:2006.16668,
-    algorithm 1).
+    It takes ceil(factor * n * k / E): first choices of all tokens in their order, then second ones
+    (GShard, arXiv:2006.16668, algorithm 1).
     """
     rows, choices = chosen.shape
     room = ceil(factor * rows * choices / experts)
@@ -62,7 +66,8 @@ def fits(chosen: Tensor, experts: int, factor: float) -> Tensor:
 
 
 class _Attached(torch.autograd.Function):
-    """`carrier` itself; the backward that reaches it also goes into `loss`, with a gradient of its own."""
+    """`carrier` itself; the backward that reaches it also goes into `loss`, with a gradient of its
+    own."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
@@ -75,7 +80,8 @@ class _Attached(torch.autograd.Function):
 
 
 def attach(carrier: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
-    """Return `carrier` with `weight * loss` attached: when the gradient of `carrier` is computed, that of `weight * loss` is computed too.
+    """Return `carrier` with `weight * loss` attached: when the gradient of `carrier` is computed,
+    that of `weight * loss` is computed too.
 
     Args:
         loss: value of shape ().

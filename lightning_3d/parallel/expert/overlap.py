@@ -1,11 +1,13 @@
-"""Overlap of the token exchange with what a mixture computes beside its experts, such as a shared expert.
+"""Overlap of the token exchange with what a mixture computes beside its experts, such as a shared
+expert.
 
-The forward of a mixture is traced once (torch.fx), with its submodules as single operations. Operations that neither lead to the call of
-the experts nor follow from it are moved between the start of the exchange and that call. No family is known here: the order of calls
-decides. A mixture that cannot be traced, or whose order does not allow the move, runs as it is written.
+The forward of a mixture is traced once (torch.fx), with its submodules as single operations.
+Operations that neither lead to the call of the experts nor follow from it are moved between the
+start of the exchange and that call. No family is known here: the order of calls decides. A mixture
+that cannot be traced, or whose order does not allow the move, runs as it is written.
 
-Every operation computes what it did before. Where a shared expert was called before the router, the gradients of their common input
-are added up in another order.
+Every operation computes what it did before. Where a shared expert was called before the router, the
+gradients of their common input are added up in another order.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class OverlappedMixture:
     """Mixin for a mixture whose other work runs while tokens travel to the experts.
 
     Attributes:
-        overlapped: forward with that work between start and end of the exchange, for hidden states of three dimensions.
+        overlapped: forward with that work between start and end of the exchange, for hidden states
+            of three dimensions.
     """
 
     overlapped: Callable[[Any, Tensor], Any]
@@ -41,7 +44,8 @@ class OverlappedMixture:
 
 
 def overlap_exchange(module: nn.Module, plan: ParallelPlan) -> None:
-    """Let all mixtures of the whole `module` work while tokens travel, in place, where their order of calls allows it.
+    """Let all mixtures of the whole `module` work while tokens travel, in place, where their order
+    of calls allows it.
 
     Call it before anything else wraps the forwards of the mixtures.
     """
@@ -59,18 +63,25 @@ def overlap_exchange(module: nn.Module, plan: ParallelPlan) -> None:
 def overlapped_forward(
     mixture: nn.Module, experts: str, made: dict[Any, Callable[[Any, Tensor], Any]] | None = None
 ) -> Callable[[Any, Tensor], Any] | None:
-    """Return a forward of `mixture` (a function of it and the hidden states) in which other work runs during the exchange; None if there is
-    no such work, or the forward cannot be rewritten.
+    """Return a forward of `mixture` (a function of it and the hidden states) in which other work
+    runs during the exchange; None if there is no such work, or the forward cannot be rewritten.
 
     Args:
         experts: name of the submodule that holds the experts.
-        made: functions of earlier mixtures, to which this one is added. Mixtures of equal code share a function, and so a compiler makes
-            one graph of all their blocks.
+        made: functions of earlier mixtures, to which this one is added. Mixtures of equal code
+            share a function, and so a compiler makes one graph of all their blocks.
     """
-    if len(inspect.signature(mixture.forward).parameters) != 1 or _enters_contexts(type(mixture).forward):
+    if len(inspect.signature(mixture.forward).parameters) != 1 or _enters_contexts(
+        type(mixture).forward
+    ):
         return None
     training, evaluating = _trace(mixture, training=True), _trace(mixture, training=False)
-    if training is None or evaluating is None or str(training) != str(evaluating) or not _move(training, experts):
+    if (
+        training is None
+        or evaluating is None
+        or str(training) != str(evaluating)
+        or not _move(training, experts)
+    ):
         return None
     code, made = training.python_code("self"), {} if made is None else made
     key = (code.src, *((name, id(value)) for name, value in sorted(code.globals.items())))
@@ -78,7 +89,8 @@ def overlapped_forward(
 
 
 class _HiddenStates(fx.Proxy):
-    """Hidden states, whose number of dimensions is known: code may unpack their shape, as in `view(*shape)`."""
+    """Hidden states, whose number of dimensions is known: code may unpack their shape, as in
+    `view(*shape)`."""
 
     @property
     def shape(self) -> tuple[fx.Proxy, ...]:
@@ -87,14 +99,20 @@ class _HiddenStates(fx.Proxy):
 
 
 def _enters_contexts(forward: Any) -> bool:
-    """Return whether a function has a `with` statement or is decorated: a trace would not repeat the context (autocast, no_grad)."""
-    return hasattr(forward, "__wrapped__") or any("WITH" in instruction.opname for instruction in dis.get_instructions(forward))
+    """Return whether a function has a `with` statement or is decorated: a trace would not repeat
+    the context (autocast, no_grad)."""
+    return hasattr(forward, "__wrapped__") or any(
+        "WITH" in instruction.opname for instruction in dis.get_instructions(forward)
+    )
 
 
 class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if not torch.is_grad_enabled():
-            raise ValueError("a function that the forward calls turns gradients off, which a trace would not repeat")
+            raise ValueError(
+                "a function that the forward calls turns gradients off, which a trace would not"
+                " repeat"
+            )
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -105,7 +123,8 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(mixture: nn.Module, *, training: bool) -> fx.Graph | None:
-    """Trace the forward of `mixture`; None if it does what only values of tensors decide, makes tensors of its own, or sets attributes."""
+    """Trace the forward of `mixture`; None if it does what only values of tensors decide, makes
+    tensors of its own, or sets attributes."""
     before, mode = [(child, dict(vars(child))) for child in mixture.modules()], mixture.training
     mixture.training = training
     try:
@@ -128,7 +147,8 @@ def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _move(graph: fx.Graph, experts: str) -> bool:
-    """Start the exchange in front of all work that does not depend on it, and move that work there. Returns whether there is any.
+    """Start the exchange in front of all work that does not depend on it, and move that work there.
+    Returns whether there is any.
 
     The exchange starts right before the call of the experts, and the work is moved between the two.
     """
@@ -136,12 +156,22 @@ def _move(graph: fx.Graph, experts: str) -> bool:
     if len(calls) != 1:
         return False
     [call] = calls
-    needed, after = _reached(call, lambda node: node.all_input_nodes), _reached(call, lambda node: node.users)
+    needed, after = (
+        _reached(call, lambda node: node.all_input_nodes),
+        _reached(call, lambda node: node.users),
+    )
     seen, moved = False, []
     for node in graph.nodes:
         seen = seen or node is call
-        free = node is not call and node not in needed and node not in after and node.op not in ("placeholder", "output")
-        if free and (seen or node.op == "call_module" or any(each in moved for each in node.all_input_nodes)):
+        free = (
+            node is not call
+            and node not in needed
+            and node not in after
+            and node.op not in ("placeholder", "output")
+        )
+        if free and (
+            seen or node.op == "call_module" or any(each in moved for each in node.all_input_nodes)
+        ):
             moved.append(node)
     if not any(node.op == "call_module" for node in moved) or _overwrites(graph, moved[-1]):
         return False
@@ -170,7 +200,8 @@ def _reached(start: fx.Node, following: Callable[[fx.Node], Any]) -> set[fx.Node
 
 
 def _overwrites(graph: fx.Graph, last: fx.Node) -> bool:
-    """Whether an operation up to `last` changes a tensor in place: what is moved might then read another value."""
+    """Whether an operation up to `last` changes a tensor in place: what is moved might then read
+    another value."""
     before = list(graph.nodes)[: list(graph.nodes).index(last) + 1]
     return any(_is_in_place(node) for node in before if node.op in ("call_method", "call_function"))
 
@@ -181,5 +212,18 @@ def _is_in_place(node: fx.Node) -> bool:
     return named or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
 
 
-_IN_PLACE = {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"}
+_IN_PLACE = {
+    "setitem",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "imatmul",
+    "iand",
+    "ior",
+    "ixor",
+}
 """Names of operators."""

@@ -1,7 +1,9 @@
-"""What a router does beside its arithmetic, as operators in the graph of a compiled block: messages, look-ups, and notes of a step.
+"""What a router does beside its arithmetic, as operators in the graph of a compiled block:
+messages, look-ups, and notes of a step.
 
-A compiler cannot look into an operator, so the graph does not end at a router. Operators take tensors and numbers only. A router is
-therefore named by `place`, a tensor in host memory: as a number it would be part of the graph, and each layer would need its own.
+A compiler cannot look into an operator, so the graph does not end at a router. Operators take
+tensors and numbers only. A router is therefore named by `place`, a tensor in host memory: as a
+number it would be part of the graph, and each layer would need its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ class Bookkeeping(Protocol):
     """What keeps the numbers of all routers of a model."""
 
     def total(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum `counts` over the ranks that share the tokens: (new tensor, the weight of the running micro-batch's loss)."""
+        """Sum `counts` over the ranks that share the tokens: (new tensor, the weight of the running
+        micro-batch's loss)."""
         ...
 
     def note(self, layer: int, numbers: Tensor) -> None:
@@ -57,7 +60,8 @@ def _(counts: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("lightning_3d::router_note", mutates_args=())
 def router_note(weights: Tensor, numbers: Tensor, place: Tensor) -> Tensor:
-    """`weights`, in new memory, and `Bookkeeping.note`. A compiler runs it for its result, which experts need."""
+    """`weights`, in new memory, and `Bookkeeping.note`. A compiler runs it for its result, which
+    experts need."""
     number, layer = place.tolist()
     _known[number].note(layer, numbers)
     return weights.clone()

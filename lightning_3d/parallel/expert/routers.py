@@ -17,15 +17,28 @@ from lightning_3d.errors import ConfigError, PlanError, listed
 from lightning_3d.options.experts import ExpertOptions
 from lightning_3d.parallel.collectives import all_reduce_flat
 from lightning_3d.parallel.expert.dispatch import DispatchedExperts
-from lightning_3d.parallel.expert.losses import attach, balancing_loss, fits, scores_of, tokens_per_expert, z_loss
-from lightning_3d.parallel.expert.router_operators import place_of, register, router_note, router_total
+from lightning_3d.parallel.expert.losses import (
+    attach,
+    balancing_loss,
+    fits,
+    scores_of,
+    tokens_per_expert,
+    z_loss,
+)
+from lightning_3d.parallel.expert.router_operators import (
+    place_of,
+    register,
+    router_note,
+    router_total,
+)
 from lightning_3d.parallel.mesh import Mesh, StageMesh
 from lightning_3d.parallel.sequence_shards import SequenceShards
 from lightning_3d.parallel.specialize import specialize
 from lightning_3d.parallel.witness import received, sent
 
 ROUTER_NAMES = ("gate", "router")
-"""Names of a router, next to the experts in their module. It returns (logits, weights, experts) of its tokens."""
+"""Names of a router, next to the experts in their module. It returns (logits, weights, experts) of
+its tokens."""
 
 BIAS = "e_score_correction_bias"
 """Buffer of a router with sigmoid scores, added to them for the choice alone."""
@@ -36,8 +49,8 @@ class RouterStatistics:
     """Statistics of the routers of the whole model in one batch, the same on every rank.
 
     Attributes:
-        layers: names of the routers. aux_loss, z_loss: before their coefficients, the mean over layers and, by the weight of their
-            loss, over micro-batches.
+        layers: names of the routers. aux_loss, z_loss: before their coefficients, the mean over
+            layers and, by the weight of their loss, over micro-batches.
         tokens: for each layer, the number of pairs (token, choice) of each expert.
         dropped: for each layer, the fraction of pairs that experts had no room for.
     """
@@ -61,7 +74,8 @@ class RouterSums:
     Attributes:
         layers: names of the routers.
         experts: number of experts of each.
-        sums: a row for each router: tokens of each expert, then auxiliary loss, z-loss, pairs dropped, pairs in all.
+        sums: a row for each router: tokens of each expert, then auxiliary loss, z-loss, pairs
+            dropped, pairs in all.
     """
 
     layers: tuple[str, ...]
@@ -75,8 +89,14 @@ class RouterSums:
             weight: of the loss, over all micro-batches and data-parallel ranks.
         """
         rows, widest = self.sums.tolist(), max(self.experts)
-        aux, z = (sum(row[widest + at] for row in rows) / len(rows) / weight if weight > 0 else 0.0 for at in (0, 1))
-        tokens = tuple(tuple(round(count) for count in row[:experts]) for row, experts in zip(rows, self.experts, strict=True))
+        aux, z = (
+            sum(row[widest + at] for row in rows) / len(rows) / weight if weight > 0 else 0.0
+            for at in (0, 1)
+        )
+        tokens = tuple(
+            tuple(round(count) for count in row[:experts])
+            for row, experts in zip(rows, self.experts, strict=True)
+        )
         dropped = tuple(row[widest + 2] / max(row[widest + 3], 1.0) for row in rows)
         return RouterStatistics(self.layers, aux, z, tokens, dropped)
 
@@ -84,16 +104,19 @@ class RouterSums:
 class Routers:
     """All routers of one pipelined module.
 
-    A router's losses are attached to the weights that it returns, with the weight of the micro-batch's loss, so that their gradients are
-    those of one loss of the whole model although no rank has it.
+    A router's losses are attached to the weights that it returns, with the weight of the
+    micro-batch's loss, so that their gradients are those of one loss of the whole model although no
+    rank has it.
 
     Args:
         options: coefficients.
         names: names of all routers of the whole model, in order.
         experts: number of experts of each.
-        mesh: statistics are summed over all ranks that see other tokens or have other layers: one all-reduce a batch.
+        mesh: statistics are summed over all ranks that see other tokens or have other layers: one
+            all-reduce a batch.
         device: of the tensors.
-        shards: split over tensor-parallel ranks of the tokens that routers see; None if each of these ranks sees all of them.
+        shards: split over tensor-parallel ranks of the tokens that routers see; None if each of
+            these ranks sees all of them.
 
     Attributes:
         equal_weights: whether the losses of all micro-batches weigh the same, whatever their rows.
@@ -127,8 +150,14 @@ class Routers:
         return self
 
     def _zeros(self) -> Tensor:
-        """For each layer: tokens of each expert, then the two losses times their weights, dropped pairs, all pairs."""
-        return torch.zeros(len(self.names), max(self.experts, default=0) + 4, dtype=torch.float64, device=self._device)
+        """For each layer: tokens of each expert, then the two losses times their weights, dropped
+        pairs, all pairs."""
+        return torch.zeros(
+            len(self.names),
+            max(self.experts, default=0) + 4,
+            dtype=torch.float64,
+            device=self._device,
+        )
 
     def _may_drop(self) -> bool:
         return self.options.capacity_factor is not None
@@ -136,25 +165,33 @@ class Routers:
     @property
     def token_group(self) -> dist.ProcessGroup | None:
         """Group of the ranks that share the tokens of one micro-batch; None for one rank."""
-        axes = [axis for axis in ("cp", "tp") if self._mesh.size(axis) > 1 and (axis == "cp" or self._shards is not None)]
+        axes = [
+            axis
+            for axis in ("cp", "tp")
+            if self._mesh.size(axis) > 1 and (axis == "cp" or self._shards is not None)
+        ]
         return self._mesh.group(*axes) if axes else None
 
     def use(self, options: ExpertOptions) -> None:
-        """Use other coefficients from now on. Those that `options` leave open stay as in the model's own configuration."""
+        """Use other coefficients from now on. Those that `options` leave open stay as in the
+        model's own configuration."""
         self.options = options
         self.aux_loss = self.aux_loss if options.aux_loss is None else options.aux_loss
 
     def translate(self, config: Any) -> None:
-        """Take over the loss of routers that Transformers computes with `output_router_logits`, and turn it off there."""
+        """Take over the loss of routers that Transformers computes with `output_router_logits`, and
+        turn it off there."""
         config.output_router_logits = False
         if self.options.aux_loss is not None or self.aux_loss:
             return
         self.aux_loss = float(getattr(config, "router_aux_loss_coef", 0.0))
         if self.aux_loss:
             rank_zero_warn(
-                f"output_router_logits=True: the load-balancing loss is computed in each layer and averaged over them (moe_aux_loss="
-                f"{self.aux_loss:g}, the model's router_aux_loss_coef). Transformers first sums over all layers and then multiplies, which"
-                " is a different function. The loss that the model returns is only the cross-entropy."
+                "output_router_logits=True: the load-balancing loss is computed in each layer and"
+                f" averaged over them (moe_aux_loss={self.aux_loss:g}, the model's"
+                " router_aux_loss_coef). Transformers first sums over all layers and then"
+                " multiplies, which is a different function. The loss that the model returns is"
+                " only the cross-entropy."
             )
 
     def watch(self, module: nn.Module) -> None:
@@ -166,7 +203,14 @@ class Routers:
                 continue
             self._local[layer] = router
             place = place_of(self._number, layer)
-            specialize(router, WatchedRouter, routers=self, router_layer=layer, router_experts=self.experts[layer], router_place=place)
+            specialize(
+                router,
+                WatchedRouter,
+                routers=self,
+                router_layer=layer,
+                router_experts=self.experts[layer],
+                router_place=place,
+            )
             bias = getattr(router, BIAS, None)
             if isinstance(bias, Tensor) and bias.dtype in (torch.bfloat16, torch.float16):
                 bias.data = bias.data.float()  # its steps are too small for bf16
@@ -174,7 +218,8 @@ class Routers:
             if isinstance(child, DispatchedExperts):
                 child.drops = self._may_drop
 
-    # A step: begin, then for each micro-batch `enter` (before its backward too), `expect` and `weigh`, then `finish`
+    # A step: begin, then for each micro-batch `enter` (before its backward too), `expect` and
+    # `weigh`, then `finish`
 
     def begin(self, *, training: bool, scale: Tensor | None = None) -> None:
         self._training, self._scale = training, scale
@@ -186,10 +231,12 @@ class Routers:
         self._micro_batch = micro_batch
 
     def expect(self, rows: int, *, filler: bool = False) -> None:
-        """Set the number of rows of the running micro-batch. It is the weight of the micro-batch's loss unless `weigh` sets another one, or
-        weights are equal; a filler has weight 0."""
+        """Set the number of rows of the running micro-batch. It is the weight of the micro-batch's
+        loss unless `weigh` sets another one, or weights are equal; a filler has weight 0."""
         rows = 1 if self.equal_weights else rows
-        self._weights[self._micro_batch] = torch.full((), 0 if filler else rows, dtype=torch.float64, device=self._device)
+        self._weights[self._micro_batch] = torch.full(
+            (), 0 if filler else rows, dtype=torch.float64, device=self._device
+        )
         if filler:
             self._fillers.add(self._micro_batch)
 
@@ -200,7 +247,9 @@ class Routers:
 
     def finish(self) -> RouterSums:
         """Sum the statistics since `begin` over all ranks. Does not wait for the device."""
-        all_reduce_flat(self._sums, self._mesh.group("cp", "pp", "dp") if self._shards is None else None)
+        all_reduce_flat(
+            self._sums, self._mesh.group("cp", "pp", "dp") if self._shards is None else None
+        )
         widest = max(self.experts)
         self._loads = self._loads + self._sums[:, :widest]
         self._training = False
@@ -208,7 +257,8 @@ class Routers:
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """After an optimizer step: move the bias of each expert by `bias_update` towards an even load (arXiv:2408.15664, algorithm 1)."""
+        """After an optimizer step: move the bias of each expert by `bias_update` towards an even
+        load (arXiv:2408.15664, algorithm 1)."""
         loads = self._loads
         self._loads = torch.zeros_like(loads)
         if self.options.bias_update == 0:
@@ -219,7 +269,8 @@ class Routers:
             getattr(router, BIAS).add_(step.to(getattr(router, BIAS).dtype))
 
     def forget_loads(self) -> None:
-        """Forget the loads of an optimizer step that was skipped: its tokens do not change any bias."""
+        """Forget the loads of an optimizer step that was skipped: its tokens do not change any
+        bias."""
         self._loads = torch.zeros_like(self._loads)
 
     def loads(self) -> Tensor:
@@ -227,23 +278,34 @@ class Routers:
         return self._loads
 
     def set_loads(self, loads: Tensor) -> None:
-        """Set the tokens of each expert since the last optimizer step, after a step was computed again."""
+        """Set the tokens of each expert since the last optimizer step, after a step was computed
+        again."""
         self._loads = loads
 
     def routed(self, router: WatchedRouter, output: Any, *, training: bool) -> Any:
-        """Attach the losses to a router's result and drop the pairs that experts have no room for."""
-        if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
+        """Attach the losses to a router's result and drop the pairs that experts have no room
+        for."""
+        if not (
+            isinstance(output, tuple)
+            and len(output) == 3
+            and all(isinstance(part, Tensor) for part in output)
+        ):
             if not self.options.asked_for and not self.aux_loss:
                 return output  # its output is unknown, and no option needs it
             raise PlanError(
-                f"The router '{self.names[router.router_layer]}' does not return (logits, weights, experts) for its tokens. So it supports"
-                f" neither load-balancing losses nor a capacity. Remove {listed([*self.options.asked_for] or ['output_router_logits'])}."
+                f"The router '{self.names[router.router_layer]}' does not return (logits, weights,"
+                " experts) for its tokens. So it supports neither load-balancing losses nor a"
+                " capacity. Remove"
+                f" {listed([*self.options.asked_for] or ['output_router_logits'])}."
             )
         logits, weights, chosen = output
         dropped = None
         if self.options.capacity_factor is not None:
             lost = ~fits(self._real(chosen), router.router_experts, self.options.capacity_factor)
-            weights, dropped = weights.masked_fill(self._with_padding(lost, len(chosen)), 0.0), lost.sum()
+            weights, dropped = (
+                weights.masked_fill(self._with_padding(lost, len(chosen)), 0.0),
+                lost.sum(),
+            )
         if not (self._training and training):
             return logits, weights, chosen
         seen = self._real(chosen)
@@ -258,11 +320,22 @@ class Routers:
         if self.options.z_loss and weights.requires_grad:
             weights = attach(weights, z, factor * self.options.z_loss)
         pairs = counts.new_full((), seen.numel())
-        last = torch.stack([aux.detach().double() * weight, z.detach().double() * weight, _number(dropped, pairs), pairs])
+        last = torch.stack(
+            [
+                aux.detach().double() * weight,
+                z.detach().double() * weight,
+                _number(dropped, pairs),
+                pairs,
+            ]
+        )
         return logits, self._noted(weights, torch.cat([counts, last]), router), chosen
 
     def _total(self, counts: Tensor, router: WatchedRouter) -> tuple[Tensor, Tensor]:
-        return router_total(counts, router.router_place) if torch.compiler.is_compiling() else self.total(counts)
+        return (
+            router_total(counts, router.router_place)
+            if torch.compiler.is_compiling()
+            else self.total(counts)
+        )
 
     def _noted(self, weights: Tensor, numbers: Tensor, router: WatchedRouter) -> Tensor:
         if torch.compiler.is_compiling():
@@ -271,7 +344,8 @@ class Routers:
         return weights
 
     def total(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum `counts` over the ranks that share the tokens of a micro-batch: one all-reduce of experts + 1 numbers, if there are several.
+        """Sum `counts` over the ranks that share the tokens of a micro-batch: one all-reduce of
+        experts + 1 numbers, if there are several.
 
         Returns:
             The sums, in new memory, and the weight of the running micro-batch's loss.
@@ -284,14 +358,16 @@ class Routers:
         return totals, self._weights[self._micro_batch]
 
     def note(self, layer: int, numbers: Tensor) -> None:
-        """Add tokens of each expert, losses times weights, dropped pairs and pairs to the statistics of a layer, once in a micro-batch."""
+        """Add tokens of each expert, losses times weights, dropped pairs and pairs to the
+        statistics of a layer, once in a micro-batch."""
         if autograd_is_running() or self._micro_batch in self._fillers:
             return  # the first: it is recomputed
         self._sums[layer, : len(numbers) - 4] += numbers[:-4]
         self._sums[layer, -4:] += numbers[-4:]
 
     def _real(self, rows: Tensor) -> Tensor:
-        """The rows of tokens, without the padding of a sequence that tensor-parallel ranks do not divide."""
+        """The rows of tokens, without the padding of a sequence that tensor-parallel ranks do not
+        divide."""
         shards = self._shards
         if shards is None or shards.length % shards.ranks == 0:
             return rows
@@ -316,7 +392,9 @@ class Routers:
             logits = logits.detach()  # they are only returned to the user
         rows = totals[-1].clamp(min=1)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return balancing_loss(scores_of(logits, sigmoid=sigmoid), totals[:-1], rows), z_loss(wide, rows)
+        return balancing_loss(scores_of(logits, sigmoid=sigmoid), totals[:-1], rows), z_loss(
+            wide, rows
+        )
 
 
 class WatchedRouter:
@@ -378,13 +456,16 @@ def make_routers(
     found = find_routers(module, experts)
     if not found:
         if options.asked_for:
-            raise ConfigError(f"{options.asked_for[0]} needs a mixture of experts, but the model has no router. Remove the option.")
+            raise ConfigError(
+                f"{options.asked_for[0]} needs a mixture of experts, but the model has no router."
+                " Remove the option."
+            )
         return None
     modules = dict(module.named_modules())
     if options.bias_update and not all(hasattr(modules[name], BIAS) for name in found):
         raise ConfigError(
-            f"moe_bias_update needs routers with a bias for the choice of experts ({BIAS}), as in DeepSeek-V3; {type(module).__name__}"
-            " has none. Use moe_aux_loss."
+            f"moe_bias_update needs routers with a bias for the choice of experts ({BIAS}), as in"
+            f" DeepSeek-V3; {type(module).__name__} has none. Use moe_aux_loss."
         )
     for name in found:
         _check_top_k(name, modules[name], found[name])
@@ -394,7 +475,10 @@ def make_routers(
 def _check_top_k(name: str, router: nn.Module, experts: int) -> None:
     top_k = getattr(router, "top_k", None)
     if isinstance(top_k, int) and top_k > experts:
-        raise ConfigError(f"The router '{name}' sends each token to {top_k} experts, but there are only {experts}. Use a smaller top_k.")
+        raise ConfigError(
+            f"The router '{name}' sends each token to {top_k} experts, but there are only"
+            f" {experts}. Use a smaller top_k."
+        )
 
 
 def _number(value: Tensor | None, like: Tensor) -> Tensor:
@@ -402,20 +486,25 @@ def _number(value: Tensor | None, like: Tensor) -> Tensor:
 
 
 def attend_calls(module: Any, routers: Routers) -> None:
-    """Make every call of the pipelined `module` pass the weight of its loss to `routers`, and compute no router loss by itself.
+    """Make every call of the pipelined `module` pass the weight of its loss to `routers`, and
+    compute no router loss by itself.
 
-    The weight is that of `step.weighting`: the target tokens, where the model computes the loss. It is known before the first layer, on
-    every stage.
+    The weight is that of `step.weighting`: the target tokens, where the model computes the loss. It
+    is known before the first layer, on every stage.
     """
     names = list(inspect.signature(module.forward).parameters)
 
-    def set_weight(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def set_weight(
+        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if kwargs.get("output_router_logits"):
             routers.translate(module.config)
             kwargs = {**kwargs, "output_router_logits": False}
         count = getattr(getattr(module, "loss_function", None), "count_targets", None)
-        if count is not None and (arguments.get("labels") is not None or arguments.get("shift_labels") is not None):
+        if count is not None and (
+            arguments.get("labels") is not None or arguments.get("shift_labels") is not None
+        ):
             routers.weigh(count(arguments.get("labels"), arguments.get("shift_labels")))
         return args, kwargs
 

@@ -34,7 +34,8 @@ class Shipment:
         return Exchange(rows, self.group, self.sent, self.received)
 
     def bring_back(self, results: Tensor) -> Tensor:
-        """Return the results (pairs, ...) of all pairs in the order of their numbers; zeros for those that were not sent.
+        """Return the results (pairs, ...) of all pairs in the order of their numbers; zeros for
+        those that were not sent.
 
         Args:
             results: what this rank made of the rows that it received.
@@ -65,4 +66,6 @@ def local_experts(counts: Tensor, rows: int) -> Tensor:
 
 def weighted_sum(results: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum the results (n * k, hidden) of the k experts of each token with their weights (n, k)."""
-    return (results.view(*weights.shape, results.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(dtype)
+    return (
+        (results.view(*weights.shape, results.shape[-1]) * weights.unsqueeze(-1)).sum(1).to(dtype)
+    )

@@ -1,7 +1,8 @@
 """The pipeline engine: split a model into stages and run a schedule over micro-batches.
 
-`stages` decides which layers a rank keeps, `gates` replaces the others, `schedule` gives the order of actions,
-`transport` moves activations and gradients between neighbors, and `engine` runs the actions.
+`stages` decides which layers a rank keeps, `gates` replaces the others, `schedule` gives the order
+of actions, `transport` moves activations and gradients between neighbors, and `engine` runs the
+actions.
 """
 
 from lightning_3d.parallel.pipeline.engine import PipelineEngine

@@ -1,4 +1,5 @@
-"""Parameters of other pipeline stages, for hooks that run between steps: what is written to them is written where they are."""
+"""Parameters of other pipeline stages, for hooks that run between steps: what is written to them is
+written where they are."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 class AbsentValue(Tensor):
     """A parameter of another stage, or a value that was computed from one. Its numbers are NaN.
 
-    The rank that has the parameter runs the same hook, so writes are passed over here. Nothing else may depend on the numbers.
+    The rank that has the parameter runs the same hook, so writes are passed over here. Nothing else
+    may depend on the numbers.
 
     Attributes:
         origin: the name of the parameter, or nothing.
@@ -33,7 +35,9 @@ class AbsentValue(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args else None
         if func in OF_THE_WHOLE or func in OF_THE_PART:
@@ -44,19 +48,30 @@ class AbsentValue(Tensor):
             _refuse()
         if func == _GRADIENT:
             return target
-        if func in (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__array__):
+        if func in (
+            Tensor.item,
+            Tensor.tolist,
+            Tensor.numpy,
+            Tensor.__bool__,
+            Tensor.__float__,
+            Tensor.__int__,
+            Tensor.__array__,
+        ):
             _refuse()
         found = super().__torch_function__(func, types, args, kwargs)
         if isinstance(found, AbsentValue):
-            found.origin = next((value.origin for value in tensors_of(args) if isinstance(value, AbsentValue)), "")
+            found.origin = next(
+                (value.origin for value in tensors_of(args) if isinstance(value, AbsentValue)), ""
+            )
         return found
 
 
 def _refuse() -> NoReturn:
     raise PlanError(
-        "A hook uses the values of a parameter that is on another pipeline stage. With pp > 1, each rank has the parameters of its own"
-        " stage: a hook can write a parameter from its own values (p.clamp_(-1, 1), p.copy_(normalize(p))), but not use them for anything"
-        " else. Use a layout with pp = 1."
+        "A hook uses the values of a parameter that is on another pipeline stage. With pp > 1, each"
+        " rank has the parameters of its own stage: a hook can write a parameter from its own"
+        " values (p.clamp_(-1, 1), p.copy_(normalize(p))), but not use them for anything else. Use"
+        " a layout with pp = 1."
     )
 
 
@@ -70,6 +85,7 @@ def refuse_absent(values: list[Any]) -> None:
     if absent is not None:
         what = f"the parameter '{absent.origin}'" if absent.origin else "a parameter"
         raise PlanError(
-            f"The step computes an input of the model from {what} of the module. With pp > 1, parameters outside of the model are on"
-            " the last stage. Move the parameter into the model, or use a layout with pp = 1."
+            f"The step computes an input of the model from {what} of the module. With pp > 1,"
+            " parameters outside of the model are on the last stage. Move the parameter into the"
+            " model, or use a layout with pp = 1."
         )

@@ -1,7 +1,8 @@
 """What a stage sends to the next one in a step that calls the model several times.
 
-A stage runs the user's step once for each micro-batch, with all calls of the model in it, and sends what each call sends in one message. So
-the schedule, its messages and its backward are the same for any number of calls.
+A stage runs the user's step once for each micro-batch, with all calls of the model in it, and sends
+what each call sends in one message. So the schedule, its messages and its backward are the same for
+any number of calls.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Calls:
     Attributes:
         boundaries: boundary of each call, in their order.
         sent: shape and type of what each call sends.
-        end: why the first stage could not follow the step after the last of these calls; empty if the step returned.
+        end: why the first stage could not follow the step after the last of these calls; empty if
+            the step returned.
     """
 
     boundaries: tuple[Boundary, ...]
@@ -46,9 +48,11 @@ class Calls:
         for call, (tensor, spec) in enumerate(zip(sent, self.sent, strict=True), 1):
             if spec_of(tensor) != spec:
                 raise PlanError(
-                    f"Call {call} of the model sends hidden states of shape {tuple(tensor.shape)} and type {tensor.dtype} to the next"
-                    f" stage, but sent {spec[0]} and {spec[1]} in this step's first micro-batch on the first stage. All micro-batches and"
-                    " stages must send the same shapes. Truncate sequences in the data loader, not in the step."
+                    f"Call {call} of the model sends hidden states of shape {tuple(tensor.shape)}"
+                    f" and type {tensor.dtype} to the next stage, but sent {spec[0]} and {spec[1]}"
+                    " in this step's first micro-batch on the first stage. All micro-batches and"
+                    " stages must send the same shapes. Truncate sequences in the data loader, not"
+                    " in the step."
                 )
         dtype = reduce(torch.promote_types, (dtype for _, dtype in self.sent))
         return torch.cat([tensor.to(dtype).flatten() for tensor in sent])
@@ -58,4 +62,7 @@ class Calls:
         if len(self) == 1:
             return [packed]
         parts = packed.split([prod(shape) for shape, _ in self.sent])
-        return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, self.sent, strict=True)]
+        return [
+            part.view(shape).to(dtype)
+            for part, (shape, dtype) in zip(parts, self.sent, strict=True)
+        ]

@@ -1,7 +1,7 @@
 """Stubs in place of the modules of other pipeline stages, and gates around this rank's own.
 
-Module lists keep their full length and every name stays the user's, so a model that looks at `layer_idx`, at per-layer attention
-kinds or at `config` sees what it would see on one process.
+Module lists keep their full length and every name stays the user's, so a model that looks at
+`layer_idx`, at per-layer attention kinds or at `config` sees what it would see on one process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.pipeline.absent_values import AbsentValue, refuse_absent
 from lightning_3d.parallel.pipeline.boundary import Spec
-from lightning_3d.parallel.pipeline.left_behind import HOOKS, Elsewhere, attributes_of, call_hooks, without_hooks, written_by
+from lightning_3d.parallel.pipeline.left_behind import (
+    HOOKS,
+    Elsewhere,
+    attributes_of,
+    call_hooks,
+    without_hooks,
+    written_by,
+)
 from lightning_3d.parallel.pipeline.state import PipelineState, StageBoundary
 from lightning_3d.parallel.pipeline.towers import tower_inputs
 from lightning_3d.parallel.pipeline.unknown import Unknown, first_unknown
@@ -23,9 +30,11 @@ from lightning_3d.parallel.specialize import specialize
 
 
 class Absent(nn.Module):
-    """A module without parameters that replaces `original`, called `name`, which is on another stage.
+    """A module without parameters that replaces `original`, called `name`, which is on another
+    stage.
 
-    It keeps the attributes of `original` that are plain values, because some models read a block's attention kind.
+    It keeps the attributes of `original` that are plain values, because some models read a block's
+    attention kind.
     """
 
     def __init__(self, name: str, original: nn.Module) -> None:
@@ -35,8 +44,9 @@ class Absent(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(
-            f"'{self.absent_name}' is on another pipeline stage, but the step used it before that stage was reached. If 'pp' of the plan"
-            " names this module, its order is wrong: 'pp' must list the modules in the order in which the model's forward calls them."
+            f"'{self.absent_name}' is on another pipeline stage, but the step used it before that"
+            " stage was reached. If 'pp' of the plan names this module, its order is wrong: 'pp'"
+            " must list the modules in the order in which the model's forward calls them."
             " Otherwise call the module after the pipelined model has returned."
         )
 
@@ -46,20 +56,31 @@ class Absent(nn.Module):
 
 def plain_values(module: nn.Module) -> dict[str, Any]:
     """Public attributes of a module, and of its class, that are plain values."""
-    of_class = {key: getattr(module, key, None) for kind in type(module).__mro__ if kind not in nn.Module.__mro__ for key in vars(kind)}
+    of_class = {
+        key: getattr(module, key, None)
+        for kind in type(module).__mro__
+        if kind not in nn.Module.__mro__
+        for key in vars(kind)
+    }
     plain = (str, int, float, bool)
-    return {key: value for key, value in (of_class | vars(module)).items() if isinstance(value, plain) and key[0] != "_"}
+    return {
+        key: value
+        for key, value in (of_class | vars(module)).items()
+        if isinstance(value, plain) and key[0] != "_"
+    }
 
 
 class AbsentOutside(Absent):
-    """Replaces a module outside the pipelined one, which is on the last stage. What it returns is known there only."""
+    """Replaces a module outside the pipelined one, which is on the last stage. What it returns is
+    known there only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Unknown:
         return Unknown(f"'{self.absent_name}'")
 
 
 class AbsentPart(Absent):
-    """A stub of a part of the pipelined module. What its forward writes is not answered, and what the step may set reaches the part.
+    """A stub of a part of the pipelined module. What its forward writes is not answered, and what
+    the step may set reaches the part.
 
     Args:
         place: name of the part in its block; None outside of the blocks.
@@ -67,10 +88,19 @@ class AbsentPart(Absent):
 
     pipeline_state: PipelineState
 
-    def __init__(self, name: str, original: nn.Module, state: PipelineState, place: str | None) -> None:
+    def __init__(
+        self, name: str, original: nn.Module, state: PipelineState, place: str | None
+    ) -> None:
         super().__init__(name, original)
-        vars(self).update(pipeline_state=state, absent_class=type(original), attributes=attributes_of(original), written=set())
-        vars(self)["absent_hooks"] = SimpleNamespace(**{key: value for key, value in vars(original).items() if key in HOOKS})
+        vars(self).update(
+            pipeline_state=state,
+            absent_class=type(original),
+            attributes=attributes_of(original),
+            written=set(),
+        )
+        vars(self)["absent_hooks"] = SimpleNamespace(
+            **{key: value for key, value in vars(original).items() if key in HOOKS}
+        )
         for written in written_by(original):
             self.forget(written)
         if place is not None:
@@ -85,7 +115,9 @@ class AbsentPart(Absent):
         own = self.__dict__
         if "written" in own and name not in own["_modules"]:
             in_step = own["pipeline_state"].chunk is not None and name[:2] != "__"
-            if name in own["written"] or (in_step and (name in own["attributes"] or hasattr(own["absent_class"], name))):
+            if name in own["written"] or (
+                in_step and (name in own["attributes"] or hasattr(own["absent_class"], name))
+            ):
                 return Elsewhere(f"the attribute '{name}' of '{own['absent_name']}'")
         return super().__getattr__(name)
 
@@ -93,8 +125,9 @@ class AbsentPart(Absent):
         own = self.__dict__
         if "written" in own and own["pipeline_state"].is_after_calls and name != "training":
             raise PlanError(
-                f"The step sets the attribute '{name}' of '{own['absent_name']}' after its call of the model. With pp > 1 only the last"
-                " pipeline stage runs this code, and the module is on an earlier one. Set it before the call, or in a hook such as"
+                f"The step sets the attribute '{name}' of '{own['absent_name']}' after its call of"
+                " the model. With pp > 1 only the last pipeline stage runs this code, and the"
+                " module is on an earlier one. Set it before the call, or in a hook such as"
                 " on_train_batch_end, which all ranks run, or use a layout with pp = 1."
             )
         if name not in own.get("written", ()):
@@ -102,8 +135,8 @@ class AbsentPart(Absent):
 
 
 class AbsentParameters:
-    """Mixin for a module whose own parameters are on another stage: they exist as NaN, because some models look up the device of their
-    embedding, or change the weights of blocks in place."""
+    """Mixin for a module whose own parameters are on another stage: they exist as NaN, because some
+    models look up the device of their embedding, or change the weights of blocks in place."""
 
     pipeline_state: PipelineState
     absent_shapes: dict[str, tuple[int, ...]]
@@ -113,13 +146,20 @@ class AbsentParameters:
         if shape is None:
             return super().__getattr__(name)  # type: ignore[misc]
         received = self.pipeline_state.received
-        blank = (received if received is not None else torch.empty(0)).new_full((), torch.nan).expand(shape)
+        blank = (
+            (received if received is not None else torch.empty(0))
+            .new_full((), torch.nan)
+            .expand(shape)
+        )
         return AbsentValue.of(blank) if self.pipeline_state.chunk is None else blank
 
 
 def remove_parameter(module: nn.Module, name: str, state: PipelineState) -> None:
     """Remove a parameter of a module, which then is NaN."""
-    shapes = {**vars(module).get("absent_shapes", {}), name: tuple(module._parameters.pop(name).shape)}  # type: ignore[union-attr]
+    shapes = {
+        **vars(module).get("absent_shapes", {}),
+        name: tuple(module._parameters.pop(name).shape),
+    }  # type: ignore[union-attr]
     if isinstance(module, AbsentParameters):
         module.absent_shapes = shapes
     else:
@@ -127,18 +167,30 @@ def remove_parameter(module: nn.Module, name: str, state: PipelineState) -> None
 
 
 class AbsentEnd(AbsentParameters, AbsentPart):
-    """Replaces a module before or after the blocks, or in a block. Names inside it exist too: some models look up their head in it."""
+    """Replaces a module before or after the blocks, or in a block. Names inside it exist too: some
+    models look up their head in it."""
 
-    def __init__(self, name: str, original: nn.Module, state: PipelineState, place: str | None = None) -> None:
+    def __init__(
+        self, name: str, original: nn.Module, state: PipelineState, place: str | None = None
+    ) -> None:
         super().__init__(name, original, state, place)
-        self.absent_shapes = {key: tuple(parameter.shape) for key, parameter in original.named_parameters(recurse=False)}
+        self.absent_shapes = {
+            key: tuple(parameter.shape)
+            for key, parameter in original.named_parameters(recurse=False)
+        }
         add_absent(self, name, original, state, place)
 
 
-def add_absent(parent: nn.Module, name: str, original: nn.Module, state: PipelineState, place: str | None) -> None:
-    """Give a stub of `original`, called `name`, stubs of its children. Lists and dictionaries of modules stay what they are."""
+def add_absent(
+    parent: nn.Module, name: str, original: nn.Module, state: PipelineState, place: str | None
+) -> None:
+    """Give a stub of `original`, called `name`, stubs of its children. Lists and dictionaries of
+    modules stay what they are."""
     for child_name, child in original.named_children():
-        inner, inner_place = f"{name}.{child_name}", None if place is None else f"{place}.{child_name}".lstrip(".")
+        inner, inner_place = (
+            f"{name}.{child_name}",
+            None if place is None else f"{place}.{child_name}".lstrip("."),
+        )
         if type(child) in (nn.ModuleList, nn.ModuleDict):
             stub: nn.Module = type(child)()
             add_absent(stub, inner, child, state, inner_place)
@@ -148,9 +200,10 @@ def add_absent(parent: nn.Module, name: str, original: nn.Module, state: Pipelin
 
 
 class AbsentInput(AbsentEnd):
-    """Replaces a module that runs before the blocks (an embedding): returns what it returned on the first stage if that travels with the
-    hidden states, otherwise NaN of the same shape. No result that is used may depend on the NaN, because the received hidden states replace
-    it at the first block.
+    """Replaces a module that runs before the blocks (an embedding): returns what it returned on the
+    first stage if that travels with the hidden states, otherwise NaN of the same shape. No result
+    that is used may depend on the NaN, because the received hidden states replace it at the first
+    block.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -219,7 +272,8 @@ class GatedOutput:
 
 
 class GatedLayer:
-    """Mixin for an owned block: it runs while its own chunk is active and acts as a stub for the others."""
+    """Mixin for an owned block: it runs while its own chunk is active and acts as a stub for the
+    others."""
 
     pipeline_state: PipelineState
     pipeline_index: int
@@ -242,7 +296,11 @@ class GatedLayer:
         if self.pipeline_index not in chunk.layers:
             return _outside(state, self.pipeline_index, args, kwargs)
         state.random.layer(self.pipeline_index)
-        if self.pipeline_index == chunk.layers.start and state.arrived is not None and order is not None:
+        if (
+            self.pipeline_index == chunk.layers.start
+            and state.arrived is not None
+            and order is not None
+        ):
             # What the model does between blocks, the stage before has done already to what it sent.
             args, kwargs = _with_hidden_states(state.arrived.hidden, args, kwargs)
         if order is None:
@@ -256,7 +314,8 @@ class GatedLayer:
 
 
 def runs_now(block: nn.Module) -> bool:
-    """True if a call of `block` at this moment runs it: gated blocks act as stubs while another chunk is active."""
+    """True if a call of `block` at this moment runs it: gated blocks act as stubs while another
+    chunk is active."""
     if not isinstance(block, GatedLayer):
         return not isinstance(block, Absent)
     state = block.pipeline_state
@@ -264,9 +323,9 @@ def runs_now(block: nn.Module) -> bool:
 
 
 class CountedModel:
-    """Mixin for the pipelined module: counts its calls in a step, and refuses a call that skips blocks. Before the last stage, a call whose
-    output is not known returns an unknown value if the step calls the model again. Only the first stage gets the inputs of towers, such as
-    images."""
+    """Mixin for the pipelined module: counts its calls in a step, and refuses a call that skips
+    blocks. Before the last stage, a call whose output is not known returns an unknown value if the
+    step calls the model again. Only the first stage gets the inputs of towers, such as images."""
 
     pipeline_state: PipelineState
 
@@ -277,9 +336,11 @@ class CountedModel:
         if unknown := first_unknown([args, kwargs]):
             unknown[0].pass_over()
             raise PlanError(
-                f"The step computes an input of {kind} from the value of {unknown[0].unknown_origin}, which only the last pipeline stage"
-                " knows. Compute the inputs of the model from the batch and the layers before its blocks alone, move the rest into the"
-                " forward of the model (before the blocks, and named in 'pp' of the plan), or use a layout with pp = 1."
+                f"The step computes an input of {kind} from the value of"
+                f" {unknown[0].unknown_origin}, which only the last pipeline stage knows. Compute"
+                " the inputs of the model from the batch and the layers before its blocks alone,"
+                " move the rest into the forward of the model (before the blocks, and named in"
+                " 'pp' of the plan), or use a layout with pp = 1."
             )
         if self.pipeline_state.has_towers and (encoded := tower_inputs(kwargs)):
             self.pipeline_state.require_tower_check(encoded)
@@ -293,22 +354,30 @@ class CountedModel:
         order = self.pipeline_state.order
         if order is not None:
             order.finish()
-            order.look_at_hidden(output if isinstance(output, Tensor) else getattr(output, "logits", None), "the step")
+            order.look_at_hidden(
+                output if isinstance(output, Tensor) else getattr(output, "logits", None),
+                "the step",
+            )
             self.pipeline_state.left.hide(chunk.layers)
         return output
 
 
 def refuse_to_generate(*args: Any, **kwargs: Any) -> NoReturn:
-    """Take the place of a model's `generate`, which calls parts of the model, and needs its outputs on every rank."""
+    """Take the place of a model's `generate`, which calls parts of the model, and needs its outputs
+    on every rank."""
     raise PlanError(
-        "generate() needs the whole model, but with pp > 1 each rank has only the blocks of its stage. Use a layout with pp = 1, or"
-        " generate from a checkpoint: `lightning-3d generate RUN_FOLDER PROMPT` for a causal language model, any other one on one process"
-        " with load_full_state_dict(path) of lightning_3d.checkpoint (docs/migrating.md)."
+        "generate() needs the whole model, but with pp > 1 each rank has only the blocks of its"
+        " stage. Use a layout with pp = 1, or generate from a checkpoint: `lightning-3d generate"
+        " RUN_FOLDER PROMPT` for a causal language model, any other one on one process with"
+        " load_full_state_dict(path) of lightning_3d.checkpoint (docs/migrating.md)."
     )
 
 
-def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a stub outside the active chunk: return the received hidden states or the input, or end the step."""
+def _outside(
+    state: PipelineState, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a stub outside the active chunk: return the received hidden states or the input, or end
+    the step."""
     chunk = state.require_chunk()
     hidden = hidden_states_of(args, kwargs)
     if index >= chunk.layers.stop:
@@ -320,13 +389,25 @@ def _outside(state: PipelineState, index: int, args: tuple[Any, ...], kwargs: di
         arrived = state.arrived
         assert arrived is not None
         hidden = arrived.hidden
-    elif index == 0 and not chunk.is_first and isinstance(hidden, Tensor) and hidden.is_floating_point():
-        hidden = torch.full_like(hidden, torch.nan)  # what the model computes from it, the first stage has
+    elif (
+        index == 0
+        and not chunk.is_first
+        and isinstance(hidden, Tensor)
+        and hidden.is_floating_point()
+    ):
+        # what the model computes from it, the first stage has
+        hidden = torch.full_like(hidden, torch.nan)
     boundary = state.boundary
     if boundary is None or boundary.sides is None:
         return hidden
     sent = arrived.sides if arrived is not None else {}
-    return (hidden, *(sent[place] if place in sent else _absent(hidden, side) for place, side in enumerate(boundary.sides)))
+    return (
+        hidden,
+        *(
+            sent[place] if place in sent else _absent(hidden, side)
+            for place, side in enumerate(boundary.sides)
+        ),
+    )
 
 
 def _absent(like: Tensor, spec: Spec | None) -> Tensor | None:
@@ -340,7 +421,9 @@ def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
-def _with_hidden_states(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_hidden_states(
+    hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a block with other hidden states."""
     place = _place_of_hidden_states(args, kwargs)
     if isinstance(place, str):
@@ -349,8 +432,14 @@ def _with_hidden_states(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _place_of_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
-    places: list[tuple[int | str, Any]] = [*enumerate(args), ("hidden_states", kwargs.get("hidden_states")), *kwargs.items()]
+    places: list[tuple[int | str, Any]] = [
+        *enumerate(args),
+        ("hidden_states", kwargs.get("hidden_states")),
+        *kwargs.items(),
+    ]
     for place, value in places:
         if isinstance(value, (Tensor, Unknown)):
             return place
-    raise PlanError("A block of the pipelined model was called without a tensor. Pass the hidden states to it.")
+    raise PlanError(
+        "A block of the pipelined model was called without a tensor. Pass the hidden states to it."
+    )

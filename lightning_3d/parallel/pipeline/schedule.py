@@ -1,4 +1,5 @@
-"""The order of actions of every pipeline rank, as the engine runs them: `lightning_3d.layout.pipeline_orders` with typed actions."""
+"""The order of actions of every pipeline rank, as the engine runs them:
+`lightning_3d.layout.pipeline_orders` with typed actions."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from lightning_3d.layout import pipeline_orders
 
 
 class Kind(Enum):
-    """The computation of an action. The letters are those of the zero-bubble paper (arXiv:2401.10241) and of torch."""
+    """The computation of an action. The letters are those of the zero-bubble paper
+    (arXiv:2401.10241) and of torch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -35,7 +37,8 @@ Order = tuple[tuple[Action, ...], ...]
 
 @lru_cache(maxsize=64)
 def training_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order:
-    """Actions of every pipeline rank for one optimizer step, with types; arguments as in `pipeline_orders.training_order`."""
+    """Actions of every pipeline rank for one optimizer step, with types; arguments as in
+    `pipeline_orders.training_order`."""
     return _typed(pipeline_orders.training_order(schedule, pp, vp, micro_batches))
 
 
@@ -46,4 +49,7 @@ def forward_order(schedule: str, pp: int, vp: int, micro_batches: int) -> Order:
 
 
 def _typed(order: pipeline_orders.Order) -> Order:
-    return tuple(tuple(Action(Kind(letter), stage, micro_batch) for stage, letter, micro_batch in actions) for actions in order)
+    return tuple(
+        tuple(Action(Kind(letter), stage, micro_batch) for stage, letter, micro_batch in actions)
+        for actions in order
+    )

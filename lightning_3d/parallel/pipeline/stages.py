@@ -58,12 +58,17 @@ class StageAssignment:
 
 
 def assign_stages(
-    module: nn.Module, plan: ParallelPlan, layout: Layout, schedule: str, given: Sequence[int] | None = None
+    module: nn.Module,
+    plan: ParallelPlan,
+    layout: Layout,
+    schedule: str,
+    given: Sequence[int] | None = None,
 ) -> StageAssignment:
-    """Assign the blocks of `module` (whole, on meta or not) to pp * vp stages, balanced by FLOPs and parameters.
+    """Assign the blocks of `module` (whole, on meta or not) to pp * vp stages, balanced by FLOPs
+    and parameters.
 
-    The FLOPs of a forward pass per token are counted as two per matrix element (embeddings none, a head like any matrix); the
-    attention core, equal in every block, does not change the balance.
+    The FLOPs of a forward pass per token are counted as two per matrix element (embeddings none, a
+    head like any matrix); the attention core, equal in every block, does not change the balance.
 
     Args:
         given: number of blocks of each stage; None to balance them.
@@ -75,14 +80,24 @@ def assign_stages(
     blocks = plan.blocks_of(module)
     if stages == 1:
         return StageAssignment((range(len(blocks) + plan.ahead),), (0,))
-    ranges = _balanced(module, blocks, plan, stages) if given is None else given_stages(given, layout, len(blocks))
+    ranges = (
+        _balanced(module, blocks, plan, stages)
+        if given is None
+        else given_stages(given, layout, len(blocks))
+    )
     ranges[-1] = range(ranges[-1].start, ranges[-1].stop + plan.ahead)
     v_shaped = find_schedule(schedule).v_shaped
-    owner = {s: rank for rank in range(layout.pp) for s in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)}
+    owner = {
+        s: rank
+        for rank in range(layout.pp)
+        for s in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)
+    }
     return StageAssignment(tuple(ranges), tuple(owner[stage] for stage in range(stages)))
 
 
-def _balanced(module: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, stages: int) -> list[range]:
+def _balanced(
+    module: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, stages: int
+) -> list[range]:
     costs, modules = [_cost([block]) for block in blocks], dict(module.named_modules())
     last = [*(modules[name] for name in plan.after if name in modules), *plan.ahead_of(module)]
     flops, parameters = _cost(last)
@@ -110,7 +125,8 @@ def _cost(modules: Iterable[nn.Module]) -> tuple[float, float]:
 
 
 def _used(module: nn.Module, parameter: nn.Parameter) -> float:
-    """Fraction of a parameter that a token uses: of experts, one matrix each, those that it is sent to."""
+    """Fraction of a parameter that a token uses: of experts, one matrix each, those that it is sent
+    to."""
     experts, config = getattr(module, "num_experts", None), getattr(module, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     if parameter.ndim == 3 and isinstance(chosen, int) and parameter.shape[0] == experts:
@@ -119,12 +135,18 @@ def _used(module: nn.Module, parameter: nn.Parameter) -> float:
 
 
 def keep_owned(
-    root: nn.Module, module_name: str, plan: ParallelPlan, assignment: StageAssignment, pp_rank: int, state: PipelineState
+    root: nn.Module,
+    module_name: str,
+    plan: ParallelPlan,
+    assignment: StageAssignment,
+    pp_rank: int,
+    state: PipelineState,
 ) -> tuple[Chunk, ...]:
     """Replace modules of other ranks by stubs and put gates around the rest, in place.
 
     Args:
-        root: the user's LightningModule. Its modules with parameters outside the pipelined one stay on the last stage only.
+        root: the user's LightningModule. Its modules with parameters outside the pipelined one stay
+            on the last stage only.
         module_name: name of the pipelined module inside `root`.
 
     Returns:
@@ -152,7 +174,9 @@ def keep_owned(
     return chunks
 
 
-def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState) -> None:
+def _gate_layers(
+    module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState
+) -> None:
     layers = module.get_submodule(plan.layers)
     assert isinstance(layers, (nn.ModuleList, nn.Sequential))
     owned = {index for chunk in chunks for index in chunk.layers}
@@ -164,9 +188,12 @@ def _gate_layers(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...
             layers[index] = AbsentLayer(f"{plan.layers}.{index}", layer, index, state)
 
 
-def _gate_ends(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState) -> None:
-    """Put gates around modules with parameters before and after the blocks. Modules without compute the same on every rank. Parameters that
-    the model reads by itself become NaN where they are absent."""
+def _gate_ends(
+    module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...], state: PipelineState
+) -> None:
+    """Put gates around modules with parameters before and after the blocks. Modules without compute
+    the same on every rank. Parameters that the model reads by itself become NaN where they are
+    absent."""
     owns_first = any(chunk.is_first for chunk in chunks)
     owns_last = any(chunk.is_last for chunk in chunks)
     for names, owned, gate, absent in (
@@ -187,7 +214,8 @@ def _gate_ends(module: nn.Module, plan: ParallelPlan, chunks: tuple[Chunk, ...],
 
 
 def _remove_outside(root: nn.Module, module_name: str) -> None:
-    """Remove parameters that the user's step uses after the pipelined model, except on the last stage."""
+    """Remove parameters that the user's step uses after the pipelined model, except on the last
+    stage."""
     path = module_name.split(".") if module_name else []
     parent = root
     for depth, step in enumerate(path):

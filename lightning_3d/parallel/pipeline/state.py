@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.nested import tensors_of
-from lightning_3d.parallel.pipeline.boundary import Arrived, Boundary, Nested, Sides, Spec, Travels, spec_of
+from lightning_3d.parallel.pipeline.boundary import (
+    Arrived,
+    Boundary,
+    Nested,
+    Sides,
+    Spec,
+    Travels,
+    spec_of,
+)
 from lightning_3d.parallel.pipeline.call_order import CallOrder, PlanOrder
 from lightning_3d.parallel.pipeline.calls import Calls
 from lightning_3d.parallel.pipeline.left_behind import LeftBehind
@@ -25,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class StageBoundary(BaseException):
-    """Ends a user's step where the next stage begins and carries there what `PipelineState.pack` joined.
+    """Ends a user's step where the next stage begins and carries there what `PipelineState.pack`
+    joined.
 
     It derives from BaseException so that an `except Exception` in the user's step lets it pass.
     """
@@ -63,16 +72,21 @@ class PipelineState:
 
     Attributes:
         chunk: the chunk that is running, None outside a step.
-        arrived: what the previous stage sent in the call of the model that runs; None on the first stage.
-        boundaries: shapes and types of what stages send in each call of a step; those that the first stage has seen.
-        calls: the calls of a step; None until the first stage has seen them, and where a single one is expected.
+        arrived: what the previous stage sent in the call of the model that runs; None on the first
+            stage.
+        boundaries: shapes and types of what stages send in each call of a step; those that the
+            first stage has seen.
+        calls: the calls of a step; None until the first stage has seen them, and where a single one
+            is expected.
         counts_calls: whether the first stage runs a step to find out how often it calls the model.
         travels: what the plan sends with the hidden states.
         plan: the order of execution that the plan gives; None as long as nothing is partitioned.
-        order: of the calls in the forward that is running; None in a backward, where blocks may be computed again.
+        order: of the calls in the forward that is running; None in a backward, where blocks may be
+            computed again.
         has_towers: whether the first stage has towers, which encode images or sounds.
         towers_unchecked: whether the self-check ran without inputs of towers.
-        whole: whether this rank holds all blocks (no pipeline), so that the model works outside a step too.
+        whole: whether this rank holds all blocks (no pipeline), so that the model works outside a
+            step too.
         left: what the forwards of blocks leave in attributes.
         sequence: how the hidden states between blocks are split over tensor-parallel ranks.
     """
@@ -102,8 +116,11 @@ class PipelineState:
         self._looked: set[tuple[int, bool]] = set()
 
     @contextmanager
-    def running(self, chunk: Chunk, received: Tensor | None, *, forward: bool = False) -> Iterator[None]:
-        """Make `chunk` the active one for a forward or a backward (where recomputation runs blocks again)."""
+    def running(
+        self, chunk: Chunk, received: Tensor | None, *, forward: bool = False
+    ) -> Iterator[None]:
+        """Make `chunk` the active one for a forward or a backward (where recomputation runs blocks
+        again)."""
         before = (self.chunk, self.arrived, self._calls, self.order)
         self.chunk, self._calls, self._in_call = chunk, 0, False
         self._received, self._sent = self._of_calls(received), []
@@ -137,12 +154,14 @@ class PipelineState:
 
     @property
     def boundary(self) -> Boundary | None:
-        """Boundary of the call of the model that runs, or that comes first; None until the first stage has seen it."""
+        """Boundary of the call of the model that runs, or that comes first; None until the first
+        stage has seen it."""
         place = max(self._calls - 1, 0)
         return self.boundaries[place] if place < len(self.boundaries) else None
 
     def _follow(self, chunk: Chunk) -> CallOrder | None:
-        """Observer of the calls of a forward; it also looks for NaN in the first training and the first evaluation of a chunk."""
+        """Observer of the calls of a forward; it also looks for NaN in the first training and the
+        first evaluation of a chunk."""
         if self.plan is None or chunk.stages == 1:
             return None
         key = (chunk.stage, torch.is_grad_enabled())
@@ -153,13 +172,15 @@ class PipelineState:
 
     @property
     def received(self) -> Tensor | None:
-        """Hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first stage."""
+        """Hidden states from the previous stage, (micro-batch, sequence, hidden); None on the first
+        stage."""
         return None if self.arrived is None else self.arrived.hidden
 
     # What travels
 
     def note_input(self, name: str, output: Any) -> None:
-        """Note what a module before the blocks returned on the first stage. The model may change the tensor in place afterwards."""
+        """Note what a module before the blocks returned on the first stage. The model may change
+        the tensor in place afterwards."""
         travels, tensors = name in self.travels.inputs, list(tensors_of(output))
         if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
             return
@@ -173,9 +194,12 @@ class PipelineState:
         self._returned = output
 
     def input_of(self, name: str) -> Any:
-        """What a module before the blocks returned on the first stage, if it travels; otherwise NaN in its shape."""
+        """What a module before the blocks returned on the first stage, if it travels; otherwise NaN
+        in its shape."""
         self.require_chunk()
-        assert self.arrived is not None, "only the first stage receives nothing, and it owns its inputs"
+        assert self.arrived is not None, (
+            "only the first stage receives nothing, and it owns its inputs"
+        )
         call = self._read[name]
         self._read[name] += 1
         if call < len(sent := self.arrived.inputs.get(name, ())):
@@ -198,14 +222,24 @@ class PipelineState:
         return tuple(shape), self.arrived.hidden.dtype
 
     def pack(self, hidden: Tensor) -> Tensor:
-        """Join the hidden states and what travels with them. The first stage describes them at the first micro-batch of a shape."""
+        """Join the hidden states and what travels with them. The first stage describes them at the
+        first micro-batch of a shape."""
         boundary = self.boundary
         if boundary is None:
-            known = {name: [spec_of(one) if isinstance(one, Tensor) else one for one in made] for name, made in self._inputs.items()}
-            boundary = Boundary(spec_of(hidden), known, _sides(self._returned), self.sequence.length, self.travels)
+            known = {
+                name: [spec_of(one) if isinstance(one, Tensor) else one for one in made]
+                for name, made in self._inputs.items()
+            }
+            boundary = Boundary(
+                spec_of(hidden), known, _sides(self._returned), self.sequence.length, self.travels
+            )
             self.boundaries.append(boundary)
-        inputs: Mapping[str, Sequence[Any]] = self._inputs if self.arrived is None else self.arrived.inputs
-        sides = {place: value for place in self.travels.sides if _is_float(value := self._side(place))}
+        inputs: Mapping[str, Sequence[Any]] = (
+            self._inputs if self.arrived is None else self.arrived.inputs
+        )
+        sides = {
+            place: value for place in self.travels.sides if _is_float(value := self._side(place))
+        }
         return boundary.pack(Arrived(hidden, inputs, sides))
 
     def _side(self, place: int) -> Any:
@@ -214,18 +248,21 @@ class PipelineState:
         return None
 
     def require_tower_check(self, names: Iterable[str]) -> None:
-        """Refuse inputs of towers that the self-check has not seen: a later stage may need more of them than the hidden states."""
+        """Refuse inputs of towers that the self-check has not seen: a later stage may need more of
+        them than the hidden states."""
         if self.towers_unchecked:
             raise PlanError(
-                f"This batch has {', '.join(sorted(names))}, but the first one had no such input. So the self-check could not find out"
-                " whether a pipeline computes the model with it. Let the first batch of each rank have it, or use a layout with pp = 1."
+                f"This batch has {', '.join(sorted(names))}, but the first one had no such input."
+                " So the self-check could not find out whether a pipeline computes the model with"
+                " it. Let the first batch of each rank have it, or use a layout with pp = 1."
             )
 
     def require_chunk(self) -> Chunk:
         if self.chunk is None:
             raise PlanError(
-                "The pipelined model was called outside a step. With pp > 1 no rank holds the whole model: call it only in"
-                " training_step, validation_step, test_step or predict_step, or use a layout with pp = 1."
+                "The pipelined model was called outside a step. With pp > 1 no rank holds the whole"
+                " model: call it only in training_step, validation_step, test_step or predict_step,"
+                " or use a layout with pp = 1."
             )
         return self.chunk
 
@@ -238,7 +275,8 @@ class PipelineState:
 
     @property
     def is_after_calls(self) -> bool:
-        """True on the last stage after the last call of the model, where no other stage runs the step's code."""
+        """True on the last stage after the last call of the model, where no other stage runs the
+        step's code."""
         last = self.chunk is not None and self.chunk.is_last and self.called and not self._in_call
         return last and (self.calls is None or self._calls >= len(self.calls))
 
@@ -259,9 +297,10 @@ class PipelineState:
         expected = 1 if self.calls is None else len(self.calls)
         if self._calls >= expected and not self.counts_calls:
             raise PlanError(
-                f"The step calls {model} more often than the {_times(expected)} that the first stage has seen in a"
-                f" micro-batch of these shapes.{self._why_not_seen()} With pp > 1, how often a step calls the model may depend only on"
-                " the shapes of its batch. Or join the inputs into one batch, or use a layout with pp = 1."
+                f"The step calls {model} more often than the {_times(expected)} that the first"
+                f" stage has seen in a micro-batch of these shapes.{self._why_not_seen()} With pp >"
+                " 1, how often a step calls the model may depend only on the shapes of its batch."
+                " Or join the inputs into one batch, or use a layout with pp = 1."
             )
         if self._calls > 0:
             self.left.show()
@@ -275,7 +314,8 @@ class PipelineState:
         return f" There it ended after that with {end}" if end else ""
 
     def return_from_call(self) -> None:
-        """Note that the model has returned, on the last stage. What is drawn before the next one is the same on all stages."""
+        """Note that the model has returned, on the last stage. What is drawn before the next one is
+        the same on all stages."""
         self._in_call = False
         if self.calls is not None and self._calls < len(self.calls):
             self.random.after_call(self._calls)
@@ -291,17 +331,21 @@ class PipelineState:
         """
         self._in_call = False
         self._sent.append(hidden)
-        if not self.counts_calls and len(self._sent) == (1 if self.calls is None else len(self.calls)):
+        if not self.counts_calls and len(self._sent) == (
+            1 if self.calls is None else len(self.calls)
+        ):
             raise StageBoundary(hidden if self.calls is None else self.calls.pack(self._sent))
         self.random.after_call(self._calls)
         return Unknown(f"the output of {model}", hidden.device)
 
     def end_step(self, error: Exception | None = None) -> None:
-        """End a step that has returned, or failed, after a call of the model. Before the last stage, does nothing if it has called none.
+        """End a step that has returned, or failed, after a call of the model. Before the last
+        stage, does nothing if it has called none.
 
         Args:
-            error: failure of code that is given an unknown output of the model. It ends the step only while the first stage counts the
-                calls: if the step does call the model again, the last stage says so.
+            error: failure of code that is given an unknown output of the model. It ends the step
+                only while the first stage counts the calls: if the step does call the model again,
+                the last stage says so.
 
         Raises:
             StageBoundary: the first stage now knows the calls.
@@ -313,20 +357,36 @@ class PipelineState:
             return
         if not self.counts_calls:
             raise PlanError(
-                f"The step calls the model {_times(len(self._sent))}, but called it {_times(len(self.calls or ()))} in the first"
-                " micro-batch of these shapes. With pp > 1, how often a step calls the model may depend only on the shapes of its batch."
+                f"The step calls the model {_times(len(self._sent))}, but called it"
+                f" {_times(len(self.calls or ()))} in the first micro-batch of these shapes. With"
+                " pp > 1, how often a step calls the model may depend only on the shapes of its"
+                " batch."
             )
-        end = "" if error is None else f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        self.calls, self.counts_calls = Calls(tuple(self.boundaries), tuple(map(spec_of, self._sent)), end), False
+        end = (
+            ""
+            if error is None
+            else f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        )
+        self.calls, self.counts_calls = (
+            Calls(tuple(self.boundaries), tuple(map(spec_of, self._sent)), end),
+            False,
+        )
         raise StageBoundary(self.calls.pack(self._sent))
 
     def _require_all_calls(self) -> None:
-        """Refuse a step that has returned on the last stage after fewer calls than the first stage has seen."""
-        if self.chunk is None or not self.chunk.is_last or self.calls is None or self._calls >= len(self.calls):
+        """Refuse a step that has returned on the last stage after fewer calls than the first stage
+        has seen."""
+        if (
+            self.chunk is None
+            or not self.chunk.is_last
+            or self.calls is None
+            or self._calls >= len(self.calls)
+        ):
             return
         raise PlanError(
-            f"On the last pipeline stage, the step calls the model {_times(self._calls)}, but on the first stage {_times(len(self.calls))},"
-            " because there it gets no values of the model's output. With pp > 1, how often a step calls the model may depend only on the"
+            f"On the last pipeline stage, the step calls the model {_times(self._calls)}, but on"
+            f" the first stage {_times(len(self.calls))}, because there it gets no values of the"
+            " model's output. With pp > 1, how often a step calls the model may depend only on the"
             " shapes of its batch. Make the same calls in every case, or use a layout with pp = 1."
         )
 

@@ -1,4 +1,5 @@
-"""Towers that encode images or sounds: models inside the pipelined one that do not contain its blocks. They are on the first stage."""
+"""Towers that encode images or sounds: models inside the pipelined one that do not contain its
+blocks. They are on the first stage."""
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ def has_towers(module: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def tower_inputs(arguments: dict[str, Any]) -> set[str]:
-    """Find the arguments of a model that only its towers read: floating-point tensors that are neither masks nor embeddings."""
-    return {name for name, value in arguments.items() if _is_signal(value) and not any(word in name for word in _OF_THE_TEXT)}
+    """Find the arguments of a model that only its towers read: floating-point tensors that are
+    neither masks nor embeddings."""
+    return {
+        name
+        for name, value in arguments.items()
+        if _is_signal(value) and not any(word in name for word in _OF_THE_TEXT)
+    }
 
 
 def _is_signal(value: Any) -> bool:

@@ -1,17 +1,20 @@
 """Activations and gradients between neighbouring stages.
 
-A receiver posts its receives in the order in which the sender will send, which it knows because every rank knows the actions of
-all. On NCCL the operations of one communicator run one after another. Every pair of ranks has a communicator of its own there (see
-`connect_process_group`), and messages to a higher and to a lower pipeline rank go through different groups, so that a
+A receiver posts its receives in the order in which the sender will send, which it knows because
+every rank knows the actions of all. On NCCL the operations of one communicator run one after
+another. Every pair of ranks has a communicator of its own there (see `connect_process_group`), and
+messages to a higher and to a lower pipeline rank go through different groups, so that a
 communicator carries one neighbour's messages in one direction: no send ever waits behind a receive.
 
-The first run of each shape on GPUs takes its messages through host memory. CUDA loads a kernel at its first launch, and that may
-wait for all that runs on the device, so also for a receive whose sender waits in the same way (torchcomms issue 2334). Once every stage
-has run, no kernel is new, and messages go from GPU to GPU.
+The first run of each shape on GPUs takes its messages through host memory. CUDA loads a kernel at
+its first launch, and that may wait for all that runs on the device, so also for a receive whose
+sender waits in the same way (torchcomms issue 2334). Once every stage has run, no kernel is new,
+and messages go from GPU to GPU.
 
-A tensor that is sent is kept until the send has completed. NCCL reports completion; with gloo a rank must wait to learn of it, which would
-stall the sender. But every rank knows the actions of all ranks. When a message from a neighbour arrives, the neighbour has already received
-everything that it needed to send this message. So waiting for the sends of those tensors takes no time.
+A tensor that is sent is kept until the send has completed. NCCL reports completion; with gloo a
+rank must wait to learn of it, which would stall the sender. But every rank knows the actions of all
+ranks. When a message from a neighbour arrives, the neighbour has already received everything that
+it needed to send this message. So waiting for the sends of those tensors takes no time.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline.schedule import Action, Kind, Order
 
 AHEAD = 2
-"""Receives posted before they are needed, per neighbour, so that a transfer overlaps with computation. Costs one buffer each."""
+"""Receives posted before they are needed, per neighbour, so that a transfer overlaps with
+computation. Costs one buffer each."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """`forward`: hidden states to `stage`; otherwise the gradient of the hidden states that `stage` sent."""
+    """`forward`: hidden states to `stage`; otherwise the gradient of the hidden states that `stage`
+    sent."""
 
     forward: bool
     stage: int
@@ -49,7 +54,8 @@ class _Inbox:
     Attributes:
         expected: messages without a posted receive, in the order in which they are sent.
         posted: messages with a posted receive, and its buffer.
-        confirms: for each message, those of this rank's that the neighbour received since it sent the one before.
+        confirms: for each message, those of this rank's that the neighbour received since it sent
+            the one before.
     """
 
     expected: deque[Message] = field(default_factory=deque)
@@ -123,8 +129,9 @@ class Transport:
         """Refuse hidden states that the next stage does not expect. Raises PlanError."""
         if tuple(hidden.shape) != self._shape or hidden.dtype != self._dtype:
             raise PlanError(
-                f"Stage {stage} produced hidden states of shape {tuple(hidden.shape)} and type {hidden.dtype}, but this step's first"
-                f" micro-batch had shape {self._shape} and type {self._dtype}. If all batches have the same shape, all hidden states must"
+                f"Stage {stage} produced hidden states of shape {tuple(hidden.shape)} and type"
+                f" {hidden.dtype}, but this step's first micro-batch had shape {self._shape} and"
+                f" type {self._dtype}. If all batches have the same shape, all hidden states must"
                 " have the same shape too. Truncate sequences in the data loader, not in the step."
             )
 
@@ -161,7 +168,9 @@ class Transport:
     def _post(self, inbox: _Inbox, sender: int) -> None:
         if not inbox.expected:
             return
-        buffer = torch.empty(self._shape, dtype=self._dtype, device="cpu" if self.through_host else self._device)
+        buffer = torch.empty(
+            self._shape, dtype=self._dtype, device="cpu" if self.through_host else self._device
+        )
         work = exchange.irecv(buffer, self._ranks[sender], self._group(sender, self._me))
         inbox.posted[inbox.expected.popleft()] = (buffer, work)
 

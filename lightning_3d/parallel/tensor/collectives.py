@@ -1,4 +1,5 @@
-"""The four collectives between a tensor that all tensor-parallel ranks hold alike and one of which each holds a part.
+"""The four collectives between a tensor that all tensor-parallel ranks hold alike and one of which
+each holds a part.
 
                      forward          backward
     copy_to_region     nothing          all-reduce      replicated -> the input of column-parallel layers
@@ -6,9 +7,9 @@
     gather_from_region all-gather       own slice       shards -> replicated
     split_to_region    own slice        all-gather      replicated -> shards
 
-A replicated tensor has the same value and the same gradient on every rank of the group. Everything is a plain tensor.
-All ranks call the same functions in the same order, with the same shapes. The first two are f and g of Megatron-LM
-(Shoeybi et al. 2019, figure 3).
+A replicated tensor has the same value and the same gradient on every rank of the group. Everything
+is a plain tensor. All ranks call the same functions in the same order, with the same shapes. The
+first two are f and g of Megatron-LM (Shoeybi et al. 2019, figure 3).
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.compat.torch import collectives_are_functional, functional_gather, functional_scatter_sum, functional_sum
+from lightning_3d.compat.torch import (
+    collectives_are_functional,
+    functional_gather,
+    functional_scatter_sum,
+    functional_sum,
+)
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from lightning_3d.parallel.witness import received
 
@@ -29,8 +35,9 @@ def copy_to_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = False) 
     """`x` itself; its gradient is summed over the group by one all-reduce.
 
     Args:
-        owned: the gradient that arrives may be overwritten. Right when all consumers of the result are matrix products,
-            which make fresh gradients; an addition hands the same gradient tensor to several receivers.
+        owned: the gradient that arrives may be overwritten. Right when all consumers of the result
+            are matrix products, which make fresh gradients; an addition hands the same gradient
+            tensor to several receivers.
     """
     return _Copy.apply(x, group, owned)
 
@@ -39,18 +46,26 @@ def reduce_from_region(x: Tensor, group: dist.ProcessGroup, *, owned: bool = Fal
     """The sum of `x` over the group by one all-reduce.
 
     Args:
-        owned: `x` may be overwritten: it is the fresh result of an operation that does not keep it for its backward.
+        owned: `x` may be overwritten: it is the fresh result of an operation that does not keep it
+            for its backward.
     """
     if not x.is_contiguous():
         x, owned = x.contiguous(), True
-    # Autograd keeps track of overwritten views at the price of copies, so a view gains nothing; a compiler removes
-    # copies by itself, and cannot follow an overwritten input.
-    if owned and not torch.compiler.is_compiling() and not collectives_are_functional() and not x._is_view():
+    # Autograd keeps track of overwritten views at the price of copies, so a view gains nothing; a
+    # compiler removes copies by itself, and cannot follow an overwritten input.
+    if (
+        owned
+        and not torch.compiler.is_compiling()
+        and not collectives_are_functional()
+        and not x._is_view()
+    ):
         return _ReduceInPlace.apply(x, group)
     return _Reduce.apply(x, group)
 
 
-def gather_from_region(x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes: Sequence[int]) -> Tensor:
+def gather_from_region(
+    x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes: Sequence[int]
+) -> Tensor:
     """The shards of all ranks side by side along `dim`, by one all-gather.
 
     Args:
@@ -59,8 +74,11 @@ def gather_from_region(x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, si
     return _Gather.apply(x, group, dim, tuple(sizes))
 
 
-def split_to_region(x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes: Sequence[int]) -> Tensor:
-    """This rank's slice of `x` along `dim`; the gradients of all slices are gathered by one all-gather.
+def split_to_region(
+    x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes: Sequence[int]
+) -> Tensor:
+    """This rank's slice of `x` along `dim`; the gradients of all slices are gathered by one
+    all-gather.
 
     Args:
         sizes: the size along `dim` on each rank of the group; they add up to that of `x`.
@@ -69,7 +87,8 @@ def split_to_region(x: Tensor, group: dist.ProcessGroup, *, dim: int = -1, sizes
 
 
 def gather_tokens(part: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """The parts (batch, part, ...) of all ranks side by side: (batch, length, ...), by one all-gather. Not differentiable."""
+    """The parts (batch, part, ...) of all ranks side by side: (batch, length, ...), by one
+    all-gather. Not differentiable."""
     ranks = dist.get_world_size(group)
     part = part.contiguous()
     if torch.compiler.is_compiling():
@@ -84,7 +103,8 @@ def gather_tokens(part: Tensor, length: int, group: dist.ProcessGroup) -> Tensor
 
 
 def scatter_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part (batch, part, ...) of the sum of `whole` (batch, length, ...) over the group, by one reduce-scatter.
+    """This rank's part (batch, part, ...) of the sum of `whole` (batch, length, ...) over the
+    group, by one reduce-scatter.
 
     Tokens beyond the length are zeros. Not differentiable.
     """
@@ -99,13 +119,22 @@ def scatter_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def part_of_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the tokens of `whole` (batch, length, ...), padded with zeros. No communication."""
-    return _padded(whole, dist.get_world_size(group)).chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+    """This rank's part of the tokens of `whole` (batch, length, ...), padded with zeros. No
+    communication."""
+    return (
+        _padded(whole, dist.get_world_size(group))
+        .chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+        .contiguous()
+    )
 
 
 def _padded(whole: Tensor, ranks: int) -> Tensor:
     missing = -whole.shape[1] % ranks
-    return whole if missing == 0 else torch.cat([whole, whole.new_zeros((whole.shape[0], missing, *whole.shape[2:]))], dim=1)
+    return (
+        whole
+        if missing == 0
+        else torch.cat([whole, whole.new_zeros((whole.shape[0], missing, *whole.shape[2:]))], dim=1)
+    )
 
 
 def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -136,7 +165,9 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int,
         gathered = x.new_empty((len(sizes), *x.shape))
         all_gather_flat(gathered.flatten(0, 1), x, group).wait()
         received("all-gather", gathered)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
+    return torch.cat(
+        [part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim
+    )
 
 
 class _Copy(torch.autograd.Function):
@@ -177,7 +208,9 @@ class _ReduceInPlace(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]
+    ) -> Tensor:
         ctx.layout = (group, dim, sizes)
         return _all_gather(x, group, dim, sizes)
 
@@ -188,7 +221,9 @@ class _Gather(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]
+    ) -> Tensor:
         ctx.layout = (group, dim, sizes)
         return _slice(x, group, dim, sizes)
 

@@ -24,14 +24,16 @@ def vocab_parallel_cross_entropy(
     terms: LossOptions = CROSS_ENTROPY,
     vocabulary: int = 0,
 ) -> Tensor:
-    """Loss of every token, as `F.cross_entropy(..., reduction="none")` of the full logits gives it, and further terms.
+    """Loss of every token, as `F.cross_entropy(..., reduction="none")` of the full logits gives it,
+    and further terms.
 
-    Two all-reduces of two numbers per token over `group`, of three with label smoothing, none backward (Megatron-LM, Shoeybi et al.
-    2019, section 3).
+    Two all-reduces of two numbers per token over `group`, of three with label smoothing, none
+    backward (Megatron-LM, Shoeybi et al. 2019, section 3).
 
     Args:
         local_logits: (..., local vocabulary), this rank's columns.
-        targets: (...), token ids of the full vocabulary, the same on all ranks. `ignore_index` gives a loss of 0.
+        targets: (...), token ids of the full vocabulary, the same on all ranks. `ignore_index`
+            gives a loss of 0.
         vocab_offset: first column of this rank.
         terms: see `LossOptions`.
         vocabulary: columns of all ranks, which label smoothing needs.
@@ -40,14 +42,20 @@ def vocab_parallel_cross_entropy(
         (...), float32, or float64 for float64 logits.
 
     Raises:
-        DataError: an id that no rank holds, on all ranks; on CUDA an assertion of the device, which does not wait for it.
+        DataError: an id that no rank holds, on all ranks; on CUDA an assertion of the device, which
+            does not wait for it.
     """
-    shares = _Shares(1 - terms.label_smoothing, terms.label_smoothing / vocabulary if terms.label_smoothing else 0.0, terms.z_loss)
+    shares = _Shares(
+        1 - terms.label_smoothing,
+        terms.label_smoothing / vocabulary if terms.label_smoothing else 0.0,
+        terms.z_loss,
+    )
     return _CrossEntropy.apply(local_logits, targets, vocab_offset, group, ignore_index, shares)
 
 
 class _Shares(NamedTuple):
-    """Factors of the terms of a loss: of the target's score, of every score, and of the squared log-sum-exp."""
+    """Factors of the terms of a loss: of the target's score, of every score, and of the squared
+    log-sum-exp."""
 
     target: float
     each: float
@@ -60,11 +68,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy that keeps the logits and one number per token for the backward, not the softmax."""
+    """Cross-entropy that keeps the logits and one number per token for the backward, not the
+    softmax."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab_offset: int, group: dist.ProcessGroup, ignore_index: int, shares: _Shares
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        vocab_offset: int,
+        group: dist.ProcessGroup,
+        ignore_index: int,
+        shares: _Shares,
     ) -> Tensor:
         scores = logits.to(wide(logits.dtype))
         local, mine = _locate(targets, vocab_offset, logits.shape[-1])
@@ -72,10 +87,12 @@ class _CrossEntropy(torch.autograd.Function):
         all_reduce_flat(extremes, group, dist.ReduceOp.MAX)
         highest, is_held = extremes
 
-        # Like log_softmax, subtract the highest score before the exponential, and also from the score of the target.
+        # Like log_softmax, subtract the highest score before the exponential, and also from the
+        # score of the target.
         shifted = scores - highest.unsqueeze(-1)
         target_score = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
-        # The scores of the target distribution: subtracting the highest changes none of the terms, because its shares add up to 1.
+        # The scores of the target distribution: subtracting the highest changes none of the terms,
+        # because its shares add up to 1.
         every = [shifted.sum(-1)] if shares.each else []
         sums = torch.stack([shifted.exp_().sum(-1), target_score, *every])
         all_reduce_flat(sums, group)
@@ -97,12 +114,15 @@ class _CrossEntropy(torch.autograd.Function):
         logits, targets, log_sum_exp = ctx.saved_tensors
         local, mine = _locate(targets, ctx.vocab_offset, logits.shape[-1])
         shares = ctx.shares
-        of_logits = (logits.to(log_sum_exp.dtype) - log_sum_exp.unsqueeze(-1)).exp_()  # the probabilities
+        # the probabilities
+        of_logits = (logits.to(log_sum_exp.dtype) - log_sum_exp.unsqueeze(-1)).exp_()
         if shares.z:
             of_logits.mul_((1 + 2 * shares.z * log_sum_exp).unsqueeze(-1))
         if shares.each:
             of_logits.sub_(shares.each)
-        of_logits.scatter_add_(-1, local.unsqueeze(-1), -shares.target * mine.to(of_logits.dtype).unsqueeze(-1))
+        of_logits.scatter_add_(
+            -1, local.unsqueeze(-1), -shares.target * mine.to(of_logits.dtype).unsqueeze(-1)
+        )
         gradient = gradient.masked_fill(targets == ctx.ignore_index, 0.0)
         return of_logits.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None, None, None, None, None
 
@@ -114,8 +134,8 @@ def _require_held(known: Tensor, targets: Tensor) -> None:
     elif not known.all():
         place = (~known).nonzero()[0].tolist()
         raise DataError(
-            f"The label {int(targets[tuple(place)])} at position {place} is outside the model's vocabulary. Use the model's own"
-            " tokenizer."
+            f"The label {int(targets[tuple(place)])} at position {place} is outside the model's"
+            " vocabulary. Use the model's own tokenizer."
         )
 
 

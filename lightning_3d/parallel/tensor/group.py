@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class GatheredInput(Protocol):
-    """The input of a region that was gathered from the parts of the sequence, see `sequence.Gathered`."""
+    """The input of a region that was gathered from the parts of the sequence, see
+    `sequence.Gathered`."""
 
     whole: Tensor
 
@@ -34,9 +35,11 @@ class TensorParallel:
         rank: this rank's coordinate, 0 .. size - 1; the order of the group.
         random: dropout streams, None without dropout.
         sequence: split of the hidden states between layers in this forward.
-        gathered: the input of the region that is running, where it was gathered from parts of the sequence.
-        gathers_again: whether a compiled block keeps its part of such inputs and gathers them again in the backward; false where the
-            backward runs whole blocks again, which gathers them, too.
+        gathered: the input of the region that is running, where it was gathered from parts of the
+            sequence.
+        gathers_again: whether a compiled block keeps its part of such inputs and gathers them again
+            in the backward; false where the backward runs whole blocks again, which gathers them,
+            too.
     """
 
     group: dist.ProcessGroup

@@ -1,5 +1,5 @@
-"""Arguments of an attention with an entry for each head, such as the slopes of ALiBi (Press et al., arXiv:2108.12409): each rank takes
-those of its own heads."""
+"""Arguments of an attention with an entry for each head, such as the slopes of ALiBi (Press et al.,
+arXiv:2108.12409): each rank takes those of its own heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class HeadArgument:
 
     Attributes:
         name: name of the argument.
-        dim: its dimension along which the heads lie: (..., n x heads, ...), where n is any number of rows.
+        dim: its dimension along which the heads lie: (..., n x heads, ...), where n is any number
+            of rows.
         heads: number of heads of the whole model.
     """
 
@@ -37,7 +38,8 @@ class Place:
 
 
 class TakesHeads:
-    """Mixin for a module that is called with entries of all heads and gets those of this rank. No communication."""
+    """Mixin for a module that is called with entries of all heads and gets those of this rank. No
+    communication."""
 
     tp_head_arguments: tuple[HeadArgument, ...]
     tp_place: Place
@@ -49,7 +51,8 @@ class TakesHeads:
 
 
 def set_for_rank(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute that belongs to this rank's part of a module, and not to the state that a step changes."""
+    """Set an attribute that belongs to this rank's part of a module, and not to the state that a
+    step changes."""
     vars(module).setdefault(OF_RANK, set()).add(name)
     setattr(module, name, value)
 
@@ -66,7 +69,8 @@ def take_heads(module: nn.Module, argument: HeadArgument, place: Place) -> None:
 def bound(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
     """Return the arguments of a call by name."""
     kinds = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
-    own = [kind for kind in kinds if not kind.__module__.startswith("lightning_3d.")]  # without gates and other mixins
+    # without gates and other mixins
+    own = [kind for kind in kinds if not kind.__module__.startswith("lightning_3d.")]
     forward = vars((own or kinds)[0])["forward"]
     return inspect.signature(forward).bind_partial(None, *args, **kwargs)
 
@@ -80,6 +84,8 @@ def part_of_heads(
     if isinstance(whole, Tensor):
         split = whole.unflatten(argument.dim, (-1, argument.heads))
         local = argument.heads // place.size
-        part = split.narrow(argument.dim + 1, place.rank * local, local).flatten(argument.dim, argument.dim + 1)
+        part = split.narrow(argument.dim + 1, place.rank * local, local).flatten(
+            argument.dim, argument.dim + 1
+        )
         call.arguments[argument.name] = part
     return call.args[1:], call.kwargs

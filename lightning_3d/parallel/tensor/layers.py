@@ -1,7 +1,9 @@
-"""Sharded layers. Each is a subclass of the layer it replaces and holds its shard as a plain parameter.
+"""Sharded layers. Each is a subclass of the layer it replaces and holds its shard as a plain
+parameter.
 
-`rewrite.py` turns a layer into one of these by changing its class, so no `__init__` runs; the attributes that are
-declared here are set then. All ranks of the tensor-parallel group run the same layers in the same order.
+`rewrite.py` turns a layer into one of these by changing its class, so no `__init__` runs; the
+attributes that are declared here are set then. All ranks of the tensor-parallel group run the same
+layers in the same order.
 """
 
 from __future__ import annotations
@@ -14,22 +16,30 @@ from torch import Tensor, nn
 
 from lightning_3d.parallel.deferred_logits import deferred
 from lightning_3d.parallel.random_streams import Stream
-from lightning_3d.parallel.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region, split_to_region
+from lightning_3d.parallel.tensor.collectives import (
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    split_to_region,
+)
 from lightning_3d.parallel.tensor.group import TensorParallel
 from lightning_3d.parallel.tensor.logits import VocabParallelLogits
 from lightning_3d.parallel.tensor.sequence_parallel import scatter_sum
 
 
 class Region:
-    """Tensor-parallel part of a parent module (an attention, an MLP): its collectives at the start and at the end.
+    """Tensor-parallel part of a parent module (an attention, an MLP): its collectives at the start
+    and at the end.
 
-    Column-parallel siblings that are fed the same tensor share one copy of it, so their input gradients are added
-    locally and reduced over the group once. The copy is dropped when all siblings have used it, or at the end of the region.
+    Column-parallel siblings that are fed the same tensor share one copy of it, so their input
+    gradients are added locally and reduced over the group once. The copy is dropped when all
+    siblings have used it, or at the end of the region.
 
     Args:
         context: the group.
         members: number of column-parallel siblings.
-        gathered: the parent gathers its input from parts of the sequence, and its output is split again (`GatheredRegion`).
+        gathered: the parent gathers its input from parts of the sequence, and its output is split
+            again (`GatheredRegion`).
     """
 
     def __init__(self, context: TensorParallel, members: int, *, gathered: bool = False) -> None:
@@ -49,7 +59,8 @@ class Region:
     def enter(self, x: Tensor, stream: Stream | None) -> Tensor:
         """Prepare `x` for column-parallel layers.
 
-        `stream` is the one of dropout inside the region; None without dropout, or if nothing in the region is sharded.
+        `stream` is the one of dropout inside the region; None without dropout, or if nothing in the
+        region is sharded.
         """
         if x is not self._outside or self._with_gradient != torch.is_grad_enabled():
             self._outside, self._with_gradient = x, torch.is_grad_enabled()
@@ -65,9 +76,14 @@ class Region:
         return inside
 
     def leave(self, partial: Tensor, stream: Stream | None) -> Tensor:
-        """Sum the parts of a row-parallel layer's output; `stream` is the one of dropout behind it."""
+        """Sum the parts of a row-parallel layer's output; `stream` is the one of dropout behind
+        it."""
         self._forget()
-        total = scatter_sum(partial, self.context) if self.gathered else reduce_from_region(partial, self.context.group, owned=True)
+        total = (
+            scatter_sum(partial, self.context)
+            if self.gathered
+            else reduce_from_region(partial, self.context.group, owned=True)
+        )
         if stream is not None:
             stream.start()
         return total
@@ -77,10 +93,11 @@ class Region:
 
 
 class ColumnParallelLinear(nn.Linear):
-    """Linear layer with some rows of the weight: input (..., in) replicated, output (..., out / tp) sharded.
+    """Linear layer with some rows of the weight: input (..., in) replicated, output (..., out / tp)
+    sharded.
 
-    No collective forward; one all-reduce of the input's gradient backward, shared with its siblings. Where the parent gathers its
-    input, that is its business.
+    No collective forward; one all-reduce of the input's gradient backward, shared with its
+    siblings. Where the parent gathers its input, that is its business.
     """
 
     tp_region: Region
@@ -96,7 +113,11 @@ class ColumnParallelLinear(nn.Linear):
     def _is_plain(self, input: Tensor) -> bool:
         """True if the product is `F.linear` of the arguments, not one in other types."""
         product = getattr(super().forward, "__func__", None)
-        return product is nn.Linear.forward and input.dtype == self.weight.dtype and not torch.is_autocast_enabled(input.device.type)
+        return (
+            product is nn.Linear.forward
+            and input.dtype == self.weight.dtype
+            and not torch.is_autocast_enabled(input.device.type)
+        )
 
 
 class GatheredColumnLinear(ColumnParallelLinear):
@@ -105,7 +126,9 @@ class GatheredColumnLinear(ColumnParallelLinear):
     tp_sizes: tuple[int, ...]
 
     def forward(self, input: Tensor) -> Tensor:
-        return gather_from_region(super().forward(input), self.tp_region.context.group, sizes=self.tp_sizes)
+        return gather_from_region(
+            super().forward(input), self.tp_region.context.group, sizes=self.tp_sizes
+        )
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -123,14 +146,18 @@ class VocabParallelHead(ColumnParallelLinear):
             local = super().forward(input)
         else:
             inside = self.tp_region.enter(input, self.tp_stream)
-            local = deferred(inside, self.weight, self.bias, self.loss_chunks, columns=max(self.tp_sizes))
+            local = deferred(
+                inside, self.weight, self.bias, self.loss_chunks, columns=max(self.tp_sizes)
+            )
         return VocabParallelLogits(local, self.tp_sizes, self.tp_region.context)
 
 
 class RowParallelLinear(nn.Linear):
-    """Linear layer with some columns of the weight: input (..., in / tp) sharded, output (..., out) replicated, or a part of the sequence.
+    """Linear layer with some columns of the weight: input (..., in / tp) sharded, output (..., out)
+    replicated, or a part of the sequence.
 
-    One all-reduce, or one reduce-scatter, forward. The bias, held whole by every rank, is added once, after the sum.
+    One all-reduce, or one reduce-scatter, forward. The bias, held whole by every rank, is added
+    once, after the sum.
     """
 
     tp_region: Region
@@ -146,16 +173,20 @@ class RowParallelLinear(nn.Linear):
 
 
 class SplitRowLinear(RowParallelLinear):
-    """Row parallel inside, input (..., in) replicated: one all-gather of the input's gradient backward."""
+    """Row parallel inside, input (..., in) replicated: one all-gather of the input's gradient
+    backward."""
 
     tp_sizes: tuple[int, ...]
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(split_to_region(input, self.tp_region.context.group, sizes=self.tp_sizes))
+        return super().forward(
+            split_to_region(input, self.tp_region.context.group, sizes=self.tp_sizes)
+        )
 
 
 class ColumnParallelConv1D:
-    """Mixin for Transformers' Conv1D with some columns of its weight (in, out): as `ColumnParallelLinear`."""
+    """Mixin for Transformers' Conv1D with some columns of its weight (in, out): as
+    `ColumnParallelLinear`."""
 
     tp_region: Region
     tp_stream: Stream | None
@@ -167,7 +198,8 @@ class ColumnParallelConv1D:
 
 
 class RowParallelConv1D:
-    """Mixin for Transformers' Conv1D with some rows of its weight (in, out): as `RowParallelLinear`."""
+    """Mixin for Transformers' Conv1D with some rows of its weight (in, out): as
+    `RowParallelLinear`."""
 
     tp_region: Region
     tp_stream: Stream | None
@@ -179,10 +211,12 @@ class RowParallelConv1D:
 
 
 class LatentKeyValueLinear(nn.Linear):
-    """The replicated projection to a latent and a rotary key of multi-head latent attention (DeepSeek-V2, section 2.1).
+    """The replicated projection to a latent and a rotary key of multi-head latent attention
+    (DeepSeek-V2, section 2.1).
 
-    Output (..., latent + rotary). The latent enters the region through the column-parallel layer behind it; the last
-    `tp_rotary` columns go straight to this rank's heads, so their gradient is summed here: one all-reduce backward.
+    Output (..., latent + rotary). The latent enters the region through the column-parallel layer
+    behind it; the last `tp_rotary` columns go straight to this rank's heads, so their gradient is
+    summed here: one all-reduce backward.
     """
 
     tp_context: TensorParallel
@@ -194,7 +228,8 @@ class LatentKeyValueLinear(nn.Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Embedding with the rows of ids `tp_start` and following: output (..., hidden) replicated by one all-reduce forward."""
+    """Embedding with the rows of ids `tp_start` and following: output (..., hidden) replicated by
+    one all-reduce forward."""
 
     tp_context: TensorParallel
     tp_start: int
@@ -208,14 +243,19 @@ class VocabParallelEmbedding(nn.Embedding):
             padding = None
         # An id that no rank holds is looked up, and raises as it does in an unsharded embedding.
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
-        return reduce_from_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp_context.group, owned=True)
+        return reduce_from_region(
+            found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp_context.group, owned=True
+        )
 
 
 class HiddenParallelEmbedding(nn.Embedding):
-    """Embedding with some columns of every vector: output (..., hidden) replicated by one all-gather forward."""
+    """Embedding with some columns of every vector: output (..., hidden) replicated by one
+    all-gather forward."""
 
     tp_context: TensorParallel
     tp_sizes: tuple[int, ...]
 
     def forward(self, input: Tensor) -> Tensor:
-        return gather_from_region(super().forward(input), self.tp_context.group, sizes=self.tp_sizes)
+        return gather_from_region(
+            super().forward(input), self.tp_context.group, sizes=self.tp_sizes
+        )

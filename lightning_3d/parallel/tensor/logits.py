@@ -12,7 +12,14 @@ from torch import Tensor
 
 from lightning_3d.errors import PlanError
 from lightning_3d.parallel.deferred_logits import computed
-from lightning_3d.parallel.partial_tensors import ALIKE, OF_THE_PART, OF_THE_WHOLE, changes_in_place, is_scalar_operation, whole_arguments
+from lightning_3d.parallel.partial_tensors import (
+    ALIKE,
+    OF_THE_PART,
+    OF_THE_WHOLE,
+    changes_in_place,
+    is_scalar_operation,
+    whole_arguments,
+)
 from lightning_3d.parallel.tensor.collectives import gather_from_region
 from lightning_3d.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from lightning_3d.parallel.tensor.group import TensorParallel
@@ -21,11 +28,13 @@ from lightning_3d.parallel.tensor.group import TensorParallel
 class VocabParallelLogits(Tensor):
     """This rank's columns of logits that report the full shape.
 
-    Reading sizes and types communicates nothing. Operations that treat every entry alike (casting, scaling, a soft cap, detach), that leave
-    the last dimension alone (`logits[:, :-1]`, `view(-1, vocabulary)`) and the cross-entropy of flat logits stay on the shards. Everything
-    else sees the full logits: they are gathered over the tensor-parallel group by one all-gather, with gradients, at the first such use and
-    kept. Like any collective, this must happen on all ranks of the group: code that reads logits only on rank 0 hangs. Changing logits in
-    place is refused: write `logits = logits.masked_fill(...)`.
+    Reading sizes and types communicates nothing. Operations that treat every entry alike (casting,
+    scaling, a soft cap, detach), that leave the last dimension alone (`logits[:, :-1]`, `view(-1,
+    vocabulary)`) and the cross-entropy of flat logits stay on the shards. Everything else sees the
+    full logits: they are gathered over the tensor-parallel group by one all-gather, with gradients,
+    at the first such use and kept. Like any collective, this must happen on all ranks of the group:
+    code that reads logits only on rank 0 hangs. Changing logits in place is refused: write `logits
+    = logits.masked_fill(...)`.
 
     Attributes:
         local: (..., local vocabulary), a plain tensor.
@@ -39,9 +48,12 @@ class VocabParallelLogits(Tensor):
     _full: Tensor | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, sizes: Sequence[int], context: TensorParallel) -> VocabParallelLogits:
-        # The base is a tensor on meta: it knows the full shape, holds no memory, and anything that gets past
-        # __torch_function__ fails loudly instead of computing with a part of the vocabulary.
+    def __new__(
+        cls, local: Tensor, sizes: Sequence[int], context: TensorParallel
+    ) -> VocabParallelLogits:
+        # The base is a tensor on meta: it knows the full shape, holds no memory, and anything that
+        # gets past __torch_function__ fails loudly instead of computing with a part of the
+        # vocabulary.
         base = torch.empty((*local.shape[:-1], sum(sizes)), dtype=local.dtype, device="meta")
         return base.as_subclass(cls)
 
@@ -58,11 +70,14 @@ class VocabParallelLogits(Tensor):
         return sum(self.sizes)
 
     def full(self) -> Tensor:
-        """The logits of the whole vocabulary as a plain tensor; one all-gather at the first call."""
+        """The logits of the whole vocabulary as a plain tensor; one all-gather at the first
+        call."""
         if self._full is None or (
             torch.is_grad_enabled() and self.local.requires_grad and not self._full.requires_grad
         ):
-            self._full = gather_from_region(computed(self.local), self.context.group, dim=-1, sizes=self.sizes)
+            self._full = gather_from_region(
+                computed(self.local), self.context.group, dim=-1, sizes=self.sizes
+            )
         return self._full
 
     def like(self, local: Tensor) -> VocabParallelLogits:
@@ -71,7 +86,11 @@ class VocabParallelLogits(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         logits = args[0] if args else None
@@ -88,15 +107,21 @@ class VocabParallelLogits(Tensor):
                 return result
         if changes_in_place(func, kwargs):
             raise PlanError(
-                f"{func.__name__} would change logits in place, but with tensor parallelism each rank holds a part of"
-                " the vocabulary. Make a new tensor instead, for example logits = logits.masked_fill(mask, value)."
+                f"{func.__name__} would change logits in place, but with tensor parallelism each"
+                " rank holds a part of the vocabulary. Make a new tensor instead, for example"
+                " logits = logits.masked_fill(mask, value)."
             )
-        return func(*whole_arguments(args, VocabParallelLogits), **whole_arguments(kwargs, VocabParallelLogits))
+        return func(
+            *whole_arguments(args, VocabParallelLogits),
+            **whole_arguments(kwargs, VocabParallelLogits),
+        )
 
 
 def _to(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
     """Another type on the same device stays a shard; another device gets the full logits."""
-    moved = logits.local.to(*_local_examples(args), **{key: _local_example(value) for key, value in kwargs.items()})
+    moved = logits.local.to(
+        *_local_examples(args), **{key: _local_example(value) for key, value in kwargs.items()}
+    )
     return logits.like(moved) if moved.device == logits.local.device else NotImplemented
 
 
@@ -110,7 +135,11 @@ def _local_example(value: Any) -> Any:
 
 def _view(logits: VocabParallelLogits, *shape: Any, **kwargs: Any) -> Any:
     """`view` and `reshape` that only regroup the leading dimensions."""
-    if kwargs or not shape or not all(isinstance(size, (int, tuple, list, torch.Size)) for size in shape):
+    if (
+        kwargs
+        or not shape
+        or not all(isinstance(size, (int, tuple, list, torch.Size)) for size in shape)
+    ):
         return NotImplemented
     asked = list(shape[0]) if not isinstance(shape[0], int) else list(shape)
     if asked[-1] not in (-1, logits.vocabulary):
@@ -137,9 +166,13 @@ def _index(logits: VocabParallelLogits, key: Any) -> Any:
     if isinstance(key, Tensor):
         covered = key.ndim if key.dtype == torch.bool else 1
         keeps = covered < logits.local.ndim
-    elif all(entry is None or entry is Ellipsis or isinstance(entry, (int, slice)) for entry in entries):
+    elif all(
+        entry is None or entry is Ellipsis or isinstance(entry, (int, slice)) for entry in entries
+    ):
         picked = [entry for entry in entries if entry is not None]
-        reaches_last = Ellipsis in picked[:-1] or (Ellipsis not in picked and len(picked) >= logits.local.ndim)
+        reaches_last = Ellipsis in picked[:-1] or (
+            Ellipsis not in picked and len(picked) >= logits.local.ndim
+        )
         keeps = entries[-1:] != (None,) and (not reaches_last or picked[-1] == slice(None))
     else:
         keeps = False
@@ -156,11 +189,19 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """The usual call, (tokens, vocabulary) and (tokens,); others, such as label smoothing, see the full logits."""
+    """The usual call, (tokens, vocabulary) and (tokens,); others, such as label smoothing, see the
+    full logits."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-    if not plain or logits.local.ndim != 2 or target.ndim != 1 or reduction not in ("none", "sum", "mean"):
+    if (
+        not plain
+        or logits.local.ndim != 2
+        or target.ndim != 1
+        or reduction not in ("none", "sum", "mean")
+    ):
         return NotImplemented
-    losses = vocab_parallel_cross_entropy(computed(logits.local), target, logits.vocab_offset, logits.context.group, ignore_index)
+    losses = vocab_parallel_cross_entropy(
+        computed(logits.local), target, logits.vocab_offset, logits.context.group, ignore_index
+    )
     if reduction == "sum":
         losses = losses.sum()
     elif reduction == "mean":
@@ -170,8 +211,9 @@ def _cross_entropy(
 
 def _represent(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> str:
     return (
-        f"VocabParallelLogits(shape={tuple(logits.shape)}, dtype={logits.dtype}, columns {logits.vocab_offset} to"
-        f" {logits.vocab_offset + logits.local.shape[-1] - 1} on this rank)"
+        f"VocabParallelLogits(shape={tuple(logits.shape)}, dtype={logits.dtype}, columns"
+        f" {logits.vocab_offset} to {logits.vocab_offset + logits.local.shape[-1] - 1} on this"
+        " rank)"
     )
 
 

@@ -1,10 +1,11 @@
-"""PEFT's LoRA layers on sharded layers: one parallel layer whose region spans the base layer and the adapters.
+"""PEFT's LoRA layers on sharded layers: one parallel layer whose region spans the base layer and
+the adapters.
 
     column parallel    base (rows split)     A whole      B (rows split)   input entered once, for both products
     row parallel       base (columns split)  A (columns split)  B whole    both products summed by the one all-reduce
 
-So a block has as many collectives as without adapters. Matrices that are whole have partial gradients, which are summed once a step
-(`rewrite.shard_specs`).
+So a block has as many collectives as without adapters. Matrices that are whole have partial
+gradients, which are summed once a step (`rewrite.shard_specs`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 from lightning_3d.parallel.random_streams import RandomState, Stream
 from lightning_3d.parallel.specialize import combined
 from lightning_3d.parallel.tensor.collectives import gather_from_region, split_to_region
-from lightning_3d.parallel.tensor.layers import ColumnParallelLinear, GatheredColumnLinear, Region, RowParallelLinear, SplitRowLinear
+from lightning_3d.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    GatheredColumnLinear,
+    Region,
+    RowParallelLinear,
+    SplitRowLinear,
+)
 
 
 class ColumnParallelLora:
@@ -29,7 +36,8 @@ class ColumnParallelLora:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inside = self.tp_region.enter(x, self.tp_stream)
-        if self.tp_adapter_stream is not None:  # the input of the adapters' dropout is the same on all ranks
+        # the input of the adapters' dropout is the same on all ranks
+        if self.tp_adapter_stream is not None:
             self.tp_adapter_stream.start()
         output = super().forward(inside, *args, **kwargs)  # type: ignore[misc]
         if self.tp_stream is not None:
@@ -43,11 +51,14 @@ class GatheredColumnLora(ColumnParallelLora):
     tp_sizes: tuple[int, ...]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return gather_from_region(super().forward(x, *args, **kwargs), self.tp_region.context.group, sizes=self.tp_sizes)
+        return gather_from_region(
+            super().forward(x, *args, **kwargs), self.tp_region.context.group, sizes=self.tp_sizes
+        )
 
 
 class RowParallelLora:
-    """Mixin before PEFT's class: input (..., in / tp) sharded, output (..., out) replicated. The base layer's bias is added once."""
+    """Mixin before PEFT's class: input (..., in / tp) sharded, output (..., out) replicated. The
+    base layer's bias is added once."""
 
     tp_region: Region
     tp_stream: Stream | None
@@ -91,10 +102,13 @@ _LORA = {
 
 
 def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[str, Any]) -> None:
-    """Turn a LoRA layer, whose parameters are shards already, into the counterpart of `kind`, in place."""
+    """Turn a LoRA layer, whose parameters are shards already, into the counterpart of `kind`, in
+    place."""
     own = type(layer)
     layer.__class__ = combined(own.__name__, _LORA[cast(Any, kind)], own)
-    stream = _adapter_stream(attributes["tp_region"].context.random, name, alike=issubclass(kind, ColumnParallelLinear))
+    stream = _adapter_stream(
+        attributes["tp_region"].context.random, name, alike=issubclass(kind, ColumnParallelLinear)
+    )
     for key, value in {**attributes, "tp_adapter_stream": stream}.items():
         object.__setattr__(layer, key, value)
     base = layer.base_layer
@@ -107,7 +121,8 @@ def become_lora(layer: Any, name: str, kind: type[nn.Module], attributes: dict[s
 
 
 def _adapter_stream(random: RandomState | None, name: str, *, alike: bool) -> Stream | None:
-    """The stream of dropout on the input of a layer's adapters, which ranks hold alike or not; None without dropout."""
+    """The stream of dropout on the input of a layer's adapters, which ranks hold alike or not; None
+    without dropout."""
     if random is None:
         return None
     adapter = f"{name}.lora_dropout"

@@ -15,11 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.compat.peft_layers import base_layer, is_adapter, is_lora_linear, lora_variant, refuse_adapted_experts
+from lightning_3d.compat.peft_layers import (
+    base_layer,
+    is_adapter,
+    is_lora_linear,
+    lora_variant,
+    refuse_adapted_experts,
+)
 from lightning_3d.compat.torch import real_values
 from lightning_3d.compat.transformers import is_transposed_linear
 from lightning_3d.errors import LayoutError, PlanError
-from lightning_3d.models.parallel_plan import COLUMN_STYLES, EMBEDDING_STYLES, ROW_STYLES, Cut, ParallelPlan, require_supported
+from lightning_3d.models.parallel_plan import (
+    COLUMN_STYLES,
+    EMBEDDING_STYLES,
+    ROW_STYLES,
+    Cut,
+    ParallelPlan,
+    require_supported,
+)
 from lightning_3d.parallel.sharding import even_range
 from lightning_3d.parallel.tensor.heads import Heads, heads_of, is_key_or_value
 from lightning_3d.parallel.undone import undone
@@ -42,11 +55,15 @@ class Share:
         return sum(length for _, length in self.pieces)
 
 
-def resolve(module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool = True) -> dict[str, Cut]:
-    """Find the cut of every module and parameter that the plan names and that is on this rank, with heads filled in.
+def resolve(
+    module: nn.Module, plan: ParallelPlan, tp_size: int, *, whole: bool = True
+) -> dict[str, Cut]:
+    """Find the cut of every module and parameter that the plan names and that is on this rank, with
+    heads filled in.
 
     Args:
-        whole: whether no module was moved to another stage yet. Then a named module without parameters is not a stub.
+        whole: whether no module was moved to another stage yet. Then a named module without
+            parameters is not a stub.
 
     Raises:
         PlanError: a style that is unknown, or that its module cannot have.
@@ -72,24 +89,28 @@ def _require_routed(module: nn.Module, cuts: dict[str, Cut]) -> None:
     for name in experts:
         if len(inspect.signature(module.get_submodule(name).forward).parameters) == 2:
             raise PlanError(
-                f"The forward of the experts '{name}' must take tokens, or (tokens, experts of each token, their weights), or tp cannot"
-                " shard them. Use tp=1."
+                f"The forward of the experts '{name}' must take tokens, or (tokens, experts of each"
+                " token, their weights), or tp cannot shard them. Use tp=1."
             )
 
 
-def _refuse_values_of_heads(module: nn.Module, parent: str, names: list[str], cuts: dict[str, Cut], heads: Heads) -> None:
-    """Refuse an attention with a row-parallel layer on the way that makes a number for each head (Doge's dynamic mask): it makes those
-    of all heads, where the code around it has this rank's."""
+def _refuse_values_of_heads(
+    module: nn.Module, parent: str, names: list[str], cuts: dict[str, Cut], heads: Heads
+) -> None:
+    """Refuse an attention with a row-parallel layer on the way that makes a number for each head
+    (Doge's dynamic mask): it makes those of all heads, where the code around it has this rank's."""
     rows = {
         name: layer.out_features
         for name in names
-        if cuts[name].style == "rowwise" and isinstance(layer := base_layer(module.get_submodule(name)), nn.Linear)
+        if cuts[name].style == "rowwise"
+        and isinstance(layer := base_layer(module.get_submodule(name)), nn.Linear)
     }
     for name, size in rows.items():
         if len(rows) > 1 and size in (heads.queries, heads.keys):
             raise PlanError(
-                f"'{name}' is row-parallel, so its output has all {size} values, one for each head, on every rank. But each rank holds only"
-                f" some of the heads of '{parent}', so the sizes do not match. Leave the attention out of the plan, or use tp=1."
+                f"'{name}' is row-parallel, so its output has all {size} values, one for each head,"
+                f" on every rank. But each rank holds only some of the heads of '{parent}', so the"
+                " sizes do not match. Leave the attention out of the plan, or use tp=1."
             )
 
 
@@ -111,8 +132,9 @@ def cut_dimension(style: str, ndim: int, *, is_bias: bool, transposed: bool = Fa
 def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
     """The part of a dimension of `total` rows that rank `tp_rank` gets.
 
-    Whole units are split evenly. If there are fewer key and value heads than ranks, each head is replicated on tp / heads neighbouring
-    ranks. Rows without units are split into runs of ceil(total / tp), the last ones shorter.
+    Whole units are split evenly. If there are fewer key and value heads than ranks, each head is
+    replicated on tp / heads neighbouring ranks. Rows without units are split into runs of
+    ceil(total / tp), the last ones shorter.
 
     Raises LayoutError when heads do not fit tp, or when a rank would get nothing.
     """
@@ -121,10 +143,12 @@ def share(name: str, cut: Cut, total: int, tp_size: int, tp_rank: int) -> Share:
     units = cut.units if isinstance(cut.units, tuple) else (cut.units,) * len(parts)
     if sum(parts) != total or len(units) != len(parts):
         raise PlanError(
-            f"The parts {parts} of '{name}' in the plan, with units {units}, do not fit its {total} rows. The parts must add up to {total},"
-            " and units must have one entry for each part."
+            f"The parts {parts} of '{name}' in the plan, with units {units}, do not fit its {total}"
+            f" rows. The parts must add up to {total}, and units must have one entry for each part."
         )
-    may_replicate = cut.style == "colwise" and len(parts) == 1 and (cut.shared or is_key_or_value(name))
+    may_replicate = (
+        cut.style == "colwise" and len(parts) == 1 and (cut.shared or is_key_or_value(name))
+    )
     pieces = []
     replicas: tuple[int, ...] = (tp_rank,)
     start = 0
@@ -149,31 +173,44 @@ def _split(
     if units is None:
         if even_range(size, tp_size, tp_size - 1)[1] == 0:
             raise LayoutError(
-                f"tp={tp_size} is too many for the {size} rows of '{name}': some ranks would get none."
-                " Use a smaller tp."
+                f"tp={tp_size} is too many for the {size} rows of '{name}': some ranks would get"
+                " none. Use a smaller tp."
             )
         return *even_range(size, tp_size, tp_rank), (tp_rank,)
     if size % units:
-        raise PlanError(f"'{name}' has {size} rows, which cannot be split into {units} equal groups. Correct its units in the plan.")
+        raise PlanError(
+            f"'{name}' has {size} rows, which cannot be split into {units} equal groups. Correct"
+            " its units in the plan."
+        )
     if units % tp_size == 0:
         length = size // tp_size
         return tp_rank * length, length, (tp_rank,)
     if may_replicate and tp_size % units == 0:
         copies = tp_size // units
         first = tp_rank // copies * copies
-        return tp_rank // copies * (size // units), size // units, tuple(range(first, first + copies))
-    nearest = max(tp for tp in range(1, tp_size) if units % tp == 0 or (may_replicate and tp % units == 0))
+        return (
+            tp_rank // copies * (size // units),
+            size // units,
+            tuple(range(first, first + copies)),
+        )
+    nearest = max(
+        tp for tp in range(1, tp_size) if units % tp == 0 or (may_replicate and tp % units == 0)
+    )
     rule = "a divisor or a multiple" if may_replicate else "a divisor"
     raise LayoutError(
-        f"tp={tp_size} does not fit '{name}', which has {units} heads: tp must be {rule} of {units}."
-        f" The nearest tp that works is {nearest}."
+        f"tp={tp_size} does not fit '{name}', which has {units} heads: tp must be {rule} of"
+        f" {units}. The nearest tp that works is {nearest}."
     )
 
 
 def _named(module: nn.Module, plan: ParallelPlan, whole: bool) -> Iterable[tuple[str, Cut]]:
     for name, child in module.named_modules():
         cut = plan.cut_of(name)
-        if cut is not None and _is_here(module, name, child, cut.style, plan, whole) and not _stays_whole(child, cut.style):
+        if (
+            cut is not None
+            and _is_here(module, name, child, cut.style, plan, whole)
+            and not _stays_whole(child, cut.style)
+        ):
             _check_adapter(name, child, cut.style)
             _check_kind(name, cast(nn.Module, base_layer(child)), cut.style)
             yield name, cut
@@ -183,11 +220,14 @@ def _named(module: nn.Module, plan: ParallelPlan, whole: bool) -> Iterable[tuple
                 yield full_name, cut
 
 
-def _is_here(module: nn.Module, name: str, child: nn.Module, style: str, plan: ParallelPlan, whole: bool) -> bool:
+def _is_here(
+    module: nn.Module, name: str, child: nn.Module, style: str, plan: ParallelPlan, whole: bool
+) -> bool:
     """True if an entry of the plan applies to this rank's module.
 
-    A module without parameters is a stub of another stage's, or one of the model's own. Of the latter, an expert that returns its tokens
-    unchanged counts if the experts around it are sharded; a norm that is switched off has nothing to replicate.
+    A module without parameters is a stub of another stage's, or one of the model's own. Of the
+    latter, an expert that returns its tokens unchanged counts if the experts around it are sharded;
+    a norm that is switched off has nothing to replicate.
     """
     if style == "moe_identity_expert":
         around = plan.cut_of(name.rpartition(".")[0])
@@ -198,7 +238,8 @@ def _is_here(module: nn.Module, name: str, child: nn.Module, style: str, plan: P
 
 
 def _stays_whole(child: nn.Module, style: str) -> bool:
-    """True for an adapter that cannot be sharded, where the code around it sees whole tensors anyway: a head, an embedding."""
+    """True for an adapter that cannot be sharded, where the code around it sees whole tensors
+    anyway: a head, an embedding."""
     closed = style in EMBEDDING_STYLES | {"colwise_gather_output", "rowwise_split_input"}
     return closed and is_adapter(child) and _unsupported_adapter(child) is not None
 
@@ -209,19 +250,30 @@ def _unsupported_adapter(child: nn.Module) -> str | None:
         return f"PEFT's {type(child).__module__.removeprefix('peft.')}.{type(child).__name__}"
     variant = lora_variant(child)
     biased = any(layer.bias is not None for layer in cast(Any, child).lora_B.values())
-    return f"LoRA with {variant}" if variant is not None else "LoRA with lora_bias=True" if biased else None
+    return (
+        f"LoRA with {variant}"
+        if variant is not None
+        else "LoRA with lora_bias=True"
+        if biased
+        else None
+    )
 
 
 def _check_adapter(name: str, child: nn.Module, style: str) -> None:
     """Refuse adapters of PEFT on a sharded layer, except for plain LoRA."""
     if not is_adapter(child) or style not in COLUMN_STYLES | ROW_STYLES | {"mla_kv_a_proj"}:
         return
-    what = "LoRA on a projection whose output is partly replicated" if style == "mla_kv_a_proj" else _unsupported_adapter(child)
+    what = (
+        "LoRA on a projection whose output is partly replicated"
+        if style == "mla_kv_a_proj"
+        else _unsupported_adapter(child)
+    )
     if what is None:
         return
     raise PlanError(
-        f"'{name}' is sharded over the tensor-parallel ranks ('{style}'), but its adapter cannot be sharded: {what}. Use plain LoRA on"
-        " nn.Linear, leave this layer out of target_modules and modules_to_save, or use tp=1, with pp or dp instead."
+        f"'{name}' is sharded over the tensor-parallel ranks ('{style}'), but its adapter cannot be"
+        f" sharded: {what}. Use plain LoRA on nn.Linear, leave this layer out of target_modules and"
+        " modules_to_save, or use tp=1, with pp or dp instead."
     )
 
 
@@ -233,19 +285,26 @@ def _by_parent(cuts: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _with_units(module: nn.Module, name: str, cut: Cut, heads: Heads) -> Cut:
-    """Fill in the heads where the plan leaves them open. Around the gathering styles the code sees whole tensors, so
-    heads may be split; packed layers declare their parts."""
+    """Fill in the heads where the plan leaves them open. Around the gathering styles the code sees
+    whole tensors, so heads may be split; packed layers declare their parts."""
     if cut.units is not None or cut.style not in ("colwise", "rowwise"):
         return cut
     units = heads.keys if is_key_or_value(name) else heads.queries
     parent, _, last = name.rpartition(".")
     parameter = dict(module.get_submodule(parent).named_parameters(recurse=False)).get(last)
-    total = parameter.shape[0] if parameter is not None else width(module.get_submodule(name), cut.style)
+    total = (
+        parameter.shape[0]
+        if parameter is not None
+        else width(module.get_submodule(name), cut.style)
+    )
     return replace(cut, units=units) if total % units == 0 else cut
 
 
-def _per_head_parameters(module: nn.Module, parent: str, heads: Heads, cuts: dict[str, Cut]) -> dict[str, Cut]:
-    """Norms with one row of weights per head (Cohere's) that no plan names: they are sharded with the heads."""
+def _per_head_parameters(
+    module: nn.Module, parent: str, heads: Heads, cuts: dict[str, Cut]
+) -> dict[str, Cut]:
+    """Norms with one row of weights per head (Cohere's) that no plan names: they are sharded with
+    the heads."""
     found = {}
     for child_name, child in module.get_submodule(parent).named_children():
         weight = getattr(child, "weight", None)
@@ -259,55 +318,73 @@ def _per_head_parameters(module: nn.Module, parent: str, heads: Heads, cuts: dic
 
 
 def _activation_parameters(module: nn.Module, parent: str, cuts: dict[str, Cut]) -> dict[str, Cut]:
-    """Trained numbers of an activation function between column- and row-parallel layers (Apertus' xIELU), which plans
-    leave out: each rank sees the gradient of its own columns."""
+    """Trained numbers of an activation function between column- and row-parallel layers (Apertus'
+    xIELU), which plans leave out: each rank sees the gradient of its own columns."""
     found = {}
     styles = {cut.style for name, cut in cuts.items() if name.rpartition(".")[0] == parent}
     for child_name, child in module.get_submodule(parent).named_children():
         name = f"{parent}.{child_name}" if parent else child_name
         scalars = [parameter for parameter in child.parameters() if parameter.numel() == 1]
-        if scalars and "act" in child_name and name not in cuts and styles >= {"colwise", "rowwise"}:
+        if (
+            scalars
+            and "act" in child_name
+            and name not in cuts
+            and styles >= {"colwise", "rowwise"}
+        ):
             found[name] = Cut("replicated_with_grad_allreduce")
     return found
 
 
 def _check_kind(name: str, child: nn.Module, style: str) -> None:
-    """Refuse styles on other kinds of layers, and subclasses that do not call its forward, where the collective goes."""
+    """Refuse styles on other kinds of layers, and subclasses that do not call its forward, where
+    the collective goes."""
     if style == "moe_identity_expert" and next(child.parameters(), None) is not None:
         raise PlanError(
-            f"The style {style} of '{name}' is for experts without weights, but '{name}' has parameters. Remove it from the plan."
+            f"The style {style} of '{name}' is for experts without weights, but '{name}' has"
+            " parameters. Remove it from the plan."
         )
     if style not in COLUMN_STYLES | ROW_STYLES | EMBEDDING_STYLES | {"mla_kv_a_proj"}:
         return
     wanted = nn.Embedding if style in EMBEDDING_STYLES else nn.Linear
-    if is_transposed_linear(child) and style in ("colwise", "packed_colwise", "rowwise", "packed_rowwise"):
+    if is_transposed_linear(child) and style in (
+        "colwise",
+        "packed_colwise",
+        "rowwise",
+        "packed_rowwise",
+    ):
         return
     if not isinstance(child, wanted):
         raise PlanError(
-            f"The plan shards '{name}' with the style '{style}', which is for nn.{wanted.__name__}, but it is a"
-            f" {type(child).__name__}. Name the nn.{wanted.__name__} layers inside it."
+            f"The plan shards '{name}' with the style '{style}', which is for nn.{wanted.__name__},"
+            f" but it is a {type(child).__name__}. Name the nn.{wanted.__name__} layers inside it."
         )
-    if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.sparse or child.scale_grad_by_freq):
+    if isinstance(child, nn.Embedding) and (
+        child.max_norm is not None or child.sparse or child.scale_grad_by_freq
+    ):
         raise PlanError(
-            f"'{name}' cannot be sharded: max_norm, sparse and scale_grad_by_freq need the whole embedding. Remove these options, or leave"
-            " it out of the plan."
+            f"'{name}' cannot be sharded: max_norm, sparse and scale_grad_by_freq need the whole"
+            " embedding. Remove these options, or leave it out of the plan."
         )
     kind = own_forward(type(child))
     if kind is not None and not (wanted is nn.Linear and _is_product(child)):
         raise PlanError(
-            f"The plan shards '{name}', but {kind.__name__}.forward does not call super().forward, so its layer cannot be"
-            f" replaced. Let it call super().forward(...), or leave '{name}' out of the plan."
+            f"The plan shards '{name}', but {kind.__name__}.forward does not call super().forward,"
+            f" so its layer cannot be replaced. Let it call super().forward(...), or leave '{name}'"
+            " out of the plan."
         )
 
 
 def own_forward(layer: type[nn.Module]) -> type | None:
-    """Find the class among those of a layer whose forward does not call that of nn.Linear or nn.Embedding; None if all do."""
+    """Find the class among those of a layer whose forward does not call that of nn.Linear or
+    nn.Embedding; None if all do."""
     for kind in layer.__mro__:
         if kind in (nn.Linear, nn.Embedding):
             break
         forward = vars(kind).get("forward")
         code = getattr(forward, "__code__", None)
-        if forward is not None and (code is None or "__class__" not in code.co_freevars or "forward" not in code.co_names):
+        if forward is not None and (
+            code is None or "__class__" not in code.co_freevars or "forward" not in code.co_names
+        ):
             return kind
     return None
 
@@ -317,23 +394,40 @@ _WEIGHT, _BIAS = torch.tensor([[2.0, -3.0, 5.0], [7.0, 11.0, -13.0]]), torch.ten
 
 
 def returns_features(layer: Any) -> bool:
-    """Return whether a linear layer returns its features alone. A router that is a linear layer (Llama 4's) chooses experts, too."""
+    """Return whether a linear layer returns its features alone. A router that is a linear layer
+    (Llama 4's) chooses experts, too."""
     found = _run_small(layer)
     return found is None or (isinstance(found, Tensor) and found.shape == (2, 2))
 
 
 def _is_product(layer: Any) -> bool:
-    """Return whether a layer whose forward does not call that of nn.Linear computes x W^T + b all the same (Falcon's), by trying."""
+    """Return whether a layer whose forward does not call that of nn.Linear computes x W^T + b all
+    the same (Falcon's), by trying."""
     found = _run_small(layer)
     bias = None if layer.bias is None else _BIAS
-    same = isinstance(found, Tensor) and found.shape == (2, 2) and torch.allclose(found, F.linear(_TRIED, _WEIGHT, bias))
-    return bool(same) and not set(layer._parameters) - {"weight", "bias"} and "forward" not in vars(layer)
+    same = (
+        isinstance(found, Tensor)
+        and found.shape == (2, 2)
+        and torch.allclose(found, F.linear(_TRIED, _WEIGHT, bias))
+    )
+    return (
+        bool(same)
+        and not set(layer._parameters) - {"weight", "bias"}
+        and "forward" not in vars(layer)
+    )
 
 
 def _run_small(layer: Any) -> Any:
-    """Run the forward of a linear layer's class with 3 inputs and 2 outputs; None where it cannot run alone."""
+    """Run the forward of a linear layer's class with 3 inputs and 2 outputs; None where it cannot
+    run alone."""
     small = copy.copy(layer)
-    small.__dict__ = {**vars(layer), "in_features": 3, "out_features": 2, "_buffers": {}, "_modules": {}}
+    small.__dict__ = {
+        **vars(layer),
+        "in_features": 3,
+        "out_features": 2,
+        "_buffers": {},
+        "_modules": {},
+    }
     small._parameters = {"weight": _WEIGHT, "bias": None if layer.bias is None else _BIAS}
     try:
         with undone(layer), real_values(), torch.device("cpu"), torch.no_grad():
@@ -342,22 +436,45 @@ def _run_small(layer: Any) -> Any:
         return None
 
 
-# Families that declare a gather pair for packed layers, and whose code is known to slice `gate_up_proj` into halves.
+# Families that declare a gather pair for packed layers, and whose code is known to slice
+# `gate_up_proj` into halves.
 _PACKED_MLP_FAMILIES = frozenset(
-    {"phi3", "phi4_multimodal", "glm", "glm4", "glm4v", "glm4v_text", "glm_image_text", "glm_ocr_text"}
+    {
+        "phi3",
+        "phi4_multimodal",
+        "glm",
+        "glm4",
+        "glm4v",
+        "glm4v_text",
+        "glm_image_text",
+        "glm_ocr_text",
+    }
 )
 # The same for `qkv_proj`, sliced by config.num_attention_heads and self.num_key_value_heads.
 _PACKED_ATTENTION_FAMILIES = frozenset({"phi3", "phi4_multimodal"})
 
 
-def _packed_pair(module: nn.Module, parent: str, cuts: dict[str, Cut], tp_size: int) -> dict[str, Cut]:
-    """`packed_colwise` + `rowwise` for a declared gather pair whose packing is known, which saves its gathers."""
+def _packed_pair(
+    module: nn.Module, parent: str, cuts: dict[str, Cut], tp_size: int
+) -> dict[str, Cut]:
+    """`packed_colwise` + `rowwise` for a declared gather pair whose packing is known, which saves
+    its gathers."""
     prefix = f"{parent}." if parent else ""
-    for packed, out, finder in (("gate_up_proj", "down_proj", _packed_mlp), ("qkv_proj", "o_proj", _packed_attention)):
-        styles = [cut.style if (cut := cuts.get(prefix + name)) is not None else "" for name in (packed, out)]
+    for packed, out, finder in (
+        ("gate_up_proj", "down_proj", _packed_mlp),
+        ("qkv_proj", "o_proj", _packed_attention),
+    ):
+        styles = [
+            cut.style if (cut := cuts.get(prefix + name)) is not None else ""
+            for name in (packed, out)
+        ]
         if styles == ["colwise_gather_output", "rowwise_split_input"]:
             pair = finder(module.get_submodule(parent), tp_size)
-            return dict(zip((prefix + packed, prefix + out), pair, strict=True)) if pair is not None else {}
+            return (
+                dict(zip((prefix + packed, prefix + out), pair, strict=True))
+                if pair is not None
+                else {}
+            )
     return {}
 
 
@@ -370,7 +487,8 @@ def _packed_mlp(owner: Any, tp_size: int) -> tuple[Cut, Cut] | None:
 
 
 def _packed_attention(owner: Any, tp_size: int) -> tuple[Cut, Cut] | None:
-    """None with fewer key heads than ranks: a part of the matrix would be replicated and a part not."""
+    """None with fewer key heads than ranks: a part of the matrix would be replicated and a part
+    not."""
     if _family(owner) not in _PACKED_ATTENTION_FAMILIES:
         return None
     queries, keys = owner.config.num_attention_heads, owner.num_key_value_heads

@@ -1,13 +1,15 @@
-"""Megatron's sequence parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-arXiv:2205.05198, section 4.2.2): between its sharded layers a block works on a part of the sequence.
+"""Megatron's sequence parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", arXiv:2205.05198, section 4.2.2): between its sharded layers a block works on a
+part of the sequence.
 
     before the first block    this rank keeps its slice of the hidden states         backward: all-gather
     into an attention, MLP    the parts of all ranks are gathered                    backward: reduce-scatter
     out of it                 its row-parallel layer ends in a reduce-scatter        backward: all-gather
     behind the last block     hidden states are gathered                             backward: slice
 
-Whatever is in a block and not sharded (norms, biases behind row-parallel layers, routers) sees a part of its gradient on
-each rank; these are summed once a step. Everything outside the blocks sees whole sequences: positions, masks, embeddings, the output head.
+Whatever is in a block and not sharded (norms, biases behind row-parallel layers, routers) sees a
+part of its gradient on each rank; these are summed once a step. Everything outside the blocks sees
+whole sequences: positions, masks, embeddings, the output head.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ class SequenceRegions:
         parents: names of the modules that work on the whole sequence, attentions and MLPs.
         closed: those of them between whose layers tensors are whole on every rank (gather pairs).
         ends: names of the row-parallel layers.
-        wholes: names of attentions that are not sharded and of mixtures whose experts are: their input is gathered, and the rest is
-            theirs. A mixture whose experts are sharded over expert-parallel ranks works on this rank's tokens.
-        ahead: number of blocks at the end of the list that run behind the model: each of them splits and gathers for itself.
+        wholes: names of attentions that are not sharded and of mixtures whose experts are: their
+            input is gathered, and the rest is theirs. A mixture whose experts are sharded over
+            expert-parallel ranks works on this rank's tokens.
+        ahead: number of blocks at the end of the list that run behind the model: each of them
+            splits and gathers for itself.
     """
 
     layers: str
@@ -59,17 +63,22 @@ class SequenceRegions:
     ahead: int = 0
 
     def has_partial_gradient(self, name: str) -> bool:
-        """True if each rank sees a part of the gradient of the replicated parameter called `name`."""
+        """True if each rank sees a part of the gradient of the replicated parameter called
+        `name`."""
         inside = name.startswith(f"{self.layers}.")
-        whole = _within(name, self.wholes) or (_within(name, self.closed) and not _within(name, self.ends))
+        whole = _within(name, self.wholes) or (
+            _within(name, self.closed) and not _within(name, self.ends)
+        )
         return inside and not whole
 
 
 def pays_off(group: dist.ProcessGroup) -> bool:
-    """True unless the ranks communicate through gloo, where sequence parallelism takes longer than it saves.
+    """True unless the ranks communicate through gloo, where sequence parallelism takes longer than
+    it saves.
 
-    On NCCL, an all-gather and a reduce-scatter together take as long as an all-reduce. On gloo, a message costs processor time whatever its
-    size, because it wakes threads in both ranks; and a block needs ten messages for a forward and a backward pass, instead of four.
+    On NCCL, an all-gather and a reduce-scatter together take as long as an all-reduce. On gloo, a
+    message costs processor time whatever its size, because it wakes threads in both ranks; and a
+    block needs ten messages for a forward and a backward pass, instead of four.
     """
     return not uses_gloo(group)
 
@@ -88,36 +97,74 @@ def find_regions(module: nn.Module, plan: ParallelPlan, cuts: Mapping[str, Cut])
         PlanError: the rest of a block may not process each token separately.
     """
     if not plan.layers:
-        raise PlanError("The plan has no 'pp' part with the blocks, so it is unknown where to split the sequence.")
+        raise PlanError(
+            "The plan has no 'pp' part with the blocks, so it is unknown where to split the"
+            " sequence."
+        )
     parents: dict[str, set[str]] = {}
     modules = dict(module.named_modules())
-    mixtures = {name.rpartition(".")[0]: _is_expert_parallel(plan.cut_of(name)) for name in plan.experts if name in modules}
+    mixtures = {
+        name.rpartition(".")[0]: _is_expert_parallel(plan.cut_of(name))
+        for name in plan.experts
+        if name in modules
+    }
     whole = [name for name, expert_parallel in mixtures.items() if not expert_parallel]
-    layers = [name for name in cuts if name in modules and name.startswith(f"{plan.layers}.") and not _within(name, whole)]
+    layers = [
+        name
+        for name in cuts
+        if name in modules and name.startswith(f"{plan.layers}.") and not _within(name, whole)
+    ]
     for name in layers:
         cut = cuts[name]
         if cut.style in COLUMN_STYLES | ROW_STYLES:
             parents.setdefault(name.rpartition(".")[0], set()).add(cut.style)
     for parent, styles in parents.items():
         if parent.count(".") < plan.layers.count(".") + 2:
-            raise PlanError(f"The block '{parent}' contains sharded layers directly, not inside an attention or MLP module.")
+            raise PlanError(
+                f"The block '{parent}' contains sharded layers directly, not inside an attention or"
+                " MLP module."
+            )
         if any(parent.startswith(f"{other}.") for other in parents):
             raise PlanError(f"'{parent}' is sharded, and so is a module that contains it.")
         if not styles & COLUMN_STYLES or not styles & ROW_STYLES:
             found = ", ".join(sorted(styles))
-            raise PlanError(f"'{parent}' must have column-parallel and row-parallel layers; it has only {found}.")
+            raise PlanError(
+                f"'{parent}' must have column-parallel and row-parallel layers; it has only"
+                f" {found}."
+            )
     blocks = module.get_submodule(plan.layers).named_children()
-    wholes = {name for index, block in blocks for name in _mixing(f"{plan.layers}.{index}", block, frozenset(parents), mixtures)}
-    closed = {parent for parent, styles in parents.items() if styles & COLUMN_STYLES <= {"colwise_gather_output"}}
-    ends = {name for name, cut in cuts.items() if name.rpartition(".")[0] in parents and cut.style in ROW_STYLES}
-    return SequenceRegions(plan.layers, frozenset(parents), frozenset(closed), frozenset(ends), frozenset(wholes), plan.ahead)
+    wholes = {
+        name
+        for index, block in blocks
+        for name in _mixing(f"{plan.layers}.{index}", block, frozenset(parents), mixtures)
+    }
+    closed = {
+        parent
+        for parent, styles in parents.items()
+        if styles & COLUMN_STYLES <= {"colwise_gather_output"}
+    }
+    ends = {
+        name
+        for name, cut in cuts.items()
+        if name.rpartition(".")[0] in parents and cut.style in ROW_STYLES
+    }
+    return SequenceRegions(
+        plan.layers,
+        frozenset(parents),
+        frozenset(closed),
+        frozenset(ends),
+        frozenset(wholes),
+        plan.ahead,
+    )
 
 
 def _is_expert_parallel(cut: Cut | None) -> bool:
     return cut is not None and cut.style == "ep_dispatch_experts"
 
 
-def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Mapping[str, bool]) -> Iterator[str]:
+def _mixing(
+    name: str, module: nn.Module, parents: frozenset[str], mixtures: Mapping[str, bool]
+) -> Iterator[str]:
     """Attentions that are not regions, and mixtures without expert parallelism.
 
     Args:
@@ -140,19 +187,23 @@ def _mixing(name: str, module: nn.Module, parents: frozenset[str], mixtures: Map
         if inner in mixtures or "attention" in type(child).__name__.lower():
             yield inner
             continue
-        raise PlanError(f"'{inner}' ({type(child).__name__}) is not sharded, and it is unknown whether it treats every token separately.")
+        raise PlanError(
+            f"'{inner}' ({type(child).__name__}) is not sharded, and it is unknown whether it"
+            " treats every token separately."
+        )
 
 
 def gather_regions(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Make the regions of the whole `module` gather the sequence, in place. Names, hooks and parameters stay."""
+    """Make the regions of the whole `module` gather the sequence, in place. Names, hooks and
+    parameters stay."""
     for names, kind in ((regions.parents, GatheredRegion), (regions.wholes, WholeRegion)):
         for name in names:
             specialize(module.get_submodule(name), kind, tp_context=context)
 
 
 def shard_sequence(module: nn.Module, regions: SequenceRegions, context: TensorParallel) -> None:
-    """Make the first block of the whole `module` split the sequence and the last one gather it, in place; and each block behind them,
-    which predicts a further token, do both."""
+    """Make the first block of the whole `module` split the sequence and the last one gather it, in
+    place; and each block behind them, which predicts a further token, do both."""
     specialize(module, SequenceModel)
     stream = None if context.random is None else context.random.outside("blocks")
     blocks = list(module.get_submodule(regions.layers).named_children())
@@ -171,9 +222,14 @@ def shard_sequence(module: nn.Module, regions: SequenceRegions, context: TensorP
 
 
 def _names_inside(module: nn.Module, regions: SequenceRegions, block: str) -> frozenset[str]:
-    """Names of arguments of the modules in a block that see whole sequences: arguments of the block with these names are for them."""
+    """Names of arguments of the modules in a block that see whole sequences: arguments of the block
+    with these names are for them."""
     inside = [name for name in regions.parents | regions.wholes if name.startswith(block)]
-    return frozenset(name for inner in inside for name in inspect.signature(module.get_submodule(inner).forward).parameters)
+    return frozenset(
+        name
+        for inner in inside
+        for name in inspect.signature(module.get_submodule(inner).forward).parameters
+    )
 
 
 class SequenceModel:
@@ -182,17 +238,21 @@ class SequenceModel:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
         if kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False)):
-            raise PlanError("output_hidden_states=True would return parts of sequences. Use sequence_parallel=False.")
+            raise PlanError(
+                "output_hidden_states=True would return parts of sequences. Use"
+                " sequence_parallel=False."
+            )
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class SequenceBlock:
-    """Mixin for a block. The first one gets this rank's part of the hidden states (batch, sequence, hidden); what the last one returns
-    is gathered. All blocks have it, so that they stay of one kind, of which a compiler makes one graph.
+    """Mixin for a block. The first one gets this rank's part of the hidden states (batch, sequence,
+    hidden); what the last one returns is gathered. All blocks have it, so that they stay of one
+    kind, of which a compiler makes one graph.
 
-    A model may give each block more that has a row for every token, such as Gemma 4's embeddings of single layers. Where the block itself
-    reads it, in addition to its part of the hidden states, it gets the same part; what it passes to its attention (positions, masks) stays
-    whole.
+    A model may give each block more that has a row for every token, such as Gemma 4's embeddings of
+    single layers. Where the block itself reads it, in addition to its part of the hidden states, it
+    gets the same part; what it passes to its attention (positions, masks) stays whole.
     """
 
     tp_context: TensorParallel
@@ -209,24 +269,35 @@ class SequenceBlock:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self._collect(output) if self.tp_is_last else output
 
-    def _slice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _slice(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, place = _hidden_states(args, kwargs)
         if hidden.ndim < 3:
             raise PlanError(
-                f"Sequence parallelism needs hidden states (batch, sequence, hidden); those of this model have the shape"
-                f" {tuple(hidden.shape)}. Use sequence_parallel=False."
+                "Sequence parallelism needs hidden states (batch, sequence, hidden); those of this"
+                f" model have the shape {tuple(hidden.shape)}. Use sequence_parallel=False."
             )
         self.tp_context.sequence.length = hidden.shape[1]
         return _put(_Slice.apply(hidden, self.tp_context), place, args, kwargs)
 
-    def _deal_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _deal_others(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _, first = _hidden_states(args, kwargs)
         named = zip(self.tp_arguments, args, strict=False)
-        places: list[tuple[int | str, str, Any]] = [(place, name, value) for place, (name, value) in enumerate(named)]
+        places: list[tuple[int | str, str, Any]] = [
+            (place, name, value) for place, (name, value) in enumerate(named)
+        ]
         places += [(name, name, value) for name, value in kwargs.items()]
         for place, name, value in places:
             by_token = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
-            if by_token and value.shape[1] == self.tp_context.sequence.length and place != first and name not in self.tp_names_inside:
+            if (
+                by_token
+                and value.shape[1] == self.tp_context.sequence.length
+                and place != first
+                and name not in self.tp_names_inside
+            ):
                 args, kwargs = _put(_Slice.apply(value, self.tp_context), place, args, kwargs)
         return args, kwargs
 
@@ -238,9 +309,11 @@ class SequenceBlock:
 
 
 class GatheredRegion:
-    """Mixin for a module whose layers are sharded, an attention or an MLP: it gets the whole sequence.
+    """Mixin for a module whose layers are sharded, an attention or an MLP: it gets the whole
+    sequence.
 
-    Some mixtures of experts call one, a shared expert, with the rows of a batch one after the other: (batch * part, hidden).
+    Some mixtures of experts call one, a shared expert, with the rows of a batch one after the
+    other: (batch * part, hidden).
     """
 
     tp_context: TensorParallel
@@ -252,7 +325,10 @@ class GatheredRegion:
         hidden = hidden.unflatten(0, (-1, context.sequence.part)) if flat else hidden
         whole = _gathered_again(_Gather, hidden, context)
         args, kwargs = _put(whole, place, args, kwargs)
-        outer, context.gathered = context.gathered, Gathered(whole, hidden, context) if _may_gather_again() else None
+        outer, context.gathered = (
+            context.gathered,
+            Gathered(whole, hidden, context) if _may_gather_again() else None,
+        )
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -261,9 +337,11 @@ class GatheredRegion:
 
 
 class WholeRegion:
-    """Mixin for an unsharded attention, or experts sharded over tp: gathers all tokens, runs, keeps this rank's slice.
+    """Mixin for an unsharded attention, or experts sharded over tp: gathers all tokens, runs, keeps
+    this rank's slice.
 
-    Some mixtures of experts return the rows of a batch one after the other: (batch * sequence, hidden).
+    Some mixtures of experts return the rows of a batch one after the other: (batch * sequence,
+    hidden).
     """
 
     tp_context: TensorParallel
@@ -274,14 +352,18 @@ class WholeRegion:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         whole = output[0] if isinstance(output, tuple) else output
         flat = whole.ndim == 2 and hidden.ndim == 3
-        part = _Slice.apply(whole.unflatten(0, (len(hidden), -1)) if flat else whole, self.tp_context)
+        part = _Slice.apply(
+            whole.unflatten(0, (len(hidden), -1)) if flat else whole, self.tp_context
+        )
         part = part.flatten(0, 1) if flat else part
         return (part, *output[1:]) if isinstance(output, tuple) else part
 
 
-def _gathered_again(gather: type[_Gather | _Collect], part: Tensor, context: TensorParallel) -> Tensor:
-    """The parts of all ranks. A compiled block gathers them again in its backward: torch's partitioner keeps the results of collectives,
-    except those in a recomputed part.
+def _gathered_again(
+    gather: type[_Gather | _Collect], part: Tensor, context: TensorParallel
+) -> Tensor:
+    """The parts of all ranks. A compiled block gathers them again in its backward: torch's
+    partitioner keeps the results of collectives, except those in a recomputed part.
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled() and context.gathers_again:
         whole: Tensor = checkpoint(gather.apply, part, context, use_reentrant=False)
@@ -290,22 +372,31 @@ def _gathered_again(gather: type[_Gather | _Collect], part: Tensor, context: Ten
 
 
 def _may_gather_again() -> bool:
-    """True if layers keep their part of a gathered input for the backward. A recomputed block gathers again as it is, a compiled one
-    as `_gathered_again` says.
+    """True if layers keep their part of a gathered input for the backward. A recomputed block
+    gathers again as it is, a compiled one as `_gathered_again` says.
     """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recomputed()
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int | str]:
     """The hidden states among the arguments of a block or a module in it, and their position."""
-    places: list[tuple[int | str, Any]] = [("hidden_states", kwargs.get("hidden_states")), *enumerate(args), *kwargs.items()]
+    places: list[tuple[int | str, Any]] = [
+        ("hidden_states", kwargs.get("hidden_states")),
+        *enumerate(args),
+        *kwargs.items(),
+    ]
     for place, value in places:
         if isinstance(value, Tensor):
             return value, place
-    raise PlanError("A block of the model, or a module in it, was called without a tensor. Pass the hidden states to it.")
+    raise PlanError(
+        "A block of the model, or a module in it, was called without a tensor. Pass the hidden"
+        " states to it."
+    )
 
 
-def _put(hidden: Tensor, place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _put(
+    hidden: Tensor, place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with other hidden states."""
     if isinstance(place, str):
         return args, {**kwargs, place: hidden}
@@ -313,7 +404,8 @@ def _put(hidden: Tensor, place: int | str, args: tuple[Any, ...], kwargs: dict[s
 
 
 class Gathered:
-    """The input of a region in one forward: whole now, and gathered again for the gradients of weights in the backward.
+    """The input of a region in one forward: whole now, and gathered again for the gradients of
+    weights in the backward.
 
     Attributes:
         whole: (batch, sequence, hidden).
@@ -331,7 +423,8 @@ class Gathered:
 
 
 class _Again:
-    """Gathers once for all layers of a region, and frees the result after the last of them; a backward that runs again gathers again."""
+    """Gathers once for all layers of a region, and frees the result after the last of them; a
+    backward that runs again gathers again."""
 
     def __init__(self, context: TensorParallel) -> None:
         self._context, self._length = context, context.sequence.length
@@ -356,7 +449,9 @@ class _LinearOfPart(torch.autograd.Function):
     """`F.linear` that keeps this rank's part of its input instead of the whole."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, memory: _Again) -> Tensor:
+    def forward(
+        ctx: Any, whole: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, memory: _Again
+    ) -> Tensor:
         ctx.save_for_backward(part, weight)
         ctx.memory = memory
         if weight.requires_grad:
@@ -430,5 +525,6 @@ class _Collect(torch.autograd.Function):
 
 
 def scatter_sum(partial: Tensor, context: TensorParallel) -> Tensor:
-    """This rank's part (batch, part, hidden) of the sum of `partial` (batch, sequence, hidden) over the group: one reduce-scatter."""
+    """This rank's part (batch, part, hidden) of the sum of `partial` (batch, sequence, hidden) over
+    the group: one reduce-scatter."""
     return _Scatter.apply(partial, context)

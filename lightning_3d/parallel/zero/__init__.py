@@ -1,8 +1,11 @@
-"""The data-parallel backend: gradients, optimizer state and the optimizer's step over data-parallel ranks.
+"""The data-parallel backend: gradients, optimizer state and the optimizer's step over data-parallel
+ranks.
 
-One backend (`backend`) has three parts: a store of parameters (`parameter_store`, `sharded_parameters`), a reducer of gradients (`reducer`)
-and a stepper that runs the optimizer (`plain_stepper`, `deepspeed_stepper`). `compose` chooses the parts for each ZeRO stage. DeepSpeed is
-imported only at stages above 0, which takes a second; `shape_only_engine` takes its place in dry runs.
+One backend (`backend`) has three parts: a store of parameters (`parameter_store`,
+`sharded_parameters`), a reducer of gradients (`reducer`) and a stepper that runs the optimizer
+(`plain_stepper`, `deepspeed_stepper`). `compose` chooses the parts for each ZeRO stage. DeepSpeed
+is imported only at stages above 0, which takes a second; `shape_only_engine` takes its place in dry
+runs.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
     from lightning_3d.parallel.sharding import ShardSpec
 
 BUCKET_BYTES = 32 * 2**20
-"""Bytes of one all-reduce of gradients: large enough that its latency does not count, small enough that copying the
-next bucket overlaps with it."""
+"""Bytes of one all-reduce of gradients: large enough that its latency does not count, small enough
+that copying the next bucket overlaps with it."""
 
 __all__ = ["BUCKET_BYTES", "DataParallelBackend", "make_backend"]
 
@@ -49,29 +52,32 @@ def make_backend(
     Args:
         zero: resolved options.
         mesh: process groups.
-        specs: where each parameter that is trained lies in the whole model, by its name in the module that `prepare`
-            gets.
-        stages: for each pipeline stage on this rank its parameters, in the order in which the forward uses them. None: one
-            stage with all.
-        precision: "fp32", "fp64", "bf16" (bf16 parameters with fp32 master weights) or "bf16_mixed" (fp32 parameters).
-        bucket_bytes: upper bound of the bytes of one reduction of gradients, except for a single larger parameter; with
-            `zero.overlap_gather` also of one message of new parameters.
+        specs: where each parameter that is trained lies in the whole model, by its name in the
+            module that `prepare` gets.
+        stages: for each pipeline stage on this rank its parameters, in the order in which the
+            forward uses them. None: one stage with all.
+        precision: "fp32", "fp64", "bf16" (bf16 parameters with fp32 master weights) or "bf16_mixed"
+            (fp32 parameters).
+        bucket_bytes: upper bound of the bytes of one reduction of gradients, except for a single
+            larger parameter; with `zero.overlap_gather` also of one message of new parameters.
         shape_only: tensors have no values (dry runs): without DeepSpeed.
-        equal_copies: kernels of two tensor-parallel ranks may round differently, as on GPUs, so copies of a parameter take the gradient of
-            the first one.
+        equal_copies: kernels of two tensor-parallel ranks may round differently, as on GPUs, so
+            copies of a parameter take the gradient of the first one.
 
     Raises:
         ConfigError: a stage above 0 in double precision.
     """
     if zero.stage > 0 and precision == "fp64":
         raise ConfigError(
-            f"zero_stage={zero.stage} cannot train in double precision: DeepSpeed's master weights are float32. Use zero_stage=0 for"
-            " float64, or precision 32-true."
+            f"zero_stage={zero.stage} cannot train in double precision: DeepSpeed's master weights"
+            " are float32. Use zero_stage=0 for float64, or precision 32-true."
         )
     store: ParameterStore = WholeParameters()
     if zero.stage == 3:
         store = ShardedParameters(mesh, specs, zero)
     elif zero.overlap_gather:
         store = GatheredParameters(bucket_bytes)
-    composition = Composition(zero, bucket_bytes, ShapeOnly if shape_only else deepspeed_compat, equal_copies)
+    composition = Composition(
+        zero, bucket_bytes, ShapeOnly if shape_only else deepspeed_compat, equal_copies
+    )
     return DataParallelBackend(mesh, specs, store, composition, stages=stages, precision=precision)

@@ -1,4 +1,5 @@
-"""An exponential moving average of the trained weights, in shards like the optimizer's state: each rank averages what it steps."""
+"""An exponential moving average of the trained weights, in shards like the optimizer's state: each
+rank averages what it steps."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ VALUE = "average"
 
 
 class WeightAverage:
-    """After step n with weights w_n the average is a_n = decay * a_(n-1) + (1 - decay) * w_n, and a_1 = w_1 for the first step averaged.
+    """After step n with weights w_n the average is a_n = decay * a_(n-1) + (1 - decay) * w_n, and
+    a_1 = w_1 for the first step averaged.
 
-    The average has the type of the weights that the optimizer trains: float32 where bfloat16 parameters have master weights.
+    The average has the type of the weights that the optimizer trains: float32 where bfloat16
+    parameters have master weights.
 
     Args:
         stepper: owner of the weights.
@@ -44,7 +47,10 @@ class WeightAverage:
             yield shard, weight.detach()
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((value, weight) for value, (_, weight) in zip(self._values, self._weights(), strict=True))
+        return (
+            (value, weight)
+            for value, (_, weight) in zip(self._values, self._weights(), strict=True)
+        )
 
     @torch.no_grad()
     def update(self) -> None:
@@ -60,7 +66,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Put the average in the place of the weights, if there is one, until `hide`. Collective: as the parameters after a step."""
+        """Put the average in the place of the weights, if there is one, until `hide`. Collective:
+        as the parameters after a step."""
         if self.begun and not self.shown:
             self._stepper.follow_writes()
             self._exchange()
@@ -83,8 +90,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> list[OptimizerShard]:
-        """Copy weights and buffers into the average, and return those of weights, for a checkpoint to be read into. Local. Call `restore`
-        if it was."""
+        """Copy weights and buffers into the average, and return those of weights, for a checkpoint
+        to be read into. Local. Call `restore` if it was."""
         for value, weight in self._pairs():
             value.copy_(weight)
         self.buffers.restart()
@@ -95,17 +102,22 @@ class WeightAverage:
         self.begun = True
 
     def shards(self) -> list[OptimizerShard]:
-        """This rank's elements of the average, for checkpoints: views. Empty before it has begun."""
+        """This rank's elements of the average, for checkpoints: views. Empty before it has
+        begun."""
         assert not self.shown, "hide() comes before a save"
         return self._shards() if self.begun else []
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """This rank's averages of buffers, for checkpoints, by their names. Empty before it has begun."""
+        """This rank's averages of buffers, for checkpoints, by their names. Empty before it has
+        begun."""
         return self.buffers.values if self.begun else {}
 
     def _shards(self) -> list[OptimizerShard]:
         places = (shard for shard, _ in self._weights())
-        return [OptimizerShard(at.name, at.start, {VALUE: value}) for at, value in zip(places, self._values, strict=True)]
+        return [
+            OptimizerShard(at.name, at.start, {VALUE: value})
+            for at, value in zip(places, self._values, strict=True)
+        ]
 
     def held(self) -> list[Tensor]:
         return [*self._values, *self.buffers.values.values()]

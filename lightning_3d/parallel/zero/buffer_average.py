@@ -10,9 +10,11 @@ from lightning_3d.parallel.zero.gradient_buffers import sum_dtype
 
 
 class BufferAverage:
-    """Averages the floating-point buffers of a module that checkpoints have, running statistics for example. Every method is local.
+    """Averages the floating-point buffers of a module that checkpoints have, running statistics for
+    example. Every method is local.
 
-    Counts, flags and buffers that are not saved keep their values. Buffers of 16 bits are averaged in float32.
+    Counts, flags and buffers that are not saved keep their values. Buffers of 16 bits are averaged
+    in float32.
 
     Args:
         module: this rank's part of the model.
@@ -28,7 +30,9 @@ class BufferAverage:
             f"{prefix}.{key}" if prefix else key: (owner, key)
             for prefix, owner in module.named_modules(remove_duplicate=False)
             for key, buffer in owner._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and key not in owner._non_persistent_buffers_set
+            if buffer is not None
+            and buffer.is_floating_point()
+            and key not in owner._non_persistent_buffers_set
         }
         self.values: dict[str, Tensor] = {}
         self._hidden: dict[str, Tensor] = {}
@@ -42,10 +46,13 @@ class BufferAverage:
 
     def restart(self) -> None:
         """Copy the buffers into the average."""
-        self.values = {name: buffer.to(sum_dtype(buffer), copy=True) for name, buffer in self._buffers()}
+        self.values = {
+            name: buffer.to(sum_dtype(buffer), copy=True) for name, buffer in self._buffers()
+        }
 
     def update(self) -> None:
-        """Add the buffers after a step. A buffer that has another shape than before begins again."""
+        """Add the buffers after a step. A buffer that has another shape than before begins
+        again."""
         for name, buffer in self._buffers():
             value = self.values.get(name)
             if value is None or value.shape != buffer.shape:
@@ -55,7 +62,8 @@ class BufferAverage:
 
     def show(self) -> None:
         """Put the average in the place of the buffers."""
-        self._hidden = {name: buffer.clone() for name, buffer in self._buffers()}  # all of them first: two may be one
+        # all of them first: two may be one
+        self._hidden = {name: buffer.clone() for name, buffer in self._buffers()}
         for name, buffer in self._buffers():
             buffer.copy_(self.values[name])
 

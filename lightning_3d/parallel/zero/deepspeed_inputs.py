@@ -14,7 +14,8 @@ from lightning_3d.parallel.mesh import Mesh
 class Holder(nn.Module):
     """Module that DeepSpeed's engine is built around: only the trained parameters.
 
-    Its forward is never called. DeepSpeed does not get the rest of the model, because it would move and cast it.
+    Its forward is never called. DeepSpeed does not get the rest of the model, because it would move
+    and cast it.
 
     Args:
         stays: keep the parameters where they are, whatever device `to` asks for.
@@ -33,11 +34,13 @@ class Holder(nn.Module):
 class Groups:
     """Process groups of a mesh under the names by which DeepSpeed asks its "mpu" for them.
 
-    The model-parallel rank is the tensor-parallel one: DeepSpeed treats rank 0 as the owner of replicated parameters,
-    and every pipeline stage has parameters of its own. `get_sequence_*` must not exist.
+    The model-parallel rank is the tensor-parallel one: DeepSpeed treats rank 0 as the owner of
+    replicated parameters, and every pipeline stage has parameters of its own. `get_sequence_*` must
+    not exist.
 
     Args:
-        sharded: DeepSpeed shards state over the ranks of the shard group; otherwise each is in a group by itself.
+        sharded: DeepSpeed shards state over the ranks of the shard group; otherwise each is in a
+            group by itself.
     """
 
     def __init__(self, mesh: Mesh, *, sharded: bool = True) -> None:
@@ -75,12 +78,16 @@ class Groups:
         return self._mesh.size("pp")
 
 
-def deepspeed_config(dtype: torch.dtype, *, offload: bool = False, pin: bool = False) -> dict[str, object]:
-    """Make DeepSpeed's configuration. Its batch sizes are not used: micro-batches and scaling are the strategy's.
+def deepspeed_config(
+    dtype: torch.dtype, *, offload: bool = False, pin: bool = False
+) -> dict[str, object]:
+    """Make DeepSpeed's configuration. Its batch sizes are not used: micro-batches and scaling are
+    the strategy's.
 
     Args:
         dtype: type of the trained parameters.
-        offload: master weights, optimizer and its step are in host memory, with any optimizer of torch.
+        offload: master weights, optimizer and its step are in host memory, with any optimizer of
+            torch.
         pin: whether to page-lock the host buffers that are copied to and from the device.
     """
     zero: dict[str, object] = {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}
@@ -94,6 +101,7 @@ def deepspeed_config(dtype: torch.dtype, *, offload: bool = False, pin: bool = F
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        # The check would skip steps. It also communicates with pipeline ranks that train nothing and wait elsewhere.
+        # The check would skip steps. It also communicates with pipeline ranks that train nothing
+        # and wait elsewhere.
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": False},
     }

@@ -14,11 +14,13 @@ from lightning_3d.parallel import gloo_exchange as exchange
 
 
 class EarlyReplicaSums:
-    """All-reduces over the ranks that have the same part, each started as soon as its sum over the shard group is complete.
+    """All-reduces over the ranks that have the same part, each started as soon as its sum over the
+    shard group is complete.
 
-    All replicas start them in one order: that of the calls. On a GPU, a stream of its own waits for the messages of the shard group, so
-    that neither the host nor the backward does. With gloo, the host looks whether they have arrived whenever a call is made. It must not
-    wait: the message of another rank may come only after that rank's backward, which may need this one.
+    All replicas start them in one order: that of the calls. On a GPU, a stream of its own waits for
+    the messages of the shard group, so that neither the host nor the backward does. With gloo, the
+    host looks whether they have arrived whenever a call is made. It must not wait: the message of
+    another rank may come only after that rank's backward, which may need this one.
 
     Args:
         group: one rank of each shard group.
@@ -41,14 +43,17 @@ class EarlyReplicaSums:
         self._started += [exchange.start_all_reduce(part, self._group) for part in parts]
 
     def start_after(self, messages: Sequence[Any], parts: Sequence[Tensor]) -> None:
-        """Start to replace tensors by their sums when the messages that write them have arrived, or in a later call.
+        """Start to replace tensors by their sums when the messages that write them have arrived, or
+        in a later call.
 
         Args:
             messages: works of the shard group.
             parts: may be empty.
         """
         self._queue.append((messages, parts))
-        while self._queue and (self._stream is not None or all(message.is_completed() for message in self._queue[0][0])):
+        while self._queue and (
+            self._stream is not None or all(message.is_completed() for message in self._queue[0][0])
+        ):
             self._start_next()
 
     def _start_next(self) -> None:

@@ -24,8 +24,10 @@ class Partition:
         group: DeepSpeed's buffers.
         base: where the group begins in the flat buffer of all gradients.
         optimizer: has the state of `group.master`.
-        device: of gradients. Master weights, and the parameters of `group` too, may be in host memory.
-        experts: the parameters are parts of experts, sharded over the ranks that have the same ones; `base` counts among those.
+        device: of gradients. Master weights, and the parameters of `group` too, may be in host
+            memory.
+        experts: the parameters are parts of experts, sharded over the ranks that have the same
+            ones; `base` counts among those.
 
     Attributes:
         slots: each parameter's place in the group.
@@ -34,7 +36,13 @@ class Partition:
     """
 
     def __init__(
-        self, group: DeepSpeedGroup, base: int, optimizer: Optimizer, device: torch.device, *, experts: bool = False
+        self,
+        group: DeepSpeedGroup,
+        base: int,
+        optimizer: Optimizer,
+        device: torch.device,
+        *,
+        experts: bool = False,
     ) -> None:
         self.group = group
         self.experts = experts
@@ -46,7 +54,11 @@ class Partition:
         self._start = int(group.owned.storage_offset() - group.flat.storage_offset())
         self.slots = [_place(parameter, group.flat) for parameter in group.parameters]
         self.owned_slots = [
-            Slot(slot.parameter, max(slot.start, self._start) - self._start, min(slot.stop, self._stop) - self._start)
+            Slot(
+                slot.parameter,
+                max(slot.start, self._start) - self._start,
+                min(slot.stop, self._stop) - self._start,
+            )
             for slot in self.slots
             if slot.start < self._stop and slot.stop > self._start
         ]
@@ -58,12 +70,16 @@ class Partition:
     def shares(self, ranks: Iterable[int]) -> list[Share]:
         """Share of each rank in the flat buffer of all gradients."""
         size = self.group.owned.numel()
-        return [Share(rank, self.base + rank * size, self.base + (rank + 1) * size) for rank in ranks]
+        return [
+            Share(rank, self.base + rank * size, self.base + (rank + 1) * size) for rank in ranks
+        ]
 
     def sum_of_gradients(self) -> Tensor:
         """Return what gradients of this step are added to: zeros at first."""
         if self.gradient is None:
-            self.gradient = torch.zeros(self.group.owned.numel(), dtype=torch.float32, device=self._device)
+            self.gradient = torch.zeros(
+                self.group.owned.numel(), dtype=torch.float32, device=self._device
+            )
         return self.gradient
 
     def owned_part(self, flat: Tensor) -> Tensor:
@@ -72,12 +88,17 @@ class Partition:
 
     @torch.no_grad()
     def follow_writes(self, slot: Slot) -> None:
-        """Copy into the master weights what something other than the optimizer wrote into one piece."""
-        follow_writes(self.group.master[slot.start : slot.stop], self.group.owned[slot.start : slot.stop])
+        """Copy into the master weights what something other than the optimizer wrote into one
+        piece."""
+        follow_writes(
+            self.group.master[slot.start : slot.stop], self.group.owned[slot.start : slot.stop]
+        )
 
     def copy_of(self, slot: Slot) -> dict[str, Tensor]:
         """Master weights and optimizer state of one piece."""
-        return {name: tensor[slot.start : slot.stop].clone() for name, tensor in self.tensors().items()}
+        return {
+            name: tensor[slot.start : slot.stop].clone() for name, tensor in self.tensors().items()
+        }
 
     def restore(self, slot: Slot, before: dict[str, Tensor]) -> None:
         """Put `copy_of` back; state that the optimizer has made since then begins at zero."""
@@ -91,16 +112,21 @@ class Partition:
         return owned.start + self._start - whole.start
 
     def values_of(self, owned: Slot, to_save: bool = False) -> dict[str, Tensor | float]:
-        """The optimizer's state of one piece, views where it is per element, and its master weights if they differ.
+        """The optimizer's state of one piece, views where it is per element, and its master weights
+        if they differ.
 
         Args:
             to_save: see `optimizer_shards`.
         """
-        per_element = {key: tensor[owned.start : owned.stop] for key, tensor in self.tensors().items()}
+        per_element = {
+            key: tensor[owned.start : owned.stop] for key, tensor in self.tensors().items()
+        }
         if self.group.owned.dtype == self.group.master.dtype:
             del per_element["master"]
         elif to_save:
-            per_element["master"] = with_writes(per_element["master"], self.group.owned[owned.start : owned.stop])
+            per_element["master"] = with_writes(
+                per_element["master"], self.group.owned[owned.start : owned.stop]
+            )
         state = self._optimizer.state.get(self.group.master, {})
         return {**{key: value for key, value in state.items() if value is not None}, **per_element}
 
@@ -109,7 +135,9 @@ class Partition:
         master = self.group.master
         state = self._optimizer.state.get(master, {})
         per_element = {
-            name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == master.shape
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape == master.shape
         }
         return {**per_element, "master": master.data}
 
@@ -153,6 +181,9 @@ def slots_of(partitions: Iterable[Partition]) -> list[Slot]:
 def _place(parameter: nn.Parameter, flat: Tensor) -> Slot:
     """Slot of a parameter in the buffer that it is a view of."""
     if storage_key(parameter) != storage_key(flat):
-        raise RuntimeError("DeepSpeed did not move a parameter into its flat buffer; this version is not supported.")
+        raise RuntimeError(
+            "DeepSpeed did not move a parameter into its flat buffer; this version is not"
+            " supported."
+        )
     start = int(parameter.storage_offset() - flat.storage_offset())
     return Slot(parameter, start, start + parameter.numel())

@@ -1,4 +1,5 @@
-"""Sums of the gradients of one rank over the micro-batches of a step, and their flat buffers for collectives."""
+"""Sums of the gradients of one rank over the micro-batches of a step, and their flat buffers for
+collectives."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ def sum_dtype(parameter: Tensor) -> torch.dtype:
 class GradientSums:
     """The local gradients of some parameters, None where nothing has arrived since `clear`.
 
-    Parameters of 32 and more bits sum in their own `.grad`, as autograd does. For bf16 ones `.grad` is only a place to
-    arrive in: `absorb` adds it to a float32 sum and removes it. (Summed in bf16, 32 micro-batches are off by 6e-3
-    relative.)
+    Parameters of 32 and more bits sum in their own `.grad`, as autograd does. For bf16 ones `.grad`
+    is only a place to arrive in: `absorb` adds it to a float32 sum and removes it. (Summed in bf16,
+    32 micro-batches are off by 6e-3 relative.)
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -42,7 +43,8 @@ class GradientSums:
         self._apart = dict.fromkeys(self._apart)
 
     def absorb(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Add what arrived in `.grad` of bf16 parameters (of all of them by default) to the float32 sums."""
+        """Add what arrived in `.grad` of bf16 parameters (of all of them by default) to the float32
+        sums."""
         if not self._apart:
             return
         for parameter in self._parameters if parameters is None else parameters:
@@ -77,7 +79,9 @@ def scale_(gradients: Sequence[Tensor], scale: float | Tensor) -> None:
     """Multiply gradients of one type in place. A tensor must be on their device."""
     if gradients:
         # Of the gradients' type: a product with another one has a kernel for each tensor.
-        torch._foreach_mul_(list(gradients), scale.to(gradients[0].dtype) if isinstance(scale, Tensor) else scale)
+        torch._foreach_mul_(
+            list(gradients), scale.to(gradients[0].dtype) if isinstance(scale, Tensor) else scale
+        )
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,9 @@ def end_to_end(parameters: Iterable[nn.Parameter]) -> list[Slot]:
 
 @dataclass
 class _Message:
-    """Elements start to stop of the buffer, filled with the slots `members`: one collective, once all of them are complete. It is one of
-    all data-parallel ranks (`everywhere`), or of the group of the reduction, which may be a part of them."""
+    """Elements start to stop of the buffer, filled with the slots `members`: one collective, once
+    all of them are complete. It is one of all data-parallel ranks (`everywhere`), or of the group
+    of the reduction, which may be a part of them."""
 
     start: int
     stop: int
@@ -112,27 +117,33 @@ class _Message:
 
 
 class FlatGradients:
-    """A layout of gradients in one flat buffer that is summed over a group, in buckets or in parts that go to one rank each.
+    """A layout of gradients in one flat buffer that is summed over a group, in buckets or in parts
+    that go to one rank each.
 
-    The buffer exists from the first message on until its gradients are replaced; a gradient is freed as soon as it is copied. Without
-    `whole`, each message has memory of its own, so that messages that are sent early take none for the others. After the gradients, the
-    buffer has one number per parameter: the count of ranks that had a gradient. If no rank had one, the gradient stays None, so the
-    optimizer leaves the parameter unchanged, as in a single process.
+    The buffer exists from the first message on until its gradients are replaced; a gradient is
+    freed as soon as it is copied. Without `whole`, each message has memory of its own, so that
+    messages that are sent early take none for the others. After the gradients, the buffer has one
+    number per parameter: the count of ranks that had a gradient. If no rank had one, the gradient
+    stays None, so the optimizer leaves the parameter unchanged, as in a single process.
 
     Messages are sent in one order on all ranks: by wave, then by place.
 
     Args:
-        slots: place of each parameter, in rising order; the same on all ranks of the group. Gaps are zero.
+        slots: place of each parameter, in rising order; the same on all ranks of the group. Gaps
+            are zero.
         numel: elements of the buffer, without the counts.
-        bucket_bytes: upper bound of the bytes of one all-reduce, except for a single larger parameter; None for one
-            all-reduce.
-        alone: parameters that are reduced in a collective of their own. How a collective associates its sum depends on
-            an element's place in it and on its length; copies on two ranks stay bit-equal only when these are the same.
-        waves: by id of a parameter, when in a step its gradient is complete: 0, 1, ...; 0 for those that are not named.
-        scattered: parts (start, stop) of the buffer whose length the group's size divides; each is reduce-scattered. None: all-reduces.
+        bucket_bytes: upper bound of the bytes of one all-reduce, except for a single larger
+            parameter; None for one all-reduce.
+        alone: parameters that are reduced in a collective of their own. How a collective associates
+            its sum depends on an element's place in it and on its length; copies on two ranks stay
+            bit-equal only when these are the same.
+        waves: by id of a parameter, when in a step its gradient is complete: 0, 1, ...; 0 for those
+            that are not named.
+        scattered: parts (start, stop) of the buffer whose length the group's size divides; each is
+            reduce-scattered. None: all-reduces.
         whole: all messages lie in one tensor.
-        everyone: all ranks whose gradients belong together, where the group of the reduction is only a part of them. The counts and
-            what is reduced alone are summed over all of them.
+        everyone: all ranks whose gradients belong together, where the group of the reduction is
+            only a part of them. The counts and what is reduced alone are summed over all of them.
 
     Attributes:
         absent: parameters that no rank had a gradient for in the latest reduction.
@@ -161,7 +172,9 @@ class FlatGradients:
         self.absent: list[nn.Parameter] = []
         messages = self._buckets(bucket_bytes) if scattered is None else self._parts(scattered)
         self._messages = sorted(messages, key=lambda message: (message.wave, message.start))
-        self._message_of = {index: message.start for message in self._messages for index in message.members}
+        self._message_of = {
+            index: message.start for message in self._messages for index in message.members
+        }
         self._scattered = scattered
         self._gaps = self._find_gaps()
         self.forget()
@@ -190,17 +203,22 @@ class FlatGradients:
         self._apart: list[tuple[Slot, Tensor]] = []
 
     def _buckets(self, bucket_bytes: int | None) -> list[_Message]:
-        """Each begins with its first slot and ends with its last. The last one holds the counts too, where it is the last to be sent
-        and nothing must be alone in it."""
+        """Each begins with its first slot and ends with its last. The last one holds the counts
+        too, where it is the last to be sent and nothing must be alone in it."""
         limit = float("inf") if bucket_bytes is None else bucket_bytes / self._dtype.itemsize
         runs: list[list[int]] = []
         for index, slot in enumerate(self._slots):
-            apart = any(id(self._slots[i].parameter) in self._alone for i in (index, max(index - 1, 0)))
+            apart = any(
+                id(self._slots[i].parameter) in self._alone for i in (index, max(index - 1, 0))
+            )
             apart = apart or self._waves[index] != self._waves[max(index - 1, 0)]
             if not runs or apart or slot.stop - self._slots[runs[-1][0]].start > limit:
                 runs.append([])
             runs[-1].append(index)
-        buckets = [_Message(self._slots[run[0]].start, self._slots[run[-1]].stop, run, self._waves[run[0]]) for run in runs]
+        buckets = [
+            _Message(self._slots[run[0]].start, self._slots[run[-1]].stop, run, self._waves[run[0]])
+            for run in runs
+        ]
         for bucket in buckets:
             bucket.everywhere = id(self._slots[bucket.members[0]].parameter) in self._alone
         last = buckets[-1]
@@ -212,13 +230,16 @@ class FlatGradients:
     def _parts(self, scattered: Sequence[tuple[int, int]]) -> list[_Message]:
         messages = [self._counts()]
         for start, stop in scattered:
-            members = [index for index, slot in enumerate(self._slots) if start <= slot.start < stop]
+            members = [
+                index for index, slot in enumerate(self._slots) if start <= slot.start < stop
+            ]
             wave = max((self._waves[index] for index in members), default=0)
             messages.append(_Message(start, stop, members, wave, scatters=True))
         return messages
 
     def _counts(self) -> _Message:
-        # In two levels after all waves: the replicas of a shard may be those that have the same experts, and sum over one group meanwhile.
+        # In two levels after all waves: the replicas of a shard may be those that have the same
+        # experts, and sum over one group meanwhile.
         wave = max(self._waves) + (self._everyone is not None)
         return _Message(self.numel, self._total, [], wave, everywhere=True)
 
@@ -228,11 +249,18 @@ class FlatGradients:
         ends = [0, *(slot.stop for slot in self._slots)]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
-    def start(self, wave: int, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor | None = None) -> None:
+    def start(
+        self,
+        wave: int,
+        sums: GradientSums,
+        group: dist.ProcessGroup,
+        scale: float | Tensor | None = None,
+    ) -> None:
         """Remove the gradients that are complete up to `wave` from `sums` and start to reduce them.
 
         Args:
-            scale: factor of the sums; None if it is not known yet, and they are multiplied at the end.
+            scale: factor of the sums; None if it is not known yet, and they are multiplied at the
+                end.
         """
         while self._next < len(self._messages) and self._messages[self._next].wave <= wave:
             message = self._messages[self._next]
@@ -262,46 +290,66 @@ class FlatGradients:
                 self._flat[start:stop].zero_()
         return self._flat[message.start : message.stop]
 
-    def _scatter(self, message: _Message, group: dist.ProcessGroup, scale: float | Tensor | None) -> None:
+    def _scatter(
+        self, message: _Message, group: dist.ProcessGroup, scale: float | Tensor | None
+    ) -> None:
         assert self._flat is not None
         for slot in (self._slots[index] for index in message.members):
             if id(slot.parameter) in self._alone:
                 self._apart.append((slot, self._flat[slot.start : slot.stop].clone()))
-                self._pending.append(exchange.start_all_reduce(self._apart[-1][1], self._all_of(group)))
+                self._pending.append(
+                    exchange.start_all_reduce(self._apart[-1][1], self._all_of(group))
+                )
         size = (message.stop - message.start) // dist.get_world_size(group)
-        part = self._received[message.start] = torch.empty(size, dtype=self._dtype, device=self._device)
-        self._pending.append(reduce_scatter_flat(part, self._flat[message.start : message.stop], group))
+        part = self._received[message.start] = torch.empty(
+            size, dtype=self._dtype, device=self._device
+        )
+        self._pending.append(
+            reduce_scatter_flat(part, self._flat[message.start : message.stop], group)
+        )
         if scale is None:
             self._unscaled.append(part)
 
-    def all_reduce(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> Tensor | None:
-        """Replace each gradient by `scale` times its sum over `group`; a rank without it counts as zero.
+    def all_reduce(
+        self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0
+    ) -> Tensor | None:
+        """Replace each gradient by `scale` times its sum over `group`; a rank without it counts as
+        zero.
 
         Returns:
-            The flat buffer, shape (numel,), of which the gradients are views now; None without `whole`.
+            The flat buffer, shape (numel,), of which the gradients are views now; None without
+            `whole`.
         """
         absent = self._finish(sums, group, scale)
         nowhere = self._nowhere(absent)
         self.absent = [self._slots[index].parameter for index in sorted(nowhere)]
         for index, slot in enumerate(self._slots):
             start = self._message_of[index]
-            view = self._pieces[start][slot.start - start : slot.stop - start].view(slot.parameter.shape)
+            view = self._pieces[start][slot.start - start : slot.stop - start].view(
+                slot.parameter.shape
+            )
             sums[slot.parameter] = None if index in nowhere else view
         flat = self._flat
         self.forget()
         return None if flat is None else flat[: self.numel]
 
     def _nowhere(self, absent: Iterable[int]) -> set[int]:
-        """Those of the slots that this rank had no gradient for and no other rank either. Only a rank that lacks one reads the counts,
-        because on an accelerator reading waits for the reduction."""
+        """Those of the slots that this rank had no gradient for and no other rank either. Only a
+        rank that lacks one reads the counts, because on an accelerator reading waits for the
+        reduction."""
         last = max(self._pieces)
-        return {index for index in absent if self._pieces[last][self.numel + index - last].item() == 0}
+        return {
+            index for index in absent if self._pieces[last][self.numel + index - last].item() == 0
+        }
 
-    def reduce_scatter(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0) -> list[Tensor]:
-        """Take the gradients out of `sums` and give each rank its part of `scale` times their sum over `group`.
+    def reduce_scatter(
+        self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor = 1.0
+    ) -> list[Tensor]:
+        """Take the gradients out of `sums` and give each rank its part of `scale` times their sum
+        over `group`.
 
-        One reduce-scatter for each part in `scattered`; a small all-reduce of the counts; one all-reduce for each parameter that is reduced
-        alone.
+        One reduce-scatter for each part in `scattered`; a small all-reduce of the counts; one
+        all-reduce for each parameter that is reduced alone.
 
         Returns:
             This rank's share of each part, contiguous and of equal size on all ranks.
@@ -320,8 +368,11 @@ class FlatGradients:
         self.forget()
         return parts
 
-    def _finish(self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor) -> list[int]:
-        """Send the rest, wait, and scale what was sent before. Returns the slots this rank had no gradients for."""
+    def _finish(
+        self, sums: GradientSums, group: dist.ProcessGroup, scale: float | Tensor
+    ) -> list[int]:
+        """Send the rest, wait, and scale what was sent before. Returns the slots this rank had no
+        gradients for."""
         apart = len(self._apart)
         self.start(self._messages[-1].wave, sums, group, scale)
         for work in self._pending:
@@ -329,12 +380,16 @@ class FlatGradients:
         scale_([*self._unscaled, *(copy for _, copy in self._apart[:apart])], scale)
         return self._absent
 
-    def _fill(self, message: _Message, piece: Tensor, sums: GradientSums, scale: float | Tensor | None) -> list[int]:
+    def _fill(
+        self, message: _Message, piece: Tensor, sums: GradientSums, scale: float | Tensor | None
+    ) -> list[int]:
         """Copy the gradients of one message; return the indices of those that are not there."""
         absent = []
         for index in message.members:
             slot = self._slots[index]
-            target = piece[slot.start - message.start : slot.stop - message.start].view(slot.parameter.shape)
+            target = piece[slot.start - message.start : slot.stop - message.start].view(
+                slot.parameter.shape
+            )
             gradient = sums[slot.parameter]
             if gradient is None:
                 absent.append(index)

@@ -1,8 +1,8 @@
 """Pieces of weight matrices in the tensors that a rank's optimizer trains.
 
-A matrix is what it is in the unsharded model: a parameter with two dimensions, a fused one too, or one entry of a stack (experts, rows,
-columns). Tensor parallelism gives a rank some rectangles of a matrix, expert parallelism some entries of a stack, and ZeRO a range of the
-elements of these.
+A matrix is what it is in the unsharded model: a parameter with two dimensions, a fused one too, or
+one entry of a stack (experts, rows, columns). Tensor parallelism gives a rank some rectangles of a
+matrix, expert parallelism some entries of a stack, and ZeRO a range of the elements of these.
 """
 
 from __future__ import annotations
@@ -55,11 +55,14 @@ class HeldPiece:
     piece: Piece
 
     def part_of(self, like: Tensor) -> Tensor:
-        """The piece's elements of a tensor with the shape of `tensor`, flattened; a view if that is contiguous."""
+        """The piece's elements of a tensor with the shape of `tensor`, flattened; a view if that is
+        contiguous."""
         return like.reshape(-1)[self.offset : self.offset + self.piece.numel]
 
 
-def pieces_of(tensor: Tensor, offset: int, spec: ShardSpec, first: int, numel: int) -> Iterator[HeldPiece]:
+def pieces_of(
+    tensor: Tensor, offset: int, spec: ShardSpec, first: int, numel: int
+) -> Iterator[HeldPiece]:
     """Find the pieces of matrices in a range of a local parameter.
 
     Args:
@@ -70,7 +73,11 @@ def pieces_of(tensor: Tensor, offset: int, spec: ShardSpec, first: int, numel: i
         numel: number of elements of the range.
     """
     name = spec.tied_to or spec.name
-    matrices = [(0, ShardSpec(name, spec.global_shape, spec.boxes))] if len(spec.global_shape) == 2 else _entries(spec, name)
+    matrices = (
+        [(0, ShardSpec(name, spec.global_shape, spec.boxes))]
+        if len(spec.global_shape) == 2
+        else _entries(spec, name)
+    )
     size = spec.local_shape[-2] * spec.local_shape[-1]
     for place, (index, matrix) in enumerate(matrices):
         start, stop = max(first, place * size), min(first + numel, (place + 1) * size)
@@ -88,8 +95,8 @@ def require_matrices(shapes: Iterable[tuple[int, ...]]) -> None:
     for shape in shapes:
         if len(shape) not in (2, 3):
             raise ConfigError(
-                f"Muon trains matrices (2 dimensions) and stacks of matrices (3), but a parameter in its groups has the shape {shape}."
-                " Train it with AdamW."
+                "Muon trains matrices (2 dimensions) and stacks of matrices (3), but a parameter"
+                f" in its groups has the shape {shape}. Train it with AdamW."
             )
 
 
@@ -97,8 +104,14 @@ def _entries(spec: ShardSpec, name: str) -> list[tuple[int, ShardSpec]]:
     """(index in the whole stack, this rank's rectangles) of each local entry of a stack."""
     found = []
     for place in range(spec.local_shape[0]):
-        boxes = [box for box in spec.boxes if box.local_offset[0] <= place < box.local_offset[0] + box.shape[0]]
+        boxes = [
+            box
+            for box in spec.boxes
+            if box.local_offset[0] <= place < box.local_offset[0] + box.shape[0]
+        ]
         [index] = {box.global_offset[0] + place - box.local_offset[0] for box in boxes}
-        flat = tuple(Box(box.global_offset[1:], box.local_offset[1:], box.shape[1:]) for box in boxes)
+        flat = tuple(
+            Box(box.global_offset[1:], box.local_offset[1:], box.shape[1:]) for box in boxes
+        )
         found.append((index, ShardSpec(name, spec.global_shape[1:], flat)))
     return found

@@ -1,8 +1,10 @@
-"""Who computes with which matrix, and which pieces travel, for optimizers that need whole matrices (`matrix_exchange`).
+"""Who computes with which matrix, and which pieces travel, for optimizers that need whole matrices
+(`matrix_exchange`).
 
-Each matrix has one owner among the ranks of a pipeline stage: the largest matrices first, each goes to the rank with the least work
-(Graham, "Bounds on multiprocessing timing anomalies", 1969). All ranks compute the same plan from the same table of pieces. Matrices are
-processed in rounds, which bounds the memory of the messages.
+Each matrix has one owner among the ranks of a pipeline stage: the largest matrices first, each goes
+to the rank with the least work (Graham, "Bounds on multiprocessing timing anomalies", 1969). All
+ranks compute the same plan from the same table of pieces. Matrices are processed in rounds, which
+bounds the memory of the messages.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from lightning_3d.parallel.sharding import Box
 from lightning_3d.parallel.zero.matrix_pieces import Key, Piece
 
 ROUND = 2**24
-"""Most elements of a rank's matrices in one round, unless a single matrix has more; 32 MiB in bfloat16. It also bounds what a rank
-returns in one message."""
+"""Most elements of a rank's matrices in one round, unless a single matrix has more; 32 MiB in
+bfloat16. It also bounds what a rank returns in one message."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Matrix:
         key: its name.
         shape: (rows, columns).
         owner: rank that computes with it.
-        sources: pieces that together are the whole matrix, with their ranks, each as near to the owner as possible.
+        sources: pieces that together are the whole matrix, with their ranks, each as near to the
+            owner as possible.
         holders: all pieces, with their ranks.
     """
 
@@ -71,13 +74,15 @@ def plan_rounds(table: Sequence[Sequence[Piece]], *, complete: bool = True) -> l
 
 
 def work(shape: Sequence[int]) -> int:
-    """Multiplications of one Newton-Schulz iteration, which works on the smaller side: X X', its square, and the product with X."""
+    """Multiplications of one Newton-Schulz iteration, which works on the smaller side: X X', its
+    square, and the product with X."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)
 
 
 def returned_parts(matrices: Iterable[Matrix], ranks: int) -> int:
-    """Messages in which the results of a round are returned, so that none is much larger than a round's matrices."""
+    """Messages in which the results of a round are returned, so that none is much larger than a
+    round's matrices."""
     sent = [0] * ranks
     for matrix in matrices:
         sent[matrix.owner] += sum(piece.numel for _, piece in matrix.holders)
@@ -100,14 +105,19 @@ def _rounds(owned: Sequence[Sequence[Matrix]]) -> list[list[Matrix]]:
     return rounds
 
 
-def _sources(holders: Sequence[tuple[int, Piece]], owner: int) -> tuple[list[tuple[int, Piece]], int]:
-    """(pieces with every element that a rank has, number of elements of their rectangles that they cover).
+def _sources(
+    holders: Sequence[tuple[int, Piece]], owner: int
+) -> tuple[list[tuple[int, Piece]], int]:
+    """(pieces with every element that a rank has, number of elements of their rectangles that they
+    cover).
 
     The owner's come first, then those of ranks with near numbers, which are on its node.
     """
     chosen: list[tuple[int, Piece]] = []
     covered: dict[tuple[Box, ...], _Runs] = {}
-    for rank, piece in sorted(holders, key=lambda held: (abs(held[0] - owner), held[0], held[1].start)):
+    for rank, piece in sorted(
+        holders, key=lambda held: (abs(held[0] - owner), held[0], held[1].start)
+    ):
         runs = covered.setdefault(piece.spec.boxes, _Runs())
         if not runs.have(piece.start, piece.stop):
             chosen.append((rank, piece))
@@ -126,7 +136,10 @@ class _Runs:
 
     def add(self, start: int, stop: int) -> None:
         touching = [run for run in self._runs if run.start <= stop and start <= run.stop]
-        whole = range(min([start, *(run.start for run in touching)]), max([stop, *(run.stop for run in touching)]))
+        whole = range(
+            min([start, *(run.start for run in touching)]),
+            max([stop, *(run.stop for run in touching)]),
+        )
         self._runs = [*(run for run in self._runs if run not in touching), whole]
 
     def __len__(self) -> int:

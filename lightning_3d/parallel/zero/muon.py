@@ -1,8 +1,10 @@
 """Muon for weight matrices and AdamW for everything else, in one optimizer.
 
-Muon (https://kellerjordan.github.io/posts/muon) orthogonalizes the momentum of a whole matrix. The momentum itself, the weight decay and
-the addition of the update are elementwise, so they are sharded as the state of any other optimizer. Where ranks hold parts of matrices,
-`MatrixExchange` brings the momentum of each matrix to one rank of the stage, which orthogonalizes it, and returns the update to all.
+Muon (https://kellerjordan.github.io/posts/muon) orthogonalizes the momentum of a whole matrix. The
+momentum itself, the weight decay and the addition of the update are elementwise, so they are
+sharded as the state of any other optimizer. Where ranks hold parts of matrices, `MatrixExchange`
+brings the momentum of each matrix to one rank of the stage, which orthogonalizes it, and returns
+the update to all.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ MOMENTUM = "momentum_buffer"
 
 
 class MuonWithAdamW(torch.optim.AdamW):
-    """Steps each parameter group with the algorithm that its option `algorithm` names: "muon", or "adamw" (the default).
+    """Steps each parameter group with the algorithm that its option `algorithm` names: "muon", or
+    "adamw" (the default).
 
-    On one process it computes what `torch.optim.Muon` and `torch.optim.AdamW` compute. A parameter with three dimensions in a group of Muon
-    is a stack of matrices, the weights of experts for example, each of which is orthogonalized by itself.
+    On one process it computes what `torch.optim.Muon` and `torch.optim.AdamW` compute. A parameter
+    with three dimensions in a group of Muon is a stack of matrices, the weights of experts for
+    example, each of which is orthogonalized by itself.
 
     Args:
         params: parameter groups.
@@ -39,13 +43,15 @@ class MuonWithAdamW(torch.optim.AdamW):
         betas, eps: those of AdamW.
         weight_decay: decoupled weight decay.
         momentum, nesterov: those of Muon.
-        ns_steps: Newton-Schulz iterations, the same in all groups: a rank iterates matrices of other ranks too.
-        adjust_lr_fn: how Muon scales the learning rate by the shape of a matrix. "match_rms_adamw" makes updates as large as AdamW's, so
-            that both can have one learning rate; "original" is the rule of the first publication.
+        ns_steps: Newton-Schulz iterations, the same in all groups: a rank iterates matrices of
+            other ranks too.
+        adjust_lr_fn: how Muon scales the learning rate by the shape of a matrix. "match_rms_adamw"
+            makes updates as large as AdamW's, so that both can have one learning rate; "original"
+            is the rule of the first publication.
 
     Raises:
-        ConfigError: torch has no Muon, a parameter in a group of Muon is neither a matrix nor a stack of matrices, or its groups have
-            different `ns_steps`.
+        ConfigError: torch has no Muon, a parameter in a group of Muon is neither a matrix nor a
+            stack of matrices, or its groups have different `ns_steps`.
     """
 
     def __init__(
@@ -62,9 +68,27 @@ class MuonWithAdamW(torch.optim.AdamW):
         adjust_lr_fn: str | None = "match_rms_adamw",
     ) -> None:
         require_muon()
-        own = {"algorithm": ADAMW, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__([{**own, **group} for group in params], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        require_matrices([tuple(parameter.shape) for group in self.matrix_groups for parameter in group["params"]])
+        own = {
+            "algorithm": ADAMW,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(
+            [{**own, **group} for group in params],
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+        )
+        require_matrices(
+            [
+                tuple(parameter.shape)
+                for group in self.matrix_groups
+                for parameter in group["params"]
+            ]
+        )
         self._ns_steps = ns_steps
         self._exchange: MatrixExchange | None = None
         self._steps()
@@ -75,7 +99,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         return [group for group in self.param_groups if group.get("algorithm") == MUON]
 
     def share_matrices(self, exchange: MatrixExchange) -> None:
-        """Let the ranks of a stage step matrices together: `step_matrices` does, and `step` then leaves them as they are."""
+        """Let the ranks of a stage step matrices together: `step_matrices` does, and `step` then
+        leaves them as they are."""
         self._exchange = exchange
 
     @torch.no_grad()
@@ -87,8 +112,14 @@ class MuonWithAdamW(torch.optim.AdamW):
                 loss = closure()
         if self._exchange is None:
             for averaged in self._average(lambda tensor: tensor.grad):
-                for matrix, target in zip(_stacked(averaged.direction()), _stacked(averaged.tensor), strict=True):
-                    averaged.add_to(target, orthogonalize(matrix.to(torch.bfloat16, copy=True), self._steps()), matrix.shape)
+                for matrix, target in zip(
+                    _stacked(averaged.direction()), _stacked(averaged.tensor), strict=True
+                ):
+                    averaged.add_to(
+                        target,
+                        orthogonalize(matrix.to(torch.bfloat16, copy=True), self._steps()),
+                        matrix.shape,
+                    )
         groups = self.param_groups
         self.param_groups = [group for group in groups if group.get("algorithm") != MUON]
         try:
@@ -102,14 +133,19 @@ class MuonWithAdamW(torch.optim.AdamW):
         """Step the matrices that the ranks of a stage share. All of them call it, before `step`.
 
         Args:
-            gradient_of: returns the gradient of a tensor in a group, or None where no rank has one; the tensor then stays as it is.
+            gradient_of: returns the gradient of a tensor in a group, or None where no rank has one;
+                the tensor then stays as it is.
         """
         assert self._exchange is not None
         found = {id(averaged.tensor): averaged for averaged in self._average(gradient_of)}
 
         def give(held: HeldPiece) -> Tensor:
             averaged = found.get(id(held.tensor))
-            return held.tensor.new_zeros(held.piece.numel) if averaged is None else averaged.direction(held.part_of)
+            return (
+                held.tensor.new_zeros(held.piece.numel)
+                if averaged is None
+                else averaged.direction(held.part_of)
+            )
 
         def take(held: HeldPiece, first: int, update: Tensor) -> None:
             averaged = found.get(id(held.tensor))
@@ -143,7 +179,10 @@ class MuonWithAdamW(torch.optim.AdamW):
         """
         found = sorted({int(group["ns_steps"]) for group in self.matrix_groups})
         if len(found) > 1:
-            raise ConfigError(f"All parameter groups of Muon must have the same ns_steps; got {listed(found)}. Use ns_steps={found[-1]}.")
+            raise ConfigError(
+                f"All parameter groups of Muon must have the same ns_steps; got {listed(found)}."
+                f" Use ns_steps={found[-1]}."
+            )
         return found[0] if found else self._ns_steps
 
 
@@ -159,7 +198,11 @@ class _Averaged:
     def direction(self, part_of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
         """What is orthogonalized, or a part of it."""
         average = part_of(self.momentum)
-        return part_of(self.gradient).lerp(average, self.group["momentum"]) if self.group["nesterov"] else average
+        return (
+            part_of(self.gradient).lerp(average, self.group["momentum"])
+            if self.group["nesterov"]
+            else average
+        )
 
     def add_to(self, target: Tensor, update: Tensor, shape: Sequence[int]) -> None:
         """Step weights by a part of the update of a matrix of this shape."""

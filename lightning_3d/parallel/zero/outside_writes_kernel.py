@@ -1,5 +1,5 @@
-"""`outside_writes.follow_writes` as one kernel of Triton, which is imported here. An element that nobody wrote costs 6 bytes of memory
-traffic; the operations of torch take 38."""
+"""`outside_writes.follow_writes` as one kernel of Triton, which is imported here. An element that
+nobody wrote costs 6 bytes of memory traffic; the operations of torch take 38."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _BLOCK = 4096
 
 @triton.jit
 def _follow(master, written, count, BLOCK: tl.constexpr):
-    """Store in float32 the elements of `written` that differ from what those of `master` round to. NaN differs from everything."""
+    """Store in float32 the elements of `written` that differ from what those of `master` round to.
+    NaN differs from everything."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     kept = tl.load(master + index, mask=inside, other=0.0)
@@ -25,6 +26,7 @@ def follow(master: Tensor, written: Tensor) -> None:
     """Launch the kernel.
 
     Args:
-        master: float32, contiguous, on a GPU. written: bf16 or fp16, of the same shape, contiguous, on the same GPU.
+        master: float32, contiguous, on a GPU. written: bf16 or fp16, of the same shape, contiguous,
+            on the same GPU.
     """
     _follow[(triton.cdiv(master.numel(), _BLOCK),)](master, written, master.numel(), BLOCK=_BLOCK)

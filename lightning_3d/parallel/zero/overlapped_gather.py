@@ -1,8 +1,10 @@
-"""Stages 1 and 2: gather the new parameters while the next forward runs (as Megatron-LM's `--overlap-param-gather`).
+"""Stages 1 and 2: gather the new parameters while the next forward runs (as Megatron-LM's
+`--overlap-param-gather`).
 
-After the optimizer's step every data-parallel rank broadcasts its part of the flat buffers, in messages that follow the order of the
-forward. Together they move as many bytes as an all-gather. Nothing waits for them but what reads a parameter: hooks wait before the forward
-of a block, or of a module outside the blocks, and any other operation on a parameter waits through `AwaitedParameter`.
+After the optimizer's step every data-parallel rank broadcasts its part of the flat buffers, in
+messages that follow the order of the forward. Together they move as many bytes as an all-gather.
+Nothing waits for them but what reads a parameter: hooks wait before the forward of a block, or of a
+module outside the blocks, and any other operation on a parameter waits through `AwaitedParameter`.
 """
 
 from __future__ import annotations
@@ -28,12 +30,50 @@ _PATIENCE = 5.0
 """Seconds that a failed rank waits for messages that other ranks have sent already."""
 
 _PROPERTIES = (
-    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn", "is_leaf"),
-    *("is_meta", "is_cpu", "is_cuda", "is_sparse", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "itemsize",
+        "nbytes",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+    ),
+    *(
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+        "is_sparse",
+        "_version",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    ),
 )
 _METHODS = (
-    *("size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_floating_point", "is_complex"),
-    *("is_contiguous", "is_inference", "get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__"),
+    *(
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "is_floating_point",
+        "is_complex",
+    ),
+    *(
+        "is_contiguous",
+        "is_inference",
+        "get_device",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "__len__",
+    ),
 )
 _WITHOUT_VALUES = {getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)}
 _WITHOUT_VALUES |= {
@@ -46,15 +86,19 @@ _WITHOUT_VALUES |= {
 
 
 class AwaitedParameter(nn.Parameter):
-    """Class of a parameter whose new value has not arrived: the first operation on it waits, and makes it an `nn.Parameter` again.
+    """Class of a parameter whose new value has not arrived: the first operation on it waits, and
+    makes it an `nn.Parameter` again.
 
-    torch changes the class of its lazy parameters in the same way (`torch.nn.parameter.UninitializedParameter.materialize`).
+    torch changes the class of its lazy parameters in the same way
+    (`torch.nn.parameter.UninitializedParameter.materialize`).
     """
 
     _gather: OverlappedGather
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -78,9 +122,16 @@ def _wait_for(tensor: Tensor) -> Tensor:
 
 
 class _Message:
-    """One broadcast: elements of a flat buffer that one rank has stepped, and the parameters that they are a part of."""
+    """One broadcast: elements of a flat buffer that one rank has stepped, and the parameters that
+    they are a part of."""
 
-    def __init__(self, elements: Tensor, source: int, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        elements: Tensor,
+        source: int,
+        group: dist.ProcessGroup,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         self.parameters = parameters
         self._elements, self._source, self._group = elements, source, group
         self._work: Any = None
@@ -92,11 +143,14 @@ class _Message:
         self._work = exchange.start_broadcast(self._elements, self._source, self._group)
 
     def wait(self) -> None:
-        """Make the current stream wait, and the one that trains: later reads on any stream follow one of them."""
+        """Make the current stream wait, and the one that trains: later reads on any stream follow
+        one of them."""
         if self._work is None:
             return
         self._work.wait()
-        if self._stream is not None and self._stream != torch.cuda.current_stream(self._elements.device):
+        if self._stream is not None and self._stream != torch.cuda.current_stream(
+            self._elements.device
+        ):
             with torch.cuda.stream(self._stream):
                 self._work.wait()
         self._work = None
@@ -119,16 +173,27 @@ class OverlappedGather:
         self._awaited: dict[nn.Parameter, list[_Message]] = {}
 
     def connect(self, partitions: Iterable[Partition], trained: TrainedParameters) -> None:
-        """Plan the messages, in one order on all ranks that share them: that in which the forward uses their parameters."""
-        order = {id(parameter): place for place, parameter in enumerate(p for stage in trained.stages for p in stage)}
+        """Plan the messages, in one order on all ranks that share them: that in which the forward
+        uses their parameters."""
+        order = {
+            id(parameter): place
+            for place, parameter in enumerate(p for stage in trained.stages for p in stage)
+        }
         found = [
             message
             for partition in partitions
             for message in _messages(
-                partition, trained.expert_shard_group if partition.experts else trained.shard_group, self._message_bytes
+                partition,
+                trained.expert_shard_group if partition.experts else trained.shard_group,
+                self._message_bytes,
             )
         ]
-        self._messages = sorted(found, key=lambda message: min(order.get(id(parameter), 0) for parameter in message.parameters))
+        self._messages = sorted(
+            found,
+            key=lambda message: min(
+                order.get(id(parameter), 0) for parameter in message.parameters
+            ),
+        )
 
     def start(self) -> None:
         """Start all broadcasts, after the optimizer's step. Collective."""
@@ -157,10 +222,16 @@ class OverlappedGather:
         self.wait_for(list(self._awaited))
 
     def abandon(self) -> bool:
-        """Wait a few seconds at most, because other ranks may be gone. Returns whether parameters stay without their new values."""
+        """Wait a few seconds at most, because other ranks may be gone. Returns whether parameters
+        stay without their new values."""
         deadline = time.monotonic() + _PATIENCE
-        messages = {id(message): message for awaited in self._awaited.values() for message in awaited}.values()
-        while not (arrived := all(message.has_arrived() for message in messages)) and time.monotonic() < deadline:
+        messages = {
+            id(message): message for awaited in self._awaited.values() for message in awaited
+        }.values()
+        while (
+            not (arrived := all(message.has_arrived() for message in messages))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         try:
             if arrived:
@@ -183,7 +254,8 @@ class OverlappedGather:
 
 
 class GatheredParameters(WholeParameters):
-    """Every data-parallel rank keeps all parameters; after a step they arrive while the next forward runs.
+    """Every data-parallel rank keeps all parameters; after a step they arrive while the next
+    forward runs.
 
     Attributes:
         gather: brings the new values.
@@ -194,11 +266,17 @@ class GatheredParameters(WholeParameters):
         self._hooks: list[Any] = []
 
     def shard(
-        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self,
+        module: nn.Module,
+        models: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        is_active: Callable[[nn.Module], bool],
     ) -> None:
-        """Wait before each block for its parameters, and before each module outside the blocks for its own. Shards nothing.
+        """Wait before each block for its parameters, and before each module outside the blocks for
+        its own. Shards nothing.
 
-        There is no hook inside a block: it would become a part of a compiled one, and operations in it wait anyway.
+        There is no hook inside a block: it would become a part of a compiled one, and operations in
+        it wait anyway.
         """
         if self._hooks:
             return
@@ -211,7 +289,10 @@ class GatheredParameters(WholeParameters):
                 self._hook(outer, partial(outer.parameters, recurse=False), lambda outer: True)
 
     def _hook(
-        self, module: nn.Module, parameters: Callable[[], Iterable[nn.Parameter]], is_active: Callable[[nn.Module], bool]
+        self,
+        module: nn.Module,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        is_active: Callable[[nn.Module], bool],
     ) -> None:
         def before_forward(module: nn.Module, args: Any) -> None:
             if is_active(module):
@@ -238,7 +319,9 @@ class GatheredParameters(WholeParameters):
         self._hooks = []
 
 
-def _messages(partition: Partition, group: dist.ProcessGroup, message_bytes: int) -> Iterator[_Message]:
+def _messages(
+    partition: Partition, group: dist.ProcessGroup, message_bytes: int
+) -> Iterator[_Message]:
     """Messages of one buffer, part by part. What only fills up a part is not sent."""
     flat, size = partition.group.flat, partition.group.owned.numel()
     limit = max(1, message_bytes // flat.element_size())
@@ -247,6 +330,10 @@ def _messages(partition: Partition, group: dist.ProcessGroup, message_bytes: int
         end = (index + 1) * size
         for start in range(index * size, end, limit):
             stop = min(start + limit, end)
-            inside = [slot.parameter for slot in partition.slots if slot.start < stop and slot.stop > start]
+            inside = [
+                slot.parameter
+                for slot in partition.slots
+                if slot.start < stop and slot.stop > start
+            ]
             if inside:
                 yield _Message(flat[start:stop], source, group, inside)

@@ -1,4 +1,5 @@
-"""Stores of the values of parameters: whole on every data-parallel rank, or sharded over them (`sharded_parameters`)."""
+"""Stores of the values of parameters: whole on every data-parallel rank, or sharded over them
+(`sharded_parameters`)."""
 
 from __future__ import annotations
 
@@ -30,11 +31,16 @@ class TrainedTensor:
 
 
 class ParameterStore(ABC):
-    """Keeps the values of a rank's parameters. Its methods are those of `DataParallelBackend` by the same names, which explains them."""
+    """Keeps the values of a rank's parameters. Its methods are those of `DataParallelBackend` by
+    the same names, which explains them."""
 
     @abstractmethod
     def shard(
-        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self,
+        module: nn.Module,
+        models: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        is_active: Callable[[nn.Module], bool],
     ) -> None: ...
 
     @abstractmethod
@@ -51,11 +57,13 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def tensors_to_train(self, trained: TrainedParameters) -> list[TrainedTensor]:
-        """Tensors that this rank's optimizer trains. Called once, by `DataParallelBackend.prepare`."""
+        """Tensors that this rank's optimizer trains. Called once, by
+        `DataParallelBackend.prepare`."""
 
     @abstractmethod
     def before_gradients_are_taken(self) -> None:
-        """Refuse gradients that were computed from missing parameters. Called after a backward action, before its gradients are reduced."""
+        """Refuse gradients that were computed from missing parameters. Called after a backward
+        action, before its gradients are reduced."""
 
     @abstractmethod
     def after_backward(self) -> None:
@@ -70,7 +78,11 @@ class WholeParameters(ParameterStore):
     """Every data-parallel rank keeps all parameters (stages 0 to 2)."""
 
     def shard(
-        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self,
+        module: nn.Module,
+        models: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        is_active: Callable[[nn.Module], bool],
     ) -> None:
         """Do nothing: parameters are not sharded."""
 

@@ -1,4 +1,5 @@
-"""Parameters that are sharded over data-parallel ranks and gathered while they are used (ZeRO stage 3)."""
+"""Parameters that are sharded over data-parallel ranks and gathered while they are used (ZeRO stage
+3)."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ _SIGNS_OF_FREED = ("storage of size 0", "data is not allocated yet", "illegal me
 
 
 class Uploads:
-    """Copies from host memory and the collectives that wait for them, overlapping the computation on the device.
+    """Copies from host memory and the collectives that wait for them, overlapping the computation
+    on the device.
 
-    Their targets must be allocated on the computation's own stream, so that the memory is not reused while either uses it.
+    Their targets must be allocated on the computation's own stream, so that the memory is not
+    reused while either uses it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +36,8 @@ class Uploads:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of such work: it waits for what has been computed so far, and later computation does not wait for it."""
+        """Context of such work: it waits for what has been computed so far, and later computation
+        does not wait for it."""
         if self._stream is None:
             yield
             return
@@ -42,26 +46,34 @@ class Uploads:
             yield
 
     def page_locked(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return the same values in page-locked memory, from which copies overlap with computation."""
+        """Return the same values in page-locked memory, from which copies overlap with
+        computation."""
         return piece if self._stream is None or piece.is_pinned() else piece.pin_memory()
 
 
 class Unit:
-    """Parameters that are gathered and freed together, one after the other in a flat buffer. Each rank keeps one part of it.
+    """Parameters that are gathered and freed together, one after the other in a flat buffer. Each
+    rank keeps one part of it.
 
-    What autograd saves in a forward, the parameters themselves and views of them, refers to the buffer's storage. That is freed and
-    filled again for the backward, under the same tensors (as in torch's FSDP). In between the parameters are NaN everywhere, without
-    memory, so that code that uses them outside of their modules is not silently wrong.
+    What autograd saves in a forward, the parameters themselves and views of them, refers to the
+    buffer's storage. That is freed and filled again for the backward, under the same tensors (as in
+    torch's FSDP). In between the parameters are NaN everywhere, without memory, so that code that
+    uses them outside of their modules is not silently wrong.
 
     Args:
         parameters: of one type; on all ranks of the group the same values.
         group: the data-parallel ranks.
         device: device on which parameters are gathered.
-        uploads: the parts are kept in host memory and copied to the device for each gather; None: they are kept on the device.
+        uploads: the parts are kept in host memory and copied to the device for each gather; None:
+            they are kept on the device.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device, uploads: Uploads | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        uploads: Uploads | None = None,
     ) -> None:
         self.group, self._uploads = group, uploads
         self.slots = end_to_end(parameters)
@@ -72,21 +84,29 @@ class Unit:
         nan = parameters[0].detach().new_full((), float("nan"), device=device)
         self._blanks = [nan.expand(parameter.shape) for parameter in parameters]
         self._flat = nan.new_empty(self.part_numel * dist.get_world_size(group))
-        self._views = [self._flat[slot.start : slot.stop].view(slot.parameter.shape) for slot in self.slots]
+        self._views = [
+            self._flat[slot.start : slot.stop].view(slot.parameter.shape) for slot in self.slots
+        ]
         self._work: Any = None
         self.gathered = False
         self.in_backward = False
         self.pieces = {
-            slot.parameter: slot.parameter.detach().reshape(-1)[first:last].to(device if uploads is None else "cpu", copy=True)
+            slot.parameter: (
+                slot.parameter.detach()
+                .reshape(-1)[first:last]
+                .to(device if uploads is None else "cpu", copy=True)
+            )
             for slot, first, last in self.owned()
         }
-        """By parameter: the elements that this rank keeps, flattened. What trains them may put other tensors here."""
+        """By parameter: the elements that this rank keeps, flattened. What trains them may put
+        other tensors here."""
         missing = self.part_numel - sum(piece.numel() for piece in self.pieces.values())
         self._padding = torch.zeros(missing, dtype=dtype, device=device)
         self._hide()
 
     def owned(self, rank: int | None = None) -> Iterator[tuple[Slot, int, int]]:
-        """(slot, first, last) for each parameter that a rank, by default this one, keeps the elements first to last - 1 of."""
+        """(slot, first, last) for each parameter that a rank, by default this one, keeps the
+        elements first to last - 1 of."""
         start = (self.rank if rank is None else rank) * self.part_numel
         for slot in self.slots:
             first, last = max(slot.start, start), min(slot.stop, start + self.part_numel)
@@ -94,7 +114,8 @@ class Unit:
                 yield slot, first - slot.start, last - slot.start
 
     def kept(self) -> list[torch.Tensor]:
-        """The gather buffer, which has no memory while parameters are freed, and this rank's part of them."""
+        """The gather buffer, which has no memory while parameters are freed, and this rank's part
+        of them."""
         return [self._flat, *self.pieces.values(), self._padding]
 
     def start_gathering(self) -> None:
@@ -112,12 +133,15 @@ class Unit:
         part = torch.empty(self.part_numel, dtype=self._flat.dtype, device=self._flat.device)
         with self._uploads.running():
             pieces = [*(piece.detach() for piece in self.pieces.values()), self._padding]
-            for target, piece in zip(part.split([len(piece) for piece in pieces]), pieces, strict=True):
+            for target, piece in zip(
+                part.split([len(piece) for piece in pieces]), pieces, strict=True
+            ):
                 target.copy_(piece, non_blocking=True)
             self._work = (all_gather_flat(self._flat, part, self.group), part)
 
     def gather(self) -> None:
-        """Finish the all-gather, starting it if necessary, and point the parameters at the buffer."""
+        """Finish the all-gather, starting it if necessary, and point the parameters at the
+        buffer."""
         self.start_gathering()
         if self._work is not None:
             self._work[0].wait()
@@ -144,11 +168,14 @@ class Unit:
     def require_untouched(self) -> None:
         """Refuse values that were written into a parameter while it was freed."""
         for slot, blank, version in zip(self.slots, self._blanks, self._versions, strict=True):
-            if slot.parameter._version != version or storage_key(slot.parameter) != storage_key(blank):
+            if slot.parameter._version != version or storage_key(slot.parameter) != storage_key(
+                blank
+            ):
                 raise ConfigError(
-                    f"A parameter of shape {tuple(slot.parameter.shape)} was changed between two batches. With zero_stage=3 the change"
-                    " would be lost, because the whole parameter is in memory only during a batch. Use zero_stage=2, or change it before"
-                    " the fit begins."
+                    f"A parameter of shape {tuple(slot.parameter.shape)} was changed between two"
+                    " batches. With zero_stage=3 the change would be lost, because the whole"
+                    " parameter is in memory only during a batch. Use zero_stage=2, or change it"
+                    " before the fit begins."
                 )
 
     def restore(self) -> None:
@@ -161,26 +188,34 @@ class Unit:
 
 
 class ParameterUnits:
-    """All parameters of a rank in units: one for each block, and for everything outside the blocks one of trained and one of frozen ones.
+    """All parameters of a rank in units: one for each block, and for everything outside the blocks
+    one of trained and one of frozen ones.
 
-    The latter is gathered while a batch is computed. A block is gathered before its forward and before its backward and freed
-    after them; the next one of its model is gathered meanwhile. What is `whole` is gathered for the whole batch.
+    The latter is gathered while a batch is computed. A block is gathered before its forward and
+    before its backward and freed after them; the next one of its model is gathered meanwhile. What
+    is `whole` is gathered for the whole batch.
 
-    A function with a backward of its own may run blocks without autograd, and parts of them again in its backward (Reformer's reversible
-    layers): neither passes the block. The modules inside such a block are watched from its first forward on, and the first one that is
-    called while the parameters are away gathers them, until the backward of the micro-batch is over.
+    A function with a backward of its own may run blocks without autograd, and parts of them again
+    in its backward (Reformer's reversible layers): neither passes the block. The modules inside
+    such a block are watched from its first forward on, and the first one that is called while the
+    parameters are away gathers them, until the backward of the micro-batch is over.
 
     Args:
         module: the user's module; its parameters are sharded here.
-        models: blocks of each model, in the order in which they are called: of the trained one first, then of frozen ones.
+        models: blocks of each model, in the order in which they are called: of the trained one
+            first, then of frozen ones.
         group: the data-parallel ranks.
         control: a group of the same ranks for tensors in host memory.
-        is_active: whether a call of a block will run it (it does not while another pipeline stage is running).
-        finished: called with the parameters of a block whose backward is over, at the same point on all ranks of the group.
-        whole: gather the trained model for the whole batch. The passes of a split backward read a block's parameters at different times.
+        is_active: whether a call of a block will run it (it does not while another pipeline stage
+            is running).
+        finished: called with the parameters of a block whose backward is over, at the same point on
+            all ranks of the group.
+        whole: gather the trained model for the whole batch. The passes of a split backward read a
+            block's parameters at different times.
         whole_frozen: gather the frozen models for the whole batch.
         on_host: the parts are kept in host memory.
-        apart: by id of a parameter that is not the same on all ranks of `group`, the group of those on which it is.
+        apart: by id of a parameter that is not the same on all ranks of `group`, the group of those
+            on which it is.
     """
 
     def __init__(
@@ -203,42 +238,62 @@ class ParameterUnits:
         self._finished = finished
         self._in_use = self._trains = False
         self._order = 0
-        self._watched: set[int] = set()  # places of blocks that have run without autograd in a training forward
-        self._used_again: set[int] = set()  # places of blocks that were gathered for a backward of this batch
+        # places of blocks that have run without autograd in a training forward
+        self._watched: set[int] = set()
+        # places of blocks that were gathered for a backward of this batch
+        self._used_again: set[int] = set()
         blocks = [block for model in models for block in model]
-        self._model = [index for index, model in enumerate(models) for _ in model]  # by place of a block
+        # by place of a block
+        self._model = [index for index, model in enumerate(models) for _ in model]
         uses = _users(module, blocks)
-        inside = [[p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()] for block in blocks]
+        inside = [
+            [p for p in block.parameters() if uses[id(p)] == 1 and p.is_floating_point()]
+            for block in blocks
+        ]
         known = {id(parameter) for parameters in inside for parameter in parameters}
         outside = [p for p in module.parameters() if id(p) not in known and p.is_floating_point()]
         uploads = Uploads(device) if on_host else None
         groups = apart or {}
 
         def units(parameters: Sequence[nn.Parameter]) -> list[Unit]:
-            return _units(parameters, lambda parameter: groups.get(id(parameter), group), device, uploads)
+            return _units(
+                parameters, lambda parameter: groups.get(id(parameter), group), device, uploads
+            )
 
-        # Apart: trained parameters between large frozen ones would be on few ranks, with all of their optimizer states.
-        trained, frozen = ([p for p in outside if p.requires_grad is wanted] for wanted in (True, False))
+        # Apart: trained parameters between large frozen ones would be on few ranks, with all of
+        # their optimizer states.
+        trained, frozen = (
+            [p for p in outside if p.requires_grad is wanted] for wanted in (True, False)
+        )
         self._outside = [*units(trained), *units(frozen)]
-        self._blocks = [(block, units(parameters)) for block, parameters in zip(blocks, inside, strict=True)]
+        self._blocks = [
+            (block, units(parameters)) for block, parameters in zip(blocks, inside, strict=True)
+        ]
         self._place = {id(block): index for index, (block, _) in enumerate(self._blocks)}
-        self._passing = [place for place, model in enumerate(self._model) if not (whole_frozen if model else whole)]
+        self._passing = [
+            place
+            for place, model in enumerate(self._model)
+            if not (whole_frozen if model else whole)
+        ]
         in_blocks = {id(inner) for block in blocks for inner in block.modules()}
         away = {id(parameter) for parameter in outside}
         self._around = [
             owner
             for owner in module.modules()
-            if id(owner) not in in_blocks and any(id(parameter) in away for parameter in owner.parameters(recurse=False))
+            if id(owner) not in in_blocks
+            and any(id(parameter) in away for parameter in owner.parameters(recurse=False))
         ]
         self._hooks: list[Any] = []
         self.open()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterUnits:
-        """A copied module has hooks that belong to the original's blocks and leave its own alone."""
+        """A copied module has hooks that belong to the original's blocks and leave its own
+        alone."""
         return self
 
     def open(self) -> None:
-        """Hook into the calls of the blocks, and of the modules around them that have parameters."""
+        """Hook into the calls of the blocks, and of the modules around them that have
+        parameters."""
         if self._hooks:
             return
         for owner in self._around:
@@ -258,8 +313,8 @@ class ParameterUnits:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context of the forward and backward of a batch. Collective, as is the forward and backward of every block that is not
-        `whole`.
+        """Context of the forward and backward of a batch. Collective, as is the forward and
+        backward of every block that is not `whole`.
 
         Raises:
             ConfigError: a block's parameters were used outside of it.
@@ -271,7 +326,12 @@ class ParameterUnits:
         self._in_use, self._order, self._trains = True, 0, torch.is_grad_enabled()
         self._used_again.clear()
         passing = set(self._passing)
-        whole = [unit for place, (_, units) in enumerate(self._blocks) if place not in passing for unit in units]
+        whole = [
+            unit
+            for place, (_, units) in enumerate(self._blocks)
+            if place not in passing
+            for unit in units
+        ]
         _gather([*self._outside, *whole])
         try:
             yield
@@ -280,10 +340,19 @@ class ParameterUnits:
                 raise
             certain = "illegal memory access" not in str(error)
             raise ConfigError(
-                f"A block's parameters {'were' if certain else 'may have been'} used after zero_gather=micro_batch had freed them. They"
-                f" {'were' if certain else 'would have been'} read outside the block's forward, or in a backward that does not run the"
-                " blocks in the reverse order of the forward. Use zero_gather=step."
-                + ("" if certain else " If that does not help, CUDA_LAUNCH_BLOCKING=1 shows which operation fails.")
+                f"A block's parameters {'were' if certain else 'may have been'} used after"
+                " zero_gather=micro_batch had freed them. They"
+                f" {'were' if certain else 'would have been'} read outside the block's forward, or"
+                " in a backward that does not run the blocks in the reverse order of the forward."
+                " Use zero_gather=step."
+                + (
+                    ""
+                    if certain
+                    else (
+                        " If that does not help, CUDA_LAUNCH_BLOCKING=1 shows which operation"
+                        " fails."
+                    )
+                )
             ) from error
         finally:
             self._in_use = False
@@ -291,15 +360,17 @@ class ParameterUnits:
         self._require_same_order()
 
     def _require_same_order(self) -> None:
-        """Refuse ranks that gathered different blocks: each would have computed with another's parameters."""
+        """Refuse ranks that gathered different blocks: each would have computed with another's
+        parameters."""
         if not self._passing or dist.get_world_size(self._group) == 1:
             return
         extremes = torch.tensor([self._order, -self._order], dtype=torch.int64)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._control)
         if extremes[0] != -extremes[1]:
             raise DataError(
-                "Data-parallel ranks called different blocks of the model, or in different orders. With zero_gather=micro_batch they"
-                " gather the parameters of each block together, so they must call the same blocks in the same order. Use zero_gather=step."
+                "Data-parallel ranks called different blocks of the model, or in different orders."
+                " With zero_gather=micro_batch they gather the parameters of each block together,"
+                " so they must call the same blocks in the same order. Use zero_gather=step."
             )
 
     def free(self) -> None:
@@ -315,13 +386,15 @@ class ParameterUnits:
                 unit.free()
 
     def require_gathered_again(self) -> None:
-        """Refuse gradients of a micro-batch, not taken yet, that were computed while a block's parameters were away."""
+        """Refuse gradients of a micro-batch, not taken yet, that were computed while a block's
+        parameters were away."""
         for place in sorted(self._watched - self._used_again):
             block, units = self._blocks[place]
             if any(slot.parameter.grad is not None for unit in units for slot in unit.slots):
                 raise ConfigError(
-                    f"The parameters of a {type(block).__name__} got gradients after zero_gather=micro_batch had freed them: the block ran"
-                    " without autograd, and the gradients were computed without calling it. Use zero_gather=step."
+                    f"The parameters of a {type(block).__name__} got gradients after"
+                    " zero_gather=micro_batch had freed them: the block ran without autograd, and"
+                    " the gradients were computed without calling it. Use zero_gather=step."
                 )
 
     def restore(self) -> None:
@@ -342,8 +415,9 @@ class ParameterUnits:
         """Refuse a call while the parameters are NaN."""
         if not self._in_use and not autograd_is_running():
             raise ConfigError(
-                f"The model (its {type(module).__name__}) was called between two batches, by generate() in a hook for example. With"
-                " zero_stage=3, no rank has its whole parameters then. Call it only in training_step, validation_step, test_step or"
+                f"The model (its {type(module).__name__}) was called between two batches, by"
+                " generate() in a hook for example. With zero_stage=3, no rank has its whole"
+                " parameters then. Call it only in training_step, validation_step, test_step or"
                 " predict_step, or use zero_stage=2."
             )
 
@@ -359,7 +433,8 @@ class ParameterUnits:
         return place if self._in_use and place in self._passing and self._is_active(block) else None
 
     def _is_recomputing(self, place: int) -> bool:
-        """True if a block runs again inside its own backward, which needs its parameters afterwards."""
+        """True if a block runs again inside its own backward, which needs its parameters
+        afterwards."""
         return autograd_is_running() and any(unit.in_backward for unit in self._blocks[place][1])
 
     def _after_forward(self, block: nn.Module, args: Any, output: Any) -> None:
@@ -383,7 +458,11 @@ class ParameterUnits:
         self._watched.add(place)
         for inner in block.modules():
             if next(inner.parameters(recurse=False), None) is not None:
-                self._hooks.append(inner.register_forward_pre_hook(lambda module, args: self._before_inner(place), prepend=True))
+                self._hooks.append(
+                    inner.register_forward_pre_hook(
+                        lambda module, args: self._before_inner(place), prepend=True
+                    )
+                )
 
     def _before_inner(self, place: int) -> None:
         if self._in_use and not all(unit.gathered for unit in self._blocks[place][1]):
@@ -391,7 +470,8 @@ class ParameterUnits:
             self._gather(place, 0)
 
     def _before_backward(self, place: int) -> None:
-        """Gather a block for its backward: the gradient of its output has arrived, so the backward of the blocks after it is over."""
+        """Gather a block for its backward: the gradient of its output has arrived, so the backward
+        of the blocks after it is over."""
         if not self._in_use:
             return
         _, units = self._blocks[place]
@@ -408,7 +488,8 @@ class ParameterUnits:
             unit.in_backward = True
 
     def _gather(self, place: int, direction: int) -> None:
-        """Gather a block and start on the next one of its model in the direction, 1 or -1; with 0, only the block."""
+        """Gather a block and start on the next one of its model in the direction, 1 or -1; with 0,
+        only the block."""
         self._order = (self._order * 1_000_003 + place * 3 + direction + 2) % 2**61
         _gather(self._blocks[place][1])
         if direction == 0:
@@ -434,10 +515,15 @@ def _units(
     device: torch.device,
     uploads: Uploads | None,
 ) -> list[Unit]:
-    """One unit for each group and type, those of the first parameter's group first: in one order on all ranks."""
+    """One unit for each group and type, those of the first parameter's group first: in one order on
+    all ranks."""
     groups = list(dict.fromkeys(group_of(parameter) for parameter in parameters))
     types = sorted({parameter.dtype for parameter in parameters}, key=str)
-    chosen = [(group, [p for p in parameters if p.dtype == dtype and group_of(p) == group]) for group in groups for dtype in types]
+    chosen = [
+        (group, [p for p in parameters if p.dtype == dtype and group_of(p) == group])
+        for group in groups
+        for dtype in types
+    ]
     return [Unit(members, group, device, uploads) for group, members in chosen if members]
 
 

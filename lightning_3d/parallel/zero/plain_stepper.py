@@ -14,13 +14,20 @@ from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, GradientS
 from lightning_3d.parallel.zero.gradient_norm import global_norm
 from lightning_3d.parallel.zero.outside_writes import follow_writes, with_writes
 from lightning_3d.parallel.zero.shared_matrices import TrainedRange, share_matrices, step_matrices
-from lightning_3d.parallel.zero.stepper import Stepper, new_state, skipping, skips_on_device, state_tensors
+from lightning_3d.parallel.zero.stepper import (
+    Stepper,
+    new_state,
+    skipping,
+    skips_on_device,
+    state_tensors,
+)
 from lightning_3d.parallel.zero.trained import Trained, TrainedParameters
 from lightning_3d.parallel.zero.wrapped_state import SEPARATOR, inner_states, new_wrapped_states
 
 
 class PlainStepper(Stepper):
-    """Keeps double precision. bf16 parameters have float32 master weights, which the optimizer trains.
+    """Keeps double precision. bf16 parameters have float32 master weights, which the optimizer
+    trains.
 
     Args:
         trained: parameters of this rank.
@@ -28,7 +35,9 @@ class PlainStepper(Stepper):
         optimizer: the user's; its parameter groups get the master weights.
     """
 
-    def __init__(self, trained: TrainedParameters, sums: GradientSums, optimizer: Optimizer) -> None:
+    def __init__(
+        self, trained: TrainedParameters, sums: GradientSums, optimizer: Optimizer
+    ) -> None:
         self._trained, self._sums, self._optimizer = trained, sums, optimizer
         self._masters = {
             parameter: nn.Parameter(parameter.detach().to(torch.float32))
@@ -38,7 +47,13 @@ class PlainStepper(Stepper):
         if self._masters:
             swap_parameters(optimizer, self._masters)
         ranges = (
-            TrainedRange(self._masters.get(entry.parameter, entry.parameter), 0, entry, 0, entry.parameter.numel())
+            TrainedRange(
+                self._masters.get(entry.parameter, entry.parameter),
+                0,
+                entry,
+                0,
+                entry.parameter.numel(),
+            )
             for entry in trained.entries
         )
         share_matrices(optimizer, trained, ranges, sharded=False)
@@ -59,10 +74,15 @@ class PlainStepper(Stepper):
         return ((entry, None, self._sums[entry.parameter]) for entry in self._trained.entries)
 
     def gradient_norm(self) -> Tensor:
-        counted = (entry.parameter for entry in self._trained.entries if self._trained.counts(entry))
-        gradients = (gradient for gradient in map(self._sums.__getitem__, counted) if gradient is not None)
+        counted = (
+            entry.parameter for entry in self._trained.entries if self._trained.counts(entry)
+        )
+        gradients = (
+            gradient for gradient in map(self._sums.__getitem__, counted) if gradient is not None
+        )
         mesh = self._trained.mesh
-        # Together these ranks count every element once: the data-parallel ranks all have the whole gradient, except of experts.
+        # Together these ranks count every element once: the data-parallel ranks all have the whole
+        # gradient, except of experts.
         group = mesh.group("tp", "cp", "pp") if mesh.layout.ep == 1 else dist.group.WORLD
         return global_norm(gradients, self._trained.device, group)
 
@@ -80,7 +100,8 @@ class PlainStepper(Stepper):
 
     def discard(self) -> None:
         for parameter, master in self._masters.items():
-            master.grad = self._sums[parameter] = None  # or the gradients of this step would stay in memory until the next one
+            # or the gradients of this step would stay in memory until the next one
+            master.grad = self._sums[parameter] = None
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
@@ -88,7 +109,10 @@ class PlainStepper(Stepper):
             master.copy_(parameter)
 
     def weights(self) -> list[OptimizerShard]:
-        found = ((entry.name, self._masters.get(entry.parameter, entry.parameter)) for entry in self._trained.entries)
+        found = (
+            (entry.name, self._masters.get(entry.parameter, entry.parameter))
+            for entry in self._trained.entries
+        )
         return [OptimizerShard(name, None, {"weight": weight}) for name, weight in found]
 
     @torch.no_grad()
@@ -97,14 +121,22 @@ class PlainStepper(Stepper):
             parameter.copy_(master)
 
     def create_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
-        groups = {id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]}
+        groups = {
+            id(parameter): group
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        }
         for entry in self._trained.entries:
             tensor = self._masters.get(entry.parameter, entry.parameter)
             self._optimizer.state.pop(tensor, None)
             if entry.name in state:
                 group, shape, saved = groups[id(tensor)], entry.spec.global_shape, state[entry.name]
                 wrapped = new_wrapped_states(self._optimizer, group, tensor, saved, entry.name)
-                made = {key: new_state(value, tensor, shape, group) for key, value in saved.items() if SEPARATOR not in key}
+                made = {
+                    key: new_state(value, tensor, shape, group)
+                    for key, value in saved.items()
+                    if SEPARATOR not in key
+                }
                 self._optimizer.state[tensor] = made | wrapped
 
     def shards(self, *, to_save: bool) -> list[OptimizerShard]:
@@ -119,20 +151,29 @@ class PlainStepper(Stepper):
         return shards
 
     def held(self) -> dict[str, list[Tensor]]:
-        return {"parameters": [], "gradients": [], "optimizer": [*state_tensors(self._optimizer), *self._masters.values()]}
+        return {
+            "parameters": [],
+            "gradients": [],
+            "optimizer": [*state_tensors(self._optimizer), *self._masters.values()],
+        }
 
     def release(self) -> None:
         self._masters = {}
 
 
 def swap_parameters(optimizer: Optimizer, masters: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Let `optimizer` train the master of each parameter that has one. Existing state moves along, in float32."""
+    """Let `optimizer` train the master of each parameter that has one. Existing state moves along,
+    in float32."""
     for group in optimizer.param_groups:
         group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
     for parameter, master in masters.items():
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             optimizer.state[master] = {
-                key: value.to(torch.float32) if isinstance(value, Tensor) and value.is_floating_point() else value
+                key: (
+                    value.to(torch.float32)
+                    if isinstance(value, Tensor) and value.is_floating_point()
+                    else value
+                )
                 for key, value in state.items()
             }

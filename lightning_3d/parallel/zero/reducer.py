@@ -1,4 +1,5 @@
-"""Gradients of one rank: added up over micro-batches, and summed over the ranks that share their parameters."""
+"""Gradients of one rank: added up over micro-batches, and summed over the ranks that share their
+parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
-from lightning_3d.parallel.zero.gradient_buffers import LOW_PRECISION, FlatGradients, GradientSums, scale_
+from lightning_3d.parallel.zero.gradient_buffers import (
+    LOW_PRECISION,
+    FlatGradients,
+    GradientSums,
+    scale_,
+)
 from lightning_3d.parallel.zero.overlapped_reduction import EagerReduction
 from lightning_3d.parallel.zero.partial_and_tied_gradients import PartialSums
 from lightning_3d.parallel.zero.replica_sums import ReplicaSums
@@ -30,17 +36,20 @@ class Reduction(ABC):
         """Take note of a backward action of a stage with these parameters."""
 
     def before_last_backward(self, stage: int) -> None:  # noqa: B027 - most send nothing before it
-        """Take note that the last backward of a stage begins, which may overlap with the reduction."""
+        """Take note that the last backward of a stage begins, which may overlap with the
+        reduction."""
 
     def start(self, wave: int) -> None:  # noqa: B027 - what is not started is reduced by `finish`
         """Start to sum the gradients of a wave, which must be complete."""
 
     @abstractmethod
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
-        """Complete the sums and multiply them by `scale`. Returns the parameters that no rank had a gradient for."""
+        """Complete the sums and multiply them by `scale`. Returns the parameters that no rank had a
+        gradient for."""
 
     def takes_at_once(self, parameter: nn.Parameter) -> bool:
-        """True if the gradient of a parameter is taken in every micro-batch; `local` then has this rank's part of the sum."""
+        """True if the gradient of a parameter is taken in every micro-batch; `local` then has this
+        rank's part of the sum."""
         return False
 
     def local(self, parameter: nn.Parameter) -> Tensor | None:
@@ -61,7 +70,11 @@ class UnsharedGradients(Reduction):
         self._parameters, self._sums = parameters, sums
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
-        present = [gradient for gradient in map(self._sums.__getitem__, self._parameters) if gradient is not None]
+        present = [
+            gradient
+            for gradient in map(self._sums.__getitem__, self._parameters)
+            if gradient is not None
+        ]
         for dtype in {gradient.dtype for gradient in present}:
             scale_([gradient for gradient in present if gradient.dtype == dtype], scale)
         return []
@@ -92,12 +105,14 @@ class AllReduced(_Buffered):
 
 
 class ReducedToPartitions(_Buffered):
-    """Gradients in DeepSpeed's own layout, so that the part that a rank owns is a view and nothing is copied twice (stages 1 and 2).
+    """Gradients in DeepSpeed's own layout, so that the part that a rank owns is a view and nothing
+    is copied twice (stages 1 and 2).
 
     Args:
         scatters: one reduce-scatter for each partition instead of all-reduces of buckets.
         frees: keep only the owned part, not the buffer that it is a view of.
-        replicas: further sums of the owned parts, where `group` is only a part of the data-parallel ranks.
+        replicas: further sums of the owned parts, where `group` is only a part of the data-parallel
+            ranks.
     """
 
     def __init__(
@@ -112,7 +127,12 @@ class ReducedToPartitions(_Buffered):
         replicas: ReplicaSums | None = None,
     ) -> None:
         super().__init__(flat, group, sums)
-        self._partitions, self._scatters, self._frees, self._replicas = partitions, scatters, frees, replicas
+        self._partitions, self._scatters, self._frees, self._replicas = (
+            partitions,
+            scatters,
+            frees,
+            replicas,
+        )
 
     def finish(self, scale: float | Tensor) -> list[nn.Parameter]:
         if self._scatters:
@@ -131,10 +151,12 @@ class ReducedToPartitions(_Buffered):
 
 
 class AddedToPieces(_Buffered):
-    """Gradients that are all-reduced and of which this rank adds its pieces to what their partitions have already.
+    """Gradients that are all-reduced and of which this rank adds its pieces to what their
+    partitions have already.
 
     Args:
-        replicas: further sums of these pieces, where `group` is only a part of the ranks that share them.
+        replicas: further sums of these pieces, where `group` is only a part of the ranks that share
+            them.
     """
 
     def __init__(
@@ -200,7 +222,8 @@ class Overlapped(Reduction):
         self._eager.before_last_backward(stage)
 
     def block_finished(self, parameters: list[nn.Parameter]) -> None:
-        """Send the gradients of a block when a micro-batch's backward through it has ended. All ranks call this at the same point."""
+        """Send the gradients of a block when a micro-batch's backward through it has ended. All
+        ranks call this at the same point."""
         if self._each_micro_batch:
             self._eager.finished(parameters)
 
@@ -240,10 +263,13 @@ class Reducer:
     Args:
         trained: parameters of this rank.
         sums: where their gradients add up over micro-batches.
-        reductions: how each parameter is summed over the data-parallel ranks, in the order in which all ranks send.
+        reductions: how each parameter is summed over the data-parallel ranks, in the order in which
+            all ranks send.
         accumulated: partitions whose gradient is a sum of pieces, and starts each step at zero.
-        frees: after the reduction drop the gradients in `sums`; the optimizer steps with those of its partitions.
-        absorbs: add bf16 gradients to their sums as they arrive, so that there is never one of each parameter.
+        frees: after the reduction drop the gradients in `sums`; the optimizer steps with those of
+            its partitions.
+        absorbs: add bf16 gradients to their sums as they arrive, so that there is never one of each
+            parameter.
         shows: after the reduction `.grad` is the memory that the optimizer steps with.
     """
 
@@ -261,18 +287,31 @@ class Reducer:
         self._shows = shows
         self._trained, self._sums, self._reductions = trained, sums, reductions
         self._accumulated, self._frees = accumulated, frees
-        summed = [(entry.parameter, replace(entry.spec, tp_grad_sum=trained.summed_over_tp(entry))) for entry in trained.entries]
+        summed = [
+            (entry.parameter, replace(entry.spec, tp_grad_sum=trained.summed_over_tp(entry)))
+            for entry in trained.entries
+        ]
         self._partial = PartialSums(trained.mesh, summed, trained.wave_of)
         own = trained.mesh.index("tp")
-        copies = [entry for entry in trained.entries if trained.takes_first_copy(entry) and own != min(entry.spec.tp_replicas)]
+        copies = [
+            entry
+            for entry in trained.entries
+            if trained.takes_first_copy(entry) and own != min(entry.spec.tp_replicas)
+        ]
         self._copies = [entry.parameter for entry in copies]
         self._arrivals = Arrivals(trained.waves, trained.mesh.data_control, self._arrived)
         self._finished: set[int] = set()
         self._wave = 0
         self._adds_up = False
         self.ends = self.overlaps = False
-        narrow = [parameter for parameter in trained.parameters if absorbs and parameter.dtype in LOW_PRECISION]
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._absorb) for parameter in narrow]
+        narrow = [
+            parameter
+            for parameter in trained.parameters
+            if absorbs and parameter.dtype in LOW_PRECISION
+        ]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._absorb) for parameter in narrow
+        ]
 
     def clear(self) -> None:
         """Drop all gradients of this rank's micro-batches."""
@@ -283,13 +322,15 @@ class Reducer:
         self._finished, self._wave = set(), 0
         self._arrivals.begin()
         for partition in self._accumulated:
-            partition.gradient = None  # made when something is added: until then activations need the memory
+            # made when something is added: until then activations need the memory
+            partition.gradient = None
         for reduction in self._reductions:
             reduction.begin()
 
     @contextmanager
     def adding_up(self) -> Iterator[None]:
-        """Context of the forward and backward of a batch. A backward outside of it is the user's own."""
+        """Context of the forward and backward of a batch. A backward outside of it is the user's
+        own."""
         self._adds_up = True
         try:
             yield
@@ -315,7 +356,8 @@ class Reducer:
         """See `DataParallelBackend.after_backward`."""
         parameters = list(parameters)
         for reduction in self._reductions:
-            reduction.after_backward(parameters)  # before the sums, which these gradients never reach
+            # before the sums, which these gradients never reach
+            reduction.after_backward(parameters)
         self._sums.absorb(parameters)
         if last:
             self._arrivals.watch(None)
@@ -333,12 +375,15 @@ class Reducer:
     def _complete_waves(self) -> None:
         waves = self._trained.waves
         while self._wave < self._trained.last_wave:
-            if waves[self._wave].stage not in self._finished and not self._arrivals.are_complete(self._wave):
+            if waves[self._wave].stage not in self._finished and not self._arrivals.are_complete(
+                self._wave
+            ):
                 return
             self._complete_wave()
 
     def _complete_wave(self) -> None:
-        """All gradients of the next wave have arrived. All ranks complete the waves in the same order."""
+        """All gradients of the next wave have arrived. All ranks complete the waves in the same
+        order."""
         # Partial gradients first: what is summed over the data-parallel ranks must be whole.
         self._sum_over_tp(self._wave)
         for reduction in self._reductions:
@@ -346,24 +391,31 @@ class Reducer:
         self._wave += 1
 
     def _sum_over_tp(self, wave: int) -> None:
-        """Sum what is complete in a wave over the tensor-parallel ranks. Of copies, only the first rank's gradient counts."""
+        """Sum what is complete in a wave over the tensor-parallel ranks. Of copies, only the first
+        rank's gradient counts."""
         for parameter in self._copies:
-            gradient = self._sums[parameter] if self._trained.wave_of[id(parameter)] == wave else None
+            gradient = (
+                self._sums[parameter] if self._trained.wave_of[id(parameter)] == wave else None
+            )
             if gradient is not None:
                 gradient.zero_()
         self._partial.reduce(self._sums, wave)
 
     def reduce(self, scale: float | Tensor) -> list[nn.Parameter]:
-        """See `DataParallelBackend.reduce`. Returns the parameters that no rank has a gradient for."""
+        """See `DataParallelBackend.reduce`. Returns the parameters that no rank has a gradient
+        for."""
         self._sums.absorb()
         self._arrivals.finish_step()
         while self._wave < self._trained.last_wave:
             self._complete_wave()
         self._sum_over_tp(self._trained.last_wave)
-        self._partial.reduce_tied(self._sums)  # after the partial sums: a tied copy is sent when it is whole
+        # after the partial sums: a tied copy is sent when it is whole
+        self._partial.reduce_tied(self._sums)
         for partition in self._accumulated:
             partition.sum_of_gradients()
-        absent = [parameter for reduction in self._reductions for parameter in reduction.finish(scale)]
+        absent = [
+            parameter for reduction in self._reductions for parameter in reduction.finish(scale)
+        ]
         if self._frees:
             self._sums.clear()
         return absent
@@ -381,7 +433,9 @@ class Reducer:
 
     def held(self) -> list[Tensor]:
         """Gradients and their buffers; several may share their memory."""
-        arrived = [parameter.grad for parameter in self._trained.parameters if parameter.grad is not None]
+        arrived = [
+            parameter.grad for parameter in self._trained.parameters if parameter.grad is not None
+        ]
         buffers = [buffer for reduction in self._reductions for buffer in reduction.buffers()]
         return [*self._sums.present(), *arrived, *buffers]
 

@@ -1,4 +1,5 @@
-"""Sums of gradients over the replicas of a shard, where ZeRO shards over groups of neighbouring data-parallel ranks (HSDP)."""
+"""Sums of gradients over the replicas of a shard, where ZeRO shards over groups of neighbouring
+data-parallel ranks (HSDP)."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
 
 
 class ReplicaSums:
-    """One all-reduce of this rank's part of each partition over the ranks that have the same part, after the last backward.
+    """One all-reduce of this rank's part of each partition over the ranks that have the same part,
+    after the last backward.
 
-    Parameters that are left out have been summed over all data-parallel ranks. Where they lie between others, the part is sent in several
-    messages.
+    Parameters that are left out have been summed over all data-parallel ranks. Where they lie
+    between others, the part is sent in several messages.
 
     Args:
         group: one rank of each shard group.

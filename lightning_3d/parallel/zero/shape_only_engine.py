@@ -1,8 +1,9 @@
 """ZeRO in a dry run, where tensors have shapes but no values: DeepSpeed's engine for shapes.
 
-Reduction, norm, clipping and gathering are ours and run unchanged. DeepSpeed's part of stages 1 to 3 is small: flat buffers, master
-weights, the optimizer's step on them, and the all-gather of parameters after it. It cannot work on fake tensors, so this takes the place of
-`deepspeed_compat`, function by function, with the same allocations and the same collectives.
+Reduction, norm, clipping and gathering are ours and run unchanged. DeepSpeed's part of stages 1 to
+3 is small: flat buffers, master weights, the optimizer's step on them, and the all-gather of
+parameters after it. It cannot work on fake tensors, so this takes the place of `deepspeed_compat`,
+function by function, with the same allocations and the same collectives.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from lightning_3d.compat.deepspeed import DeepSpeedGroup
 from lightning_3d.compat.torch import all_gather_by_name
 
 ALIGNMENT = 2
-"""Elements of each rank's part of a flat buffer are a multiple of this (`nccl_start_alignment_factor` of DeepSpeed 0.19)."""
+"""Elements of each rank's part of a flat buffer are a multiple of this
+(`nccl_start_alignment_factor` of DeepSpeed 0.19)."""
 
 
 @dataclass
 class _Group:
-    """A parameter group: DeepSpeed's buffers, the group of the optimizer, and the ranks that share it."""
+    """A parameter group: DeepSpeed's buffers, the group of the optimizer, and the ranks that share
+    it."""
 
     buffers: DeepSpeedGroup
     of_optimizer: dict[str, Any]
@@ -32,14 +35,21 @@ class _Group:
 
 
 class ShapeOnlyEngine:
-    """DeepSpeed's engine with ZeRO stage 1: as `DeepSpeedZeroOptimizer` (0.19), but for tensors without values."""
+    """DeepSpeed's engine with ZeRO stage 1: as `DeepSpeedZeroOptimizer` (0.19), but for tensors
+    without values."""
 
-    def __init__(self, optimizer: Any, groups: Any, *, offload: bool, on_host: bool, expert_group: Any) -> None:
+    def __init__(
+        self, optimizer: Any, groups: Any, *, offload: bool, on_host: bool, expert_group: Any
+    ) -> None:
         self._optimizer = optimizer
         self._offload = offload
         self._gradients: Sequence[Tensor] = ()
         self.groups = [
-            self._flatten(group, expert_group if group.get("moe") else groups.get_data_parallel_group(), on_host)
+            self._flatten(
+                group,
+                expert_group if group.get("moe") else groups.get_data_parallel_group(),
+                on_host,
+            )
             for group in optimizer.param_groups
         ]
 
@@ -47,7 +57,9 @@ class ShapeOnlyEngine:
         parameters = list(group["params"])
         count = dist.get_world_size(ranks)
         numel = sum(parameter.numel() for parameter in parameters)
-        flat = parameters[0].new_empty(-(-numel // (ALIGNMENT * count)) * ALIGNMENT * count).detach()
+        flat = (
+            parameters[0].new_empty(-(-numel // (ALIGNMENT * count)) * ALIGNMENT * count).detach()
+        )
         start = 0
         for parameter in parameters:
             parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
@@ -106,7 +118,9 @@ class ShapeOnly:
         expert_group: Any = None,
     ) -> ShapeOnlyEngine:
         offload = "offload_optimizer" in config["zero_optimization"]
-        return ShapeOnlyEngine(optimizer, groups, offload=offload, on_host=on_host, expert_group=expert_group)
+        return ShapeOnlyEngine(
+            optimizer, groups, offload=offload, on_host=on_host, expert_group=expert_group
+        )
 
     @staticmethod
     def deepspeed_groups(engine: ShapeOnlyEngine) -> list[DeepSpeedGroup]:

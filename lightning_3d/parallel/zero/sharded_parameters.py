@@ -1,7 +1,9 @@
-"""Stage 3: every data-parallel rank keeps a part of every unit of parameters (`parameter_units`), and its optimizer trains that part.
+"""Stage 3: every data-parallel rank keeps a part of every unit of parameters (`parameter_units`),
+and its optimizer trains that part.
 
-DeepSpeed's own stage 3 is not used: it frees a parameter by giving it another storage, but the views that autograd has saved (such as the
-transposed weight of every linear layer) keep the old one. Its hooks also support neither the chunks nor the split backward of a pipeline.
+DeepSpeed's own stage 3 is not used: it frees a parameter by giving it another storage, but the
+views that autograd has saved (such as the transposed weight of every linear layer) keep the old
+one. Its hooks also support neither the chunks nor the split backward of a pipeline.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from lightning_3d.parallel.zero.trained import TrainedParameters, expert_shard_g
 
 
 class ShardedParameters(ParameterStore):
-    """Parameters are whole only while a batch, or with `gather="micro_batch"` a block, is computed; those of frozen models as
-    `gather_frozen` says.
+    """Parameters are whole only while a batch, or with `gather="micro_batch"` a block, is computed;
+    those of frozen models as `gather_frozen` says.
 
     Args:
         mesh: process groups.
@@ -33,7 +35,8 @@ class ShardedParameters(ParameterStore):
         zero: resolved options.
 
     Attributes:
-        on_block_finished: called with the parameters of a block whose backward is over, at the same point on all ranks.
+        on_block_finished: called with the parameters of a block whose backward is over, at the same
+            point on all ranks.
     """
 
     def __init__(self, mesh: Mesh, specs: Mapping[str, ShardSpec], zero: ZeroOptions) -> None:
@@ -43,7 +46,11 @@ class ShardedParameters(ParameterStore):
         self.on_block_finished: Callable[[list[nn.Parameter]], None] | None = None
 
     def shard(
-        self, module: nn.Module, models: Sequence[Sequence[nn.Module]], device: torch.device, is_active: Callable[[nn.Module], bool]
+        self,
+        module: nn.Module,
+        models: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        is_active: Callable[[nn.Module], bool],
     ) -> None:
         if self._units is not None:  # an earlier fit failed
             self._units.open()
@@ -61,7 +68,11 @@ class ShardedParameters(ParameterStore):
             is_active=is_active,
             finished=self._block_finished,
             on_host=self._zero.offload == PARAMETERS,
-            apart={key: expert_shard_group(self._mesh) for key, name in self._names.items() if name in experts},
+            apart={
+                key: expert_shard_group(self._mesh)
+                for key, name in self._names.items()
+                if name in experts
+            },
         )
 
     def _block_finished(self, parameters: list[nn.Parameter]) -> None:
@@ -87,7 +98,13 @@ class ShardedParameters(ParameterStore):
             for slot in unit.slots:
                 piece = unit.pieces.get(slot.parameter)
                 values = piece.detach() if piece is not None else slot.parameter.new_zeros(0)
-                shards.append(OptimizerShard(self._names[id(slot.parameter)], owned.get(id(slot.parameter), 0), {"weight": values}))
+                shards.append(
+                    OptimizerShard(
+                        self._names[id(slot.parameter)],
+                        owned.get(id(slot.parameter), 0),
+                        {"weight": values},
+                    )
+                )
         return shards
 
     def make_whole(self) -> None:
@@ -118,14 +135,24 @@ class ShardedParameters(ParameterStore):
     def in_unit_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Some parameters in the order in which the units have them."""
         chosen = {id(parameter) for parameter in parameters}
-        return [slot.parameter for unit in self.units.all for slot in unit.slots if id(slot.parameter) in chosen]
+        return [
+            slot.parameter
+            for unit in self.units.all
+            for slot in unit.slots
+            if id(slot.parameter) in chosen
+        ]
 
     def shares(self, slots: Sequence[Slot]) -> list[Share]:
-        """Elements that each rank of the shard group keeps of a buffer in which parameters have these slots."""
+        """Elements that each rank of the shard group keeps of a buffer in which parameters have
+        these slots."""
         group = self._mesh.shard_group
         places = {id(slot.parameter): slot for slot in slots}
         return [
-            Share(rank, places[id(slot.parameter)].start + first, places[id(slot.parameter)].start + last)
+            Share(
+                rank,
+                places[id(slot.parameter)].start + first,
+                places[id(slot.parameter)].start + last,
+            )
             for rank in range(dist.get_world_size(group))
             for unit in self.units.all
             if unit.group == group
@@ -142,4 +169,8 @@ class ShardedParameters(ParameterStore):
             self._units.after_backward()
 
     def held(self) -> list[Tensor]:
-        return [tensor for unit in (self._units.all if self._units is not None else ()) for tensor in unit.kept()]
+        return [
+            tensor
+            for unit in (self._units.all if self._units is not None else ())
+            for tensor in unit.kept()
+        ]

@@ -1,4 +1,5 @@
-"""Lets the ranks of a pipeline stage step the matrices of Muon together, whatever parts of them their optimizers train."""
+"""Lets the ranks of a pipeline stage step the matrices of Muon together, whatever parts of them
+their optimizers train."""
 
 from __future__ import annotations
 
@@ -39,8 +40,15 @@ class TrainedRange:
     numel: int
 
 
-def share_matrices(optimizer: Optimizer, trained: TrainedParameters, ranges: Iterable[TrainedRange], *, sharded: bool) -> None:
-    """Plan how the ranks of each stage step matrices. Collective over the world; does nothing for other optimizers than Muon.
+def share_matrices(
+    optimizer: Optimizer,
+    trained: TrainedParameters,
+    ranges: Iterable[TrainedRange],
+    *,
+    sharded: bool,
+) -> None:
+    """Plan how the ranks of each stage step matrices. Collective over the world; does nothing for
+    other optimizers than Muon.
 
     Args:
         optimizer: its groups have the tensors of `ranges`.
@@ -59,18 +67,27 @@ def share_matrices(optimizer: Optimizer, trained: TrainedParameters, ranges: Ite
         if id(each.tensor) not in members:
             continue
         if not each.tensor.is_contiguous():
-            raise ConfigError(f"Muon needs parameters that are contiguous in memory, but '{each.entry.name}' is not. Use .contiguous().")
+            raise ConfigError(
+                f"Muon needs parameters that are contiguous in memory, but '{each.entry.name}' is"
+                " not. Use .contiguous()."
+            )
         held += pieces_of(each.tensor, each.offset, each.entry.spec, each.first, each.numel)
     mesh = trained.mesh
     mesh.create(mesh.layout.groups(*AXES))
     group = mesh.group_for(mesh.ranks(*AXES))
     table = None
     if any(is_fake(parameter) for parameter in trained.parameters):
-        table = pretended_table([each.piece for each in held], dist.get_world_size(group), dist.get_rank(group), sharded=sharded)
+        table = pretended_table(
+            [each.piece for each in held],
+            dist.get_world_size(group),
+            dist.get_rank(group),
+            sharded=sharded,
+        )
     optimizer.share_matrices(MatrixExchange(held, group, trained.device, table))
 
 
 def step_matrices(optimizer: Optimizer, gradient_of: Callable[[Tensor], Tensor | None]) -> None:
-    """Step the matrices of Muon, before the optimizer's own step. Does nothing for other optimizers. All ranks of a stage call it."""
+    """Step the matrices of Muon, before the optimizer's own step. Does nothing for other
+    optimizers. All ranks of a stage call it."""
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.step_matrices(gradient_of)

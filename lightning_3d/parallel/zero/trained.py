@@ -1,5 +1,5 @@
-"""The parameters that a rank trains: which ranks share them, in which order their gradients become complete, and which parameters cannot be
-trained exactly."""
+"""The parameters that a rank trains: which ranks share them, in which order their gradients become
+complete, and which parameters cannot be trained exactly."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ from lightning_3d.options.optimizer import (
 )
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure, steps_each_tensor_alone
+from lightning_3d.parallel.zero.elementwise import (
+    is_elementwise,
+    needs_closure,
+    steps_each_tensor_alone,
+)
 from lightning_3d.parallel.zero.first_copies import is_copied
 from lightning_3d.parallel.zero.muon import MuonWithAdamW
 from lightning_3d.parallel.zero.waves import Wave, find_waves
 
 DATA_AXES = ("dp", "cp")
-"""Ranks along these axes hold the same parameters and see different tokens: gradients are summed over them."""
+"""Ranks along these axes hold the same parameters and see different tokens: gradients are summed
+over them."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +52,20 @@ class Trained:
 class TrainedParameters:
     """The trained parameters of one rank, in the order of every flat buffer.
 
-    They are sorted by name, which is the same order on all ranks of a pipeline stage. Those whose size differs between tensor-parallel
-    ranks come last: what lies before them has the same place on all ranks that hold a copy of it.
+    They are sorted by name, which is the same order on all ranks of a pipeline stage. Those whose
+    size differs between tensor-parallel ranks come last: what lies before them has the same place
+    on all ranks that hold a copy of it.
 
     Args:
         mesh: process groups.
         entries: the parameters, sorted by name.
-        stages: for each pipeline stage of this rank all its parameters, in the order in which the forward uses them.
+        stages: for each pipeline stage of this rank all its parameters, in the order in which the
+            forward uses them.
         device: device of the gradients.
 
     Attributes:
-        first_copies: of gradients that several tensor-parallel ranks compute alike, the data-parallel ranks add up the first rank's only.
+        first_copies: of gradients that several tensor-parallel ranks compute alike, the
+            data-parallel ranks add up the first rank's only.
         waves: the waves of a step, in which gradients are complete.
         wave_of: by id of a parameter, the number of its wave.
     """
@@ -65,7 +73,13 @@ class TrainedParameters:
     waves: list[Wave]
     wave_of: dict[int, int]
 
-    def __init__(self, mesh: Mesh, entries: Iterable[Trained], stages: Sequence[Sequence[nn.Parameter]], device: torch.device) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        entries: Iterable[Trained],
+        stages: Sequence[Sequence[nn.Parameter]],
+        device: torch.device,
+    ) -> None:
         self.mesh, self.stages, self.device = mesh, stages, device
         self.entries = sorted(entries, key=self.is_uneven)
         self.first_copies = False
@@ -75,7 +89,8 @@ class TrainedParameters:
         """Number the waves.
 
         Args:
-            early_bytes: gradients that may be sent together while a backward still runs; None: none are.
+            early_bytes: gradients that may be sent together while a backward still runs; None: none
+                are.
         """
         by_id = {id(entry.parameter): entry for entry in self.entries}
         self.waves = find_waves(
@@ -85,7 +100,11 @@ class TrainedParameters:
             early=lambda parameter: self._may_be_early(by_id[id(parameter)]),
             early_bytes=early_bytes if dist.get_world_size(self.first_group) > 1 else None,
         )
-        self.wave_of = {id(parameter): number for number, wave in enumerate(self.waves) for parameter in wave.parameters}
+        self.wave_of = {
+            id(parameter): number
+            for number, wave in enumerate(self.waves)
+            for parameter in wave.parameters
+        }
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -103,10 +122,11 @@ class TrainedParameters:
 
     @property
     def in_two_levels(self) -> bool:
-        """True if gradients are summed in the shard group first, and then each shard over its replicas.
+        """True if gradients are summed in the shard group first, and then each shard over its
+        replicas.
 
-        Where a buffer differs between tensor-parallel ranks so do the shards, and copies would not stay bit-equal. Gradients are then
-        summed over all data-parallel ranks at once.
+        Where a buffer differs between tensor-parallel ranks so do the shards, and copies would not
+        stay bit-equal. Gradients are then summed over all data-parallel ranks at once.
         """
         return self.mesh.replica_group is not None and not (self.order_matters and self.any_uneven)
 
@@ -117,12 +137,14 @@ class TrainedParameters:
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
-        """The ranks of this stage that hold the same experts; without expert parallelism, the data-parallel ranks."""
+        """The ranks of this stage that hold the same experts; without expert parallelism, the
+        data-parallel ranks."""
         return self.mesh.expert_data_group if self.mesh.layout.ep > 1 else self.group
 
     @property
     def expert_shard_group(self) -> dist.ProcessGroup:
-        """The ranks that ZeRO shards experts over: those of `expert_group` that are in one shard group."""
+        """The ranks that ZeRO shards experts over: those of `expert_group` that are in one shard
+        group."""
         return expert_shard_group(self.mesh)
 
     @property
@@ -132,23 +154,28 @@ class TrainedParameters:
 
     @property
     def last_wave(self) -> int:
-        """The wave of gradients that are complete only at the end of the step: those of parameters tied to another pipeline rank's."""
+        """The wave of gradients that are complete only at the end of the step: those of parameters
+        tied to another pipeline rank's."""
         return len(self.waves) - 1
 
     def _may_be_early(self, entry: Trained) -> bool:
-        """Return whether a gradient may be sent inside a backward: it is whole, and of one size and at one place on all ranks with a copy.
+        """Return whether a gradient may be sent inside a backward: it is whole, and of one size and
+        at one place on all ranks with a copy.
 
-        Those of experts that ranks share out are not: a rank whose experts got no tokens would send them at another time.
+        Those of experts that ranks share out are not: a rank whose experts got no tokens would send
+        them at another time.
         """
         spec = entry.spec
         return not self.summed_over_tp(entry) and not spec.expert and not self.is_uneven(entry)
 
     def takes_first_copy(self, entry: Trained) -> bool:
-        """True if the gradient of the first tensor-parallel rank takes the place of those of the others, before it is reduced further."""
+        """True if the gradient of the first tensor-parallel rank takes the place of those of the
+        others, before it is reduced further."""
         return self.first_copies and is_copied(entry.spec) and len(entry.spec.tp_grad_sum) <= 1
 
     def summed_over_tp(self, entry: Trained) -> tuple[int, ...]:
-        """Tensor-parallel coordinates over which a gradient is summed before the data-parallel ranks add it up; empty for none."""
+        """Tensor-parallel coordinates over which a gradient is summed before the data-parallel
+        ranks add it up; empty for none."""
         if self.takes_first_copy(entry):
             return entry.spec.tp_replicas
         return entry.spec.tp_grad_sum if len(entry.spec.tp_grad_sum) > 1 else ()
@@ -167,16 +194,21 @@ class TrainedParameters:
         return self.mesh.size("dp") * self.mesh.size("cp") > 2
 
     def reduced_alone(self) -> list[nn.Parameter]:
-        """Parameters that are reduced in collectives of their own, so that copies on several ranks stay bit-equal.
+        """Parameters that are reduced in collectives of their own, so that copies on several ranks
+        stay bit-equal.
 
-        Those that another pipeline stage holds a copy of, and those of uneven size, where the order of a sum matters.
+        Those that another pipeline stage holds a copy of, and those of uneven size, where the order
+        of a sum matters.
         """
         if not self.order_matters:
             return []
-        return [e.parameter for e in self.entries if len(e.spec.pp_replicas) > 1 or self.is_uneven(e)]
+        return [
+            e.parameter for e in self.entries if len(e.spec.pp_replicas) > 1 or self.is_uneven(e)
+        ]
 
     def counts(self, entry: Trained) -> bool:
-        """True if this rank adds a parameter's gradient, which every data-parallel rank has all of, to the global norm."""
+        """True if this rank adds a parameter's gradient, which every data-parallel rank has all of,
+        to the global norm."""
         mesh = self.mesh
         if entry.spec.expert:
             return mesh.rank == mesh.expert_data_ranks[0]
@@ -185,15 +217,20 @@ class TrainedParameters:
 
 
 def expert_shard_group(mesh: Mesh) -> dist.ProcessGroup:
-    """The ranks that ZeRO shards experts over; without expert parallelism, those that it shards everything over."""
+    """The ranks that ZeRO shards experts over; without expert parallelism, those that it shards
+    everything over."""
     return mesh.expert_shard_group if mesh.layout.ep > 1 else mesh.shard_group
 
 
-def find_trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, ShardSpec]) -> list[Trained]:
-    """The parameters that `optimizer` trains, in the order of their names, the same on all ranks of a stage.
+def find_trained(
+    module: nn.Module, optimizer: Optimizer, specs: Mapping[str, ShardSpec]
+) -> list[Trained]:
+    """The parameters that `optimizer` trains, in the order of their names, the same on all ranks of
+    a stage.
 
     Raises:
-        ConfigError: the optimizer has parameters that are not in the module, or that were added after it was sharded.
+        ConfigError: the optimizer has parameters that are not in the module, or that were added
+            after it was sharded.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     trained = []
@@ -204,20 +241,25 @@ def find_trained(module: nn.Module, optimizer: Optimizer, specs: Mapping[str, Sh
             name = names.get(id(parameter))
             if name is None:
                 raise ConfigError(
-                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the module."
-                    " Build the optimizer from the module's own parameters, in configure_optimizers."
+                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not"
+                    " in the module. Build the optimizer from the module's own parameters, in"
+                    " configure_optimizers."
                 )
             if name not in specs:
                 raise ConfigError(
-                    f"The parameter '{name}' was added to the module after it was sharded for this layout. Add everything that is trained,"
-                    " including adapters, before the first fit; or save a checkpoint, rebuild the module and load it with ckpt_path=."
+                    f"The parameter '{name}' was added to the module after it was sharded for this"
+                    " layout. Add everything that is trained, including adapters, before the first"
+                    " fit; or save a checkpoint, rebuild the module and load it with ckpt_path=."
                 )
             trained.append(Trained(name, parameter, specs[name]))
     return sorted(trained, key=lambda entry: entry.name)
 
 
-def names_in_order(trained: Iterable[Trained], parts: Iterable[Iterable[nn.Parameter]]) -> list[str]:
-    """Names of the trained parameters in an order of parameters. Without experts, of which each rank may have others."""
+def names_in_order(
+    trained: Iterable[Trained], parts: Iterable[Iterable[nn.Parameter]]
+) -> list[str]:
+    """Names of the trained parameters in an order of parameters. Without experts, of which each
+    rank may have others."""
     names = {id(entry.parameter): entry.name for entry in trained if not entry.spec.expert}
     return [names[id(parameter)] for part in parts for parameter in part if id(parameter) in names]
 
@@ -227,17 +269,25 @@ def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
     for name, parameter in ((entry.name, entry.parameter) for entry in trained):
         if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             raise ConfigError(
-                f"The parameter '{name}' is {parameter.dtype}; only float32, float64 and bfloat16 parameters can be trained."
+                f"The parameter '{name}' is {parameter.dtype}; only float32, float64 and bfloat16"
+                " parameters can be trained."
             )
         if parameter.dtype == torch.bfloat16 and precision != "bf16":
             raise ConfigError(
-                f"The parameter '{name}' is bfloat16 but the precision is {precision}. Use precision bf16-true."
+                f"The parameter '{name}' is bfloat16 but the precision is {precision}. Use"
+                " precision bf16-true."
             )
 
 
-def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int, device: torch.device, layout: Layout) -> None:
-    """Refuse an optimizer that needs a closure, sparse gradients, all tensors of a pipeline, or whole tensors of which ranks step parts.
-    Warn of one that cannot be checked.
+def check_optimizer(
+    optimizer: Optimizer,
+    trained: Sequence[Trained],
+    stage: int,
+    device: torch.device,
+    layout: Layout,
+) -> None:
+    """Refuse an optimizer that needs a closure, sparse gradients, all tensors of a pipeline, or
+    whole tensors of which ranks step parts. Warn of one that cannot be checked.
 
     Args:
         optimizer: the user's.
@@ -256,7 +306,10 @@ def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int
         raise ConfigError(sparse_refusal(name))
     if isinstance(optimizer, MuonWithAdamW):
         return  # its matrices are stepped as wholes, whatever parts ranks have
-    by = [*(["this layout"] if any(entry.spec.is_cut for entry in trained) else []), *([f"zero_stage={stage}"] if stage > 0 else [])]
+    by = [
+        *(["this layout"] if any(entry.spec.is_cut for entry in trained) else []),
+        *([f"zero_stage={stage}"] if stage > 0 else []),
+    ]
     if has_few_bits(f"{type(optimizer).__module__}.{name}"):
         if by:
             raise ConfigError(few_bits_refusal(name, by[0], layout))
@@ -269,37 +322,49 @@ def check_optimizer(optimizer: Optimizer, trained: Sequence[Trained], stage: int
         raise ConfigError(sharding_refusal(name, by[0]))
     if elementwise is None:
         rank_zero_warn(
-            f"{name} could not step a small matrix, so it is unknown whether it may be sharded by {by[0]}. The result is right only if it"
-            " updates each element of a parameter by itself, as AdamW does."
+            f"{name} could not step a small matrix, so it is unknown whether it may be sharded by"
+            f" {by[0]}. The result is right only if it updates each element of a parameter by"
+            " itself, as AdamW does."
         )
 
 
 def _check_stages(optimizer: Optimizer, device: torch.device, layout: Layout) -> None:
-    """Refuse an optimizer that needs all tensors, of which each stage of a pipeline has some. Warn of one that cannot be checked."""
+    """Refuse an optimizer that needs all tensors, of which each stage of a pipeline has some. Warn
+    of one that cannot be checked."""
     name = type(optimizer).__name__
     alone = layout.pp == 1 or steps_each_tensor_alone(optimizer, device)
     if alone is False:
         raise ConfigError(stages_refusal(name, f"pp{layout.pp}"))
     if alone is None:
         rank_zero_warn(
-            f"{name} could not step two small matrices, so it is unknown whether pp{layout.pp} may train it. The result is right only if"
-            " its update of a parameter depends on no other parameter."
+            f"{name} could not step two small matrices, so it is unknown whether pp{layout.pp} may"
+            " train it. The result is right only if its update of a parameter depends on no other"
+            " parameter."
         )
 
 
 def check_zero(trained: Sequence[Trained], stage: int) -> None:
     """Refuse parameters that a ZeRO stage above 0 cannot train exactly."""
-    unsharded = [f"{e.spec.name} {tuple(e.parameter.shape)}" for e in trained if not (e.parameter.ndim and e.parameter.numel())]
+    unsharded = [
+        f"{e.spec.name} {tuple(e.parameter.shape)}"
+        for e in trained
+        if not (e.parameter.ndim and e.parameter.numel())
+    ]
     if unsharded:
         raise ConfigError(
-            f"zero_stage={stage} cannot shard parameters that have no dimensions or no elements: {listed(unsharded)}. Reshape single"
-            " numbers to (1,), freeze them, or use zero_stage=0."
+            f"zero_stage={stage} cannot shard parameters that have no dimensions or no elements:"
+            f" {listed(unsharded)}. Reshape single numbers to (1,), freeze them, or use"
+            " zero_stage=0."
         )
     dtypes = {entry.parameter.dtype for entry in trained}
     if torch.float64 in dtypes:
         raise ConfigError(
-            f"zero_stage={stage} cannot train float64 parameters: DeepSpeed's master weights are float32. Use zero_stage=0."
+            f"zero_stage={stage} cannot train float64 parameters: DeepSpeed's master weights are"
+            " float32. Use zero_stage=0."
         )
     if len(dtypes) > 1:
         types = ", ".join(sorted(map(str, dtypes)))
-        raise ConfigError(f"zero_stage={stage} needs trained parameters of one type; found {types}. Use zero_stage=0.")
+        raise ConfigError(
+            f"zero_stage={stage} needs trained parameters of one type; found {types}. Use"
+            " zero_stage=0."
+        )

@@ -1,8 +1,10 @@
-"""Hooks of the user on gradients of parameters (`register_hook`, `register_post_accumulate_grad_hook`).
+"""Hooks of the user on gradients of parameters (`register_hook`,
+`register_post_accumulate_grad_hook`).
 
-One process calls them with the whole gradient of a batch. A rank's backward has only a part of it: a micro-batch, some rows, a shard. So
-autograd calls nothing. Once a step, when the gradients are reduced, every rank that has a part of a parameter gives the whole gradient to
-the hooks, and keeps its part of the result.
+One process calls them with the whole gradient of a batch. A rank's backward has only a part of it:
+a micro-batch, some rows, a shard. So autograd calls nothing. Once a step, when the gradients are
+reduced, every rank that has a part of a parameter gives the whole gradient to the hooks, and keeps
+its part of the result.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from lightning_3d.parallel.zero.stepper import Stepper
 from lightning_3d.parallel.zero.trained import Trained, TrainedParameters
 
 Pieces = list[tuple[int | None, Tensor]]
-"""This rank's pieces of a shard: each with the element of the flattened shard that it begins with; None if it is the whole shard."""
+"""This rank's pieces of a shard: each with the element of the flattened shard that it begins with;
+None if it is the whole shard."""
 
 _KINDS = (gradient_hooks, accumulation_hooks)
 _PACKAGE = f"{__name__.partition('.')[0]}."
@@ -68,15 +71,25 @@ class UserHooks:
     """
 
     def __init__(
-        self, trained: TrainedParameters, untrained: dict[str, nn.Parameter], stage: int, values: Callable[[], list[OptimizerShard]]
+        self,
+        trained: TrainedParameters,
+        untrained: dict[str, nn.Parameter],
+        stage: int,
+        values: Callable[[], list[OptimizerShard]],
     ) -> None:
-        self._trained, self._untrained, self._stage, self._values = trained, untrained, stage, values
+        self._trained, self._untrained, self._stage, self._values = (
+            trained,
+            untrained,
+            stage,
+            values,
+        )
         self._agreed: dict[str, _Agreed] | None = None
         self.deferring = False
 
     @contextmanager
     def deferred(self, *, alone: bool) -> Iterator[None]:
-        """Context of the forward and backward of a batch, in which autograd calls no hooks that were found.
+        """Context of the forward and backward of a batch, in which autograd calls no hooks that
+        were found.
 
         Args:
             alone: whether the batch is the only one of its optimizer step.
@@ -86,8 +99,9 @@ class UserHooks:
         """
         if self._agreed and not alone:
             raise ConfigError(
-                f"'{next(iter(self._agreed))}' has a hook on its gradient, which one process calls after each of the accumulated batches."
-                " Use accumulate_grad_batches=1 and larger batches: the strategy splits each batch into micro-batches anyway."
+                f"'{next(iter(self._agreed))}' has a hook on its gradient, which one process calls"
+                " after each of the accumulated batches. Use accumulate_grad_batches=1 and larger"
+                " batches: the strategy splits each batch into micro-batches anyway."
             )
         self.deferring = True
         try:
@@ -97,7 +111,8 @@ class UserHooks:
 
     @torch.no_grad()
     def call(self, stepper: Stepper, absent: Sequence[nn.Parameter]) -> None:
-        """Give reduced gradients to the hooks, those of the last layers first, and take the results. Collective.
+        """Give reduced gradients to the hooks, those of the last layers first, and take the
+        results. Collective.
 
         Args:
             stepper: has the gradients.
@@ -114,24 +129,36 @@ class UserHooks:
                 pieces[entry.name].append((first, gradient))
         for entry in self._in_backward_order():
             agreed = self._agreed[entry.name]
-            whole = self._whole(entry, pieces[entry.name], sum_dtype(entry.parameter), present=id(entry.parameter) not in missing)
+            whole = self._whole(
+                entry,
+                pieces[entry.name],
+                sum_dtype(entry.parameter),
+                present=id(entry.parameter) not in missing,
+            )
             if whole is not None:
                 self._put(entry, pieces[entry.name], self._through_hooks(entry, agreed, whole))
 
     def find(self) -> None:
-        """Take note of the hooks that have been registered since the last call. The first one is collective.
+        """Take note of the hooks that have been registered since the last call. The first one is
+        collective.
 
         Raises:
             ConfigError: hooks that cannot be called as one process calls them.
         """
-        hooked = [entry for entry in self._trained.entries if has_gradient_hooks(entry.parameter)]  # mostly none, and each step asks
-        found = {entry.name: counts for entry in hooked if any(counts := self._take_over(entry.parameter))}
+        # mostly none, and each step asks
+        hooked = [entry for entry in self._trained.entries if has_gradient_hooks(entry.parameter)]
+        found = {
+            entry.name: counts
+            for entry in hooked
+            if any(counts := self._take_over(entry.parameter))
+        }
         if self._agreed is None:
             self._agreed = self._agree(found)
         elif new := found.keys() - self._agreed.keys():
             raise ConfigError(
-                f"A hook on the gradient of '{min(new)}' was registered after the first step had begun. Register it before, in"
-                " configure_model, configure_optimizers or on_train_start for example. A hook may return its argument."
+                f"A hook on the gradient of '{min(new)}' was registered after the first step had"
+                " begun. Register it before, in configure_model, configure_optimizers or"
+                " on_train_start for example. A hook may return its argument."
             )
 
     def _take_over(self, parameter: nn.Parameter) -> list[int]:
@@ -152,33 +179,53 @@ class UserHooks:
     def _agree(self, found: dict[str, list[int]]) -> dict[str, _Agreed]:
         """Return the parameters with hooks on any rank, in one order."""
         mesh = self._trained.mesh
-        untrained = [name for name, parameter in self._untrained.items() if parameter.requires_grad and has_gradient_hooks(parameter)]
+        untrained = [
+            name
+            for name, parameter in self._untrained.items()
+            if parameter.requires_grad and has_gradient_hooks(parameter)
+        ]
         count = torch.tensor(len(found) + len(untrained))
         if mesh.layout.world_size > 1:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.world_control)
         if int(count) == 0:
             return {}
         parts: list[Any] = [({entry.name for entry in self._trained.entries}, found, untrained)]
-        if mesh.layout.world_size > 1 and not any(is_fake(parameter) for parameter in self._trained.parameters):
+        if mesh.layout.world_size > 1 and not any(
+            is_fake(parameter) for parameter in self._trained.parameters
+        ):
             own = parts[0]
             parts = [None] * mesh.layout.world_size
             dist.all_gather_object(parts, own, group=mesh.world_control)
         if other := sorted(name for _, _, names in parts for name in names):
             raise ConfigError(
-                f"'{other[0]}' has a hook on its gradient, but the optimizer does not train it, so the hook would see gradients of"
-                " micro-batches. Remove the hook, or set requires_grad=False."
+                f"'{other[0]}' has a hook on its gradient, but the optimizer does not train it, so"
+                " the hook would see gradients of micro-batches. Remove the hook, or set"
+                " requires_grad=False."
             )
         agreed = {}
         for name in sorted({name for _, counts, _ in parts for name in counts}):
-            counts = [tuple(counts.get(name, (0, 0))) for names, counts, _ in parts if name in names]
-            agreed[name] = _Agreed(len(set(counts)) == 1, any(accumulated for _, accumulated in counts))
+            counts = [
+                tuple(counts.get(name, (0, 0))) for names, counts, _ in parts if name in names
+            ]
+            agreed[name] = _Agreed(
+                len(set(counts)) == 1, any(accumulated for _, accumulated in counts)
+            )
         return agreed
 
     def _in_backward_order(self) -> list[Trained]:
         """Parameters with hooks, in an order that is the same on all ranks of a stage."""
-        entries = {id(entry.parameter): entry for entry in self._trained.entries if entry.name in (self._agreed or {})}
+        entries = {
+            id(entry.parameter): entry
+            for entry in self._trained.entries
+            if entry.name in (self._agreed or {})
+        }
         stages = reversed(self._trained.stages)
-        ordered = [entries.pop(id(parameter)) for stage in stages for parameter in reversed(stage) if id(parameter) in entries]
+        ordered = [
+            entries.pop(id(parameter))
+            for stage in stages
+            for parameter in reversed(stage)
+            if id(parameter) in entries
+        ]
         return [*ordered, *entries.values()]
 
     def _through_hooks(self, entry: Trained, agreed: _Agreed, whole: Tensor) -> Tensor:
@@ -193,11 +240,15 @@ class UserHooks:
             whole = self._accumulated(entry, whole)
         if several and not all(map(torch.equal, states, _random_states())):
             raise ConfigError(
-                f"A hook on the gradient of '{entry.name}' draws random numbers, which differ between ranks. Draw them from a"
-                " torch.Generator of your own that has the same seed on all ranks."
+                f"A hook on the gradient of '{entry.name}' draws random numbers, which differ"
+                " between ranks. Draw them from a torch.Generator of your own that has the same"
+                " seed on all ranks."
             )
         if not agreed.everywhere and not torch.equal(before, whole):
-            raise ConfigError(f"A hook that only some ranks have changes the gradient of '{entry.name}'. Register it on every rank.")
+            raise ConfigError(
+                f"A hook that only some ranks have changes the gradient of '{entry.name}'. Register"
+                " it on every rank."
+            )
         return whole
 
     def _accumulated(self, entry: Trained, whole: Tensor) -> Tensor:
@@ -206,7 +257,11 @@ class UserHooks:
         values = parameter.detach()
         pieces: Pieces = [(None, values)]
         if self._stage == 3:
-            pieces = [(shard.start, shard.values["weight"]) for shard in self._values() if shard.name == entry.name]  # type: ignore[misc]
+            pieces = [
+                (shard.start, shard.values["weight"])
+                for shard in self._values()
+                if shard.name == entry.name
+            ]  # type: ignore[misc]
         whole_values = self._whole(entry, pieces, parameter.dtype, present=True)
         assert whole_values is not None
         gradient = parameter.grad
@@ -224,13 +279,18 @@ class UserHooks:
             parameter.grad = gradient
         if result is None or written:
             raise ConfigError(
-                f"A hook of '{entry.name}' steps an optimizer in the backward: it changes the parameter, or removes its gradient. The"
-                " strategy runs the optimizer when all gradients are there. Remove the hook, and use zero_stage=1, 2 or 3 to save memory."
+                f"A hook of '{entry.name}' steps an optimizer in the backward: it changes the"
+                " parameter, or removes its gradient. The strategy runs the optimizer when all"
+                " gradients are there. Remove the hook, and use zero_stage=1, 2 or 3 to save"
+                " memory."
             )
         return _checked(entry, result, whole)
 
-    def _whole(self, entry: Trained, pieces: Pieces, dtype: torch.dtype, *, present: bool) -> Tensor | None:
-        """Put a whole tensor together from the pieces of all ranks. Collective over the ranks that have some, if it is sharded.
+    def _whole(
+        self, entry: Trained, pieces: Pieces, dtype: torch.dtype, *, present: bool
+    ) -> Tensor | None:
+        """Put a whole tensor together from the pieces of all ranks. Collective over the ranks that
+        have some, if it is sharded.
 
         Args:
             present: whether there is a tensor; all ranks that share the shard agree.
@@ -244,7 +304,9 @@ class UserHooks:
             start = first or 0
             local.view(-1)[start : start + piece.numel()] = piece.reshape(-1)
         if self._stage > 0 and present and not (pieces and pieces[0][0] is None):
-            dist.all_reduce(local, group=self._trained.expert_shard_group if spec.expert else mesh.shard_group)
+            dist.all_reduce(
+                local, group=self._trained.expert_shard_group if spec.expert else mesh.shard_group
+            )
         if not spec.is_cut:
             return local if present else None
         whole = torch.zeros(spec.global_shape, dtype=dtype, device=device)
@@ -276,13 +338,19 @@ def _deferred(hooks: dict[int, Callable[..., Any]]) -> list[Callable[..., Any]]:
 def _checked(entry: Trained, result: Any, whole: Tensor) -> Tensor:
     """Return the result of a hook in the type of gradients."""
     if not isinstance(result, Tensor) or result.shape != whole.shape:
-        got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        got = (
+            f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        )
         raise ConfigError(
-            f"A hook on the gradient of '{entry.name}' must return a tensor of shape {tuple(whole.shape)}, as it gets; it returned {got}."
+            f"A hook on the gradient of '{entry.name}' must return a tensor of shape"
+            f" {tuple(whole.shape)}, as it gets; it returned {got}."
         )
     return result.detach().to(whole.dtype)
 
 
 def _random_states() -> list[Tensor]:
     """States of the generators that hooks draw from by default."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    return [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []),
+    ]

@@ -1,4 +1,5 @@
-"""Drafts of parallel plans for models that declare none, derived from the flow of data through the model."""
+"""Drafts of parallel plans for models that declare none, derived from the flow of data through the
+model."""
 
 from lightning_3d.strategy.plan_draft.draft import Draft, draft_plan
 

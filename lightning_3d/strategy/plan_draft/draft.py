@@ -1,4 +1,5 @@
-"""Draft the parallel plan of a model: `tp` from its data flow, `pp` from the order in which its modules run."""
+"""Draft the parallel plan of a model: `tp` from its data flow, `pp` from the order in which its
+modules run."""
 
 from __future__ import annotations
 
@@ -26,13 +27,19 @@ from lightning_3d.strategy.plan_draft.pipeline_order import PipelineOrder, find_
 from lightning_3d.strategy.plan_draft.regions import Region, described, find_regions
 from lightning_3d.strategy.self_check.explain import first_line
 from lightning_3d.strategy.self_check.local_sizes import LocalSizes
-from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kinds_of, leave_out_blocks
+from lightning_3d.strategy.self_check.model_copy import (
+    copy_without_values,
+    fill,
+    kinds_of,
+    leave_out_blocks,
+)
 from lightning_3d.strategy.self_check.noise import WithoutNoise
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A parallel plan of a model, as `Lightning3DStrategy(plan=...)` takes it, and what is missing from it.
+    """A parallel plan of a model, as `Lightning3DStrategy(plan=...)` takes it, and what is missing
+    from it.
 
     Attributes:
         name: name of the model in the user's module.
@@ -55,7 +62,8 @@ class Draft:
     local_sizes: LocalSizes = field(default_factory=dict)
 
     def require(self, layout: Layout, axes: Iterable[str], *, partly: bool) -> None:
-        """Refuse a plan that does not have everything that a layout needs along these axes ("tp", "pp").
+        """Refuse a plan that does not have everything that a layout needs along these axes ("tp",
+        "pp").
 
         Args:
             partly: whether some layers of the blocks may stay whole with tp.
@@ -67,20 +75,24 @@ class Draft:
         failed = [axis for axis in axes if self.problems.get(axis) and axis not in enough]
         if not failed:
             return
-        found = " ".join(f"{axis}: {problem}." for axis in failed for problem in self.problems[axis])
+        found = " ".join(
+            f"{axis}: {problem}." for axis in failed for problem in self.problems[axis]
+        )
         without = math.prod(getattr(layout, axis) for axis in failed)
         degrees: Any = dict.fromkeys([*failed, *(["vp"] if "pp" in failed else [])], 1)
         fitting = replace(layout, dp=layout.dp * without, **degrees)
         raise PlanError(
-            f"{self.model} declares no plan for {' and '.join(failed)}, and none can be derived. {found} Change the model, write the plan"
-            f" yourself (docs/your_model.md), or use {fitting}, for example with zero_stage=3, which needs no plan."
+            f"{self.model} declares no plan for {' and '.join(failed)}, and none can be derived."
+            f" {found} Change the model, write the plan yourself (docs/your_model.md), or use"
+            f" {fitting}, for example with zero_stage=3, which needs no plan."
         )
 
 
 def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draft:
     """Draft the plan of the model in a module.
 
-    Runs one block of each kind in float32 on the CPU, with random weights and a few random tokens. Communicates nothing, changes nothing.
+    Runs one block of each kind in float32 on the CPU, with random weights and a few random tokens.
+    Communicates nothing, changes nothing.
 
     Args:
         root: the user's module, with values or on the meta device.
@@ -88,7 +100,8 @@ def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draf
         name: name of the model in `root`; None to find it.
 
     Raises:
-        PlanError: no list of blocks, or the model does not run with any of the inputs that were tried.
+        PlanError: no list of blocks, or the model does not run with any of the inputs that were
+            tried.
     """
     name, model = find_model(root, name)
     layers = find_blocks(model)
@@ -97,21 +110,44 @@ def draft_plan(root: nn.Module, tp: int = 2, *, name: str | None = None) -> Draf
         copied, kept, inputs = _runnable(root, model, layers, kinds)
         try:
             order = find_order(copied, layers, kept, inputs)
-            regions, problems, notes = _tensor_part(copied, layers, kinds, inputs, tp) if tp > 1 else ([], [], [])
-        except Exception as error:  # of the user's code, which cannot run with random layers or be differentiated
-            raise PlanError(f"The plan of {type(model).__name__} cannot be derived ({_named(error)}).") from error
+            regions, problems, notes = (
+                _tensor_part(copied, layers, kinds, inputs, tp) if tp > 1 else ([], [], [])
+            )
+        except Exception as error:
+            # of the user's code, which cannot run with random layers or be differentiated
+            raise PlanError(
+                f"The plan of {type(model).__name__} cannot be derived ({_named(error)})."
+            ) from error
     plan: dict[str, Any] = {}
     if entries := _entries(model, layers, kinds, regions):
-        whole = {owner: "replicate" for key in order.loose if (owner := key.rpartition(".")[0]) and _is_table(model, owner)}
+        whole = {
+            owner: "replicate"
+            for key in order.loose
+            if (owner := key.rpartition(".")[0]) and _is_table(model, owner)
+        }
         plan["tp"] = entries | whole
     if not order.problems:
         plan["pp"] = _pipeline_part(order, layers)
-    sizes = {name: value for region in regions for name, value in _in_all_blocks(region.sizes, layers, kinds).items()}
-    return Draft(name, type(model).__name__, plan, tp, {"tp": tuple(problems), "pp": order.problems}, tuple(notes), inputs, sizes)
+    sizes = {
+        name: value
+        for region in regions
+        for name, value in _in_all_blocks(region.sizes, layers, kinds).items()
+    }
+    return Draft(
+        name,
+        type(model).__name__,
+        plan,
+        tp,
+        {"tp": tuple(problems), "pp": order.problems},
+        tuple(notes),
+        inputs,
+        sizes,
+    )
 
 
 def parameters_to_run(root: nn.Module, *, name: str | None = None) -> int:
-    """Return the number of parameters that a draft runs on the CPU: those of one block of each kind, and of what is around the blocks.
+    """Return the number of parameters that a draft runs on the CPU: those of one block of each
+    kind, and of what is around the blocks.
 
     Raises:
         PlanError: no list of blocks.
@@ -119,8 +155,15 @@ def parameters_to_run(root: nn.Module, *, name: str | None = None) -> int:
     _, model = find_model(root, name)
     blocks = list(model.get_submodule(find_blocks(model)).children())
     kept = {kind[0] for kind in kinds_of(blocks)}
-    left_out = {id(parameter) for index, block in enumerate(blocks) if index not in kept for parameter in block.parameters()}
-    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in left_out)
+    left_out = {
+        id(parameter)
+        for index, block in enumerate(blocks)
+        if index not in kept
+        for parameter in block.parameters()
+    }
+    return sum(
+        parameter.numel() for parameter in model.parameters() if id(parameter) not in left_out
+    )
 
 
 def _named(error: Exception | None) -> str:
@@ -129,12 +172,21 @@ def _named(error: Exception | None) -> str:
 
 @contextmanager
 def _undisturbed(root: nn.Module) -> Iterator[None]:
-    with undone(root), torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), WithoutNoise():
+    with (
+        undone(root),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        WithoutNoise(),
+    ):
         yield
 
 
-def _runnable(root: nn.Module, model: nn.Module, layers: str, kinds: list[tuple[int, ...]]) -> tuple[nn.Module, list[int], Inputs]:
-    """Copy a model, with values and if possible with one block of each kind, and find inputs with which it runs.
+def _runnable(
+    root: nn.Module, model: nn.Module, layers: str, kinds: list[tuple[int, ...]]
+) -> tuple[nn.Module, list[int], Inputs]:
+    """Copy a model, with values and if possible with one block of each kind, and find inputs with
+    which it runs.
 
     Returns:
         The copy, indices of the blocks that run, and the inputs.
@@ -152,20 +204,24 @@ def _runnable(root: nn.Module, model: nn.Module, layers: str, kinds: list[tuple[
                 continue
             return copied, kept, inputs
     raise PlanError(
-        f"{type(model).__name__} does not run with random token ids or features ({_named(error)}). Give the module an"
-        " example_input_array, as Lightning defines it: inputs of the model, with at least 2 rows."
+        f"{type(model).__name__} does not run with random token ids or features ({_named(error)})."
+        " Give the module an example_input_array, as Lightning defines it: inputs of the model,"
+        " with at least 2 rows."
     )
 
 
 def _tensor_part(
     model: nn.Module, layers: str, kinds: list[tuple[int, ...]], inputs: Inputs, tp: int
 ) -> tuple[list[Region], list[str], list[str]]:
-    """Find the regions of one block of each kind, reasons why blocks cannot be sharded, and layers that stay whole without harm."""
+    """Find the regions of one block of each kind, reasons why blocks cannot be sharded, and layers
+    that stay whole without harm."""
     blocks = tuple(f"{layers}.{kind[0]}." for kind in kinds)
     linears = [
         name
         for name, child in model.named_modules()
-        if name.startswith(blocks) and linear_sizes(child) and (is_transposed_linear(child) or returns_features(child))
+        if name.startswith(blocks)
+        and linear_sizes(child)
+        and (is_transposed_linear(child) or returns_features(child))
     ]
     flow = DataFlow(model, linears, inputs)
     regions = find_regions(model, flow, layers, inputs, tp)
@@ -175,35 +231,60 @@ def _tensor_part(
     idle = [name for name in linears if name not in flow.order]
     if idle:
         times = sorted({flow.calls[name] for name in idle})
-        problems.append(f"{listed(map(repr, idle[:4]))} must run once in a forward, but ran {listed(times, last='or')} times")
+        problems.append(
+            f"{listed(map(repr, idle[:4]))} must run once in a forward, but ran"
+            f" {listed(times, last='or')} times"
+        )
     others = _other_matrices(model, blocks)
     if others:
-        problems.append(f"{listed(others[:4])} cannot be sharded: plans shard nn.Linear layers. Replace them by nn.Linear")
+        problems.append(
+            f"{listed(others[:4])} cannot be sharded: plans shard nn.Linear layers. Replace them by"
+            " nn.Linear"
+        )
     if not good and not problems:
-        problems.append(f"no two linear layers in the blocks '{layers}' follow each other without a residual connection between them")
-    notes = [f"'{name}' stays whole on every rank" for name in linears if name not in named and name not in idle]
+        problems.append(
+            f"no two linear layers in the blocks '{layers}' follow each other without a residual"
+            " connection between them"
+        )
+    notes = [
+        f"'{name}' stays whole on every rank"
+        for name in linears
+        if name not in named and name not in idle
+    ]
     return good, problems, notes
 
 
 def _other_matrices(model: nn.Module, blocks: tuple[str, ...]) -> list[str]:
-    """Describe the matrices in blocks that belong to other modules than linear layers, such as Transformers' Conv1D."""
+    """Describe the matrices in blocks that belong to other modules than linear layers, such as
+    Transformers' Conv1D."""
     return [
         f"'{name}' ({type(child).__name__})"
         for name, child in model.named_modules()
-        if name.startswith(blocks) and not isinstance(child, nn.Embedding) and not linear_sizes(child)
-        if any(parameter.ndim > 1 and min(parameter.shape) > 1 for parameter in child.parameters(recurse=False))
+        if name.startswith(blocks)
+        and not isinstance(child, nn.Embedding)
+        and not linear_sizes(child)
+        if any(
+            parameter.ndim > 1 and min(parameter.shape) > 1
+            for parameter in child.parameters(recurse=False)
+        )
     ]
 
 
-def _entries(model: nn.Module, layers: str, kinds: list[tuple[int, ...]], regions: list[Region]) -> dict[str, Any]:
+def _entries(
+    model: nn.Module, layers: str, kinds: list[tuple[int, ...]], regions: list[Region]
+) -> dict[str, Any]:
     """Write the cuts of one block of each kind as patterns for all blocks of that kind."""
     exact: dict[str, Any] = {}
     for region in regions:
-        exact |= _in_all_blocks({name: _short(cut) for name, cut in (region.cuts or {}).items()}, layers, kinds)
+        exact |= _in_all_blocks(
+            {name: _short(cut) for name, cut in (region.cuts or {}).items()}, layers, kinds
+        )
     return _with_patterns(model, layers, exact)
 
 
-def _in_all_blocks(entries: Mapping[str, Any], layers: str, kinds: list[tuple[int, ...]]) -> dict[str, Any]:
+def _in_all_blocks(
+    entries: Mapping[str, Any], layers: str, kinds: list[tuple[int, ...]]
+) -> dict[str, Any]:
     """Repeat what belongs to one block of each kind, by name, for all blocks of that kind."""
     of_block = {kind[0]: kind for kind in kinds}
     found: dict[str, Any] = {}
@@ -215,7 +296,10 @@ def _in_all_blocks(entries: Mapping[str, Any], layers: str, kinds: list[tuple[in
 
 def _with_patterns(model: nn.Module, layers: str, exact: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the index of the block by `*` where every module that matches has the same entry."""
-    named = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
+    named = [
+        *(name for name, _ in model.named_modules()),
+        *(name for name, _ in model.named_parameters()),
+    ]
     entries: dict[str, Any] = {}
     for name, cut in exact.items():
         pattern = f"{layers}.*.{name.removeprefix(f'{layers}.').partition('.')[2]}"
@@ -236,10 +320,14 @@ def _is_table(model: nn.Module, name: str) -> bool:
 def _pipeline_part(order: PipelineOrder, layers: str) -> dict[str, Any]:
     hidden = ["hidden"]
     sides = [f"side_{place + 1}" for place in order.sides]
-    places = [f"side_{place + 1}" if place in order.sides else f"other_{place + 1}" for place in range(max(order.sides, default=-1) + 1)]
+    places = [
+        f"side_{place + 1}" if place in order.sides else f"other_{place + 1}"
+        for place in range(max(order.sides, default=-1) + 1)
+    ]
     # What has a name of its own travels with the hidden states: see docs/your_model.md.
-    entries: dict[str, Any] = {name: (["inputs"], [name] if name in order.carried else hidden) for name in order.before}
+    entries: dict[str, Any] = {
+        name: (["inputs"], [name] if name in order.carried else hidden) for name in order.before
+    }
     entries[layers] = ([*hidden, *order.carried, *sides], [*hidden, *places])
     entries |= dict.fromkeys(order.after[:-1], (hidden, hidden))
     return entries | {name: (hidden, ["outputs"]) for name in order.after[-1:]}
-

@@ -9,7 +9,8 @@ from lightning_3d.errors import PlanError
 
 
 def find_model(root: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
-    """Find the module that a plan is about: `root`, or inside a LightningModule the child with all of its parameters.
+    """Find the module that a plan is about: `root`, or inside a LightningModule the child with all
+    of its parameters.
 
     Args:
         name: name of the module in `root`, where the user gives it.
@@ -19,28 +20,43 @@ def find_model(root: nn.Module, name: str | None = None) -> tuple[str, nn.Module
     if isinstance(root, pl.LightningModule):
         everything = {id(parameter) for parameter in root.parameters()}
         runs = type(root).forward is not pl.LightningModule.forward
-        sizes = {key: sum(p.numel() for p in child.parameters()) for key, child in root.named_children()}
+        sizes = {
+            key: sum(p.numel() for p in child.parameters()) for key, child in root.named_children()
+        }
         largest = max(sizes, key=lambda key: sizes[key], default="")
-        has_list = bool(largest) and not isinstance(root.get_submodule(largest), (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if has_list and (not runs or {id(p) for p in root.get_submodule(largest).parameters()} == everything):
+        has_list = bool(largest) and not isinstance(
+            root.get_submodule(largest), (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        )
+        if has_list and (
+            not runs or {id(p) for p in root.get_submodule(largest).parameters()} == everything
+        ):
             return largest, root.get_submodule(largest)
     return "", root
 
 
 def find_blocks(model: nn.Module) -> str:
-    """Find the list of blocks: the `nn.ModuleList` with the most parameters, else the `nn.Sequential` of one class of modules.
+    """Find the list of blocks: the `nn.ModuleList` with the most parameters, else the
+    `nn.Sequential` of one class of modules.
 
     Raises:
         PlanError: the model has no such list.
     """
     named = list(model.named_modules())
-    lists = [(name, found) for name, found in named if isinstance(found, nn.ModuleList) and _weight(found)]
-    chains = [(name, found) for name, found in named if isinstance(found, nn.Sequential) and _is_chain(found)]
+    lists = [
+        (name, found)
+        for name, found in named
+        if isinstance(found, nn.ModuleList) and _weight(found)
+    ]
+    chains = [
+        (name, found)
+        for name, found in named
+        if isinstance(found, nn.Sequential) and _is_chain(found)
+    ]
     found = lists or chains
     if not found:
         raise PlanError(
-            f"{type(model).__name__} has no list of blocks: no nn.ModuleList, and no nn.Sequential of modules of one class. Put its blocks"
-            " into one nn.ModuleList."
+            f"{type(model).__name__} has no list of blocks: no nn.ModuleList, and no nn.Sequential"
+            " of modules of one class. Put its blocks into one nn.ModuleList."
         )
     return max(found, key=lambda item: _weight(item[1]))[0]
 
@@ -51,5 +67,9 @@ def _weight(module: nn.Module) -> int:
 
 def _is_chain(chain: nn.Sequential) -> bool:
     kinds = {type(child) for child in chain}
-    return len(chain) > 1 and len(kinds) == 1 and all(key.isdigit() for key in chain._modules) and _weight(chain) > 0
-
+    return (
+        len(chain) > 1
+        and len(kinds) == 1
+        and all(key.isdigit() for key in chain._modules)
+        and _weight(chain) > 0
+    )

@@ -35,16 +35,30 @@ class Inputs:
         return list(tensors_of(output if known else dict(getattr(output, "__dict__", {}))))
 
     def __str__(self) -> str:
-        return ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of((self.args, dict(self.kwargs))))
+        return ", ".join(
+            str(tuple(tensor.shape)) for tensor in tensors_of((self.args, dict(self.kwargs)))
+        )
 
 
 def example_inputs(root: nn.Module, model: nn.Module) -> Iterator[Inputs]:
-    """Inputs with which the model may run, likely ones first: Lightning's `example_input_array`, else random token ids or features."""
-    given = next((value for owner in (model, root) if (value := getattr(owner, "example_input_array", None)) is not None), None)
+    """Inputs with which the model may run, likely ones first: Lightning's `example_input_array`,
+    else random token ids or features."""
+    given = next(
+        (
+            value
+            for owner in (model, root)
+            if (value := getattr(owner, "example_input_array", None)) is not None
+        ),
+        None,
+    )
     if given is not None:
         given = _with_values(given, model)
         # As Lightning passes it to the forward.
-        yield Inputs(kwargs=given) if isinstance(given, Mapping) else Inputs(tuple(given) if isinstance(given, (list, tuple)) else (given,))
+        yield (
+            Inputs(kwargs=given)
+            if isinstance(given, Mapping)
+            else Inputs(tuple(given) if isinstance(given, (list, tuple)) else (given,))
+        )
         return
     parameters = inspect.signature(model.forward).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -54,7 +68,8 @@ def example_inputs(root: nn.Module, model: nn.Module) -> Iterator[Inputs]:
 
 
 def _with_values(given: Any, model: nn.Module, name: str = "") -> Any:
-    """Give an example that a module made on the meta device values: random numbers or ids, and masks that mask nothing."""
+    """Give an example that a module made on the meta device values: random numbers or ids, and
+    masks that mask nothing."""
     if isinstance(given, Mapping):
         return {key: _with_values(value, model, str(key)) for key, value in given.items()}
     if isinstance(given, (list, tuple)):
@@ -71,7 +86,12 @@ def _with_values(given: Any, model: nn.Module, name: str = "") -> Any:
 
 def _ids(model: nn.Module) -> int:
     """Return a number of ids that every embedding of a model has."""
-    return min([_MOST_IDS, *(child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding))])
+    return min(
+        [
+            _MOST_IDS,
+            *(child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)),
+        ]
+    )
 
 
 def _examples(model: nn.Module) -> Iterator[Tensor]:

@@ -11,10 +11,20 @@ from lightning_3d.strategy.plan_draft.draft import Draft
 
 def as_python(draft: Draft) -> str:
     """Write a draft as an assignment to `plan`, with what is missing from it as comments."""
-    lines = ["from lightning_3d import Cut", ""] if any(isinstance(cut, Cut) for cut in draft.plan.get("tp", {}).values()) else []
-    lines += [f"# {axis}: {problem}." for axis, problems in draft.problems.items() for problem in problems]
+    lines = (
+        ["from lightning_3d import Cut", ""]
+        if any(isinstance(cut, Cut) for cut in draft.plan.get("tp", {}).values())
+        else []
+    )
+    lines += [
+        f"# {axis}: {problem}." for axis, problems in draft.problems.items() for problem in problems
+    ]
     lines += [f"# {note}." for note in draft.notes]
-    lines += ["plan = {", *(f"    {line}" for part, entries in draft.plan.items() for line in _part(part, entries)), "}"]
+    lines += [
+        "plan = {",
+        *(f"    {line}" for part, entries in draft.plan.items() for line in _part(part, entries)),
+        "}",
+    ]
     return "\n".join(lines)
 
 

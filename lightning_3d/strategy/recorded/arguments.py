@@ -17,6 +17,7 @@ from lightning_3d.strategy.role_arguments import notes
 
 MOST_RANKS = 16
 
+
 class QuietLogger(DummyLogger):
     """Logger that writes nothing, with a folder for those who ask for one."""
 
@@ -38,17 +39,22 @@ def trainer_arguments(given: dict[str, Any], role: Role, layout: Layout | None) 
     ranks = layout.world_size if layout is not None else _devices(given)
     if ranks > MOST_RANKS:
         raise ConfigError(
-            f"verify runs all ranks on this machine, at most {MOST_RANKS}; the script has {ranks}. Verify a smaller layout with the same"
-            " kinds of axes, for example tp2_pp2_dp2."
+            f"verify runs all ranks on this machine, at most {MOST_RANKS}; the script has {ranks}."
+            " Verify a smaller layout with the same kinds of axes, for example tp2_pp2_dp2."
         )
     given_ranks = ranks if str(given.get("devices", "auto")) in ("auto", "-1") else _devices(given)
-    on_gpus = given.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.device_count() >= ranks
+    on_gpus = (
+        given.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+        and torch.cuda.device_count() >= ranks
+    )
     written = str(role.own / "written")
     changed = given | {
         "accelerator": "gpu" if on_gpus else "cpu",
         "devices": given_ranks,  # the strategy refuses them where they are not those of the layout
         "num_nodes": 1,
-        "max_steps": role.steps if given.get("max_steps", -1) < 0 else min(role.steps, given["max_steps"]),
+        "max_steps": (
+            role.steps if given.get("max_steps", -1) < 0 else min(role.steps, given["max_steps"])
+        ),
         "default_root_dir": written,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -85,7 +91,8 @@ def _devices(given: Mapping[str, Any]) -> int:
 def _as_list(given: Any) -> list[Any]:
     if given is None:
         return []
-    return list(given) if isinstance(given, Iterable) else [given]  # a list of Hydra's is neither a list nor a tuple
+    # a list of Hydra's is neither a list nor a tuple
+    return list(given) if isinstance(given, Iterable) else [given]
 
 
 def _callbacks(given: Any) -> list[Any]:

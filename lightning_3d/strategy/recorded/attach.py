@@ -11,7 +11,9 @@ from lightning_3d.strategy.recorded.plain_run import LastBits, PlainRecorder
 
 def attach(trainer: pl.Trainer, role: Role) -> None:
     """Record the fit of a Trainer, before all other callbacks."""
-    recorders: list[pl.Callback] = [PlainRecorder(role)] if role.is_plain else [LayoutRecorder(role)]
+    recorders: list[pl.Callback] = (
+        [PlainRecorder(role)] if role.is_plain else [LayoutRecorder(role)]
+    )
     if role.name == NUDGED:
         recorders.insert(0, LastBits())
     trainer.callbacks[:0] = recorders  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Random numbers of a step in runs that are compared: equal for each row, whatever part of the batch is computed together."""
+"""Random numbers of a step in runs that are compared: equal for each row, whatever part of the
+batch is computed together."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class _QuietModel(WithoutNoise):
 
     depth = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if self.depth > 0:
             return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -36,11 +39,14 @@ class EqualDraws:
 
     Args:
         module: the user's module.
-        models: names of the submodules in which dropout and noise are off, because they belong to layers and not to rows.
+        models: names of the submodules in which dropout and noise are off, because they belong to
+            layers and not to rows.
         seed: of the numbers of all steps.
     """
 
-    def __init__(self, module: nn.Module, models: list[str], seed: int, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, models: list[str], seed: int, device: torch.device
+    ) -> None:
         self._seed, self._device = seed, device
         self._quiet = _QuietModel()
         self._handles = []
@@ -65,12 +71,15 @@ class EqualDraws:
             total: rows of the global batch.
         """
         before = read_generators(self._device)
-        self._quiet.depth = 0  # the call before may have ended inside the model, at the end of a stage
+        # the call before may have ended inside the model, at the end of a stage
+        self._quiet.depth = 0
         number = (self._seed * 1_000_003 + step) % 2**32
         torch.manual_seed(number)
         numpy.random.seed(number)
         random.seed(number)
-        mode = RowDraws(rows, total) if rows is not None and len(range(total)[rows]) < total else None
+        mode = (
+            RowDraws(rows, total) if rows is not None and len(range(total)[rows]) < total else None
+        )
         try:
             with self._quiet:
                 if mode is None:
@@ -83,5 +92,6 @@ class EqualDraws:
 
 
 def quiet_names(module: nn.Module, pipelined: str | None) -> list[str]:
-    """Names of the submodules in which `EqualDraws` turns noise off: the pipelined module, or all children of a module without one."""
+    """Names of the submodules in which `EqualDraws` turns noise off: the pipelined module, or all
+    children of a module without one."""
     return [pipelined] if pipelined else [name for name, _ in module.named_children()]

@@ -56,14 +56,19 @@ class LayoutRecorder(Recorder):
             self.records.samples.append(self.samples(trainer))
         return batch
 
-    def _around(self, hook: str, micro_batches: MicroBatches, index: int) -> AbstractContextManager[Any]:
-        """Let the step draw for its rows. Without a known number of rows, all rows of the micro-batch draw as the first ones."""
+    def _around(
+        self, hook: str, micro_batches: MicroBatches, index: int
+    ) -> AbstractContextManager[Any]:
+        """Let the step draw for its rows. Without a known number of rows, all rows of the
+        micro-batch draw as the first ones."""
         strategy = self._strategy
         self._micro_batches = micro_batches
         dealt, dp = strategy.micro_batch_rows, strategy.data_parallel_size
         total = (self._rows or 0) * dp
         first = index * micro_batches.rows
-        places = list(dealt.of_rank(strategy.mesh.index("dp"), range(total)))[first : first + micro_batches.rows]
+        places = list(dealt.of_rank(strategy.mesh.index("dp"), range(total)))[
+            first : first + micro_batches.rows
+        ]
         rows = None
         if hook == "training" and self._rows and len(places) == micro_batches.rows:
             step = places[1] - places[0] if len(places) > 1 else 1
@@ -72,13 +77,24 @@ class LayoutRecorder(Recorder):
 
     def state(self, trainer: pl.Trainer, module: pl.LightningModule) -> State:
         built = _of(trainer).built
-        weights = {shard.name: Piece(shard.start, copied(shard.values)) for shard in built.backend.weight_shards()}
+        weights = {
+            shard.name: Piece(shard.start, copied(shard.values))
+            for shard in built.backend.weight_shards()
+        }
         if not weights:
-            weights = {name: Piece(None, copied({"weight": value})) for name, value in module.named_parameters()}
-        optimizer = {shard.name: Piece(shard.start, copied(shard.values)) for shard in built.backend.optimizer_shards(to_save=True)}
+            weights = {
+                name: Piece(None, copied({"weight": value}))
+                for name, value in module.named_parameters()
+            }
+        optimizer = {
+            shard.name: Piece(shard.start, copied(shard.values))
+            for shard in built.backend.optimizer_shards(to_save=True)
+        }
         return State(weights, optimizer, buffers_of(module), logged_values(trainer))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any
+    ) -> None:
         step = _of(trainer).last_step
         assert step is not None
         self.records.losses.append(step.loss)
@@ -117,5 +133,3 @@ class LayoutRecorder(Recorder):
 def _of(trainer: pl.Trainer) -> Lightning3DStrategy:
     assert isinstance(trainer.strategy, Lightning3DStrategy)
     return trainer.strategy
-
-

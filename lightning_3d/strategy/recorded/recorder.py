@@ -17,7 +17,8 @@ from lightning_3d.strategy.recorded.records import Records, State
 class Recorder(pl.Callback):
     """Callback that records a fit, before all other callbacks.
 
-    The state before a batch is read when it begins, because hooks after the step may change weights too.
+    The state before a batch is read when it begins, because hooks after the step may change weights
+    too.
     """
 
     def __init__(self, role: Role) -> None:
@@ -49,10 +50,14 @@ class Recorder(pl.Callback):
     def state(self, trainer: pl.Trainer, module: pl.LightningModule) -> State:
         """Copy weights, optimizer state and buffers."""
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.records.states.append(self.state(trainer, module))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any
+    ) -> None:
         self.batch += 1
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -62,12 +67,20 @@ class Recorder(pl.Callback):
 
 def logged_values(trainer: pl.Trainer) -> dict[str, float]:
     """Numbers that the module has logged."""
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
+    return {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if isinstance(value, Tensor) and value.numel() == 1
+    }
 
 
 def buffers_of(module: pl.LightningModule) -> dict[str, Tensor]:
     """Copies of the buffers of a module."""
-    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in module.named_buffers() if not buffer.is_meta}
+    return {
+        name: buffer.detach().to("cpu", copy=True)
+        for name, buffer in module.named_buffers()
+        if not buffer.is_meta
+    }
 
 
 def copied(values: Any) -> dict[str, Tensor | float]:

@@ -19,7 +19,8 @@ class Piece:
     """Values that a process has of one parameter.
 
     Attributes:
-        start: first element in the flattening of the local parameter; None where the values have its shape.
+        start: first element in the flattening of the local parameter; None where the values have
+            its shape.
         values: by key.
     """
 
@@ -74,7 +75,9 @@ class Records:
     @classmethod
     def load(cls, folder: Path) -> list[Records]:
         """Read the records of all ranks of a run, in their order."""
-        paths = sorted(folder.glob("rank_*.pt"), key=lambda path: int(path.stem.removeprefix("rank_")))
+        paths = sorted(
+            folder.glob("rank_*.pt"), key=lambda path: int(path.stem.removeprefix("rank_"))
+        )
         return [torch.load(path, weights_only=False) for path in paths]
 
 
@@ -97,7 +100,8 @@ def _same_kind(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def rows_in(batch: Any) -> int | None:
-    """Rows that all tensors of a batch have in dimension 0; None where they have no common number."""
+    """Rows that all tensors of a batch have in dimension 0; None where they have no common
+    number."""
     sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors_of(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -105,7 +109,8 @@ def rows_in(batch: Any) -> int | None:
 def merged(batches: list[Any], places: list[list[int]]) -> Any:
     """Join the batches of data-parallel ranks: row j of rank r becomes row `places[r][j]`.
 
-    Of values other than tensors with rows, those of the first rank are taken; lists with one entry per row are joined too.
+    Of values other than tensors with rows, those of the first rank are taken; lists with one entry
+    per row are joined too.
     """
     first = batches[0]
     counts = [len(place) for place in places]
@@ -136,5 +141,6 @@ def same_values(one: Any, other: Any) -> bool:
     """Return whether two batches have equal tensors."""
     ours, theirs = list(tensors_of(one)), list(tensors_of(other))
     return len(ours) == len(theirs) and all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in zip(ours, theirs, strict=True)
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+        for a, b in zip(ours, theirs, strict=True)
     )

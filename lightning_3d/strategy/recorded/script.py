@@ -18,10 +18,13 @@ from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 
 def play_role() -> None:
-    """Change and record every Trainer that this process makes, if it has a role in a verification."""
+    """Change and record every Trainer that this process makes, if it has a role in a
+    verification."""
     role = Role.current()
     if role is not None:
-        intercept_trainers(lambda given: _before(given, role), lambda trainer, ours: _after(trainer, ours, role))
+        intercept_trainers(
+            lambda given: _before(given, role), lambda trainer, ours: _after(trainer, ours, role)
+        )
 
 
 def _before(given: dict[str, Any], role: Role) -> tuple[dict[str, Any], bool]:
@@ -41,9 +44,14 @@ def _after(trainer: pl.Trainer, ours: bool, role: Role) -> None:
     @wraps(fit)
     def fit_and_end(*args: Any, **kwargs: Any) -> None:
         if not ours:
-            name = type(trainer.strategy).__name__ if isinstance(trainer.strategy, Strategy) else "another"
+            name = (
+                type(trainer.strategy).__name__
+                if isinstance(trainer.strategy, Strategy)
+                else "another"
+            )
             raise ConfigError(
-                f"The first Trainer that fits in this script has no Lightning3DStrategy ({name}), so there is no layout to verify. Write"
+                f"The first Trainer that fits in this script has no Lightning3DStrategy ({name}),"
+                " so there is no layout to verify. Write"
                 ' Trainer(strategy=Lightning3DStrategy("tp2_pp2_dp2"), devices=8).'
             )
         kwargs.pop("ckpt_path", None)  # every run starts from the initial weights

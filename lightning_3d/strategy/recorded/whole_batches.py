@@ -20,7 +20,8 @@ _HOST = torch.device("cpu")
 def save_generators(role: Role) -> None:
     """Save the generators of this rank at the beginning of its fit.
 
-    The strategy has reset them where ranks had drawn different random numbers, for example to write a file first.
+    The strategy has reset them where ranks had drawn different random numbers, for example to write
+    a file first.
     """
     role.own.mkdir(parents=True, exist_ok=True)
     torch.save(read_generators(_HOST), role.own / _GENERATORS)
@@ -36,11 +37,15 @@ class WholeBatches:
     def __init__(self, role: Role) -> None:
         self.facts = role.facts()
         self._ranks = role.folder / RANKS
-        readers = sorted((rank for rank in Records.load(self._ranks) if rank.batches), key=lambda rank: rank.data_index)
+        readers = sorted(
+            (rank for rank in Records.load(self._ranks) if rank.batches),
+            key=lambda rank: rank.data_index,
+        )
         self._read = [reader.batches for reader in readers]
 
     def prepare(self, trainer: pl.Trainer) -> None:
-        """Let the loaders of a Trainer read the rows of all data-parallel ranks in one batch, from the generators that the ranks have."""
+        """Let the loaders of a Trainer read the rows of all data-parallel ranks in one batch, from
+        the generators that the ranks have."""
         set_generators(torch.load(self._ranks / _GENERATORS, weights_only=True), _HOST)
         process = trainer.strategy.process_dataloader
 
@@ -51,16 +56,22 @@ class WholeBatches:
         trainer.strategy.process_dataloader = enlarged  # type: ignore[method-assign, assignment]
 
     def instead_of(self, batch: Any, index: int, device: torch.device) -> Any:
-        """Return the rows that the ranks have read in their batch `index`; `batch` where they cannot be joined."""
+        """Return the rows that the ranks have read in their batch `index`; `batch` where they
+        cannot be joined."""
         if index >= len(self._read[0]):
             return batch
         parts = [batches[index] for batches in self._read]
         whole = joined(parts, self.facts)
-        return batch if whole is None or same_values(whole, batch) else move_data_to_device(whole, device)
+        return (
+            batch
+            if whole is None or same_values(whole, batch)
+            else move_data_to_device(whole, device)
+        )
 
 
 def joined(parts: list[Any], facts: dict[str, Any]) -> Any:
-    """Join the batches of all data-parallel ranks in the order of one process; None where they do not have equally many rows."""
+    """Join the batches of all data-parallel ranks in the order of one process; None where they do
+    not have equally many rows."""
     if len(parts) == 1:
         return parts[0]
     count = rows_in(parts[0])

@@ -1,4 +1,5 @@
-"""Compares, before the first forward, a whole block of each kind with the same block as it was rewritten for the ranks."""
+"""Compares, before the first forward, a whole block of each kind with the same block as it was
+rewritten for the ranks."""
 
 from __future__ import annotations
 
@@ -34,13 +35,36 @@ from lightning_3d.parallel.tensor import pays_off
 from lightning_3d.parallel.tensor.head_arguments import Place
 from lightning_3d.parallel.undone import undone
 from lightning_3d.storage.numbers import gibibytes
-from lightning_3d.strategy.self_check.compare import LARGEST, Deviation, largest_deviation, why_not_comparable
+from lightning_3d.strategy.self_check.compare import (
+    LARGEST,
+    Deviation,
+    largest_deviation,
+    why_not_comparable,
+)
 from lightning_3d.strategy.self_check.explain import Explanation, additions, first_line
-from lightning_3d.strategy.self_check.local_sizes import LocalSizes, apply_local_sizes, find_local_sizes, modules_to_try
-from lightning_3d.strategy.self_check.model_copy import copy_without_values, fill, kept_blocks, kinds_of, leave_out_blocks
+from lightning_3d.strategy.self_check.local_sizes import (
+    LocalSizes,
+    apply_local_sizes,
+    find_local_sizes,
+    modules_to_try,
+)
+from lightning_3d.strategy.self_check.model_copy import (
+    copy_without_values,
+    fill,
+    kept_blocks,
+    kinds_of,
+    leave_out_blocks,
+)
 from lightning_3d.strategy.self_check.noise import WithoutNoise, exact_products
 from lightning_3d.strategy.self_check.partial import Remnant, find_partial
-from lightning_3d.strategy.self_check.remembered import Findings, has_own_code, identity, is_verified, recall, remember
+from lightning_3d.strategy.self_check.remembered import (
+    Findings,
+    has_own_code,
+    identity,
+    is_verified,
+    recall,
+    remember,
+)
 from lightning_3d.strategy.self_check.stages import RewrittenModel
 
 _ROWS = 2
@@ -53,27 +77,40 @@ _SMALL = 2**24
 """Parameters of a model up to which all blocks are run, in the stages of training."""
 
 _SEEDS = (0, 1)
-"""Seeds of the weights. Rounding may send a token on the border between two experts either way: a fault shows with both seeds."""
+"""Seeds of the weights. Rounding may send a token on the border between two experts either way: a
+fault shows with both seeds."""
 
 
 class SelfCheck:
     """Checks a model once, when it is first called, and remembers the result.
 
-    The check needs the memory of one whole block of each kind with its gradients, and of this rank's shard of it.
+    The check needs the memory of one whole block of each kind with its gradients, and of this
+    rank's shard of it.
 
     Args:
-        mode: "auto" (unless this combination of model, plan, layout and versions has passed before), "always" or "never".
+        mode: "auto" (unless this combination of model, plan, layout and versions has passed
+            before), "always" or "never".
         required: with "auto", refuse a model that cannot be checked, as "always" does.
         mesh: process groups of the run.
         options: options of the model.
         device: device of this rank.
     """
 
-    def __init__(self, mode: str, mesh: Mesh | TensorMesh, options: ModelOptions, device: torch.device, *, required: bool = False) -> None:
+    def __init__(
+        self,
+        mode: str,
+        mesh: Mesh | TensorMesh,
+        options: ModelOptions,
+        device: torch.device,
+        *,
+        required: bool = False,
+    ) -> None:
         self._mode, self._mesh, self._device = mode, mesh, device
         self._must = required or mode == "always"
         blocks = BlockOptions(sequence_parallel=options.blocks.sequence_parallel)
-        self._options = ModelOptions("1F1B", blocks, ExpertOptions(), options.cp_kind, options.stages)
+        self._options = ModelOptions(
+            "1F1B", blocks, ExpertOptions(), options.cp_kind, options.stages
+        )
         self._subject: _Subject | None = None
         self._findings = Findings()
         self._refuse_later: Callable[[Iterable[Remnant]], None] | None = None
@@ -84,7 +121,8 @@ class SelfCheck:
         return self
 
     def inspect(self, module: nn.Module, plan: ParallelPlan, *, declared: bool) -> None:
-        """Decide whether to check a model, the same on all ranks, and copy it before it is partitioned.
+        """Decide whether to check a model, the same on all ranks, and copy it before it is
+        partitioned.
 
         Args:
             module: the whole pipelined module.
@@ -105,7 +143,12 @@ class SelfCheck:
         known: Findings | None = None
         if self._mesh.rank == 0:
             # Families were verified with sequence parallelism.
-            listed = self._mode == "auto" and declared and (layout.tp == 1 or in_sequence) and is_verified(module, layout)
+            listed = (
+                self._mode == "auto"
+                and declared
+                and (layout.tp == 1 or in_sequence)
+                and is_verified(module, layout)
+            )
             key = None if listed else identity(module, plan, layout, more)
             known = Findings() if listed else recall(key) if self._mode == "auto" else None
         agreed: list[Any] = [known, has_own_code(module)]
@@ -117,16 +160,32 @@ class SelfCheck:
         if isinstance(copied, MultiTokenLM):
             copied.returns_mtp_logits = True
         blocks = len(list(copied.get_submodule(plan.layers).children())) if plan.layers else 0
-        unnamed = modules_to_try(copied, plan, layout.tp, drafted=not declared) if layout.tp > 1 else []
+        unnamed = (
+            modules_to_try(copied, plan, layout.tp, drafted=not declared) if layout.tp > 1 else []
+        )
         passed = known is not None
-        self._subject = _Subject(copied, plan, type(module).__name__, key, blocks, unnamed, drafted=not declared, own=own, passed=passed)
+        self._subject = _Subject(
+            copied,
+            plan,
+            type(module).__name__,
+            key,
+            blocks,
+            unnamed,
+            drafted=not declared,
+            own=own,
+            passed=passed,
+        )
 
-    def attach(self, module: nn.Module, refuse_later: Callable[[Iterable[Remnant]], None] | None = None) -> None:
-        """Check this rank's part of the model at its first call. Where the model was checked before, apply what was found then.
+    def attach(
+        self, module: nn.Module, refuse_later: Callable[[Iterable[Remnant]], None] | None = None
+    ) -> None:
+        """Check this rank's part of the model at its first call. Where the model was checked
+        before, apply what was found then.
 
         Args:
             module: this rank's part of the model.
-            refuse_later: function that is given what the step may not read; None for a frozen model.
+            refuse_later: function that is given what the step may not read; None for a frozen
+                model.
         """
         self._refuse_later = refuse_later
         self._apply(module, self._findings)
@@ -143,7 +202,8 @@ class SelfCheck:
                 self._handles.append(parts[name].register_forward_pre_hook(self._passed_by))
 
     def compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare now the model that was inspected, and give `module` the local sizes that are found. Communicates.
+        """Compare now the model that was inspected, and give `module` the local sizes that are
+        found. Communicates.
 
         Args:
             module: this rank's part of the model.
@@ -163,7 +223,9 @@ class SelfCheck:
             return
         with undone(subject.whole), _own_context(self._device):
             args, kwargs = self._example(subject, args, kwargs)
-            findings = _Comparison(subject, self._mesh, self._options, self._device).run(args, kwargs, must=self._must)
+            findings = _Comparison(subject, self._mesh, self._options, self._device).run(
+                args, kwargs, must=self._must
+            )
         if findings is None:
             return
         self._apply(module, findings)
@@ -187,7 +249,8 @@ class SelfCheck:
         return subject
 
     def _passed_by(self, module: nn.Module, args: Any) -> None:
-        """Notice that a block runs although the model was not called, so that no hook of the model runs.
+        """Notice that a block runs although the model was not called, so that no hook of the model
+        runs.
 
         The step calls `model.forward`, or layers one by one.
 
@@ -197,27 +260,43 @@ class SelfCheck:
         subject = self._take()
         if subject is None:
             return
-        how = f"the step runs the layers of {subject.model} through model.forward(...) or one by one, not through model(...)."
+        how = (
+            f"the step runs the layers of {subject.model} through model.forward(...) or one by one,"
+            " not through model(...)."
+        )
         if subject.unnamed or self._must:
-            wanted = f" The check must find the sizes that '{subject.unnamed[0]}' has on each rank." if subject.unnamed else ""
+            wanted = (
+                f" The check must find the sizes that '{subject.unnamed[0]}' has on each rank."
+                if subject.unnamed
+                else ""
+            )
             raise PlanError(
-                f"The self-check of {subject.model} cannot run: {how}{wanted} Call the model itself, model(...), or use"
-                " self_check=never. Nothing was trained."
+                f"The self-check of {subject.model} cannot run: {how}{wanted} Call the model"
+                " itself, model(...), or use self_check=never. Nothing was trained."
             )
         _print(f"self-check of {subject.model} skipped: {how}")
 
-    def _example(self, subject: _Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take a few rows of the model's arguments; with experts on several data-parallel ranks the same rows on all of them."""
+    def _example(
+        self, subject: _Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take a few rows of the model's arguments; with experts on several data-parallel ranks the
+        same rows on all of them."""
         layout = self._mesh.layout
         # Copies: tensors that an evaluation makes in inference mode cannot take part in a backward.
         args, kwargs = _mapped((tuple(args), dict(kwargs)), _copied)
         if is_transformers_model(subject.whole):
             kwargs = _without_targets(subject.whole, kwargs)
-            kwargs |= {key: False for key in ("output_router_logits", "output_hidden_states", "use_cache") if key in kwargs}
+            kwargs |= {
+                key: False
+                for key in ("output_router_logits", "output_hidden_states", "use_cache")
+                if key in kwargs
+            }
             args, kwargs = _shortened(args, kwargs, 2 * layout.tp * layout.cp)
         rows = {tensor.shape[0] for tensor in tensors_of((args, kwargs)) if tensor.ndim}
         if len(rows) == 1 and rows.pop() > _ROWS:
-            args, kwargs = _mapped((args, kwargs), lambda tensor: tensor[:_ROWS] if tensor.ndim else tensor)
+            args, kwargs = _mapped(
+                (args, kwargs), lambda tensor: tensor[:_ROWS] if tensor.ndim else tensor
+            )
         if layout.ep > 1 and layout.dp > 1:
             group = self._mesh.group("dp", "cp")
             shared: list[Any] = [(_moved(args, "cpu"), _moved(kwargs, "cpu"))]
@@ -227,15 +306,22 @@ class SelfCheck:
 
 
 def _without_targets(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Remove what only the loss of a Transformers model needs. A decoder that gets its input from the labels gets it without them."""
-    rest = {key: value for key, value in kwargs.items() if key not in ("labels", "shift_labels", "num_items_in_batch")}
+    """Remove what only the loss of a Transformers model needs. A decoder that gets its input from
+    the labels gets it without them."""
+    rest = {
+        key: value
+        for key, value in kwargs.items()
+        if key not in ("labels", "shift_labels", "num_items_in_batch")
+    }
     labels, config = kwargs.get("labels"), getattr(model, "config", None)
     if labels is None or not getattr(config, "is_encoder_decoder", False):
         return rest
     if any(rest.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds")):
         return rest
     shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    return rest | ({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels=labels)})
+    return rest | (
+        {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels=labels)}
+    )
 
 
 @dataclass(frozen=True)
@@ -246,7 +332,8 @@ class _Subject:
         whole: copy of the whole model, without values.
         plan: its parallel plan.
         model: name of its class.
-        key: key under which the result is remembered; None on ranks that do not, and where it cannot be.
+        key: key under which the result is remembered; None on ranks that do not, and where it
+            cannot be.
         blocks: number of blocks.
         unnamed: names of modules whose local sizes only the check finds.
         drafted: whether the plan is not the model's own.
@@ -266,7 +353,8 @@ class _Subject:
 
 
 def apply_whole_config(module: nn.Module) -> None:
-    """Turn off the loss of routers. A whole model adds it to its outputs, but ranks compute it elsewhere."""
+    """Turn off the loss of routers. A whole model adds it to its outputs, but ranks compute it
+    elsewhere."""
     config = getattr(module, "config", None)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # type: ignore[union-attr]
@@ -275,31 +363,51 @@ def apply_whole_config(module: nn.Module) -> None:
 class _Comparison:
     """One check: the whole copy, and the copies that were partitioned and rewritten."""
 
-    def __init__(self, subject: _Subject, mesh: Mesh | TensorMesh, options: ModelOptions, device: torch.device) -> None:
+    def __init__(
+        self,
+        subject: _Subject,
+        mesh: Mesh | TensorMesh,
+        options: ModelOptions,
+        device: torch.device,
+    ) -> None:
         self._subject, self._mesh, self._options, self._device = subject, mesh, options, device
         self._plan, self._layout = subject.plan, mesh.layout
-        # Blocks behind the model are kinds of their own, and on the last stage, whatever stages the others are on.
+        # Blocks behind the model are kinds of their own, and on the last stage, whatever stages the
+        # others are on.
         row, ahead = self._plan.blocks_of(subject.whole), self._plan.ahead_of(subject.whole)
         blocks = [*row, *ahead]
         self._kinds = kinds_of(blocks)
         self._kept: list[int] = []
-        self._stages: tuple[range, ...] | None = None  # blocks of each stage that is compared; None: one stage
+        # blocks of each stage that is compared; None: one stage
+        self._stages: tuple[range, ...] | None = None
         if blocks:
             self._kept, boundary = kept_blocks([kind for kind in self._kinds if kind[0] < len(row)])
-            self._kept += sorted({index for kind in self._kinds if kind[0] >= len(row) for index in (kind[0], kind[-1])})
+            self._kept += sorted(
+                {
+                    index
+                    for kind in self._kinds
+                    if kind[0] >= len(row)
+                    for index in (kind[0], kind[-1])
+                }
+            )
             self._stages = (range(boundary), range(boundary, len(blocks)))
         if blocks and sum(parameter.numel() for parameter in subject.whole.parameters()) <= _SMALL:
-            # A value that one block leaves for another, by its index alone, is seen only where both run, in the stages of training.
+            # A value that one block leaves for another, by its index alone, is seen only where both
+            # run, in the stages of training.
             self._kept = list(range(len(blocks)))
-            self._stages = assign_stages(subject.whole, self._plan, self._layout, options.schedule, options.stages).layers
+            self._stages = assign_stages(
+                subject.whole, self._plan, self._layout, options.schedule, options.stages
+            ).layers
         self._tuples: dict[str, int] = {}
         self._training = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, must: bool) -> Findings | None:
-        """Compare. Returns what was found; None where the whole model cannot run here, which is printed.
+        """Compare. Returns what was found; None where the whole model cannot run here, which is
+        printed.
 
         Raises:
-            PlanError: the rewritten model does not reproduce the whole one; on all ranks that share the model's stage.
+            PlanError: the rewritten model does not reproduce the whole one; on all ranks that share
+                the model's stage.
         """
         reason = self._no_room()
         too_large = reason is not None
@@ -307,23 +415,42 @@ class _Comparison:
             reason = self._run_whole(args, kwargs)
         if reason is not None:
             if must or (self._subject.unnamed and not too_large):
-                raise PlanError(f"The self-check of {self._subject.model} cannot run: {reason} Use self_check=never to train without it.")
-            _print(f"self-check of {self._subject.model} skipped: {reason} To try a layout with a small model, run `lightning-3d verify`.")
+                raise PlanError(
+                    f"The self-check of {self._subject.model} cannot run: {reason} Use"
+                    " self_check=never to train without it."
+                )
+            _print(
+                f"self-check of {self._subject.model} skipped: {reason} To try a layout with a"
+                " small model, run `lightning-3d verify`."
+            )
             return None
         sizes: LocalSizes = {}
         if self._layout.tp > 1:
-            sizes = find_local_sizes(self._whole(0), self._plan, self._layout.tp, args, kwargs, drafted=self._subject.drafted)
+            sizes = find_local_sizes(
+                self._whole(0),
+                self._plan,
+                self._layout.tp,
+                args,
+                kwargs,
+                drafted=self._subject.drafted,
+            )
         sizes = self._for_all_blocks(sizes)
         stages = self._stages if self._layout.pp > 1 else None
         failure = self._compare_often(args, kwargs, sizes, stages)
-        if failure is None and not _anywhere(self._mesh, self._device, not self._can_train(args, kwargs)):
+        if failure is None and not _anywhere(
+            self._mesh, self._device, not self._can_train(args, kwargs)
+        ):
             self._training = True
             failure = self._compare_often(args, kwargs, sizes, stages)
         if failure is None:
             return Findings(sizes, tuple(self._partial(args, kwargs, sizes, stages)))
         if isinstance(failure, Lightning3DError):
             raise failure
-        added = additions(self._subject.whole) if is_transformers_model(self._subject.whole) and not self._subject.drafted else ()
+        added = (
+            additions(self._subject.whole)
+            if is_transformers_model(self._subject.whole) and not self._subject.drafted
+            else ()
+        )
         explanation = Explanation(self._subject.model, self._plan, self._layout, added)
         if stages is not None and self._compare(args, kwargs, sizes, _SEEDS[0], None) is None:
             raise PlanError(explanation.of_stages(failure))
@@ -331,9 +458,14 @@ class _Comparison:
         raise PlanError(explanation.of_layers(failure, whole, rewritten, args, kwargs))
 
     def _partial(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: LocalSizes,
+        stages: tuple[range, ...] | None,
     ) -> list[Remnant]:
-        """Find what a forward leaves for the step and this rank has a part of. Of models of libraries that is known.
+        """Find what a forward leaves for the step and this rank has a part of. Of models of
+        libraries that is known.
 
         With pipeline stages alone, a value is here or on another stage, which stubs show.
         """
@@ -341,35 +473,53 @@ class _Comparison:
             return []
         anywhere = partial(_anywhere, self._mesh, self._device)
         whole, rewritten = self._whole(_SEEDS[0]), self._rewritten(sizes, _SEEDS[0], stages)
-        return find_partial(whole, rewritten, _floats(args), _floats(kwargs), self._plan.layers, anywhere)
+        return find_partial(
+            whole, rewritten, _floats(args), _floats(kwargs), self._plan.layers, anywhere
+        )
 
     def _compare_often(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: LocalSizes, stages: tuple[range, ...] | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: LocalSizes,
+        stages: tuple[range, ...] | None,
     ) -> Deviation | Exception | None:
-        """Compare with several seeds, of which one must pass, and then in float64, where rounding that a model magnifies is not seen."""
+        """Compare with several seeds, of which one must pass, and then in float64, where rounding
+        that a model magnifies is not seen."""
         failure: Deviation | Exception | None = None
         for seed in _SEEDS:
             failure = self._compare(args, kwargs, sizes, seed, stages)
             if failure is None:
                 return None
-        if _anywhere(self._mesh, self._device, not isinstance(failure, Deviation) or self._no_room(torch.float64) is not None):
+        if _anywhere(
+            self._mesh,
+            self._device,
+            not isinstance(failure, Deviation) or self._no_room(torch.float64) is not None,
+        ):
             return failure
         again = self._compare(args, kwargs, sizes, _SEEDS[0], stages, torch.float64)
         return None if again is None else failure
 
     def _can_train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the model runs the user's own code, which may differ in training mode, and can be compared in that mode."""
+        """Return whether the model runs the user's own code, which may differ in training mode, and
+        can be compared in that mode."""
         if is_transformers_model(self._subject.whole) and not self._subject.own:
             return False
         try:
-            return why_not_comparable(self._whole(0).train(), _floats(args), _floats(kwargs)) is None
+            return (
+                why_not_comparable(self._whole(0).train(), _floats(args), _floats(kwargs)) is None
+            )
         except Exception:
             return False
 
     def _no_room(self, dtype: torch.dtype = torch.float32) -> str | None:
         """Say why the check does not fit into this rank's memory; None where it does."""
         left_out = self._left_out(self._subject.whole)
-        parameters = sum(p.numel() for name, p in self._subject.whole.named_parameters() if not name.startswith(left_out))
+        parameters = sum(
+            p.numel()
+            for name, p in self._subject.whole.named_parameters()
+            if not name.startswith(left_out)
+        )
         need = 4 * parameters * dtype.itemsize  # whole and local values with gradients
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
@@ -377,15 +527,21 @@ class _Comparison:
             free = psutil.virtual_memory().available // max(1, self._layout.world_size)
         if need <= free // 2:
             return None
-        return f"a block of each kind takes about {gibibytes(need)}, more than half of the {gibibytes(free)} that are free for this rank."
+        return (
+            f"a block of each kind takes about {gibibytes(need)}, more than half of the"
+            f" {gibibytes(free)} that are free for this rank."
+        )
 
     def _left_out(self, whole: nn.Module) -> tuple[str, ...]:
         layers = self._plan.layers
         count = len(list(whole.get_submodule(layers).children())) if layers else 0
-        return tuple(f"{layers}.{index}." for index in range(count) if index not in self._kept) or ("\0",)
+        return tuple(f"{layers}.{index}." for index in range(count) if index not in self._kept) or (
+            "\0",
+        )
 
     def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Try the whole copy without most of its blocks, then with all. Returns why it cannot run; None where it can."""
+        """Try the whole copy without most of its blocks, then with all. Returns why it cannot run;
+        None where it can."""
         error: Exception | None = None
         every = list(range(sum(len(kind) for kind in self._kinds)))
         for kept in (self._kept, every):
@@ -397,7 +553,9 @@ class _Comparison:
             if self._stages is not None and len(self._stages) == 2:
                 middle = (len(every) - self._plan.ahead) // 2
                 self._stages = (range(middle), range(middle, len(every)))
-        return f"the whole model fails on one process ({type(error).__name__}: {first_line(error)})."
+        return (
+            f"the whole model fails on one process ({type(error).__name__}: {first_line(error)})."
+        )
 
     def _whole(self, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
         whole = self._reduced()
@@ -419,21 +577,26 @@ class _Comparison:
         stages: tuple[range, ...] | None,
         dtype: torch.dtype = torch.float32,
     ) -> Deviation | Exception | None:
-        """Return what differs, or what the rewritten model raised; None where nothing differs. All ranks of the stage agree whether."""
+        """Return what differs, or what the rewritten model raised; None where nothing differs. All
+        ranks of the stage agree whether."""
         failure: Deviation | Exception | None = None
         try:
             whole, rewritten = self._whole(seed, dtype), self._rewritten(sizes, seed, stages)
             for stage in rewritten.modules():
                 _widened(stage, dtype)
             outputs, gradients = largest_deviation(whole, rewritten, args, kwargs, dtype)
-            failure = next((found for found in (outputs, gradients) if not found.error <= LARGEST), None)
+            failure = next(
+                (found for found in (outputs, gradients) if not found.error <= LARGEST), None
+            )
         except Exception as error:
             failure = error
         if _anywhere(self._mesh, self._device, failure is not None) and failure is None:
             return Deviation("a parameter of another rank", float("nan"))
         return failure
 
-    def _rewritten(self, sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None) -> RewrittenModel:
+    def _rewritten(
+        self, sizes: LocalSizes, seed: int, stages: tuple[range, ...] | None
+    ) -> RewrittenModel:
         model = RewrittenModel(
             self._reduced(),
             self._plan,
@@ -455,7 +618,9 @@ class _Comparison:
             for name, value in sizes.items():
                 prefix = f"{layers}.{kind[0]}."
                 if name.startswith(prefix):
-                    everywhere |= {f"{layers}.{index}.{name.removeprefix(prefix)}": value for index in kind}
+                    everywhere |= {
+                        f"{layers}.{index}.{name.removeprefix(prefix)}": value for index in kind
+                    }
         return everywhere
 
 
@@ -483,7 +648,8 @@ def _groups(mesh: Mesh | TensorMesh) -> Iterator[dist.ProcessGroup]:
 
 
 def _take_later_hooks(module: nn.Module, whole: nn.Module) -> bool:
-    """Give a copy the hooks that modules got since it was made. Returns whether there are any, apart from those of this package.
+    """Give a copy the hooks that modules got since it was made. Returns whether there are any,
+    apart from those of this package.
 
     Args:
         module: this rank's part of the model.
@@ -493,7 +659,11 @@ def _take_later_hooks(module: nn.Module, whole: nn.Module) -> bool:
     for name, child in module.named_modules():
         for key, table in hook_tables(child).items():
             known = vars(copies[name]).get(key, {}) if name in copies else table
-            later = {number: hook for number, hook in table.items() if number not in known and is_of_others(hook)}
+            later = {
+                number: hook
+                for number, hook in table.items()
+                if number not in known and is_of_others(hook)
+            }
             found |= bool(later)
             for number, hook in later.items():
                 known[number] = hook
@@ -518,9 +688,14 @@ def _own_context(device: torch.device) -> Iterator[None]:
 
 
 def _widened(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Let a copy compute in float64, in place, without grouped matrix products, which do not know it; with float32 nothing changes."""
+    """Let a copy compute in float64, in place, without grouped matrix products, which do not know
+    it; with float32 nothing changes."""
     if dtype == torch.float64:
-        module._apply(lambda tensor: tensor.to(torch.complex128) if tensor.is_complex() else _floats_as(tensor, dtype))
+        module._apply(
+            lambda tensor: (
+                tensor.to(torch.complex128) if tensor.is_complex() else _floats_as(tensor, dtype)
+            )
+        )
         for child in module.modules():
             if (config := vars(child).get("config")) is not None:
                 config._experts_implementation = "eager"
@@ -533,8 +708,13 @@ def _floats_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _copied(tensor: Tensor) -> Tensor:
     copied = tensor.detach().clone()
-    if copied.is_floating_point() and copied.isnan().any():  # what a layer before the blocks has returned in the step of a later stage
-        copied = torch.arange(copied.numel(), device=copied.device, dtype=copied.dtype).sin().view(copied.shape)
+    # what a layer before the blocks has returned in the step of a later stage
+    if copied.is_floating_point() and copied.isnan().any():
+        copied = (
+            torch.arange(copied.numel(), device=copied.device, dtype=copied.dtype)
+            .sin()
+            .view(copied.shape)
+        )
     return copied.requires_grad_(tensor.requires_grad)
 
 
@@ -556,13 +736,18 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _shortened(args: tuple[Any, ...], kwargs: dict[str, Any], multiple: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keep at most `_TOKENS` tokens, a multiple of `multiple`, where all tensors are (batch, sequence, ...)."""
+def _shortened(
+    args: tuple[Any, ...], kwargs: dict[str, Any], multiple: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keep at most `_TOKENS` tokens, a multiple of `multiple`, where all tensors are (batch,
+    sequence, ...)."""
     lengths = {tensor.shape[1] if tensor.ndim > 1 else -1 for tensor in tensors_of((args, kwargs))}
     wanted = _TOKENS // multiple * multiple
     if len(lengths) != 1 or -1 in lengths or lengths.pop() <= wanted or wanted == 0:
         return args, kwargs
-    return _mapped(args, lambda tensor: tensor[:, :wanted]), _mapped(kwargs, lambda tensor: tensor[:, :wanted])
+    return _mapped(args, lambda tensor: tensor[:, :wanted]), _mapped(
+        kwargs, lambda tensor: tensor[:, :wanted]
+    )
 
 
 def _say(subject: _Subject, layout: Layout, sizes: LocalSizes, seconds: float) -> None:
@@ -570,7 +755,10 @@ def _say(subject: _Subject, layout: Layout, sizes: LocalSizes, seconds: float) -
     if sizes:
         names = sorted({name.rpartition(".")[2] for name in sizes})
         changed = f"; on each rank {listed(names)} {'is' if len(names) == 1 else 'are'} smaller"
-    _print(f"self-check of {subject.model}: passed; {layout.name} reproduces the whole model ({seconds:.1f} s){changed}")
+    _print(
+        f"self-check of {subject.model}: passed; {layout.name} reproduces the whole model"
+        f" ({seconds:.1f} s){changed}"
+    )
 
 
 @rank_zero_only

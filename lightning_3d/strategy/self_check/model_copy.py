@@ -1,5 +1,5 @@
-"""A second instance of a model for the self-check: the same modules and buffers in little memory, with weights chosen so that errors become
-visible."""
+"""A second instance of a model for the self-check: the same modules and buffers in little memory,
+with weights chosen so that errors become visible."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from lightning_3d.weights.pretrained import forget_pretrained
 
 
 def copy_without_values(module: nn.Module) -> nn.Module:
-    """Copy a whole module, with floating-point parameters as float32 on the meta device; buffers keep their values.
+    """Copy a whole module, with floating-point parameters as float32 on the meta device; buffers
+    keep their values.
 
-    The copy does not draw random numbers: it is in evaluation mode, and its dropout probabilities are 0.
+    The copy does not draw random numbers: it is in evaluation mode, and its dropout probabilities
+    are 0.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
-        blank = nn.Parameter(torch.empty_like(parameter, device="meta", dtype=dtype), requires_grad=parameter.requires_grad)
+        blank = nn.Parameter(
+            torch.empty_like(parameter, device="meta", dtype=dtype),
+            requires_grad=parameter.requires_grad,
+        )
         vars(blank).update(vars(parameter))
         memo[id(parameter)] = blank
     copied = deep_copy(module, memo)
@@ -41,7 +46,8 @@ def copy_without_values(module: nn.Module) -> nn.Module:
 
 def _without_dropout(module: nn.Module) -> nn.Module:
     for child in module.modules():
-        if getattr(child, "gradient_checkpointing", False) is True:  # a stage cannot be computed again outside of its turn
+        # a stage cannot be computed again outside of its turn
+        if getattr(child, "gradient_checkpointing", False) is True:
             child.gradient_checkpointing = False  # type: ignore[assignment]
         for owner in (child, getattr(child, "config", None)):
             for name, value in list(getattr(owner, "__dict__", {}).items()):
@@ -52,11 +58,19 @@ def _without_dropout(module: nn.Module) -> nn.Module:
     return module
 
 
-def fill(module: nn.Module, specs: Mapping[str, ShardSpec], seed: int, device: torch.device, blueprint: Any = None) -> None:
-    """Give the parameters of a copy values that depend on (seed, canonical name) only, and rebuild its buffers.
+def fill(
+    module: nn.Module,
+    specs: Mapping[str, ShardSpec],
+    seed: int,
+    device: torch.device,
+    blueprint: Any = None,
+) -> None:
+    """Give the parameters of a copy values that depend on (seed, canonical name) only, and rebuild
+    its buffers.
 
-    A matrix gets numbers of variance 1 / columns, so that activations keep their size and attention is not uniform; a vector gets numbers
-    in 0.5 .. 1.5. An ordinary initialization hides faults: matrices and biases that are zero do not change the output.
+    A matrix gets numbers of variance 1 / columns, so that activations keep their size and attention
+    is not uniform; a vector gets numbers in 0.5 .. 1.5. An ordinary initialization hides faults:
+    matrices and biases that are zero do not change the output.
 
     Args:
         specs: shard of each parameter; one without a specification is whole.
@@ -77,7 +91,9 @@ def fill(module: nn.Module, specs: Mapping[str, ShardSpec], seed: int, device: t
                 child._buffers[key] = buffer.to(device)
 
 
-def _filled(parameter: nn.Parameter, name: str, spec: ShardSpec | None, seed: int, device: torch.device) -> nn.Parameter:
+def _filled(
+    parameter: nn.Parameter, name: str, spec: ShardSpec | None, seed: int, device: torch.device
+) -> nn.Parameter:
     canonical = (spec.tied_to or spec.name) if spec is not None else name
     shape = spec.global_shape if spec is not None else tuple(parameter.shape)
     full = _draw(canonical, shape, seed)
@@ -96,9 +112,11 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class Skipped(nn.Module):
-    """Stands for a block that a check skips: passes on the hidden states in the form in which blocks return them.
+    """Stands for a block that a check skips: passes on the hidden states in the form in which
+    blocks return them.
 
-    It keeps the attributes of `original` that are plain values, because some models read a block's attention kind.
+    It keeps the attributes of `original` that are plain values, because some models read a block's
+    attention kind.
     """
 
     def __init__(self, original: nn.Module, tuples: dict[str, int]) -> None:
@@ -111,9 +129,12 @@ class Skipped(nn.Module):
         return (hidden, *([None] * (length - 1))) if length else hidden
 
 
-def kinds_of(blocks: list[nn.Module], description: CodeDescription | None = None) -> list[tuple[int, ...]]:
-    """Group the indices of blocks by kind. Blocks of one kind run the same code, in modules with the same shapes and attributes; an
-    attribute that is the index of its block (`layer_idx`) is ignored.
+def kinds_of(
+    blocks: list[nn.Module], description: CodeDescription | None = None
+) -> list[tuple[int, ...]]:
+    """Group the indices of blocks by kind. Blocks of one kind run the same code, in modules with
+    the same shapes and attributes; an attribute that is the index of its block (`layer_idx`) is
+    ignored.
 
     Args:
         blocks: all blocks of a model.
@@ -129,19 +150,26 @@ def kinds_of(blocks: list[nn.Module], description: CodeDescription | None = None
     positional = {key for key in every if _counts_blocks([entry.get(key) for entry in entries])}
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for index, entry in enumerate(entries):
-        signature = tuple(sorted((key, repr(value)) for key, value in entry.items() if key not in positional))
+        signature = tuple(
+            sorted((key, repr(value)) for key, value in entry.items() if key not in positional)
+        )
         kinds.setdefault(signature, []).append(index)
     return [tuple(indices) for indices in kinds.values()]
 
 
 def _counts_blocks(values: list[Any]) -> bool:
     """Return whether an attribute rises by one from block to block."""
-    numbers = [value - index for index, value in enumerate(values) if isinstance(value, int) and not isinstance(value, bool)]
+    numbers = [
+        value - index
+        for index, value in enumerate(values)
+        if isinstance(value, int) and not isinstance(value, bool)
+    ]
     return len(numbers) > 1 and len(set(numbers)) == 1
 
 
 def described(block: nn.Module, description: CodeDescription) -> dict[str, Any]:
-    """Plain attributes, code, hooks, objects and buffers, and shapes of parameters in a module, by name.
+    """Plain attributes, code, hooks, objects and buffers, and shapes of parameters in a module, by
+    name.
 
     Raises:
         Indescribable: it computes with something of which nothing is known.
@@ -156,7 +184,8 @@ def described(block: nn.Module, description: CodeDescription) -> dict[str, Any]:
 
 
 def kept_blocks(kinds: list[tuple[int, ...]]) -> tuple[list[int], int]:
-    """Choose the blocks that a check runs: the first and the last of each kind, so that two stages have one of each where there are two.
+    """Choose the blocks that a check runs: the first and the last of each kind, so that two stages
+    have one of each where there are two.
 
     Returns:
         Indices of the blocks, rising, and the index at which a second stage begins.
@@ -167,12 +196,16 @@ def kept_blocks(kinds: list[tuple[int, ...]]) -> tuple[list[int], int]:
     return kept, boundary if boundary <= kept[-1] else kept[len(kept) // 2]
 
 
-def leave_out_blocks(module: nn.Module, plan: ParallelPlan, kept: list[int], tuples: dict[str, int]) -> None:
-    """Replace all blocks except those of these indices by stubs that pass on the hidden states, in place.
+def leave_out_blocks(
+    module: nn.Module, plan: ParallelPlan, kept: list[int], tuples: dict[str, int]
+) -> None:
+    """Replace all blocks except those of these indices by stubs that pass on the hidden states, in
+    place.
 
     Args:
         kept: indices of the blocks that stay.
-        tuples: dictionary shared by all copies of a model: the first block that runs notes the length of the tuple that blocks return.
+        tuples: dictionary shared by all copies of a model: the first block that runs notes the
+            length of the tuple that blocks return.
     """
     layers: Any = module.get_submodule(plan.layers)
 

@@ -1,4 +1,5 @@
-"""Combinations of model, plan, layout and versions that have been checked: those shipped with the package, and those of this user."""
+"""Combinations of model, plan, layout and versions that have been checked: those shipped with the
+package, and those of this user."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from lightning_3d.storage.user_cache import default_cache
 from lightning_3d.strategy.self_check.model_copy import described, kinds_of
 
 VERIFIED = Path(__file__).with_name("verified.json")
-"""Families of Transformers that were compared with one process: {versions: {family: axes}}, see `tools/family_matrix.py`."""
+"""Families of Transformers that were compared with one process: {versions: {family: axes}}, see
+`tools/family_matrix.py`."""
 
 _AXES = ("tp", "pp", "cp", "ep")
 
@@ -42,8 +44,11 @@ def versions() -> str:
 
 
 def family_of(module: nn.Module) -> str:
-    """Hash the classes in a model and the plan that it declares, but not its sizes and number of layers."""
-    kinds = sorted({f"{type(child).__module__}.{type(child).__qualname__}" for child in module.modules()})
+    """Hash the classes in a model and the plan that it declares, but not its sizes and number of
+    layers."""
+    kinds = sorted(
+        {f"{type(child).__module__}.{type(child).__qualname__}" for child in module.modules()}
+    )
     try:
         plan = _plan(read_plan(module))
     except PlanError:
@@ -52,17 +57,27 @@ def family_of(module: nn.Module) -> str:
 
 
 def is_verified(module: nn.Module, layout: Layout) -> bool:
-    """Return whether the family was compared with one process along each axis of the layout, with these versions and its own plan.
+    """Return whether the family was compared with one process along each axis of the layout, with
+    these versions and its own plan.
 
-    A model with a hook, a replaced function or an object of somebody's own is not what was compared.
+    A model with a hook, a replaced function or an object of somebody's own is not what was
+    compared.
     """
     axes = _verified().get(versions(), {}).get(family_of(module), ())
-    return all(axis in axes for axis in _AXES if getattr(layout, axis) > 1) and not has_own_code(module)
+    return all(axis in axes for axis in _AXES if getattr(layout, axis) > 1) and not has_own_code(
+        module
+    )
 
 
 def has_own_code(module: nn.Module) -> bool:
-    """Return whether a model runs code that its libraries do not bring, hooks, or something of which nothing is known."""
-    if any(is_of_others(hook) for child in module.modules() for table in hook_tables(child).values() for hook in table.values()):
+    """Return whether a model runs code that its libraries do not bring, hooks, or something of
+    which nothing is known."""
+    if any(
+        is_of_others(hook)
+        for child in module.modules()
+        for table in hook_tables(child).values()
+        for hook in table.values()
+    ):
         return True
     description = CodeDescription(module)
     try:
@@ -79,31 +94,45 @@ def _verified() -> dict[str, dict[str, list[str]]]:
 
 
 def identity(module: nn.Module, plan: ParallelPlan, layout: Layout, more: Any) -> str | None:
-    """Hash everything on which the result of a check depends: code and what it reads, sizes, plan, layout, versions and `more`.
+    """Hash everything on which the result of a check depends: code and what it reads, sizes, plan,
+    layout, versions and `more`.
 
     Returns:
-        The hash; None where something that the model computes with cannot be described, so that nothing can be remembered.
+        The hash; None where something that the model computes with cannot be described, so that
+        nothing can be remembered.
     """
     blocks = list(module.get_submodule(plan.layers).children()) if plan.layers else []
     description = CodeDescription(module)
     try:
         inside = f"{plan.layers}." if plan.layers else "\0"
-        rest = {key: text for key, text in described(module, description).items() if not key.startswith(inside)}
+        rest = {
+            key: text
+            for key, text in described(module, description).items()
+            if not key.startswith(inside)
+        }
         firsts = [described(blocks[kind[0]], description) for kind in kinds_of(blocks, description)]
-        replaced = sorted(f"{place} {description.of(value)}" for place, value in replaced_functions())
+        replaced = sorted(
+            f"{place} {description.of(value)}" for place, value in replaced_functions()
+        )
     except Indescribable:
         return None
-    return _hash([rest, firsts, replaced, _plan(plan), str(layout), versions(), more, _own_version()])
+    return _hash(
+        [rest, firsts, replaced, _plan(plan), str(layout), versions(), more, _own_version()]
+    )
 
 
 def _plan(plan: ParallelPlan) -> list[Any]:
-    entries = [sorted((name, _cut(cut)) for name, cut in part.items()) for part in (plan.tp, plan.ep)]
-    travels = [plan.carried, plan.sides] if plan.carried or plan.sides else []  # the hashes in `VERIFIED` are older
+    entries = [
+        sorted((name, _cut(cut)) for name, cut in part.items()) for part in (plan.tp, plan.ep)
+    ]
+    # the hashes in `VERIFIED` are older
+    travels = [plan.carried, plan.sides] if plan.carried or plan.sides else []
     return [*entries, plan.layers, plan.before, plan.after, plan.embedding, plan.head, *travels]
 
 
 def _cut(cut: Cut) -> str:
-    """Describe a shard style. The hashes in `VERIFIED` contain this text, so a field that is added must not change it where unused."""
+    """Describe a shard style. The hashes in `VERIFIED` contain this text, so a field that is added
+    must not change it where unused."""
     shared = ", shared=True" if cut.shared else ""
     return f"Cut(style={cut.style!r}, units={cut.units!r}, parts={cut.parts!r}{shared})"
 
@@ -129,7 +158,8 @@ class Findings:
 
     Attributes:
         sizes: local sizes.
-        partial: what a forward leaves for the step, and ranks have a part of; as `find_partial` lists it.
+        partial: what a forward leaves for the step, and ranks have a part of; as `find_partial`
+            lists it.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -142,22 +172,33 @@ def recall(key: str | None) -> Findings | None:
         return None
     try:
         found = json.loads((cache_folder() / f"{key}.json").read_text())
-        sizes, partial = found["local_sizes"], tuple(tuple(map(str, place)) for place in found["partial"])
+        sizes, partial = (
+            found["local_sizes"],
+            tuple(tuple(map(str, place)) for place in found["partial"]),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole_numbers = isinstance(sizes, dict) and all(isinstance(value, int) for value in sizes.values())
+    whole_numbers = isinstance(sizes, dict) and all(
+        isinstance(value, int) for value in sizes.values()
+    )
     return Findings(sizes, partial) if whole_numbers else None
 
 
 def remember(key: str | None, findings: Findings, model: str) -> None:
-    """Write that a check has passed. Where nothing can be written, or there is no key, the check runs again next time."""
+    """Write that a check has passed. Where nothing can be written, or there is no key, the check
+    runs again next time."""
     if key is None:
         return
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = {"local_sizes": findings.sizes, "partial": findings.partial}
-        content = {"model": model, "versions": versions(), "python": sys.version.split()[0], **found}
+        content = {
+            "model": model,
+            "versions": versions(),
+            "python": sys.version.split()[0],
+            **found,
+        }
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, suffix=".new") as file:
             json.dump(content, file)
         os.replace(file.name, folder / f"{key}.json")

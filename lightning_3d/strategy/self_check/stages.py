@@ -1,4 +1,5 @@
-"""A copy of a model as the ranks run it, with all stages of the pipeline one after the other on each rank."""
+"""A copy of a model as the ranks run it, with all stages of the pipeline one after the other on
+each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ class _Stage:
     state: PipelineState
     chunk: Chunk
 
-    def run(self, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, turned: bool = False) -> Any:
+    def run(
+        self,
+        received: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        turned: bool = False,
+    ) -> Any:
         """Run the stage. Returns what the last stage returns.
 
         Args:
@@ -47,9 +55,12 @@ class _Stage:
 
 
 def _turned(value: Any) -> Any:
-    """Copy a container with the rows of every tensor in another order; with a single row, its second dimension."""
+    """Copy a container with the rows of every tensor in another order; with a single row, its
+    second dimension."""
     if isinstance(value, Tensor):
-        return value.flip(0 if value.shape[0] > 1 or value.ndim == 1 else 1) if value.ndim else value
+        return (
+            value.flip(0 if value.shape[0] > 1 or value.ndim == 1 else 1) if value.ndim else value
+        )
     if isinstance(value, dict):
         return {key: _turned(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
@@ -88,9 +99,20 @@ class RewrittenModel:
         self._stages = []
         for stage in range(len(ranges)):
             module = deep_copy(model)
-            part = take_part(module, "", plan, StageMesh(mesh, stage, len(ranges)), options, assignment, seed=seed, device=device)
+            part = take_part(
+                module,
+                "",
+                plan,
+                StageMesh(mesh, stage, len(ranges)),
+                options,
+                assignment,
+                seed=seed,
+                device=device,
+            )
             fill(module, part.specs, seed, device, part.blueprint)
-            self._stages.append(_Stage(module, part.specs, part.state, assignment.chunks_of(stage)[0]))
+            self._stages.append(
+                _Stage(module, part.specs, part.state, assignment.chunks_of(stage)[0])
+            )
 
     @property
     def layout(self) -> Layout:
@@ -101,10 +123,12 @@ class RewrittenModel:
         return (stage.module for stage in self._stages)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages; what one sends to the next keeps its graph, so that one backward reaches all.
+        """Run all stages; what one sends to the next keeps its graph, so that one backward reaches
+        all.
 
-        Here all stages are in one process. In training they are in several, where none finds what another left in a class or a global of
-        the code. So before a stage runs, the one before it runs again with the rows in another order: what it leaves is then wrong.
+        Here all stages are in one process. In training they are in several, where none finds what
+        another left in a class or a global of the code. So before a stage runs, the one before it
+        runs again with the rows in another order: what it leaves is then wrong.
         """
         received: Tensor | None = None
         self._stages[0].state.boundaries = []
@@ -124,19 +148,27 @@ class RewrittenModel:
         raise AssertionError("the last stage has no boundary")
 
     def sequence_part(self, hidden: Tensor, whole: Tensor) -> Tensor | None:
-        """Select what this rank's `hidden` must equal: `whole`, or this rank's part of its tokens. None where the shapes do not show it."""
+        """Select what this rank's `hidden` must equal: `whole`, or this rank's part of its tokens.
+        None where the shapes do not show it."""
         if hidden.shape == whole.shape:
             return whole
         sequence = self._stages[-1].state.sequence
-        if not sequence.active or hidden.ndim < 3 or hidden.shape[1] != sequence.part or whole.shape[1] != sequence.length:
+        if (
+            not sequence.active
+            or hidden.ndim < 3
+            or hidden.shape[1] != sequence.part
+            or whole.shape[1] != sequence.length
+        ):
             return None
         rank = self._mesh.index("tp")
         return whole[:, rank * sequence.part : rank * sequence.part + sequence.real(rank)]
 
     def gradients(self) -> dict[str, tuple[Tensor, ShardSpec]]:
-        """Sum the gradient of each trained parameter over all ranks that have a part of it; by canonical name.
+        """Sum the gradient of each trained parameter over all ranks that have a part of it; by
+        canonical name.
 
-        Communicates over the tensor, context and expert groups; all ranks have the same parameters in the same order.
+        Communicates over the tensor, context and expert groups; all ranks have the same parameters
+        in the same order.
         """
         local: dict[str, tuple[Tensor, ShardSpec]] = {}
         for stage in self._stages:
@@ -144,12 +176,22 @@ class RewrittenModel:
                 if parameter.requires_grad:
                     spec = stage.specs[name]
                     canonical = spec.tied_to or spec.name
-                    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                    local[canonical] = (local[canonical][0] + gradient if canonical in local else gradient), spec
-        return {name: (self._total(gradient, spec), spec) for name, (gradient, spec) in local.items()}
+                    gradient = (
+                        parameter.grad
+                        if parameter.grad is not None
+                        else torch.zeros_like(parameter)
+                    )
+                    local[canonical] = (
+                        (local[canonical][0] + gradient if canonical in local else gradient),
+                        spec,
+                    )
+        return {
+            name: (self._total(gradient, spec), spec) for name, (gradient, spec) in local.items()
+        }
 
     def total_of_input(self, gradient: Tensor) -> Tensor:
-        """Sum the gradient of a floating-point input over context-parallel ranks, which have a part of it each."""
+        """Sum the gradient of a floating-point input over context-parallel ranks, which have a part
+        of it each."""
         total = gradient.detach().contiguous().clone()
         if self._mesh.size("cp") > 1:
             dist.all_reduce(total, group=self._mesh.group("cp"))
@@ -160,7 +202,8 @@ class RewrittenModel:
         if spec.expert:
             if dist.get_world_size(self._mesh.expert_data_group) > 1:
                 dist.all_reduce(total, group=self._mesh.expert_data_group)
-            return total / self._mesh.size("dp")  # data-parallel ranks all sent the same input to these experts
+            # data-parallel ranks all sent the same input to these experts
+            return total / self._mesh.size("dp")
         if spec.tp_grad_sum:
             parts = [torch.empty_like(total) for _ in range(self._mesh.size("tp"))]
             dist.all_gather(parts, total, group=self._mesh.group("tp"))

@@ -1,8 +1,10 @@
-"""The user's hooks on gradients of activations, which run while a backward runs: each sees the rows of one micro-batch on one rank.
+"""The user's hooks on gradients of activations, which run while a backward runs: each sees the rows
+of one micro-batch on one rank.
 
-`Tensor.register_hook` in a step, and `register_full_backward_hook` and `register_full_backward_pre_hook` of modules. They get gradients of
-the size that these have on one process. A hook that mixes rows, such as one that divides by the norm of all of them, is refused where it
-would see a part of the rows.
+`Tensor.register_hook` in a step, and `register_full_backward_hook` and
+`register_full_backward_pre_hook` of modules. They get gradients of the size that these have on one
+process. A hook that mixes rows, such as one that divides by the norm of all of them, is refused
+where it would see a part of the rows.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class ActivationHooks:
 
         @wraps(register)
         def guarded(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            wanted = tensor.grad_fn is not None and is_users(hook) and not hasattr(hook, "guards")  # a mode calls this twice
+            # a mode calls this twice
+            wanted = tensor.grad_fn is not None and is_users(hook) and not hasattr(hook, "guards")
             self.scale.sees = self.scale.sees or wanted
             return register(tensor, self._guarded(hook) if wanted else hook)
 
@@ -104,7 +107,9 @@ class ActivationHooks:
             self.scale.changes = self.scale.changes or not rows.only_scales or writes
             if rows.mixed and self._sees_part:
                 raise self._refusal(hook, rows.mixed)
-            return _times(scaled[min(1, len(scaled) - 1)] if result is None else result, 1 / correction)
+            return _times(
+                scaled[min(1, len(scaled) - 1)] if result is None else result, 1 / correction
+            )
 
         guard.guards = hook  # type: ignore[attr-defined]
         return guard
@@ -112,14 +117,17 @@ class ActivationHooks:
     def _refusal(self, hook: Callable[..., Any], mixed: str) -> ConfigError:
         name = getattr(hook, "__qualname__", type(hook).__name__)
         return ConfigError(
-            f"The hook {name} changes a gradient by {mixed}, which needs all rows and features of the batch, but in"
-            f" {self._mesh.layout} it sees those of one micro-batch on one rank. Hooks that treat elements alike (clamp, scale, mask) work"
-            " everywhere. Use one rank and micro_batch_size=None, or clip gradients of parameters with Trainer(gradient_clip_val=...)."
+            f"The hook {name} changes a gradient by {mixed}, which needs all rows and features of"
+            f" the batch, but in {self._mesh.layout} it sees those of one micro-batch on one rank."
+            " Hooks that treat elements alike (clamp, scale, mask) work everywhere. Use one rank"
+            " and micro_batch_size=None, or clip gradients of parameters with"
+            " Trainer(gradient_clip_val=...)."
         )
 
 
 class _Rows(TorchFunctionMode):
-    """Notes the first function that mixes rows of the gradients that a hook got, and whether it only scales them.
+    """Notes the first function that mixes rows of the gradients that a hook got, and whether it
+    only scales them.
 
     Args:
         value: what the hook gets.
@@ -133,11 +141,29 @@ class _Rows(TorchFunctionMode):
         self.mixed = ""
         self.only_scales = True
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        target = next((value for value in _tensors([args, list(kwargs.values())]) if id(value) in self._known), None)
-        if target is None or func in OF_THE_WHOLE or func in OF_THE_PART or not isinstance(result, Tensor):
+        target = next(
+            (
+                value
+                for value in _tensors([args, list(kwargs.values())])
+                if id(value) in self._known
+            ),
+            None,
+        )
+        if (
+            target is None
+            or func in OF_THE_WHOLE
+            or func in OF_THE_PART
+            or not isinstance(result, Tensor)
+        ):
             self._note(func, target, result)
             return result
         self.only_scales = self.only_scales and self._scales(func, target, args)
@@ -148,24 +174,37 @@ class _Rows(TorchFunctionMode):
         return result
 
     def _scales(self, func: Any, target: Tensor, args: tuple[Any, ...]) -> bool:
-        """Whether a function multiplies a gradient by what does not depend on it, so that the size of the gradient does not matter."""
+        """Whether a function multiplies a gradient by what does not depend on it, so that the size
+        of the gradient does not matter."""
         known = [value for value in _tensors(args) if id(value) in self._known]
         divides = func in (torch.div, Tensor.div, Tensor.__truediv__) and args[0] is target
         return len(known) == 1 and (divides or base_name(func) in ("mul", "neg"))
 
     def _note(self, func: Any, target: Tensor | None, result: Any) -> None:
         """Note a number that left the tensors: what is computed from it is not seen."""
-        if target is not None and isinstance(result, (bool, int, float)) and base_name(func) in ("item", "bool", "float", "int", "tolist"):
+        if (
+            target is not None
+            and isinstance(result, (bool, int, float))
+            and base_name(func) in ("item", "bool", "float", "int", "tolist")
+        ):
             self.mixed = self.mixed or base_name(func)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [found for item in value for found in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    return (
+        [found for item in value for found in _tensors(item)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 def _times(value: Any, factor: Tensor) -> Any:
     if isinstance(value, Tensor):
         return value * factor.to(value.dtype)
-    return type(value)(_times(item, factor) for item in value) if isinstance(value, (list, tuple)) else value
+    return (
+        type(value)(_times(item, factor) for item in value)
+        if isinstance(value, (list, tuple))
+        else value
+    )

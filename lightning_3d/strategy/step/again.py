@@ -1,8 +1,10 @@
-"""Runs forward and backward of an optimizer step again, before the optimizer steps, as if they had not run before.
+"""Runs forward and backward of an optimizer step again, before the optimizer steps, as if they had
+not run before.
 
-The second run begins with the same random numbers, buffers and batches, so that it gives the same loss and gradients to the last bit
-where the arithmetic is deterministic. Afterwards its gradients have replaced those of the first run. Metrics, logs and the loads of
-routers are as the first run left them. Attributes that the user's step sets on Python objects of its own are not restored.
+The second run begins with the same random numbers, buffers and batches, so that it gives the same
+loss and gradients to the last bit where the arithmetic is deterministic. Afterwards its gradients
+have replaced those of the first run. Metrics, logs and the loads of routers are as the first run
+left them. Attributes that the user's step sets on Python objects of its own are not restored.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from lightning_3d.strategy.step.tracer import StepTracer
 class Buffers:
     """Copies of the buffers of a module that steps change, as they were before a step.
 
-    Which ones change is known after the first step, of which all are copied; later steps copy only those.
+    Which ones change is known after the first step, of which all are copied; later steps copy only
+    those.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -45,7 +48,11 @@ class Buffers:
             before = (self._seen or {}).get(place)
             if before is not None and (before[0] is not buffer or before[1] != buffer._version):
                 self._change.add(place)
-        self._copies = {place: (buffer, buffer.clone()) for place, buffer in found.items() if first or place in self._change}
+        self._copies = {
+            place: (buffer, buffer.clone())
+            for place, buffer in found.items()
+            if first or place in self._change
+        }
         self._seen = {place: (buffer, buffer._version) for place, buffer in found.items()}
 
     @torch.no_grad()
@@ -110,12 +117,18 @@ class RepeatableStep:
         routers: of a mixture of experts.
 
     Attributes:
-        wanted: whether to remember the steps that begin from now on. Costs some 20 microseconds a batch, keeps the batches of a step in
-            memory until the next one begins, and copies buffers that steps change.
+        wanted: whether to remember the steps that begin from now on. Costs some 20 microseconds a
+            batch, keeps the batches of a step in memory until the next one begins, and copies
+            buffers that steps change.
     """
 
     def __init__(
-        self, module: LightningModule, runner: StepRunner, backend: DataParallelBackend, routers: Routers | None, device: torch.device
+        self,
+        module: LightningModule,
+        runner: StepRunner,
+        backend: DataParallelBackend,
+        routers: Routers | None,
+        device: torch.device,
     ) -> None:
         self._module, self._runner, self._backend, self._routers = module, runner, backend, routers
         self._device = device
@@ -125,7 +138,15 @@ class RepeatableStep:
         self._remembers = False
         self.wanted = False
 
-    def remember(self, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int, place: int, *, anyway: bool = False) -> None:
+    def remember(
+        self,
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        step: int,
+        place: int,
+        *,
+        anyway: bool = False,
+    ) -> None:
         """Remember a batch, before its first run.
 
         Args:
@@ -140,7 +161,9 @@ class RepeatableStep:
             if self._remembers:
                 self._buffers.remember()
         if self._remembers:
-            kept = replace(micro_batches, batches=tuple(same_tensors(batch) for batch in micro_batches.batches))
+            kept = replace(
+                micro_batches, batches=tuple(same_tensors(batch) for batch in micro_batches.batches)
+            )
             self._batches.append(_Batch(kept, rest, Generators(self._device), _versions(kept)))
 
     @property
@@ -150,13 +173,18 @@ class RepeatableStep:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether the step was remembered, and its batches are still as they were: a user's step may write into them."""
-        return bool(self._batches) and all(_versions(batch.micro_batches) == batch.versions for batch in self._batches)
+        """Whether the step was remembered, and its batches are still as they were: a user's step
+        may write into them."""
+        return bool(self._batches) and all(
+            _versions(batch.micro_batches) == batch.versions for batch in self._batches
+        )
 
     def again(self) -> Computed:
-        """Run forward, backward and reduction of all batches of the step again. Collective, like the first run; may be called repeatedly.
+        """Run forward, backward and reduction of all batches of the step again. Collective, like
+        the first run; may be called repeatedly.
 
-        Call it after the last batch was computed and before the optimizer steps or the gradients are clipped.
+        Call it after the last batch was computed and before the optimizer steps or the gradients
+        are clipped.
 
         Returns:
             The totals of the last batch. The backend has the reduced gradients.
@@ -171,8 +199,19 @@ class RepeatableStep:
         with unchanged_metrics(self._module):
             for place, batch in enumerate(self._batches):
                 batch.generators.restore()
-                fresh = replace(batch.micro_batches, batches=tuple(same_tensors(one) for one in batch.micro_batches.batches))
-                computed = self._runner.compute(fresh, batch.rest, self._backend, self._step, place=place, ends=place == last, of=None)
+                fresh = replace(
+                    batch.micro_batches,
+                    batches=tuple(same_tensors(one) for one in batch.micro_batches.batches),
+                )
+                computed = self._runner.compute(
+                    fresh,
+                    batch.rest,
+                    self._backend,
+                    self._step,
+                    place=place,
+                    ends=place == last,
+                    of=None,
+                )
         if self._routers is not None and loads is not None:
             self._routers.set_loads(loads)
         after.restore()
@@ -186,4 +225,8 @@ class RepeatableStep:
 
 def _versions(micro_batches: MicroBatches) -> tuple[int, ...]:
     """Counts of the writes into the tensors of all micro-batches."""
-    return tuple(0 if tensor.is_inference() else tensor._version for batch in micro_batches.batches for tensor in tensors_of(batch))
+    return tuple(
+        0 if tensor.is_inference() else tensor._version
+        for batch in micro_batches.batches
+        for tensor in tensors_of(batch)
+    )

@@ -1,4 +1,5 @@
-"""Layers that see the batch as a whole, or count their calls: with a split batch they give other values than on one process."""
+"""Layers that see the batch as a whole, or count their calls: with a split batch they give other
+values than on one process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from lightning_3d.strategy.step.loss_finding import at_once, described
 
 
 def layers_of_whole_batches(root: nn.Module, *, micro_batches: int, dp: int) -> list[str]:
-    """Describe the embeddings that train otherwise where a batch is split. The loss does not show it.
+    """Describe the embeddings that train otherwise where a batch is split. The loss does not show
+    it.
 
     Args:
         micro_batches: of a data-parallel rank.
@@ -24,9 +26,15 @@ def layers_of_whole_batches(root: nn.Module, *, micro_batches: int, dp: int) -> 
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         if module.scale_grad_by_freq and micro_batches * dp > 1:
-            found.append(f"'{name}' has scale_grad_by_freq=True and would count how often ids are in a part of the batch")
+            found.append(
+                f"'{name}' has scale_grad_by_freq=True and would count how often ids are in a part"
+                " of the batch"
+            )
         if module.max_norm is not None and dp > 1:
-            found.append(f"'{name}' has max_norm and would change the rows of its own ids on each data-parallel rank, so that ranks differ")
+            found.append(
+                f"'{name}' has max_norm and would change the rows of its own ids on each"
+                " data-parallel rank, so that ranks differ"
+            )
     return found
 
 
@@ -45,16 +53,19 @@ def refuse_layers(root: nn.Module, mesh: Mesh, micro_batches: int, rows: int) ->
     layers = list(dict.fromkeys(layer for of_rank in found for layer in of_rank))
     if layers:
         raise ConfigError(
-            f"{described(dp, micro_batches, rows)}, but {listed(layers)}. So this would not train as one process does. Use"
-            f" {at_once(mesh.layout, dp * micro_batches * rows)}, remove the option, or pass"
-            ' loss_reduction="accumulate" to train with the values of micro-batches.'
+            f"{described(dp, micro_batches, rows)}, but {listed(layers)}. So this would not train"
+            f" as one process does. Use {at_once(mesh.layout, dp * micro_batches * rows)}, remove"
+            ' the option, or pass loss_reduction="accumulate" to train with the values of'
+            " micro-batches."
         )
 
 
 class BufferWrites:
-    """The buffers that a training forward writes, such as running statistics, from the time of creation on.
+    """The buffers that a training forward writes, such as running statistics, from the time of
+    creation on.
 
-    Only buffers that checkpoints have are looked at: the others are caches. Metrics are shared between ranks elsewhere.
+    Only buffers that checkpoints have are looked at: the others are caches. Metrics are shared
+    between ranks elsewhere.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -75,7 +86,11 @@ class BufferWrites:
             if isinstance(module, Metric):
                 continue
             for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set and not buffer.is_inference():
+                if (
+                    buffer is not None
+                    and name not in module._non_persistent_buffers_set
+                    and not buffer.is_inference()
+                ):
                     yield f"{owner}.{name}" if owner else name, buffer
 
 
@@ -84,9 +99,10 @@ def about_writes(names: list[str]) -> str:
     shown = [f"'{name}'" for name in names[:3]]
     more = [f"{len(names) - 3} others"] if len(names) > 3 else []
     return (
-        f"{listed([*shown, *more])} {'changes' if len(names) == 1 else 'change'} buffers in each training forward (running statistics or"
-        " power iterations, for example). A forward sees one micro-batch of one data-parallel rank, so the buffers are not those of one"
-        " process: statistics are of a micro-batch, and their momentum is applied once per micro-batch."
+        f"{listed([*shown, *more])} {'changes' if len(names) == 1 else 'change'} buffers in each"
+        " training forward (running statistics or power iterations, for example). A forward sees"
+        " one micro-batch of one data-parallel rank, so the buffers are not those of one process:"
+        " statistics are of a micro-batch, and their momentum is applied once per micro-batch."
     )
 
 
@@ -95,6 +111,7 @@ def about_counters(names: list[str], micro_batches: int) -> str:
     shown = [f"'{name}'" for name in names[:3]]
     more = [f"{len(names) - 3} others"] if len(names) > 3 else []
     return (
-        f"Each call of training_step changes {listed([*shown, *more])}. It is called {micro_batches} times for a batch, once per"
-        " micro-batch, and by one process once. If the loss will depend on it, count in on_train_batch_end or use self.global_step."
+        f"Each call of training_step changes {listed([*shown, *more])}. It is called"
+        f" {micro_batches} times for a batch, once per micro-batch, and by one process once. If the"
+        " loss will depend on it, count in on_train_batch_end or use self.global_step."
     )

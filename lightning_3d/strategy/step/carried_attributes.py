@@ -1,6 +1,8 @@
-"""Attributes that a step reads before the model's call and changes after it, which only the last pipeline stage reaches.
+"""Attributes that a step reads before the model's call and changes after it, which only the last
+pipeline stage reaches.
 
-What one call of a step leaves for the next on the same stage is a matter of the proof of the loss: see `written.py`.
+What one call of a step leaves for the next on the same stage is a matter of the proof of the loss:
+see `written.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ _LIGHTNINGS = frozenset(vars(LightningModule()))
 
 
 class CarriedAttributes:
-    """Looks at the attributes of the user's module in the second call of its step with pp > 1, and refuses those that never reach the
-    earlier stages. The first access to a child of the module counts as the model's call.
+    """Looks at the attributes of the user's module in the second call of its step with pp > 1, and
+    refuses those that never reach the earlier stages. The first access to a child of the module
+    counts as the model's call.
 
     A value that is set once (a mask that is kept, a flag) is no state: the second call shows that.
     """
@@ -50,7 +53,11 @@ class CarriedAttributes:
     @contextmanager
     def _seen(self, micro_batches: int, rows: int) -> Iterator[None]:
         module, kind = self._module, type(self._module)
-        before = {name: _kept(value) for name, value in vars(module).items() if name not in _LIGHTNINGS and isinstance(value, _PLAIN)}
+        before = {
+            name: _kept(value)
+            for name, value in vars(module).items()
+            if name not in _LIGHTNINGS and isinstance(value, _PLAIN)
+        }
         children = frozenset(name for name, _ in module.named_children())
         called = False
         early: set[str] = set()
@@ -69,24 +76,34 @@ class CarriedAttributes:
                     late.add(name)
                 super().__setattr__(name, value)
 
-        Seen.__name__, Seen.__qualname__, Seen.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+        Seen.__name__, Seen.__qualname__, Seen.__module__ = (
+            kind.__name__,
+            kind.__qualname__,
+            kind.__module__,
+        )
         module.__class__ = Seen
         try:
             yield
         finally:
             module.__class__ = kind
-        carried = [name for name in before if name in early & late and not _same(before[name], vars(module).get(name))]
+        carried = [
+            name
+            for name in before
+            if name in early & late and not _same(before[name], vars(module).get(name))
+        ]
         if carried:
             self._refuse(carried, micro_batches, rows)
 
     def _refuse(self, names: list[str], micro_batches: int, rows: int) -> None:
         them = "them" if len(names) > 1 else "it"
         raise ConfigError(
-            f"Each call of training_step reads {listed(f'self.{name}' for name in names)} before the model's call and changes {them} after"
-            f" it. With pp = {self._layout.pp}, only the last pipeline stage runs the code after the model's call, once for each of"
-            f" {micro_batches} micro-batches of {plural(rows, 'row')}: the other stages would keep old values. Change {them} in"
-            f" on_train_batch_start or on_train_batch_end, which every rank runs once for each batch, or read self.global_step. If no loss"
-            f" depends on {them}, use self_check=never."
+            f"Each call of training_step reads {listed(f'self.{name}' for name in names)} before"
+            f" the model's call and changes {them} after it. With pp = {self._layout.pp}, only the"
+            " last pipeline stage runs the code after the model's call, once for each of"
+            f" {micro_batches} micro-batches of {plural(rows, 'row')}: the other stages would keep"
+            f" old values. Change {them} in on_train_batch_start or on_train_batch_end, which every"
+            " rank runs once for each batch, or read self.global_step. If no loss depends on"
+            f" {them}, use self_check=never."
         )
 
 

@@ -22,9 +22,11 @@ EVERY = 64
 
 
 class NowAndThen:
-    """The first 3 batches and every 64th, in which the host may wait for the device to check something.
+    """The first 3 batches and every 64th, in which the host may wait for the device to check
+    something.
 
-    It does not wait in the middle of an optimizer step: a batch there passes its turn to the first one of the next step.
+    It does not wait in the middle of an optimizer step: a batch there passes its turn to the first
+    one of the next step.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,8 @@ class NowAndThen:
 
 
 def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> None:
-    """Refuse data-parallel ranks with different numbers of batches: those with more would wait for the others forever.
+    """Refuse data-parallel ranks with different numbers of batches: those with more would wait for
+    the others forever.
 
     One all-reduce of two numbers over ("cp", "pp", "dp").
 
@@ -56,14 +59,16 @@ def check_equal_batches(batches: float, mesh: Mesh, device: torch.device) -> Non
     most, fewest = extremes[0].item(), -extremes[1].item()
     if most != fewest:
         raise DataError(
-            f"Data-parallel ranks have different numbers of batches: {fewest:g} to {most:g}. Let Lightning inject its"
-            " DistributedSampler, pass trainer.strategy.distributed_sampler_kwargs to your sampler, or set limit_train_batches,"
-            f" limit_val_batches or limit_predict_batches to {fewest:g}."
+            f"Data-parallel ranks have different numbers of batches: {fewest:g} to {most:g}. Let"
+            " Lightning inject its DistributedSampler, pass"
+            " trainer.strategy.distributed_sampler_kwargs to your sampler, or set"
+            f" limit_train_batches, limit_val_batches or limit_predict_batches to {fewest:g}."
         )
 
 
 def most_micro_batches(own: int, mesh: Mesh) -> int:
-    """Find the largest number of micro-batches of any data-parallel rank: one all-reduce of a number over ("cp", "dp")."""
+    """Find the largest number of micro-batches of any data-parallel rank: one all-reduce of a
+    number over ("cp", "dp")."""
     if dist.get_world_size(mesh.data_control) == 1:
         return own
     most = torch.tensor(own)
@@ -72,7 +77,8 @@ def most_micro_batches(own: int, mesh: Mesh) -> int:
 
 
 def agree_about_logs(checksum: float | None, extras: int, mesh: Mesh) -> tuple[int, int]:
-    """Tell all ranks what those with the last stage know: one all-reduce of three numbers over all ranks, in host memory.
+    """Tell all ranks what those with the last stage know: one all-reduce of three numbers over all
+    ranks, in host memory.
 
     Args:
         checksum: of the log keys of this rank (see `StepLog.checksum`); None before the last stage.
@@ -97,8 +103,9 @@ def agree_about_logs(checksum: float | None, extras: int, mesh: Mesh) -> tuple[i
 class SameBatch:
     """Refuses different batches on ranks that must read the same one.
 
-    Tensor-, context- and pipeline-parallel ranks work on one batch together; a data loader that shuffles by the global rank would give each
-    rank a different batch, and training would silently be wrong. One all-reduce of two numbers over ("tp", "cp", "pp"), `NowAndThen`.
+    Tensor-, context- and pipeline-parallel ranks work on one batch together; a data loader that
+    shuffles by the global rank would give each rank a different batch, and training would silently
+    be wrong. One all-reduce of two numbers over ("tp", "cp", "pp"), `NowAndThen`.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -112,7 +119,10 @@ class SameBatch:
         Args:
             begins: whether no other batch of the same optimizer step came before.
         """
-        if not self._turn.comes(begins=begins) or self._mesh.size("tp") * self._mesh.size("cp") * self._mesh.size("pp") == 1:
+        if (
+            not self._turn.comes(begins=begins)
+            or self._mesh.size("tp") * self._mesh.size("cp") * self._mesh.size("pp") == 1
+        ):
             return
         checksum = 0
         for tensor in strided(tensors_of(batch)):
@@ -124,8 +134,11 @@ class SameBatch:
         highest, lowest = extremes[0].item(), -extremes[1].item()
         if highest != lowest:
             raise DataError(
-                "Ranks of one model replica (same data-parallel index, other tp, cp or pp index) read different batches. Let Lightning"
-                " inject its DistributedSampler (use_distributed_sampler=True), or pass trainer.strategy.distributed_sampler_kwargs to your"
-                " sampler. Seed the order equally on all ranks (seed_everything). A data set must return the same sample for the same index"
-                " in every process: no random draw in __getitem__ without a seed from the index, and no order of a set of strings."
+                "Ranks of one model replica (same data-parallel index, other tp, cp or pp index)"
+                " read different batches. Let Lightning inject its DistributedSampler"
+                " (use_distributed_sampler=True), or pass"
+                " trainer.strategy.distributed_sampler_kwargs to your sampler. Seed the order"
+                " equally on all ranks (seed_everything). A data set must return the same sample"
+                " for the same index in every process: no random draw in __getitem__ without a seed"
+                " from the index, and no order of a set of strings."
             )

@@ -1,4 +1,5 @@
-"""`self.log` inside a pipelined step: collected per micro-batch on the last stage, logged once with the true value everywhere."""
+"""`self.log` inside a pipelined step: collected per micro-batch on the last stage, logged once with
+the true value everywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.pipeline import Unknown
 
 _NOT_REPLAYED = {"sync_dist", "sync_dist_group", "enable_graph", "batch_size", "reduce_fx"}
-"""Arguments of `LightningModule.log` that have no meaning once the value is the same on every rank, or that `LogKey` has."""
+"""Arguments of `LightningModule.log` that have no meaning once the value is the same on every rank,
+or that `LogKey` has."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,21 @@ class _Collected:
 class StepLog:
     """Collects the log calls of one step and replays them on every rank.
 
-    Values are reduced over all ranks with this rank's tensor-parallel index: one small all-reduce a step (and a second one where
-    something is logged with reduce_fx max or min), and one broadcast of the keys whenever they change.
+    Values are reduced over all ranks with this rank's tensor-parallel index: one small all-reduce a
+    step (and a second one where something is logged with reduce_fx max or min), and one broadcast
+    of the keys whenever they change.
 
     Args:
         module: the user's module.
         mesh: process groups.
-        last_rank: pipeline rank that runs the last stage, the only one whose steps reach their log calls.
+        last_rank: pipeline rank that runs the last stage, the only one whose steps reach their log
+            calls.
         device: device of this rank.
     """
 
-    def __init__(self, module: LightningModule, mesh: Mesh, last_rank: int, device: torch.device) -> None:
+    def __init__(
+        self, module: LightningModule, mesh: Mesh, last_rank: int, device: torch.device
+    ) -> None:
         self._module = module
         self._mesh = mesh
         self._last_rank = last_rank
@@ -94,12 +100,16 @@ class StepLog:
         metric = self._metric_name(name, value) if isinstance(value, Metric) else None
         number = forward_value(value) if isinstance(value, Metric) else value
         number = 0.0 if number is None or isinstance(number, Unknown) else number
-        if isinstance(number, int | float):  # filled on the device: as_tensor would copy from the host and wait
+        # filled on the device: as_tensor would copy from the host and wait
+        if isinstance(number, int | float):
             tensor = torch.full((), float(number), dtype=torch.float64, device=self._device)
         else:
             tensor = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
         if tensor.numel() != 1:
-            raise ConfigError(f"self.log('{name}', ...) needs a single number; got a tensor of shape {tuple(tensor.shape)}.")
+            raise ConfigError(
+                f"self.log('{name}', ...) needs a single number; got a tensor of shape"
+                f" {tuple(tensor.shape)}."
+            )
         kept = tuple(sorted((k, v) for k, v in kwargs.items() if k not in _NOT_REPLAYED))
         key = LogKey(name, _combination(kwargs.get("reduce_fx", "mean")), metric, kept)
         self._pending.append((key, tensor.reshape(()), kwargs.get("batch_size")))
@@ -109,23 +119,29 @@ class StepLog:
             if child is value:
                 return path
         raise ConfigError(
-            f"self.log('{name}', metric): the metric is not an attribute of the LightningModule. Assign it in __init__, so that"
-            " Lightning can find it."
+            f"self.log('{name}', metric): the metric is not an attribute of the LightningModule."
+            " Assign it in __init__, so that Lightning can find it."
         )
 
     def weigh(self, weight: Tensor) -> None:
-        """Set the weight of what the last micro-batch logged: the weight of its loss, or the `batch_size` that the user passed."""
+        """Set the weight of what the last micro-batch logged: the weight of its loss, or the
+        `batch_size` that the user passed."""
         for unknown in self._unknown:
             unknown.pass_over()
         for key, value, batch_size in self._pending:
             entry = self._collected.setdefault(key, _Collected())
             entry.values.append(value)
-            named = weight if batch_size is None else torch.where(weight > 0, torch.full_like(weight, float(batch_size)), weight)
+            named = (
+                weight
+                if batch_size is None
+                else torch.where(weight > 0, torch.full_like(weight, float(batch_size)), weight)
+            )
             entry.weights.append(named)
         self._pending = []
 
     def values_of(self, index: int, count: int) -> dict[str, tuple[str, Tensor, Tensor]]:
-        """The numbers that one of `count` micro-batches has logged, as (how they are combined, value, weight), by name."""
+        """The numbers that one of `count` micro-batches has logged, as (how they are combined,
+        value, weight), by name."""
         return {
             key.name: (key.combine, entry.values[index], entry.weights[index])
             for key, entry in self._collected.items()
@@ -133,7 +149,8 @@ class StepLog:
         }
 
     def checksum(self) -> float:
-        """Checksum (16 bits) of this step's set of keys, different from those of earlier sets; 0 for no keys."""
+        """Checksum (16 bits) of this step's set of keys, different from those of earlier sets; 0
+        for no keys."""
         keys = tuple(self._collected)
         if not keys:
             return 0.0
@@ -146,8 +163,10 @@ class StepLog:
         """Reduce the values and log them for real, on every rank.
 
         Args:
-            checksum: checksum of the keys that all last stages collected (see `BatchTotals`); 0 when nothing was logged.
-            waits: whether to wait for the device, which knows whether a value counts. Without, Lightning gets weights on the device.
+            checksum: checksum of the keys that all last stages collected (see `BatchTotals`); 0
+                when nothing was logged.
+            waits: whether to wait for the device, which knows whether a value counts. Without,
+                Lightning gets weights on the device.
         """
         if checksum == 0:
             return
@@ -157,17 +176,23 @@ class StepLog:
             for key, value, weight in zip(keys, values, weights, strict=True):
                 self._log_unread(key, value, weight)
             return
-        for key, value, known in zip(keys, values, weights.tolist(), strict=True):  # one read for all keys
+        # one read for all keys
+        for key, value, known in zip(keys, values, weights.tolist(), strict=True):
             if known > 0:
                 self._log(key, value, max(1, round(known)))
 
     def _log_unread(self, key: LogKey, value: Tensor, weight: Tensor) -> None:
-        """Log a value whose weight only the device knows. Where that is 0, nothing that Lightning adds up or shows changes."""
+        """Log a value whose weight only the device knows. Where that is 0, nothing that Lightning
+        adds up or shows changes."""
         counts = weight > 0
         entry = logged_entry(self._module, key.name)
         earlier = None if entry is None else forward_value(entry)
         earlier = torch.nan if earlier is None else earlier
-        nothing = {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}[key.combine] if key.metric is None else earlier
+        nothing = (
+            {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}[key.combine]
+            if key.metric is None
+            else earlier
+        )
         rows = torch.where(counts, weight.round().clamp(min=1), 0.0).to(torch.int64)
         self._log(key, torch.where(counts, value, nothing), rows)
         entry = logged_entry(self._module, key.name)
@@ -175,7 +200,8 @@ class StepLog:
             set_forward_value(entry, torch.where(counts, forward_value(entry), earlier))
 
     def _log(self, key: LogKey, value: Tensor, batch_size: int | Tensor) -> None:
-        """Log a number, or the torchmetrics object that was logged, with this value for the step."""
+        """Log a number, or the torchmetrics object that was logged, with this value for the
+        step."""
         logged: Any = value.to(torch.get_default_dtype())
         if key.metric is not None:
             logged = self._module.get_submodule(key.metric)
@@ -185,7 +211,8 @@ class StepLog:
         log(key.name, logged, batch_size=batch_size, reduce_fx=key.combine, **dict(key.arguments))
 
     def _agree(self, checksum: int) -> tuple[LogKey, ...]:
-        """Look up the keys behind a checksum; the first time, the last stage broadcasts them over the pipeline."""
+        """Look up the keys behind a checksum; the first time, the last stage broadcasts them over
+        the pipeline."""
         if checksum not in self._keys:
             keys: list[Any] = [self._own.get(checksum)]
             if self._mesh.size("pp") > 1:
@@ -197,18 +224,25 @@ class StepLog:
         return self._keys[checksum]
 
     def _reduce(self, keys: tuple[LogKey, ...]) -> tuple[list[Tensor], Tensor]:
-        """Reduce values and weights of all keys over all micro-batches and data-parallel ranks. Does not wait for the device."""
+        """Reduce values and weights of all keys over all micro-batches and data-parallel ranks.
+        Does not wait for the device."""
         sums = torch.zeros(len(keys), 2, dtype=torch.float64, device=self._device)
         peaks = torch.full((len(keys),), -torch.inf, dtype=torch.float64, device=self._device)
         for i, key in enumerate(keys):
             entry = self._collected.get(key)
-            if entry is None or self._mesh.index("cp") > 0:  # context-parallel ranks log the same values
+            # context-parallel ranks log the same values
+            if entry is None or self._mesh.index("cp") > 0:
                 continue
-            values, weights = torch.stack(entry.values), torch.stack(entry.weights).to(torch.float64)
+            values, weights = (
+                torch.stack(entry.values),
+                torch.stack(entry.weights).to(torch.float64),
+            )
             counted = values if key.combine == "sum" else values * weights
             sums[i, 0] = torch.where(weights > 0, counted, torch.zeros_like(counted)).sum()
             sums[i, 1] = weights.sum()
-            peaks[i] = torch.where(weights > 0, -values if key.combine == "min" else values, -torch.inf).max()
+            peaks[i] = torch.where(
+                weights > 0, -values if key.combine == "min" else values, -torch.inf
+            ).max()
         group = self._mesh.group("cp", "pp", "dp")
         all_reduce_flat(sums, group)
         if any(key.combine in ("max", "min") for key in keys):
@@ -221,9 +255,12 @@ class StepLog:
 
 
 def _combination(reduce_fx: Any) -> str:
-    """Name of the reduction that the user passed to `self.log`, as a string or as torch's function."""
+    """Name of the reduction that the user passed to `self.log`, as a string or as torch's
+    function."""
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
     if name not in ("mean", "sum", "max", "min"):
-        raise ConfigError(f"reduce_fx of self.log must be mean, sum, max or min in a step; got {reduce_fx!r}.")
+        raise ConfigError(
+            f"reduce_fx of self.log must be mean, sum, max or min in a step; got {reduce_fx!r}."
+        )
     return name

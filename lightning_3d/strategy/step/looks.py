@@ -1,4 +1,5 @@
-"""What the proof of the loss sees of a call of the step, and which random numbers it gives to parts of a micro-batch."""
+"""What the proof of the loss sees of a call of the step, and which random numbers it gives to parts
+of a micro-batch."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from lightning_3d.strategy.step.row_random import DrawnShapes, RowDraws, Shape
 from lightning_3d.strategy.step.runner import StepRunner
 
 _TOLERANCES = ((1e-12, 1e-9), (1e-6, 1e-4), (1e-3, 3e-3), (1.0, 3e-2))
-"""Largest machine epsilon of the arithmetic, and the relative difference that its rounding may make in a mean over some rows: float64,
-float32, TF32, and what has fewer bits."""
+"""Largest machine epsilon of the arithmetic, and the relative difference that its rounding may make
+in a mean over some rows: float64, float32, TF32, and what has fewer bits."""
 
 _TF32 = 2.0**-11
 
 
 class FirstLook(DrawnShapes):
-    """Records of a micro-batch, while it runs, what draws random numbers and how exact its arithmetic is.
+    """Records of a micro-batch, while it runs, what draws random numbers and how exact its
+    arithmetic is.
 
     Attributes:
         epsilon: largest machine epsilon of any result.
@@ -43,7 +45,13 @@ class FirstLook(DrawnShapes):
         self.epsilon = 0.0
         self.communicates = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():
             self.epsilon = max(self.epsilon, torch.finfo(result.dtype).eps)
@@ -81,7 +89,9 @@ class HostDraws:
     def _state(self) -> Hashable:
         numpy = sys.modules.get("numpy")
         state = numpy.random.get_state() if numpy is not None else ()
-        return random.getstate(), tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+        return random.getstate(), tuple(
+            part.tobytes() if hasattr(part, "tobytes") else part for part in state
+        )
 
 
 class Start:
@@ -126,7 +136,9 @@ class DrawsOfPart:
         shapes: for each stage, what the whole has drawn; None where that is unknown.
     """
 
-    def __init__(self, rows: slice, total: int, shapes: dict[int, list[Shape]] | None, host: HostDraws) -> None:
+    def __init__(
+        self, rows: slice, total: int, shapes: dict[int, list[Shape]] | None, host: HostDraws
+    ) -> None:
         self._rows, self._total, self._shapes, self._host = rows, total, shapes, host
         self._draws: list[RowDraws] = []
 
@@ -145,12 +157,15 @@ class DrawsOfPart:
     @property
     def unpaired(self) -> bool:
         """Whether some numbers may be others than in the whole."""
-        return self._host.unpaired or any(draws.unmatched or (self._shapes is None and draws.drawn) for draws in self._draws)
+        return self._host.unpaired or any(
+            draws.unmatched or (self._shapes is None and draws.drawn) for draws in self._draws
+        )
 
 
 @contextmanager
 def aside(module: LightningModule, runner: StepRunner, *, eager: bool) -> Iterator[None]:
-    """Context in which nothing of a call of the step reaches the user: no metric, log, print or warning.
+    """Context in which nothing of a call of the step reaches the user: no metric, log, print or
+    warning.
 
     Args:
         eager: whether to run compiled code as it was written.
@@ -160,7 +175,12 @@ def aside(module: LightningModule, runner: StepRunner, *, eager: bool) -> Iterat
     stance = torch.compiler.set_stance("force_eager") if eager else nullcontext()
     try:
         trainer.loggers = [DummyLogger() for _ in loggers]
-        with unchanged_metrics(module), redirect_stdout(io.StringIO()), warnings.catch_warnings(), stance:
+        with (
+            unchanged_metrics(module),
+            redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(),
+            stance,
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -168,42 +188,68 @@ def aside(module: LightningModule, runner: StepRunner, *, eager: bool) -> Iterat
 
 
 def epsilon_of(precision: str, *, fp8: bool = False) -> float:
-    """Return the machine epsilon of the arithmetic of a precision; 0 for one that the results themselves show."""
+    """Return the machine epsilon of the arithmetic of a precision; 0 for one that the results
+    themselves show."""
     if fp8:
         return 0.125
     return torch.finfo(torch.bfloat16).eps if precision.startswith("bf16") else 0.0
 
 
 def tolerance_of(epsilon: float, device: torch.device) -> float:
-    """Return the relative difference that rounding may make in a mean over some rows, for a machine epsilon of the arithmetic."""
-    if epsilon < _TF32 and device.type == "cuda" and epsilon > 1e-12 and torch.backends.cuda.matmul.allow_tf32:
+    """Return the relative difference that rounding may make in a mean over some rows, for a machine
+    epsilon of the arithmetic."""
+    if (
+        epsilon < _TF32
+        and device.type == "cuda"
+        and epsilon > 1e-12
+        and torch.backends.cuda.matmul.allow_tf32
+    ):
         epsilon = _TF32
     return next(tolerance for largest, tolerance in _TOLERANCES if epsilon <= largest)
 
 
 def most_telling(batches: Sequence[Any], rows: int, mesh: Mesh) -> int:
-    """Return the index of the micro-batch whose rows differ most in labels, masks, other whole numbers and entries of lists. Collective.
+    """Return the index of the micro-batch whose rows differ most in labels, masks, other whole
+    numbers and entries of lists. Collective.
 
-    A mean over some rows shows itself only where rows differ in what it counts. Ranks that compute the same rows choose the same.
+    A mean over some rows shows itself only where rows differ in what it counts. Ranks that compute
+    the same rows choose the same.
     """
     scores = gathered([_variety(batch, rows) for batch in batches], mesh)
     places = [mesh.layout.coordinates(rank)["dp"] for rank in range(len(scores))]
-    of_peers = [score for place, score in zip(places, scores, strict=True) if place == mesh.index("dp")]
+    of_peers = [
+        score for place, score in zip(places, scores, strict=True) if place == mesh.index("dp")
+    ]
     sums = [sum(score[index] for score in of_peers) for index in range(len(batches))]
     return sums.index(max(sums))
 
 
 def _variety(batch: Any, rows: int) -> int:
-    """Count how many different rows the labels, masks, whole numbers and lists of a micro-batch have: rows with equal sums count once.
+    """Count how many different rows the labels, masks, whole numbers and lists of a micro-batch
+    have: rows with equal sums count once.
 
-    Rows without a label count most: those with another number of negative labels (`ignore_index`), and entries of another type (None).
+    Rows without a label count most: those with another number of negative labels (`ignore_index`),
+    and entries of another type (None).
     """
-    whole = [tensor for tensor in tensors_of(batch) if not (tensor.is_floating_point() or tensor.is_complex())]
-    by_row = [tensor.reshape(rows, -1) for tensor in whole if tensor.ndim and tensor.shape[0] == rows]
+    whole = [
+        tensor
+        for tensor in tensors_of(batch)
+        if not (tensor.is_floating_point() or tensor.is_complex())
+    ]
+    by_row = [
+        tensor.reshape(rows, -1) for tensor in whole if tensor.ndim and tensor.shape[0] == rows
+    ]
     found = [(len(one.sum(1).unique()), len((one < 0).sum(1).unique())) for one in by_row]
-    found += [(len(set(map(_kind, entries))), len(set(map(type, entries)))) for entries in lists_of_rows(batch, rows)]
+    found += [
+        (len(set(map(_kind, entries))), len(set(map(type, entries))))
+        for entries in lists_of_rows(batch, rows)
+    ]
     return sum(kinds + rows * (telling - 1) for kinds, telling in found)
 
 
 def _kind(entry: Any) -> Hashable:
-    return entry if isinstance(entry, (str, int, float)) else (type(entry), *(tensor.shape for tensor in tensors_of(entry)))
+    return (
+        entry
+        if isinstance(entry, (str, int, float))
+        else (type(entry), *(tensor.shape for tensor in tensors_of(entry)))
+    )

@@ -1,8 +1,9 @@
-"""The first steps of a fit prove their loss: that of a micro-batch is the weighted mean of those of two parts of its rows, whatever the
-step has written before.
+"""The first steps of a fit prove their loss: that of a micro-batch is the weighted mean of those of
+two parts of its rows, whatever the step has written before.
 
-Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is trained as one process trains it. Batches 1,
-2, 4 and 8 are proved: a loss that compares a model with a copy of it shows nothing in the first one, and other rows show more.
+Where a batch is split (into micro-batches, or over data-parallel ranks), only such a loss is
+trained as one process trains it. Batches 1, 2, 4 and 8 are proved: a loss that compares a model
+with a copy of it shows nothing in the first one, and other rows show more.
 """
 
 from __future__ import annotations
@@ -27,9 +28,28 @@ from lightning_3d.parallel.mesh import Mesh, gathered
 from lightning_3d.parallel.nested import count_rows, joined, rows_of, tensors_of
 from lightning_3d.parallel.pipeline.engine import ProbeFailed
 from lightning_3d.parallel.zero import DataParallelBackend
-from lightning_3d.strategy.step.batch_layers import BufferWrites, about_counters, about_writes, refuse_layers
-from lightning_3d.strategy.step.looks import DrawsOfPart, FirstLook, HostDraws, Start, aside, most_telling, tolerance_of
-from lightning_3d.strategy.step.loss_finding import Finding, Number, about_logs, differing_logs, refusal
+from lightning_3d.strategy.step.batch_layers import (
+    BufferWrites,
+    about_counters,
+    about_writes,
+    refuse_layers,
+)
+from lightning_3d.strategy.step.looks import (
+    DrawsOfPart,
+    FirstLook,
+    HostDraws,
+    Start,
+    aside,
+    most_telling,
+    tolerance_of,
+)
+from lightning_3d.strategy.step.loss_finding import (
+    Finding,
+    Number,
+    about_logs,
+    differing_logs,
+    refusal,
+)
 from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
 from lightning_3d.strategy.step.runner import Called, StepRunner
 from lightning_3d.strategy.step.written import (
@@ -51,15 +71,16 @@ _AS_ONE = (2, 8)
 """Those in which two micro-batches are compared as one."""
 
 _NEEDS_GRAPH = "does not require grad"
-"""What torch says where a step calls `torch.autograd.grad` and nothing has recorded what it differentiates."""
+"""What torch says where a step calls `torch.autograd.grad` and nothing has recorded what it
+differentiates."""
 
 _QUIET = "quiet"
 """A reason why the loss is not compared, of which nobody needs to know."""
 
 
 class LossProof:
-    """Compares the loss of a micro-batch with those of its parts, in a few of the first steps of a fit. Each costs one forward of a
-    micro-batch.
+    """Compares the loss of a micro-batch with those of its parts, in a few of the first steps of a
+    fit. Each costs one forward of a micro-batch.
 
     Args:
         module: the user's module.
@@ -67,9 +88,11 @@ class LossProof:
         backend: its parameters.
         split_batch: the user's own split of a batch.
         wanted: whether to compare; False where the user has declared what the loss is.
-        records: whether a first look at the operations of a micro-batch is possible; not in compiled blocks.
+        records: whether a first look at the operations of a micro-batch is possible; not in
+            compiled blocks.
         epsilon: machine epsilon of the arithmetic, as far as the precision of the run says.
-        keeps_parameters: whether parameters stay as they are in a step (not gathered, as with ZeRO 3).
+        keeps_parameters: whether parameters stay as they are in a step (not gathered, as with ZeRO
+            3).
         splits: whether to look for layers that a split batch changes; not in a dry run.
         accumulates: whether the user wants the gradients of micro-batches, whatever the loss is.
     """
@@ -110,11 +133,15 @@ class LossProof:
         self.told.clear()
 
     @contextmanager
-    def watching(self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int) -> Iterator[None]:
-        """Context of the computation of a batch. Afterwards the loss is proved, if it is due. Collective.
+    def watching(
+        self, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int
+    ) -> Iterator[None]:
+        """Context of the computation of a batch. Afterwards the loss is proved, if it is due.
+        Collective.
 
         Raises:
-            ConfigError: on all ranks, if it is not a mean over rows, or depends on what the step has written in earlier calls.
+            ConfigError: on all ranks, if it is not a mean over rows, or depends on what the step
+                has written in earlier calls.
         """
         self.batch += 1
         real = len(micro_batches) - micro_batches.fillers
@@ -126,22 +153,38 @@ class LossProof:
             refuse_layers(self.module, self.mesh, real, micro_batches.rows)
         writes = BufferWrites(self.module)
         if self.wanted:
-            watch = _Watch(self, batch, micro_batches, rest, step, self._chosen(batch, micro_batches, max(real, 1)))
+            watch = _Watch(
+                self,
+                batch,
+                micro_batches,
+                rest,
+                step,
+                self._chosen(batch, micro_batches, max(real, 1)),
+            )
             with watch.looking():
                 yield
             watch.prove()
         else:
             yield
-        written = [name for names in gathered(writes.names(), self.mesh) for name in names] if self.is_first else []
+        written = (
+            [name for names in gathered(writes.names(), self.mesh) for name in names]
+            if self.is_first
+            else []
+        )
         if written:
             rank_zero_warn(about_writes(list(dict.fromkeys(written))))
 
     def _chosen(self, batch: Any, micro_batches: MicroBatches, real: int) -> int:
-        """Choose the micro-batch that is proved: the one that tells most, of single rows the first of two."""
+        """Choose the micro-batch that is proved: the one that tells most, of single rows the first
+        of two."""
         if micro_batches.rows > 1 or real == 1 or self.split_batch is not None:
             return most_telling(micro_batches.batches[:real], micro_batches.rows, self.mesh)
         rows = count_rows(batch)
-        return most_telling([rows_of(batch, slice(first, first + 2), rows) for first in range(real - 1)], 2, self.mesh)
+        return most_telling(
+            [rows_of(batch, slice(first, first + 2), rows) for first in range(real - 1)],
+            2,
+            self.mesh,
+        )
 
 
 class _Watch:
@@ -151,7 +194,15 @@ class _Watch:
         index: the micro-batch that is compared with its parts.
     """
 
-    def __init__(self, proof: LossProof, batch: Any, micro_batches: MicroBatches, rest: tuple[Any, ...], step: int, index: int) -> None:
+    def __init__(
+        self,
+        proof: LossProof,
+        batch: Any,
+        micro_batches: MicroBatches,
+        rest: tuple[Any, ...],
+        step: int,
+        index: int,
+    ) -> None:
         self._proof, self._rest, self._step, self._index = proof, rest, step, index
         self._module, self._runner, self._mesh = proof.module, proof.runner, proof.mesh
         self._whole_batch, self._batches = batch, micro_batches
@@ -161,7 +212,8 @@ class _Watch:
         self._writes = ParameterWrites(self._module, wanted=proof.keeps_parameters)
         self._looks: dict[int, FirstLook] = {}
         self._host = HostDraws()
-        self._earlier: dict[str, Any] = {}  # what was written before the micro-batch that is compared
+        # what was written before the micro-batch that is compared
+        self._earlier: dict[str, Any] = {}
         self._runs_whole = self._unpaired = self._graph = False
         self._own_rows = True  # whether the rows that are compared are this rank's
 
@@ -193,25 +245,39 @@ class _Watch:
                 yield
 
     def _count_writes(self) -> tuple[int, int]:
-        return _writes(tensors_of(self._batches.batches[self._index])), _writes(self._module.parameters())
+        return _writes(tensors_of(self._batches.batches[self._index])), _writes(
+            self._module.parameters()
+        )
 
     @contextmanager
     def _record(self, stage: int, index: int = 0) -> Iterator[None]:
-        with self._looks.setdefault(stage, FirstLook()) if self._proof.records else nullcontext(), self._host.of_whole(stage):
+        with (
+            self._looks.setdefault(stage, FirstLook()) if self._proof.records else nullcontext(),
+            self._host.of_whole(stage),
+        ):
             yield
 
     # Afterwards
 
     def prove(self) -> None:
-        """Compare, on every rank, and refuse a loss that is not a mean, or depends on earlier calls."""
-        for find, refuse in ((lambda: self._writes.again, weight_refusal), (self._set_from_rows, first_rows_refusal)):
+        """Compare, on every rank, and refuse a loss that is not a mean, or depends on earlier
+        calls."""
+        for find, refuse in (
+            (lambda: self._writes.again, weight_refusal),
+            (self._set_from_rows, first_rows_refusal),
+        ):
             names = [name for of_rank in gathered(find(), self._mesh) for name in of_rank]
             if names:
                 raise ConfigError(refuse(names, self._mesh.layout, self._real, self._batches.rows))
         reasons = [one for one in gathered(self._reason(), self._mesh) if one]
-        # A resumed fit may begin with the last batch of an epoch, of which some ranks have fewer rows: they would compare in another way.
+        # A resumed fit may begin with the last batch of an epoch, of which some ranks have fewer
+        # rows: they would compare in another way.
         unequal = len(set(gathered((self._batches.rows, self._real), self._mesh))) > 1
-        if not reasons and self._mesh.size("dp") > 1 and (unequal or not self._proof.keeps_parameters or self._mesh.layout.ep > 1):
+        if (
+            not reasons
+            and self._mesh.size("dp") > 1
+            and (unequal or not self._proof.keeps_parameters or self._mesh.layout.ep > 1)
+        ):
             reasons = self._take_rows_of_first()
         if reasons:
             self._say_why_not(min(reasons, key=lambda one: one == _QUIET))
@@ -219,15 +285,21 @@ class _Watch:
         assert self._before is not None
         with self._before.coming_back():
             written = self._before.written()
-            set_once = [name for name, value in self._earlier.items() if isinstance(value, Tensor) and name not in written]
-            if any(gathered(bool(set_once), self._mesh)):  # from the rows of an earlier micro-batch, for example the entries of a codebook
+            set_once = [
+                name
+                for name, value in self._earlier.items()
+                if isinstance(value, Tensor) and name not in written
+            ]
+            # from the rows of an earlier micro-batch, for example the entries of a codebook
+            if any(gathered(bool(set_once), self._mesh)):
                 self._before, self._runs_whole = self._first, True
             found = self._compare()
             if found is not None and any(gathered(self._may_matter(written), self._mesh)):
                 self._compare_again(found)
 
     def _set_from_rows(self) -> list[str]:
-        """Names of this rank's parameters to which the first call gives other values where it has other rows. Collective."""
+        """Names of this rank's parameters to which the first call gives other values where it has
+        other rows. Collective."""
         mine = self._writes.writes, self._runner.communicates, self._real
         writes, communicates, real = zip(*gathered(mine, self._mesh), strict=True)
         if not any(writes) or any(communicates) or len(set(real)) > 1:
@@ -236,37 +308,57 @@ class _Watch:
             return self._unlike_peers(self._writes.once)
         assert self._first is not None
         with self._first.coming_back(), self._writes.first_again() as differing:
-            self._tried(partial(self._probe, self._batches.batches[1], self._batches.rows, _no_look, self._first))
+            self._tried(
+                partial(
+                    self._probe, self._batches.batches[1], self._batches.rows, _no_look, self._first
+                )
+            )
         return differing
 
     def _reason(self) -> str:
         """Say why there is nothing to compare on this rank; empty where there is."""
         layout = self._mesh.layout
         communicates = self._runner.communicates
-        if layout.world_size == self._mesh.size("dp") and self._proof.keeps_parameters and layout.ep == 1:  # only users communicate
+        # only users communicate
+        if (
+            layout.world_size == self._mesh.size("dp")
+            and self._proof.keeps_parameters
+            and layout.ep == 1
+        ):
             communicates = communicates or any(look.communicates for look in self._looks.values())
         if (communicates and layout.world_size > 1) or self._batches.is_filler(0):
             return _QUIET
         batches, parameters = self._count_writes()
         if batches != self._versions[0]:
             return "the step writes into its batch"
-        if self._proof.keeps_parameters and (self._writes.writes or parameters != self._versions[1]):
+        if self._proof.keeps_parameters and (
+            self._writes.writes or parameters != self._versions[1]
+        ):
             return "the step writes into parameters"
         return ""
 
     def _take_rows_of_first(self) -> list[str]:
-        """Take the rows of the first data-parallel rank where ranks exchange parameters or tokens in a forward, so that a step that fails
-        with fewer rows fails on all of them, at the same place. Returns why that is impossible."""
+        """Take the rows of the first data-parallel rank where ranks exchange parameters or tokens
+        in a forward, so that a step that fails with fewer rows fails on all of them, at the same
+        place. Returns why that is impossible."""
         sent: list[Any] = [None]
         if self._mesh.rank == 0:
             with suppress(Exception):
-                sent = [pickle.dumps(move_data_to_device((self._whole_batch, self._batches.batches), "cpu"))]
+                sent = [
+                    pickle.dumps(
+                        move_data_to_device((self._whole_batch, self._batches.batches), "cpu")
+                    )
+                ]
         sent += [self._batches.rows, self._batches.fillers, self._index]
         dist.broadcast_object_list(sent, 0, group=self._mesh.world_control)
         if sent[0] is None:
             return ["a batch cannot be sent to other ranks"]
         whole, batches = move_data_to_device(pickle.loads(sent[0]), self._proof.device)
-        self._whole_batch, self._batches, self._index = whole, MicroBatches(tuple(batches), sent[1], sent[2]), sent[3]
+        self._whole_batch, self._batches, self._index = (
+            whole,
+            MicroBatches(tuple(batches), sent[1], sent[2]),
+            sent[3],
+        )
         self._real = len(batches) - sent[2]
         self._own_rows = self._mesh.index("dp") == 0
         return []
@@ -274,7 +366,8 @@ class _Watch:
     def _say_why_not(self, reason: str) -> None:
         if self._mesh.rank == 0 and reason != _QUIET and self._proof.is_first:
             print(
-                f"lightning_3d: the loss of the first step was not compared with that of parts of its rows: {reason}.",
+                "lightning_3d: the loss of the first step was not compared with that of parts of"
+                f" its rows: {reason}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -308,23 +401,36 @@ class _Watch:
         if not paired:
             self._say_why_not("parts of a micro-batch draw other random numbers than the whole")
             return None
-        raise ConfigError(refusal(max(paired, key=lambda one: one.difference), self._mesh.layout, self._real, self._batches.rows))
+        raise ConfigError(
+            refusal(
+                max(paired, key=lambda one: one.difference),
+                self._mesh.layout,
+                self._real,
+                self._batches.rows,
+            )
+        )
 
     def _tell_of_logs(self, found: list[Finding | None]) -> None:
         """Warn once of logged numbers that are not as on one process."""
-        others = {log[0]: log for one in found if one is not None and not one.differs for log in one.logged}
+        others = {
+            log[0]: log
+            for one in found
+            if one is not None and not one.differs
+            for log in one.logged
+        }
         new = [log for name, log in others.items() if name not in self._proof.told]
         self._proof.told |= others.keys()
         if new:
             rank_zero_warn(about_logs(new, self._mesh.layout, self._real, self._batches.rows))
 
     def _ways(self) -> list[Callable[[], Finding | None]]:
-        """Ways to compare, the best first: in every other comparison, two micro-batches as one, because other rows may differ in what
-        counts.
+        """Ways to compare, the best first: in every other comparison, two micro-batches as one,
+        because other rows may differ in what counts.
 
-        Parts without a common divisor of their rows have equal shares of what some rows have (a label, for example) only if all rows have
-        it or none. A few layers cannot train on a single row, and a single row may have no label: then several micro-batches are compared
-        with their rows as one, because two of them may have equal shares, or halves.
+        Parts without a common divisor of their rows have equal shares of what some rows have (a
+        label, for example) only if all rows have it or none. A few layers cannot train on a single
+        row, and a single row may have no label: then several micro-batches are compared with their
+        rows as one, because two of them may have equal shares, or halves.
         """
         rows, several = self._batches.rows, self._real > 1
         if rows == 1:
@@ -333,14 +439,21 @@ class _Watch:
             count = next(number for number in range(2, rows + 1) if rows % number == 0)
             return [partial(self._parts, [rows // count] * count)]
         uneven = next(size for size in range(rows // 2, 0, -1) if gcd(size, rows) == 1)
-        fails_alone = uneven == 1 and self._mesh.size("pp") > 2  # a failure between the first and the last stage would end the run
-        ways: list[Callable[[], Finding | None]] = [] if fails_alone else [partial(self._parts, [rows - uneven, uneven])]
+        # a failure between the first and the last stage would end the run
+        fails_alone = uneven == 1 and self._mesh.size("pp") > 2
+        ways: list[Callable[[], Finding | None]] = (
+            [] if fails_alone else [partial(self._parts, [rows - uneven, uneven])]
+        )
         if several and self._proof.batch in _AS_ONE:
             ways.insert(0, partial(self._as_one, 2))
         elif several:
             ways.append(partial(self._as_one, 2 if fails_alone else _MOST_AS_ONE))
         halves = rows // 2
-        return [*ways, partial(self._parts, [rows - halves, halves])] if halves not in (1, uneven) else ways
+        return (
+            [*ways, partial(self._parts, [rows - halves, halves])]
+            if halves not in (1, uneven)
+            else ways
+        )
 
     def _tried(self, way: Callable[[], Any]) -> tuple[Any, str]:
         """Return what a way gives, or why it fails."""
@@ -348,11 +461,25 @@ class _Watch:
             quietly = aside(self._module, self._runner, eager=not self._proof.records)
             with torch.no_grad(), quietly, self._proof.backend.parameters_in_use():
                 found = way()
-                # Rows may belong together, such as pairs, so that a part alone has no loss; a micro-batch must have one.
-                alone = isinstance(found, Finding) and sum(found.rows) == self._batches.rows and isfinite(found.whole.loss)
-                return (None, "it is not finite for some parts alone") if alone and not isfinite(found.mean) else (found, "")
+                # Rows may belong together, such as pairs, so that a part alone has no loss; a
+                # micro-batch must have one.
+                alone = (
+                    isinstance(found, Finding)
+                    and sum(found.rows) == self._batches.rows
+                    and isfinite(found.whole.loss)
+                )
+                return (
+                    (None, "it is not finite for some parts alone")
+                    if alone and not isfinite(found.mean)
+                    else (found, "")
+                )
         except ProbeFailed as error:
-            if _NEEDS_GRAPH in str(error) and not self._graph and self._mesh.size("pp") == 1 and self._proof.keeps_parameters:
+            if (
+                _NEEDS_GRAPH in str(error)
+                and not self._graph
+                and self._mesh.size("pp") == 1
+                and self._proof.keeps_parameters
+            ):
                 self._graph = True
                 return self._tried(way)
             return None, f"the step fails with other rows ({error})"
@@ -363,28 +490,52 @@ class _Watch:
         if self._proof.split_batch is not None:
             parts = list(self._proof.split_batch(batch, len(sizes)))
         else:
-            parts = [rows_of(batch, slice(0, sizes[0]), rows), rows_of(batch, slice(sizes[0], rows), rows)]
-        return self._compared(batch, parts, sizes) if self._runs_whole else self._find(self._runner.called(self._index), parts, sizes)
+            parts = [
+                rows_of(batch, slice(0, sizes[0]), rows),
+                rows_of(batch, slice(sizes[0], rows), rows),
+            ]
+        return (
+            self._compared(batch, parts, sizes)
+            if self._runs_whole
+            else self._find(self._runner.called(self._index), parts, sizes)
+        )
 
     def _as_one(self, most: int) -> Finding | None:
-        """Compare the rows of up to `most` micro-batches as one with the micro-batches, among them the one that is chosen."""
+        """Compare the rows of up to `most` micro-batches as one with the micro-batches, among them
+        the one that is chosen."""
         rows, split = self._batches.rows, self._proof.split_batch
         count = min(most, self._real)
         if split is not None:
-            count = max((part for part in range(2, count + 1) if self._real % part == 0), default=self._real)
+            count = max(
+                (part for part in range(2, count + 1) if self._real % part == 0), default=self._real
+            )
             whole, first = split(self._whole_batch, self._real // count)[0], 0
         else:
             first = min(self._index, self._real - count)
-            whole = rows_of(self._whole_batch, slice(first * rows, (first + count) * rows), count_rows(self._whole_batch))
-        return self._compared(whole, list(self._batches.batches[first : first + count]), [rows] * count)
+            whole = rows_of(
+                self._whole_batch,
+                slice(first * rows, (first + count) * rows),
+                count_rows(self._whole_batch),
+            )
+        return self._compared(
+            whole, list(self._batches.batches[first : first + count]), [rows] * count
+        )
 
     def _rows_of_two_ranks(self) -> Finding | None:
         """Compare the only rows of two data-parallel ranks with each of them."""
         layout, control = self._mesh.layout, self._mesh.world_control
         parts: list[Any] = []
         for index in range(2):
-            source = next(rank for rank in range(layout.world_size) if layout.coordinates(rank)["dp"] == index)
-            sent = [move_data_to_device(self._batches.batches[0], "cpu") if self._mesh.rank == source else None]
+            source = next(
+                rank for rank in range(layout.world_size) if layout.coordinates(rank)["dp"] == index
+            )
+            sent = [
+                (
+                    move_data_to_device(self._batches.batches[0], "cpu")
+                    if self._mesh.rank == source
+                    else None
+                )
+            ]
             dist.broadcast_object_list(sent, source, group=control)
             parts.append(move_data_to_device(sent[0], self._proof.device))
         return self._compared(joined(parts), parts, [1, 1])
@@ -394,7 +545,11 @@ class _Watch:
         return self._find(self._probe(whole, sum(sizes), self._record), parts, sizes)
 
     def _find(self, whole: Called | None, parts: list[Any], sizes: list[int]) -> Finding | None:
-        shapes = {stage: look.shapes for stage, look in self._looks.items()} if self._proof.records else None
+        shapes = (
+            {stage: look.shapes for stage, look in self._looks.items()}
+            if self._proof.records
+            else None
+        )
         self._unpaired = self._host.unpaired = False
         first, found = 0, []
         for part, size in zip(parts, sizes, strict=True):
@@ -408,8 +563,20 @@ class _Watch:
             return None
         cp, tolerance = self._mesh.size("cp"), self._tolerance()
         numbers = tuple(Number.of(called.sums, cp) for called in found)
-        logged = () if self._unpaired else differing_logs(whole.logged, [called.logged for called in found], tolerance)
-        finding = Finding(Number.of(whole.sums, cp), numbers, tuple(sizes), tolerance, self._unpaired, self._proof.scale, logged)
+        logged = (
+            ()
+            if self._unpaired
+            else differing_logs(whole.logged, [called.logged for called in found], tolerance)
+        )
+        finding = Finding(
+            Number.of(whole.sums, cp),
+            numbers,
+            tuple(sizes),
+            tolerance,
+            self._unpaired,
+            self._proof.scale,
+            logged,
+        )
         self._proof.scale = max(self._proof.scale, finding.scale)
         return finding
 
@@ -420,23 +587,33 @@ class _Watch:
         return tolerance_of(max([self._proof.epsilon, *epsilons]), self._proof.device)
 
     def _probe(
-        self, batch: Any, rows: int, look: Callable[[int, int], Any], start: Start | None = None, *, draws_only: bool = False
+        self,
+        batch: Any,
+        rows: int,
+        look: Callable[[int, int], Any],
+        start: Start | None = None,
+        *,
+        draws_only: bool = False,
     ) -> Called | None:
         """Run the step on some rows.
 
         Args:
-            start: the state from which it runs; by default that of the micro-batch that is compared.
+            start: the state from which it runs; by default that of the micro-batch that is
+                compared.
             draws_only: whether only its random numbers are the same.
 
         Raises:
-            ProbeFailed: on all ranks, if it fails on one: no rank goes on to the next part while another waits.
+            ProbeFailed: on all ranks, if it fails on one: no rank goes on to the next part while
+                another waits.
         """
         start, called, failure = start or self._before, None, ""
         assert start is not None
         start.restore(draws_only=draws_only)
         self._runner.look = partial(_with_graph, look) if self._graph else look
         try:
-            called = self._runner.probe(MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index)
+            called = self._runner.probe(
+                MicroBatches((batch,), rows), self._batches, self._rest, self._step, self._index
+            )
         except ProbeFailed as error:
             failure = str(error)
         except Exception as error:
@@ -453,20 +630,30 @@ class _Watch:
     def _may_matter(self, written: dict[str, Any]) -> bool:
         """Return whether the step has written something that is not as on one process. Collective.
 
-        With one micro-batch, data-parallel ranks write as often as one process: only what differs between them matters.
+        With one micro-batch, data-parallel ranks write as often as one process: only what differs
+        between them matters.
         """
         return bool(written) if self._real > 1 else bool(self._unlike_peers(written))
 
     def _unlike_peers(self, values: dict[str, Any]) -> list[str]:
         """Names of values that differ between data-parallel ranks. Collective."""
-        mine = {axis: index for axis, index in self._mesh.layout.coordinates(self._mesh.rank).items() if axis != "dp"}
+        mine = {
+            axis: index
+            for axis, index in self._mesh.layout.coordinates(self._mesh.rank).items()
+            if axis != "dp"
+        }
         everyone = gathered(digests(values), self._mesh)
-        peers = [one for rank, one in enumerate(everyone) if _is_at(self._mesh.layout.coordinates(rank), mine)]
+        peers = [
+            one
+            for rank, one in enumerate(everyone)
+            if _is_at(self._mesh.layout.coordinates(rank), mine)
+        ]
         names = dict.fromkeys(name for one in peers for name in one)
         return [name for name in names if len({one.get(name) for one in peers}) > 1]
 
     def _compare_again(self, found: list[Finding | None]) -> None:
-        """Compare the loss of a part with that of a second call, from the state that the first call has left.
+        """Compare the loss of a part with that of a second call, from the state that the first call
+        has left.
 
         Raises:
             ConfigError: it is another one.
@@ -479,14 +666,18 @@ class _Watch:
         names = list(dict.fromkeys(name for written, _, _ in changes for name in written))
         pairs = [pair for _, _, pair in changes if pair is not None]
         if pairs:
-            raise ConfigError(state_refusal(names, pairs[0], self._mesh.layout, self._real, self._batches.rows))
+            raise ConfigError(
+                state_refusal(names, pairs[0], self._mesh.layout, self._real, self._batches.rows)
+            )
         counters = list(dict.fromkeys(name for _, numbers, _ in changes for name in numbers))
         if counters and self._real > 1:
             rank_zero_warn(about_counters(counters, self._real))
 
-    def _again(self, found: Finding | None) -> tuple[list[str], list[str], tuple[float, float] | None]:
-        """Run the last part once more. Returns the names of what a call writes, of numbers that each call changes, and the losses of both
-        calls where they differ."""
+    def _again(
+        self, found: Finding | None
+    ) -> tuple[list[str], list[str], tuple[float, float] | None]:
+        """Run the last part once more. Returns the names of what a call writes, of numbers that
+        each call changes, and the losses of both calls where they differ."""
         assert self._before is not None
         places, (part, size, draws) = self._before.places, self._last
         written, first = self._before.written(), places.now()

@@ -1,7 +1,8 @@
 """The weight of an optimizer step, by which its losses are divided before their backward.
 
-So gradients have the size that they have on one process while the backward runs: hooks and functions of the user's that clamp or normalize
-them get the same numbers. What remains to be divided by, because nobody knew it before, is known when the gradients are reduced.
+So gradients have the size that they have on one process while the backward runs: hooks and
+functions of the user's that clamp or normalize them get the same numbers. What remains to be
+divided by, because nobody knew it before, is known when the gradients are reduced.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from lightning_3d.strategy.step.totals import BatchTotals
 class LossScale:
     """Divides the losses of an optimizer step by a weight that is the same on all ranks.
 
-    In the first step of a fit, and where the user's code sees gradients in the backward, it is the weight of the step: ranks add up those
-    of their batches, by one all-reduce of a number. Else it is a power of two near the weight of the step before, which rounds nothing:
-    what a step computes must not depend on the one before.
+    In the first step of a fit, and where the user's code sees gradients in the backward, it is the
+    weight of the step: ranks add up those of their batches, by one all-reduce of a number. Else it
+    is a power of two near the weight of the step before, which rounds nothing: what a step computes
+    must not depend on the one before.
 
-    Of batches that accumulate, each has the same weight, as in Lightning, which divides their losses by `accumulate_grad_batches` whatever
-    their rows, also where an epoch ends before a step has so many. Weights that only show when the step runs (target tokens, those that
-    the step returns) stay as they are, so that the loss of a step is a mean over its tokens.
+    Of batches that accumulate, each has the same weight, as in Lightning, which divides their
+    losses by `accumulate_grad_batches` whatever their rows, also where an epoch ends before a step
+    has so many. Weights that only show when the step runs (target tokens, those that the step
+    returns) stay as they are, so that the loss of a step is a mean over its tokens.
 
     Args:
         mesh: process groups.
@@ -39,8 +42,10 @@ class LossScale:
 
     Attributes:
         inverse: what losses are multiplied by, float64, shape ().
-        correction: what gradients are multiplied by to have the size that they have on one process, float64, shape ().
-        equalizer: what a weight that was known before is multiplied by, so that each batch of the step weighs the same.
+        correction: what gradients are multiplied by to have the size that they have on one process,
+            float64, shape ().
+        equalizer: what a weight that was known before is multiplied by, so that each batch of the
+            step weighs the same.
         sees: whether code of the user's sees gradients while a backward runs, on this rank.
         changes: whether hooks of the user's have changed gradients, on this rank.
     """
@@ -71,7 +76,9 @@ class LossScale:
         if earlier is not None and not self._seen_anywhere:
             self.inverse = _power_of_two(earlier)
             return
-        total = self._number(batches) if self._weights.sums else self._expected(micro_batches) * batches
+        total = (
+            self._number(batches) if self._weights.sums else self._expected(micro_batches) * batches
+        )
         if self._mesh.size("dp") > 1 and not self._weights.sums:
             dist.all_reduce(total, group=self._mesh.group("dp"))
         exact = torch.where(total > 0, 1.0 / total, 1.0)
@@ -79,7 +86,8 @@ class LossScale:
         self.correction = exact / self.inverse
 
     def begin_batch(self, micro_batches: MicroBatches, *, begins: bool) -> None:
-        """Begin a batch of a step, the first one if it `begins` the step. Ranks add up its weight where several batches accumulate."""
+        """Begin a batch of a step, the first one if it `begins` the step. Ranks add up its weight
+        where several batches accumulate."""
         if self._batches == 1 or self._weights.sums:
             return
         weight = self._number(self._known(micro_batches))
@@ -104,9 +112,15 @@ class LossScale:
         """Weight of a batch of this rank, as far as it shows before the step has run."""
         real = len(micro_batches) - micro_batches.fillers
         labels = [_labels_of(batch) for batch in micro_batches.batches[:real]]
-        if self._weights.counts_targets and all(any(value is not None for value in found) for found in labels):
+        if self._weights.counts_targets and all(
+            any(value is not None for value in found) for found in labels
+        ):
             counts = [TokenMeanLoss.count_targets(*found) for found in labels]
-            return torch.stack(counts).sum().to(self._device, torch.float64) if counts else self._number(0)
+            return (
+                torch.stack(counts).sum().to(self._device, torch.float64)
+                if counts
+                else self._number(0)
+            )
         return self._number(self._known(micro_batches))
 
     def _known(self, micro_batches: MicroBatches) -> int:
@@ -115,10 +129,12 @@ class LossScale:
         return real if self._weights.equal else micro_batches.rows * real
 
     def _number(self, value: float) -> Tensor:
-        return torch.full((), value, dtype=torch.float64, device=self._device)  # torch.tensor would synchronize
+        # torch.tensor would synchronize
+        return torch.full((), value, dtype=torch.float64, device=self._device)
 
     def check(self, totals: BatchTotals, *, begins: bool, ends: bool) -> None:
-        """Refuse hooks that got gradients of another size than on one process; warn where one process weighs batches differently.
+        """Refuse hooks that got gradients of another size than on one process; warn where one
+        process weighs batches differently.
 
         Args:
             totals: of one batch.
@@ -141,10 +157,12 @@ class LossScale:
         size = sum(scaled) * float(self.correction) * self._batches / len(scaled)
         if size > 0 and abs(size - 1) > 1e-6:
             raise ConfigError(
-                "A hook changes gradients while the backward runs (Tensor.register_hook or register_full_backward_hook), but the weight of"
-                f" the step was not known before: the hook got gradients {size:.4g} times as large as on one process. Register the hook in"
-                ' each step, return a loss that is a mean over rows or that the model computes from "labels" in the batch, and use'
-                " accumulate_grad_batches=1. Or change gradients of parameters in on_before_optimizer_step."
+                "A hook changes gradients while the backward runs (Tensor.register_hook or"
+                " register_full_backward_hook), but the weight of the step was not known before:"
+                f" the hook got gradients {size:.4g} times as large as on one process. Register the"
+                " hook in each step, return a loss that is a mean over rows or that the model"
+                ' computes from "labels" in the batch, and use accumulate_grad_batches=1. Or'
+                " change gradients of parameters in on_before_optimizer_step."
             )
 
     def _warn_of_unequal(self) -> None:
@@ -154,10 +172,12 @@ class LossScale:
             return
         self._warned = True
         rank_zero_warn(
-            f"Batches of one optimizer step (accumulate_grad_batches={self._batches}) have {few:g} and {many:g} target tokens (or weights"
-            " that training_step returns). The loss of the step is the mean over all of them, but plain Lightning averages the mean losses"
-            f" of the batches. To train the same on one process, use accumulate_grad_batches=1 and batches of {self._batches} times as many"
-            " rows: the strategy splits them into micro-batches anyway."
+            f"Batches of one optimizer step (accumulate_grad_batches={self._batches}) have {few:g}"
+            f" and {many:g} target tokens (or weights that training_step returns). The loss of the"
+            " step is the mean over all of them, but plain Lightning averages the mean losses of"
+            " the batches. To train the same on one process, use accumulate_grad_batches=1 and"
+            f" batches of {self._batches} times as many rows: the strategy splits them into"
+            " micro-batches anyway."
         )
 
 

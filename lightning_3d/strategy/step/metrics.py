@@ -1,4 +1,5 @@
-"""torchmetrics objects in a pipelined step: updated on the last stage only, computed from the states of all its data ranks."""
+"""torchmetrics objects in a pipelined step: updated on the last stage only, computed from the
+states of all its data ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ from lightning_3d.compat.torchmetrics import metric_state, restore_metric_state,
 from lightning_3d.parallel.mesh import Mesh
 
 
-def share_metrics(module: LightningModule, mesh: Mesh, last_rank: int, refuse: Callable[[str], None]) -> None:
-    """Make every torchmetrics object of `module` compute its value from the states of the last stages only.
+def share_metrics(
+    module: LightningModule, mesh: Mesh, last_rank: int, refuse: Callable[[str], None]
+) -> None:
+    """Make every torchmetrics object of `module` compute its value from the states of the last
+    stages only.
 
-    The other stages never update theirs, and tensor- and context-parallel ranks hold copies. Communicates when a metric is computed
-    (usually once an epoch): one gather over all ranks with this rank's tensor-parallel index.
+    The other stages never update theirs, and tensor- and context-parallel ranks hold copies.
+    Communicates when a metric is computed (usually once an epoch): one gather over all ranks with
+    this rank's tensor-parallel index.
 
     Args:
         last_rank: pipeline rank that runs the last stage.
@@ -27,7 +32,9 @@ def share_metrics(module: LightningModule, mesh: Mesh, last_rank: int, refuse: C
     """
     group = mesh.group("cp", "pp", "dp")
     coordinates = [mesh.layout.coordinates(rank) for rank in mesh.ranks("cp", "pp", "dp")]
-    sources = [place for place, of in enumerate(coordinates) if (of["pp"], of["cp"]) == (last_rank, 0)]
+    sources = [
+        place for place, of in enumerate(coordinates) if (of["pp"], of["cp"]) == (last_rank, 0)
+    ]
 
     def gather(metric: Metric) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
         def states(own: dict[str, Any]) -> list[dict[str, Any]]:
@@ -45,7 +52,8 @@ def share_metrics(module: LightningModule, mesh: Mesh, last_rank: int, refuse: C
 
 @contextmanager
 def unchanged_metrics(module: LightningModule) -> Iterator[None]:
-    """Restore the torchmetrics objects of `module` afterwards: for micro-batches that only fill the schedule."""
+    """Restore the torchmetrics objects of `module` afterwards: for micro-batches that only fill the
+    schedule."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     before = [metric_state(metric) for metric in metrics]
     try:

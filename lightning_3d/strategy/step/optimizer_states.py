@@ -1,4 +1,5 @@
-"""The state of optimizers in the user's hooks: each rank has that of its own parameters or shards."""
+"""The state of optimizers in the user's hooks: each rank has that of its own parameters or
+shards."""
 
 from __future__ import annotations
 
@@ -8,7 +9,20 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-_USES = ("__getitem__", "__setitem__", "__delitem__", "__iter__", "get", "items", "keys", "values", "pop", "clear", "update", "setdefault")
+_USES = (
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+    "__iter__",
+    "get",
+    "items",
+    "keys",
+    "values",
+    "pop",
+    "clear",
+    "update",
+    "setdefault",
+)
 
 
 class GuardedState(dict[Any, Any]):
@@ -43,7 +57,9 @@ for _name in _USES:
 
 
 @contextmanager
-def guarded_states(optimizers: Sequence[Optimizer], before_use: Callable[[], None]) -> Iterator[None]:
+def guarded_states(
+    optimizers: Sequence[Optimizer], before_use: Callable[[], None]
+) -> Iterator[None]:
     """Context in which the uses of the optimizers' states are reported.
 
     Args:
@@ -54,7 +70,10 @@ def guarded_states(optimizers: Sequence[Optimizer], before_use: Callable[[], Non
         optimizer.state = guard  # type: ignore[assignment]
     try:
         yield
-        if any(optimizer.state is not guard for optimizer, guard in zip(optimizers, guards, strict=True)):
+        if any(
+            optimizer.state is not guard
+            for optimizer, guard in zip(optimizers, guards, strict=True)
+        ):
             before_use()
     finally:
         for optimizer, guard in zip(optimizers, guards, strict=True):

@@ -1,4 +1,5 @@
-"""Splits the batches of a rank into micro-batches, after checking that the ranks agree about them."""
+"""Splits the batches of a rank into micro-batches, after checking that the ranks agree about
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ class Splitter(Protocol):
     """Splits a rank's batches into micro-batches, see `BatchSplitter.split`."""
 
     def split(
-        self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool, begins: bool = True
+        self,
+        batch: Any,
+        trainer: pl.Trainer,
+        loader: object,
+        index: int,
+        *,
+        training: bool,
+        begins: bool = True,
     ) -> MicroBatches: ...
 
 
@@ -40,7 +48,8 @@ class BatchSplitter:
 
     Attributes:
         schedule: name of the pipeline schedule.
-        micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule enough of them.
+        micro_batch_size: rows of a micro-batch; None takes the largest that gives the schedule
+            enough of them.
         split_batch: the user's own function, for batches that cannot be split along dimension 0.
     """
 
@@ -55,7 +64,14 @@ class BatchSplitter:
         self._same_batch = SameBatch(self.mesh, self.device)
 
     def split(
-        self, batch: Any, trainer: pl.Trainer, loader: object, index: int, *, training: bool, begins: bool = True
+        self,
+        batch: Any,
+        trainer: pl.Trainer,
+        loader: object,
+        index: int,
+        *,
+        training: bool,
+        begins: bool = True,
     ) -> MicroBatches:
         """Check a batch against the other ranks' and split it.
 
@@ -67,13 +83,16 @@ class BatchSplitter:
         Communicates: a few all-reduces of two numbers, see `checks`.
 
         Raises:
-            DataError: ranks have different numbers of batches, orders of samples or batches, or the batch cannot be split.
+            DataError: ranks have different numbers of batches, orders of samples or batches, or the
+                batch cannot be split.
         """
         layout = self.mesh.layout
-        # Data-parallel ranks may predict different numbers of batches, unless a forward of theirs communicates.
+        # Data-parallel ranks may predict different numbers of batches, unless a forward of theirs
+        # communicates.
         counted = not trainer.predicting or self.zero.stage == 3 or layout.ep > 1
         to_come = batches_to_come(trainer) if counted else None
-        # First the number of batches: a rank that has run out of them would not take part in the checks that follow.
+        # First the number of batches: a rank that has run out of them would not take part in the
+        # checks that follow.
         if to_come is not None and layout.dp > 1:
             check_equal_batches(to_come, self.mesh, self.device)
         if to_come is not None and not trainer.predicting:
@@ -81,7 +100,9 @@ class BatchSplitter:
         self._same_batch.check(batch, begins=begins)
         return self.split_unchecked(batch, loader, index, training=training)
 
-    def split_unchecked(self, batch: Any, loader: object, index: int, *, training: bool) -> MicroBatches:
+    def split_unchecked(
+        self, batch: Any, loader: object, index: int, *, training: bool
+    ) -> MicroBatches:
         """Split a batch without comparing it with other ranks'.
 
         Communicates: the number of micro-batches, where data-parallel ranks must run equally many.
@@ -92,12 +113,18 @@ class BatchSplitter:
         layout = self.mesh.layout
         require_token_ids(batch)
         if training and self.split_batch is None:
-            require_whole_micro_batches(batch, loader, self.micro_batch_size, layout.tp * layout.cp * layout.pp)
+            require_whole_micro_batches(
+                batch, loader, self.micro_batch_size, layout.tp * layout.cp * layout.pp
+            )
         return split_into_micro_batches(
             batch,
             self.micro_batch_size,
             repeated=partial(repeated_rows, loader, index),
-            agree=partial(most_micro_batches, mesh=self.mesh) if self._runs_equally_many(training) else None,
+            agree=(
+                partial(most_micro_batches, mesh=self.mesh)
+                if self._runs_equally_many(training)
+                else None
+            ),
             schedule=find_schedule(self.schedule) if training else None,
             pp=layout.pp,
             vp=layout.vp,
@@ -107,6 +134,11 @@ class BatchSplitter:
         )
 
     def _runs_equally_many(self, training: bool) -> bool:
-        """Return whether data-parallel ranks communicate in every micro-batch, and so must run equally many."""
+        """Return whether data-parallel ranks communicate in every micro-batch, and so must run
+        equally many."""
         zero = self.zero
-        return self.mesh.layout.ep > 1 or zero.gathers_every_micro_batch or (training and zero.reduces_every_micro_batch)
+        return (
+            self.mesh.layout.ep > 1
+            or zero.gathers_every_micro_batch
+            or (training and zero.reduces_every_micro_batch)
+        )

@@ -1,5 +1,6 @@
-"""Attributes of the user's module that steps of an evaluation change after the model's call, where only the last pipeline stage comes:
-lists of outputs, counters. The other ranks of the pipeline get them before a hook at the end of the epoch reads them.
+"""Attributes of the user's module that steps of an evaluation change after the model's call, where
+only the last pipeline stage comes: lists of outputs, counters. The other ranks of the pipeline get
+them before a hook at the end of the epoch reads them.
 
 Not in training: there the hooks on gradients of each rank write attributes, too.
 """
@@ -39,14 +40,17 @@ _DEEPEST, _MOST = 4, 10_000
 
 
 class StageAttributes:
-    """Gives the ranks of a pipeline what the steps of an evaluation have left in attributes on the last stage. Does nothing without one.
+    """Gives the ranks of a pipeline what the steps of an evaluation have left in attributes on the
+    last stage. Does nothing without one.
 
     Args:
         module: the user's module.
         device: of this rank.
     """
 
-    def __init__(self, module: LightningModule, mesh: Mesh, engine: PipelineEngine, device: torch.device) -> None:
+    def __init__(
+        self, module: LightningModule, mesh: Mesh, engine: PipelineEngine, device: torch.device
+    ) -> None:
         self._module, self._mesh, self._engine, self._device = module, mesh, engine, device
         self.begin_fit()
 
@@ -65,7 +69,8 @@ class StageAttributes:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context of a step on an earlier stage of a rank that has the last one, too: there its code runs once more."""
+        """Context of a step on an earlier stage of a rank that has the last one, too: there its
+        code runs once more."""
         known = self._own()
         undo = [_undo_of(value) for value in known.values()]
         try:
@@ -79,37 +84,57 @@ class StageAttributes:
                 put_back()
 
     def share_before(self, hook: str) -> None:
-        """Give them to all ranks of the pipeline, before a hook at the end of the epoch; warn of what cannot be sent. Over pp."""
+        """Give them to all ranks of the pipeline, before a hook at the end of the epoch; warn of
+        what cannot be sent. Over pp."""
         before = self._before.pop(_ENDS.get(hook, ""), None)
         if before is None:
             return
         sent: list[Any] = [None, None]
         if self._engine.owns_last:
-            changed = {name: value for name, value in self._own().items() if before.get(name) != _print_of(value)}
+            changed = {
+                name: value
+                for name, value in self._own().items()
+                if before.get(name) != _print_of(value)
+            }
             sent = list(_packed(changed))
-        dist.broadcast_object_list(sent, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control)
+        dist.broadcast_object_list(
+            sent, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control
+        )
         packed, left_out = sent
         if left_out:
             rank_zero_warn(
-                f"{_ENDS[hook]}_step changes {listed(f'self.{name}' for name in left_out)} after the model's call, where only the last"
-                f" pipeline stage comes. The other ranks do not get it before {hook}, because it cannot be pickled. If the hook reads it,"
+                f"{_ENDS[hook]}_step changes {listed(f'self.{name}' for name in left_out)} after"
+                " the model's call, where only the last pipeline stage comes. The other ranks do"
+                f" not get it before {hook}, because it cannot be pickled. If the hook reads it,"
                 " keep tensors, numbers, lists or dicts there, or use a layout with pp = 1."
             )
         if packed is not None and not self._engine.owns_last:
-            for name, value in torch.load(io.BytesIO(packed), map_location=self._place, weights_only=False).items():
+            for name, value in torch.load(
+                io.BytesIO(packed), map_location=self._place, weights_only=False
+            ).items():
                 vars(self._module)[name] = value
 
     def _place(self, storage: Any, location: str) -> Any:
         """What was on the device of the last stage comes to that of this rank."""
-        return storage if location == "cpu" else torch.serialization.default_restore_location(storage, str(self._device))
+        return (
+            storage
+            if location == "cpu"
+            else torch.serialization.default_restore_location(storage, str(self._device))
+        )
 
     def _own(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._module).items() if name not in _LIGHTNINGS and _is_data(value)}
+        return {
+            name: value
+            for name, value in vars(self._module).items()
+            if name not in _LIGHTNINGS and _is_data(value)
+        }
 
 
 def _is_data(value: Any) -> bool:
     """Whether a value is data, or an object of the user's own that may hold some."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, list, tuple, dict, set, deque, Tensor)):
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, list, tuple, dict, set, deque, Tensor)
+    ):
         return True
     home = home_of(type(value)).partition(".")[0]
     return not isinstance(value, nn.Module) and not callable(value) and home not in _LIBRARIES
@@ -126,7 +151,9 @@ def _print_of(value: Any, depth: int = 0) -> Hashable:
     if depth == _DEEPEST:
         return id(value)
     if isinstance(value, Mapping):
-        return id(value), tuple((repr(key), _print_of(item, depth + 1)) for key, item in value.items())
+        return id(value), tuple(
+            (repr(key), _print_of(item, depth + 1)) for key, item in value.items()
+        )
     if isinstance(value, (list, tuple, deque)):
         if len(value) > _MOST:
             return id(value), len(value), _print_of(value[-1], depth + 1)
@@ -144,7 +171,11 @@ def _undo_of(value: Any, depth: int = 0) -> Callable[[], None]:
         return partial(_shorten, value, len(value))  # what a step leaves in a list, it appends
     if isinstance(value, (dict, set)):
         copied = value.copy()
-        inside = [_undo_of(item, depth + 1) for item in copied.values()] if isinstance(copied, dict) and depth < _DEEPEST else []
+        inside = (
+            [_undo_of(item, depth + 1) for item in copied.values()]
+            if isinstance(copied, dict) and depth < _DEEPEST
+            else []
+        )
 
         def put_back() -> None:
             value.clear()

@@ -35,24 +35,35 @@ class StageOutputs:
         self._mesh, self._engine, self._device = mesh, engine, device
 
     def broadcast(self, outputs: Any, *, whole: bool) -> Any:
-        """Broadcast outputs in host memory, which waits for the device. Without `whole`, the other ranks get the numbers among them."""
+        """Broadcast outputs in host memory, which waits for the device. Without `whole`, the other
+        ranks get the numbers among them."""
         if self._mesh.size("pp") == 1:
             return outputs
-        return self._received(outputs, move_data_to_device(outputs if whole else _scalars(outputs), "cpu"))
+        return self._received(
+            outputs, move_data_to_device(outputs if whole else _scalars(outputs), "cpu")
+        )
 
     def count(self, outputs: dict[str, Any]) -> int:
-        """Count the numbers that `share` would send; 0 before the last stage and without a pipeline."""
+        """Count the numbers that `share` would send; 0 before the last stage and without a
+        pipeline."""
         sends = self._mesh.size("pp") > 1 and self._engine.owns_last
         return sum(1 for _ in _leaves(_scalars(outputs))) if sends else 0
 
     def share(self, outputs: dict[str, Any], most: int) -> dict[str, Any]:
-        """Give the other ranks the numbers among outputs, without waiting for the device: one broadcast of their names in host memory, and
-        one all-reduce of dp * cp * `most` numbers over ("cp", "pp", "dp") on the device.
+        """Give the other ranks the numbers among outputs, without waiting for the device: one
+        broadcast of their names in host memory, and one all-reduce of dp * cp * `most` numbers over
+        ("cp", "pp", "dp") on the device.
 
         Args:
             most: the largest `count` of any rank.
         """
-        rows = torch.zeros(self._mesh.size("dp"), self._mesh.size("cp"), most, dtype=torch.float64, device=self._device)
+        rows = torch.zeros(
+            self._mesh.size("dp"),
+            self._mesh.size("cp"),
+            most,
+            dtype=torch.float64,
+            device=self._device,
+        )
         own = rows[self._mesh.index("dp"), self._mesh.index("cp")]
         sent: list[Tensor] = []
 
@@ -67,17 +78,29 @@ class StageOutputs:
             own[: len(sent)] = torch.stack(sent)
         all_reduce_flat(rows, self._mesh.group("cp", "pp", "dp"))
         found = self._received(outputs, described)
-        return _mapped(found, lambda value: own[value.place].to(value.dtype) if isinstance(value, _OnDevice) else value)
+        return _mapped(
+            found,
+            lambda value: (
+                own[value.place].to(value.dtype) if isinstance(value, _OnDevice) else value
+            ),
+        )
 
     def _received(self, outputs: Any, sent: Any) -> Any:
-        """Broadcast what the last stage sends, in host memory. Returns its own outputs there, what it has sent elsewhere."""
+        """Broadcast what the last stage sends, in host memory. Returns its own outputs there, what
+        it has sent elsewhere."""
         objects = [sent]
-        dist.broadcast_object_list(objects, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control)
+        dist.broadcast_object_list(
+            objects, self._mesh.ranks("pp")[self._engine.last_rank], group=self._mesh.control
+        )
         return outputs if self._engine.owns_last else move_data_to_device(objects[0], self._device)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    return {key: _mapped(item, change) for key, item in value.items()} if isinstance(value, Mapping) else change(value)
+    return (
+        {key: _mapped(item, change) for key, item in value.items()}
+        if isinstance(value, Mapping)
+        else change(value)
+    )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

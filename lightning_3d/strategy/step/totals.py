@@ -10,7 +10,10 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigError
 
-DIFFERENT_NAMES = "The names passed to self.log in a step differ between data-parallel ranks. Log the same names on all of them."
+DIFFERENT_NAMES = (
+    "The names passed to self.log in a step differ between data-parallel ranks. Log the same names"
+    " on all of them."
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,14 @@ class BatchTotals:
     with_extras: float
 
     @staticmethod
-    def pack(sums: Sequence[Tensor], log_keys: float, *, extras: bool, device: torch.device) -> Tensor:
+    def pack(
+        sums: Sequence[Tensor], log_keys: float, *, extras: bool, device: torch.device
+    ) -> Tensor:
         """Pack what this rank, which ran the last stage, adds to the totals.
 
         Args:
-            sums: (loss times weight, weight, scaled weight) of each micro-batch, float64 on `device`, so that the host need not wait.
+            sums: (loss times weight, weight, scaled weight) of each micro-batch, float64 on
+                `device`, so that the host need not wait.
             log_keys: checksum of the keys that the step logged.
             extras: the step returned more than a loss.
 
@@ -75,12 +81,14 @@ class BatchTotals:
 
     @staticmethod
     def scaled_in(packed: Tensor) -> Tensor:
-        """Take the weight that the backward had, of shape (), out of packed totals, without waiting for the device."""
+        """Take the weight that the backward had, of shape (), out of packed totals, without waiting
+        for the device."""
         return packed[2]
 
     @staticmethod
     def note_hooks(packed: Tensor, *, sees: bool, changes: bool) -> None:
-        """Add to packed totals whether code of the user's sees gradients on this rank, and changes them."""
+        """Add to packed totals whether code of the user's sees gradients on this rank, and changes
+        them."""
         packed[3].fill_(float(sees))
         packed[4].fill_(float(changes))
 
@@ -92,8 +100,9 @@ class BatchTotals:
     def require_equal_keys(self) -> None:
         """Refuse ranks that logged different names.
 
-        Numbers are equal if and only if the square of their sum equals the sum of their squares times their count (Cauchy-Schwarz). All
-        three are whole numbers below 2**53, so equal checksums are never refused because of rounding.
+        Numbers are equal if and only if the square of their sum equals the sum of their squares
+        times their count (Cauchy-Schwarz). All three are whole numbers below 2**53, so equal
+        checksums are never refused because of rounding.
 
         Raises:
             ConfigError: on every rank.
@@ -108,7 +117,8 @@ class BatchTotals:
 
     @property
     def checksum(self) -> int:
-        """Checksum of the log keys, the same on all ranks that ran the last stage; 0 where nothing was logged."""
+        """Checksum of the log keys, the same on all ranks that ran the last stage; 0 where nothing
+        was logged."""
         return round(self.log_keys / self.sources)
 
     @property

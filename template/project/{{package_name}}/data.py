@@ -1,4 +1,5 @@
-"""Bytes of Python's standard library, which are there without a download. Put your own data here."""
+"""Bytes of Python's standard library, which are there without a download. Put your own data
+here."""
 
 import json
 from pathlib import Path
@@ -20,7 +21,12 @@ class Bytes(LightningDataModule):
 
     def __init__(self, length: int, train_rows: int, val_rows: int, batch_size: int) -> None:
         super().__init__()
-        self.length, self.train_rows, self.val_rows, self.batch_size = length, train_rows, val_rows, batch_size
+        self.length, self.train_rows, self.val_rows, self.batch_size = (
+            length,
+            train_rows,
+            val_rows,
+            batch_size,
+        )
         self.rows: Tensor | None = None
 
     def setup(self, stage: str | None = None) -> None:
@@ -39,9 +45,17 @@ class Bytes(LightningDataModule):
         return self._loader(self.rows[self.train_rows :])  # type: ignore[arg-type]
 
     def _loader(self, rows: Dataset[Tensor], shuffle: bool = False) -> DataLoader[Tensor]:
-        """Make a loader of this device's share of a batch. Only devices along dp read different rows, and Lightning knows how many."""
-        sampling = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
+        """Make a loader of this device's share of a batch. Only devices along dp read different
+        rows, and Lightning knows how many."""
+        sampling = (
+            self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        ) or {}
         replicas = sampling.get("num_replicas", 1)
         if self.batch_size % replicas:
-            raise ValueError(f"batch_size must be divisible by the {replicas} replicas that share a batch; got {self.batch_size}.")
-        return DataLoader(rows, batch_size=self.batch_size // replicas, shuffle=shuffle, drop_last=True)
+            raise ValueError(
+                f"batch_size must be divisible by the {replicas} replicas that share a batch; got"
+                f" {self.batch_size}."
+            )
+        return DataLoader(
+            rows, batch_size=self.batch_size // replicas, shuffle=shuffle, drop_last=True
+        )

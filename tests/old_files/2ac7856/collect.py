@@ -1,4 +1,5 @@
-"""Print what later versions are compared with: losses of the runs of `make.sh`, keys and options of `conf`, public names."""
+"""Print what later versions are compared with: losses of the runs of `make.sh`, keys and options of
+`conf`, public names."""
 
 import csv
 import inspect
@@ -12,10 +13,24 @@ import yaml
 
 COLUMNS = ("loss", "grad_norm", "val_loss")
 PUBLIC = {
-    "lightning_3d": ("Layout", "Lightning3DStrategy", "initialize", "load_pretrained", "planned", "verify"),
+    "lightning_3d": (
+        "Layout",
+        "Lightning3DStrategy",
+        "initialize",
+        "load_pretrained",
+        "planned",
+        "verify",
+    ),
     "lightning_3d.strategy": ("Lightning3DStrategy",),
     "lightning_3d.layout": ("Layout",),
-    "lightning_3d.errors": ("Lightning3DError", "LayoutError", "ConfigError", "PlanError", "DataError", "CheckpointError"),
+    "lightning_3d.errors": (
+        "Lightning3DError",
+        "LayoutError",
+        "ConfigError",
+        "PlanError",
+        "DataError",
+        "CheckpointError",
+    ),
     "lightning_3d.checkpoint": ("load_full_state_dict",),
     "lightning_3d.cli": ("main", "entry_point"),
     "lightning_3d.training.callbacks": ("MetricsCSV", "ProgressBar", "Summary"),
@@ -31,7 +46,10 @@ PUBLIC = {
 def rows(folder: str) -> dict[str, dict[str, float]]:
     """Losses and gradient norms of a run folder, by step."""
     with Path(folder, "metrics.csv").open() as file:
-        return {row["step"]: {name: float(row[name]) for name in COLUMNS if row[name]} for row in csv.DictReader(file)}
+        return {
+            row["step"]: {name: float(row[name]) for name in COLUMNS if row[name]}
+            for row in csv.DictReader(file)
+        }
 
 
 def keys(value: Any, above: str = "") -> Iterator[str]:
@@ -48,11 +66,17 @@ def describe(module: str, name: str) -> dict[str, Any]:
     value = getattr(import_module(module), name)
     if inspect.isclass(value) and issubclass(value, Exception):
         return {"kind": "error", "parameters": []}
-    return {"kind": "class" if inspect.isclass(value) else "function", "parameters": list(inspect.signature(value).parameters)}
+    return {
+        "kind": "class" if inspect.isclass(value) else "function",
+        "parameters": list(inspect.signature(value).parameters),
+    }
 
 
 def main() -> None:
-    files = {path.relative_to("src").with_suffix("").as_posix(): path for path in Path("src").glob("[cr][oe]*/**/*.yaml")}
+    files = {
+        path.relative_to("src").with_suffix("").as_posix(): path
+        for path in Path("src").glob("[cr][oe]*/**/*.yaml")
+    }
     content = {name: yaml.safe_load(path.read_text()) for name, path in sorted(files.items())}
     numbers = {
         "run": rows("whole"),
@@ -60,8 +84,16 @@ def main() -> None:
         "script": json.loads(Path("script/losses.json").read_text()),
         "plain": json.loads(Path("plain/losses.json").read_text()),
         "options": list(content),
-        "keys": {name: list(keys(value)) for name, value in content.items() if not name.startswith(("conf/model", "recipes"))},
-        "public": {f"{module}.{name}": describe(module, name) for module, names in PUBLIC.items() for name in names},
+        "keys": {
+            name: list(keys(value))
+            for name, value in content.items()
+            if not name.startswith(("conf/model", "recipes"))
+        },
+        "public": {
+            f"{module}.{name}": describe(module, name)
+            for module, names in PUBLIC.items()
+            for name in names
+        },
     }
     print(json.dumps(numbers, indent=1))
 

@@ -1,4 +1,5 @@
-"""A script with a Trainer of its own: a small custom model on two data-parallel ranks with ZeRO stage 3.
+"""A script with a Trainer of its own: a small custom model on two data-parallel ranks with ZeRO
+stage 3.
 
     python script.py FOLDER            trains on two ranks, saves checkpoints in FOLDER, and writes FOLDER/losses.json
     python script.py FOLDER plain      on one process without a strategy, for a checkpoint that `lightning-3d import` converts
@@ -23,7 +24,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.down(torch.tanh(self.up(self.norm(inputs))))
@@ -63,9 +68,14 @@ class Guesser(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         matrices = [value for value in self.parameters() if value.ndim > 1]
         vectors = [value for value in self.parameters() if value.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams["learning_rate"])
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.95**step)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.95**step
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -86,7 +96,13 @@ def loader(batch_size: int, shuffle: bool = True) -> DataLoader:
     return DataLoader(rows, batch_size=batch_size, shuffle=shuffle)  # type: ignore[arg-type]
 
 
-def fit(folder: str, resume: str | None = None, layout: str | None = "dp2", shuffle: bool = True, **strategy: Any) -> dict[int, float]:
+def fit(
+    folder: str,
+    resume: str | None = None,
+    layout: str | None = "dp2",
+    shuffle: bool = True,
+    **strategy: Any,
+) -> dict[int, float]:
     """Train to the last step and return the losses by step.
 
     Args:
@@ -97,7 +113,13 @@ def fit(folder: str, resume: str | None = None, layout: str | None = "dp2", shuf
     """
     torch.manual_seed(0)
     losses, ranks = Losses(), 1
-    saver = ModelCheckpoint(folder, filename="step_{step}", auto_insert_metric_name=False, every_n_train_steps=SAVE_EVERY, save_top_k=-1)
+    saver = ModelCheckpoint(
+        folder,
+        filename="step_{step}",
+        auto_insert_metric_name=False,
+        every_n_train_steps=SAVE_EVERY,
+        save_top_k=-1,
+    )
     settings: dict[str, Any] = {}
     if layout is not None:
         from lightning_3d import Lightning3DStrategy
@@ -121,7 +143,11 @@ def fit(folder: str, resume: str | None = None, layout: str | None = "dp2", shuf
 
 def main() -> None:
     folder = sys.argv[1]
-    losses = fit(folder, layout=None, shuffle=False) if "plain" in sys.argv else fit(folder, zero_stage=3)
+    losses = (
+        fit(folder, layout=None, shuffle=False)
+        if "plain" in sys.argv
+        else fit(folder, zero_stage=3)
+    )
     Path(folder, "losses.json").write_text(json.dumps(losses) + "\n")
 
 

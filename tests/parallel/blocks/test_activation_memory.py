@@ -49,5 +49,6 @@ def test_micro_batches_in_flight() -> None:
         activations = (eight[stage] - four[stage]) / 4  # of one micro-batch
         beside = four[stage] - 4 * activations
         in_flight = (one_f_one_b[stage] - beside) / activations
-        # Beside them there are the backward's own tensors and messages on their way, which GPipe's peak has not.
+        # Beside them there are the backward's own tensors and messages on their way, which GPipe's
+        # peak has not.
         assert in_flight == pytest.approx(STAGES - stage, abs=0.75)

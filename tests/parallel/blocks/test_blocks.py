@@ -1,4 +1,5 @@
-"""Recomputation, offload of activations and compilation of blocks: they change memory and speed, never a number."""
+"""Recomputation, offload of activations and compilation of blocks: they change memory and speed,
+never a number."""
 
 import functools
 import math
@@ -11,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from counting import recording
 from memory import LiveBytes
-from parity import Module, Part, Rows, assert_same_run, assert_same_training, fit_on_rank, quiet_trainer
+from parity import (
+    Module,
+    Part,
+    Rows,
+    assert_same_run,
+    assert_same_training,
+    fit_on_rank,
+    quiet_trainer,
+)
 from ranks import run_ranks
 from reference import Recipe, data
 from sweeps import by_default
@@ -37,12 +46,28 @@ COMMON: list[dict[str, Any]] = [
 OTHERS: list[dict[str, Any]] = [
     {"layout": "tp2_pp2_dp2", "zero": 3, "recompute": "selective", "offload_activations": True},
     {"layout": "tp2_pp2_dp2", "zero": 2, "zero_reduce": "micro_batch", "recompute": "full"},
-    {"layout": "pp2_dp2", "schedule": "DualPipeV", "zero": 3, "recompute": "full", "offload_activations": True},
-    {"layout": "pp2_dp2", "schedule": "Interleaved1F1B", "zero": 2, "recompute": "selective", "recompute_every": 2},
+    {
+        "layout": "pp2_dp2",
+        "schedule": "DualPipeV",
+        "zero": 3,
+        "recompute": "full",
+        "offload_activations": True,
+    },
+    {
+        "layout": "pp2_dp2",
+        "schedule": "Interleaved1F1B",
+        "zero": 2,
+        "recompute": "selective",
+        "recompute_every": 2,
+    },
     {"layout": "tp2", "recompute": "selective", "recompute_keep": ["bmm", "_softmax", "silu"]},
     *({"model": model, "layout": "tp2_pp2", "recompute": "full"} for model in models.MODELS),
     # The blocks of the plain model name no attention, so they cannot be recomputed selectively.
-    *({"model": model, "layout": "tp2_pp2", "recompute": "selective"} for model in models.MODELS if model != models.PLAIN),
+    *(
+        {"model": model, "layout": "tp2_pp2", "recompute": "selective"}
+        for model in models.MODELS
+        if model != models.PLAIN
+    ),
     {"layout": "tp2_pp2", "dtype": "float64", "recompute": "full"},
 ]
 
@@ -70,7 +95,9 @@ class Counting(Module):
         self.ran = {"self_attn": 0, "mlp": 0}
         for layer in self.model.model.layers:  # type: ignore[union-attr]
             for name in self.ran:
-                getattr(layer, name).register_forward_pre_hook(lambda _, args, name=name: self._count(name, args))
+                getattr(layer, name).register_forward_pre_hook(
+                    lambda _, args, name=name: self._count(name, args)
+                )
 
     def _count(self, name: str, args: Any) -> None:
         if not first_unknown(args):  # hooks also see the places of modules of other stages
@@ -80,13 +107,19 @@ class Counting(Module):
 def count_calls(**strategy: Any) -> dict[str, int]:
     recipe = Recipe(steps=1)
     module = Counting(recipe)
-    fit_on_rank(recipe, Rows(data(recipe)), module, **{"micro_batch_size": recipe.global_batch, **strategy})
+    fit_on_rank(
+        recipe, Rows(data(recipe)), module, **{"micro_batch_size": recipe.global_batch, **strategy}
+    )
     return module.ran
 
 
 @pytest.mark.parametrize(
     ("options", "attention", "mlp"),
-    [({}, 4, 4), ({"recompute": "full"}, 8, 8), ({"recompute": "full", "recompute_every": 3}, 6, 6)],
+    [
+        ({}, 4, 4),
+        ({"recompute": "full"}, 8, 8),
+        ({"recompute": "full", "recompute_every": 3}, 6, 6),
+    ],
     ids=["none", "full", "every third"],
 )
 def test_what_runs_twice(options: dict[str, Any], attention: int, mlp: int) -> None:
@@ -96,19 +129,25 @@ def test_what_runs_twice(options: dict[str, Any], attention: int, mlp: int) -> N
 
 @pytest.mark.slow
 def test_a_split_backward_recomputes_a_block_once_for_all_of_its_weights() -> None:
-    """The stages of a V are blocks 0 and 3, and 1 and 2. The first stage has no split backward; the others recompute for the gradients of
-    inputs and of weights, and not for each weight."""
+    """The stages of a V are blocks 0 and 3, and 1 and 2. The first stage has no split backward; the
+    others recompute for the gradients of inputs and of weights, and not for each weight."""
     micro_batches = 4
     rows = Recipe().global_batch // micro_batches
     # Without the proof of the loss, which runs the step once more.
-    options = {"layout": "pp2", "schedule": "ZBVZeroBubble", "micro_batch_size": rows, "loss_reduction": "mean"}
+    options = {
+        "layout": "pp2",
+        "schedule": "ZBVZeroBubble",
+        "micro_batch_size": rows,
+        "loss_reduction": "mean",
+    }
     ends, middle = run_ranks(count_calls, 2, recompute="full", **options)
     assert ends == dict.fromkeys(("self_attn", "mlp"), micro_batches * (2 + 3))
     assert middle == dict.fromkeys(("self_attn", "mlp"), micro_batches * (3 + 3))
 
 
 def kept_bytes(attention: str, **strategy: Any) -> int:
-    """What each block leaves alive at the end of a forward, in bytes: measured on the way through the model."""
+    """What each block leaves alive at the end of a forward, in bytes: measured on the way through
+    the model."""
     from lightning_3d.strategy import Lightning3DStrategy
 
     recipe = Recipe(steps=2)
@@ -129,7 +168,8 @@ def kept_bytes(attention: str, **strategy: Any) -> int:
     memory = LiveBytes()
     trainer = quiet_trainer(strategy=Lightning3DStrategy("tp1", **strategy), devices=1, max_steps=2)
     trainer.fit(Watched(recipe), DataLoader(Rows(data(recipe)), batch_size=recipe.global_batch))
-    return marks[recipe.layers + 2] - marks[recipe.layers + 1]  # the second block in the second step, when all parameters were seen
+    # the second block in the second step, when all parameters were seen
+    return marks[recipe.layers + 2] - marks[recipe.layers + 1]
 
 
 @pytest.mark.slow
@@ -140,7 +180,12 @@ def test_memory_of_a_block() -> None:
     heads = models.COMMON["num_attention_heads"]
     [everything], [selective], [full], [second] = (
         run_ranks(kept_bytes, 1, "eager", **options)
-        for options in ({}, {"recompute": "selective"}, {"recompute": "full"}, {"recompute": "full", "recompute_every": 2})
+        for options in (
+            {},
+            {"recompute": "selective"},
+            {"recompute": "full"},
+            {"recompute": "full", "recompute_every": 2},
+        )
     )
     inputs = rows * sequence * hidden * 4
     scores = rows * heads * sequence * sequence * 4
@@ -151,10 +196,17 @@ def test_memory_of_a_block() -> None:
 
 
 def count_sums(**strategy: Any) -> int:
-    """All-reduces and reduce-scatters over the tensor-parallel ranks of one step with one micro-batch."""
+    """All-reduces and reduce-scatters over the tensor-parallel ranks of one step with one
+    micro-batch."""
     recipe = Recipe(steps=1)
     with recording() as recorder:
-        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), micro_batch_size=recipe.global_batch, **strategy)
+        fit_on_rank(
+            recipe,
+            Rows(data(recipe)),
+            Module(recipe),
+            micro_batch_size=recipe.global_batch,
+            **strategy,
+        )
     size = recipe.global_batch * models.SEQUENCE * models.COMMON["hidden_size"]
     return len(recorder.over((0, 1), "all_reduce", "reduce_scatter_tensor", numel=size))
 
@@ -162,10 +214,13 @@ def count_sums(**strategy: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", by_default([False, True], 1))
 def test_what_is_communicated_again(sequence_parallel: bool) -> None:
-    """Two sums forward and two backward in each of four blocks, with embedding and head two more. A full recomputation repeats the sum
-    after the attention; that at the end of a block it does not need."""
+    """Two sums forward and two backward in each of four blocks, with embedding and head two more. A
+    full recomputation repeats the sum after the attention; that at the end of a block it does not
+    need."""
     tp2 = {"layout": "tp2", "sequence_parallel": sequence_parallel}
-    plain, full = (run_ranks(count_sums, 2, **tp2, **options)[0] for options in ({}, {"recompute": "full"}))
+    plain, full = (
+        run_ranks(count_sums, 2, **tp2, **options)[0] for options in ({}, {"recompute": "full"})
+    )
     assert plain == 4 * 4 + 2
     assert full == plain + 4
 
@@ -175,7 +230,9 @@ class FunctionalSums(TorchDispatchMode):
 
     sent = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         sums = torch.ops._c10d_functional
         self.sent += func in (sums.all_reduce.default, sums.reduce_scatter_tensor.default)
         return func(*args, **(kwargs or {}))
@@ -184,21 +241,34 @@ class FunctionalSums(TorchDispatchMode):
 def count_kept_sums(**strategy: Any) -> int:
     recipe = Recipe(steps=1)
     with FunctionalSums() as counted:
-        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), micro_batch_size=recipe.global_batch, **strategy)
+        fit_on_rank(
+            recipe,
+            Rows(data(recipe)),
+            Module(recipe),
+            micro_batch_size=recipe.global_batch,
+            **strategy,
+        )
     return counted.sent
 
 
 @pytest.mark.parametrize("sequence_parallel", by_default([False, True], 1))
 @pytest.mark.parametrize(("keep", "sums"), [(None, 8), (["mm"], 8)], ids=["expensive", "mm"])
-def test_what_was_communicated_is_kept(keep: list[str] | None, sums: int, sequence_parallel: bool) -> None:
+def test_what_was_communicated_is_kept(
+    keep: list[str] | None, sums: int, sequence_parallel: bool
+) -> None:
     """Two sums in each of four blocks, once."""
-    options = {"recompute": "selective", "recompute_keep": keep, "sequence_parallel": sequence_parallel}
+    options = {
+        "recompute": "selective",
+        "recompute_keep": keep,
+        "sequence_parallel": sequence_parallel,
+    }
     counts = run_ranks(count_kept_sums, 2, layout="tp2", **options)
     assert counts == [sums, sums]
 
 
 def count_all_sums(**strategy: Any) -> int:
-    """Sums over the tensor-parallel ranks of one step, by functions of torch.distributed or by operators."""
+    """Sums over the tensor-parallel ranks of one step, by functions of torch.distributed or by
+    operators."""
     with FunctionalSums() as counted:
         return count_sums(**strategy) + counted.sent
 
@@ -207,7 +277,9 @@ def count_all_sums(**strategy: Any) -> int:
 @pytest.mark.parametrize("sequence_parallel", by_default([False, True], 1))
 def test_a_selection_sends_no_sum_twice(sequence_parallel: bool) -> None:
     options = {"layout": "tp2", "sequence_parallel": sequence_parallel}
-    none, selective = (run_ranks(count_all_sums, 2, **options, recompute=word)[0] for word in ("none", "selective"))
+    none, selective = (
+        run_ranks(count_all_sums, 2, **options, recompute=word)[0] for word in ("none", "selective")
+    )
     assert selective == none == 4 * 4 + 2
 
 
@@ -218,7 +290,9 @@ def dropped_run(**strategy: Any) -> Part:
             import transformers
 
             if self.model is None:
-                config = transformers.LlamaConfig(**with_dropout, num_hidden_layers=4, vocab_size=models.vocabulary("llama"))
+                config = transformers.LlamaConfig(
+                    **with_dropout, num_hidden_layers=4, vocab_size=models.vocabulary("llama")
+                )
                 config._attn_implementation = "eager"
                 self.model = transformers.LlamaForCausalLM(config)
 
@@ -237,7 +311,8 @@ def dropped_run(**strategy: Any) -> Part:
     ids=_name,
 )
 def test_the_same_dropout_is_drawn_again(options: dict[str, Any]) -> None:
-    """With several micro-batches on their way through a pipeline, by tensor-parallel ranks that draw their own."""
+    """With several micro-batches on their way through a pipeline, by tensor-parallel ranks that
+    draw their own."""
     plain = run_ranks(dropped_run, 4, layout="tp2_pp2", micro_batch_size=4)
     again = run_ranks(dropped_run, 4, layout="tp2_pp2", micro_batch_size=4, **options)
     for part, other in zip(plain, again, strict=True):
@@ -275,7 +350,9 @@ def test_a_cache_by_position_is_not_filled_twice() -> None:
     from lightning_3d.models.parallel_plan import ParallelPlan
     from lightning_3d.parallel.blocks import find_blocks, process_blocks
 
-    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, attn_implementation="eager")
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=32, attn_implementation="eager"
+    )
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     model = transformers.GPT2LMHeadModel(config)
     ids = torch.arange(16).view(2, 8)
@@ -374,7 +451,12 @@ COMPILED: list[dict[str, Any]] = [
     {"layout": "tp2", "zero_stage": 1, "recompute": "selective"},
     {"layout": "cp2", "recompute": "selective"},
     {"layout": "tp2", "zero_stage": 1},
-    {"layout": "tp2", "recompute": "selective", "recompute_keep": ["mm"], "sequence_parallel": False},
+    {
+        "layout": "tp2",
+        "recompute": "selective",
+        "recompute_keep": ["mm"],
+        "sequence_parallel": False,
+    },
     {"layout": "tp2_cp2", "recompute": "selective", "recompute_keep": ["mm"]},
     {"layout": "tp2_cp2", "cp_kind": "ulysses", "recompute": "selective"},
     {"layout": "pp2_cp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
@@ -401,15 +483,25 @@ COMPILED: list[dict[str, Any]] = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("options", "backend"),
-    by_default([(options, backend) for options in COMPILED for backend in ("aot_eager", "inductor")], 0, 2),
+    by_default(
+        [(options, backend) for options in COMPILED for backend in ("aot_eager", "inductor")], 0, 2
+    ),
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
 def test_compiled_blocks(options: dict[str, Any], backend: str) -> None:
-    """Exact, one graph for all blocks of a rank, and no break in it. Inductor takes most of the time, so it runs in the long sweeps."""
+    """Exact, one graph for all blocks of a rank, and no break in it. Inductor takes most of the
+    time, so it runs in the long sweeps."""
     from reference import reference
 
     degrees = {part[:2]: int(part[2:]) for part in options["layout"].split("_")}
-    results = run_ranks(compiled_run, math.prod(degrees.values()), backend=backend, micro_batch_size=2, timeout=500, **options)
+    results = run_ranks(
+        compiled_run,
+        math.prod(degrees.values()),
+        backend=backend,
+        micro_batch_size=2,
+        timeout=500,
+        **options,
+    )
     assert_same_run([part for part, _, _ in results], reference(Recipe())[0])
     assert [breaks for _, breaks, _ in results] == [{}] * len(results)
     assert {graphs for _, _, graphs in results} == {1}
@@ -420,15 +512,30 @@ def operators_of_graphs(**options: Any) -> tuple[Counter[str], Counter[str]]:
     graphs: list[Counter[str]] = []
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(Counter(getattr(node.target, "__name__", "").split(".")[0] for node in graph.graph.nodes))
+        graphs.append(
+            Counter(
+                getattr(node.target, "__name__", "").split(".")[0] for node in graph.graph.nodes
+            )
+        )
         return make_boxed_func(graph.forward)
 
     with pytest.MonkeyPatch.context() as patch:
-        backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
+        backend = aot_autograd(
+            fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+        )
+        patch.setattr(
+            torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True)
+        )
         torch._dynamo.reset()
         recipe = Recipe(steps=1)
-        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), compile=True, micro_batch_size=recipe.global_batch, **options)
+        fit_on_rank(
+            recipe,
+            Rows(data(recipe)),
+            Module(recipe),
+            compile=True,
+            micro_batch_size=recipe.global_batch,
+            **options,
+        )
     [forward, backward] = graphs
     return forward, backward
 
@@ -444,9 +551,11 @@ def operators_of_graphs(**options: Any) -> tuple[Counter[str], Counter[str]]:
         0,
     ),
 )
-def test_what_a_compiler_recomputes(layout: str, recomputed: tuple[str, int], kept: dict[str, tuple[int, int]]) -> None:
-    """Rotated heads and the activation of the MLP, but neither sums nor products with weights, each of which has two gradients, nor an
-    attention that sends messages."""
+def test_what_a_compiler_recomputes(
+    layout: str, recomputed: tuple[str, int], kept: dict[str, tuple[int, int]]
+) -> None:
+    """Rotated heads and the activation of the MLP, but neither sums nor products with weights, each
+    of which has two gradients, nor an attention that sends messages."""
     size = int(layout[2:])
     options = {"layout": layout, "sequence_parallel": False, "recompute": "selective"}
     for forward, backward in run_ranks(operators_of_graphs, size, **options):
@@ -455,12 +564,21 @@ def test_what_a_compiler_recomputes(layout: str, recomputed: tuple[str, int], ke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recompute", "again"), by_default([("none", 2), ("selective", 2), ("full", 0)], 0))
+@pytest.mark.parametrize(
+    ("recompute", "again"), by_default([("none", 2), ("selective", 2), ("full", 0)], 0)
+)
 def test_a_compiler_gathers_inputs_again(recompute: str, again: int) -> None:
-    """In the backward of a block, beside the two gathers of gradients: the inputs of attention and MLP, but no sums and no products. A
-    block that is recomputed as a whole runs its forward again instead."""
-    kept = {"reduce_scatter_tensor": (2, 2), "mm": (7, 14), "all_gather_into_tensor": (2, 2 + again)}
-    for forward, backward in run_ranks(operators_of_graphs, 2, layout="tp2", sequence_parallel=True, recompute=recompute):
+    """In the backward of a block, beside the two gathers of gradients: the inputs of attention and
+    MLP, but no sums and no products. A block that is recomputed as a whole runs its forward again
+    instead."""
+    kept = {
+        "reduce_scatter_tensor": (2, 2),
+        "mm": (7, 14),
+        "all_gather_into_tensor": (2, 2 + again),
+    }
+    for forward, backward in run_ranks(
+        operators_of_graphs, 2, layout="tp2", sequence_parallel=True, recompute=recompute
+    ):
         assert {name: (forward[name], backward[name]) for name in kept} == kept
 
 
@@ -490,8 +608,11 @@ class BrokenDropout(nn.Module):
         return x + 0
 
 
-def test_the_same_dropout_is_drawn_again_where_a_graph_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is linear in the weight, so that it is the weight's product with the gradient if both dropped the same."""
+def test_the_same_dropout_is_drawn_again_where_a_graph_breaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The result is linear in the weight, so that it is the weight's product with the gradient if
+    both dropped the same."""
     from lightning_3d.parallel.blocks import process_blocks
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -504,7 +625,9 @@ def test_the_same_dropout_is_drawn_again_where_a_graph_breaks(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("backend", by_default(["aot_eager", "inductor"], 0))
-def test_graph_breaks_are_counted(backend: str, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_breaks_are_counted(
+    backend: str, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     from lightning_3d.parallel.blocks import Compilation, process_blocks
 
@@ -536,7 +659,10 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 def test_what_a_second_trainer_asks_for_in_vain_is_named() -> None:
     made = BlockOptions(recompute="full")
     asked = BlockOptions(sequence_parallel=False)
-    assert made.differences(asked, tp=2) == ["recompute=full, not none", "sequence_parallel=None, not False"]
+    assert made.differences(asked, tp=2) == [
+        "recompute=full, not none",
+        "sequence_parallel=None, not False",
+    ]
     assert made.differences(BlockOptions("full", sequence_parallel=False), tp=1) == []
 
 
@@ -544,7 +670,12 @@ def test_f18_what_cannot_work_is_refused() -> None:
     from lightning_3d.parallel.blocks import process_blocks
     from lightning_3d.strategy import Lightning3DStrategy
 
-    with pytest.raises(LayoutError, match="recompute=selective needs one backward pass.*Use recompute=full, or the schedule 1F1B"):
+    with pytest.raises(
+        LayoutError,
+        match=(
+            "recompute=selective needs one backward pass.*Use recompute=full, or the schedule 1F1B"
+        ),
+    ):
         Lightning3DStrategy("pp2", schedule="ZBVZeroBubble", recompute="selective")
     with pytest.raises(ConfigError, match="selective found nothing to recompute"):
         block = nn.Sequential(nn.Linear(2, 2))
@@ -562,7 +693,8 @@ def test_offload_leaves_parameters_and_small_tensors() -> None:
     from lightning_3d.parallel.blocks.offload import MINIMUM_BYTES, SavedOnHost
 
     layer = nn.Linear(256, 256)
-    x = torch.randn(MINIMUM_BYTES // 1024, 256, requires_grad=True)  # as many bytes as are offloaded
+    # as many bytes as are offloaded
+    x = torch.randn(MINIMUM_BYTES // 1024, 256, requires_grad=True)
     with SavedOnHost(layer):
         y = layer(x).relu()
     saved = y.grad_fn._saved_result  # type: ignore[union-attr]

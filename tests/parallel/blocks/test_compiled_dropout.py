@@ -1,4 +1,5 @@
-"""Compiled blocks on tensor-parallel ranks drop what uncompiled ones drop, in one graph that all blocks share."""
+"""Compiled blocks on tensor-parallel ranks drop what uncompiled ones drop, in one graph that all
+blocks share."""
 
 import math
 from functools import partial
@@ -29,8 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "adapted": {},
     "qwen2_moe": {"attention_dropout": 0.1},
 }
-"""Dropout in the fused attention; also of what all ranks hold alike; of written out scores; of the input of LoRA's adapters; around
-experts."""
+"""Dropout in the fused attention; also of what all ranks hold alike; of written out scores; of the
+input of LoRA's adapters; around experts."""
 KNOWN = models.FAMILIES | models.MIXTURES
 
 
@@ -45,13 +46,19 @@ class Dropping(Module):
         if self.model is not None:
             return
         prefix, own = KNOWN.get(self.kind, KNOWN["llama"])
-        config = getattr(transformers, f"{prefix}Config")(**models.COMMON | own | KINDS[self.kind], num_hidden_layers=LAYERS)
+        config = getattr(transformers, f"{prefix}Config")(
+            **models.COMMON | own | KINDS[self.kind], num_hidden_layers=LAYERS
+        )
         self.model = getattr(transformers, f"{prefix}ForCausalLM")(config)
-        self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (F.dropout(inputs[0], 0.1), *inputs[1:]))
+        self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, inputs: (F.dropout(inputs[0], 0.1), *inputs[1:])
+        )
         if self.kind == "adapted":
             from peft import LoraConfig, inject_adapter_in_model
 
-            inject_adapter_in_model(LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear"), self.model)
+            inject_adapter_in_model(
+                LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear"), self.model
+            )
 
 
 def dtype_of(strategy: dict[str, Any]) -> str:
@@ -75,9 +82,23 @@ def run_both(kind: str, backend: str, **strategy: Any) -> tuple[Part, Part, dict
         for compiled in (False, True):
             module = Dropping(recipe)
             module.kind = kind
-            parts.append(fit_on_rank(recipe, Rows(data(recipe)), module, compile=compiled, self_check="never", **strategy))
+            parts.append(
+                fit_on_rank(
+                    recipe,
+                    Rows(data(recipe)),
+                    module,
+                    compile=compiled,
+                    self_check="never",
+                    **strategy,
+                )
+            )
     plain, compiled = parts
-    return plain, compiled, dict(torch_compat.graph_breaks() - broken), torch_compat.compiled_graphs() - before
+    return (
+        plain,
+        compiled,
+        dict(torch_compat.graph_breaks() - broken),
+        torch_compat.compiled_graphs() - before,
+    )
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -86,7 +107,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"layout": "tp2"}),
     ("gpt_neox", {"layout": "tp2", "sequence_parallel": True}),
     ("gpt_neox", {"layout": "tp2", "sequence_parallel": True, "recompute": "selective"}),
-    ("llama", {"layout": "tp2", "recompute": "selective", "recompute_keep": ["mm", "native_dropout"]}),
+    (
+        "llama",
+        {"layout": "tp2", "recompute": "selective", "recompute_keep": ["mm", "native_dropout"]},
+    ),
     ("gpt_neox", {"layout": "tp2", "recompute": "full"}),
     ("gpt_neox", {"layout": "tp2", "sequence_parallel": True, "recompute": "full"}),
     ("gpt_neox", {"layout": "tp2_pp2", "zero_stage": 1}),
@@ -104,7 +128,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def _name(value: Any) -> str:
-    return value if isinstance(value, str) else "-".join(str(key if item is True else item) for key, item in value.items())
+    return (
+        value
+        if isinstance(value, str)
+        else "-".join(str(key if item is True else item) for key, item in value.items())
+    )
 
 
 @pytest.mark.slow
@@ -116,10 +144,14 @@ def _name(value: Any) -> str:
 )
 def test_compiled_blocks_drop_the_same(kind: str, options: dict[str, Any], backend: str) -> None:
     degrees = [int(part[2:]) for part in options["layout"].split("_") if not part.startswith("ep")]
-    results = run_ranks(run_both, math.prod(degrees), kind, backend, micro_batch_size=4, timeout=500, **options)
-    # Llama's norms round to float32 inside, which Inductor fuses; another mask would change the third digit.
+    results = run_ranks(
+        run_both, math.prod(degrees), kind, backend, micro_batch_size=4, timeout=500, **options
+    )
+    # Llama's norms round to float32 inside, which Inductor fuses; another mask would change the
+    # third digit.
     exact = 1e-6 if dtype_of(options) == "float32" else 1e-12 if backend == "aot_eager" else 1e-9
-    moved = 10 * exact if backend == "aot_eager" else 1e-5  # Adam divides small gradients by their size
+    # Adam divides small gradients by their size
+    moved = 10 * exact if backend == "aot_eager" else 1e-5
     kinds = 2 if kind == "adapted" else 1  # the input of its first block needs no gradient
     for plain, compiled, breaks, graphs in results:
         assert (breaks, graphs) == ({}, kinds)
@@ -130,11 +162,15 @@ def test_compiled_blocks_drop_the_same(kind: str, options: dict[str, Any], backe
 
 
 class Jittered(nn.Module):
-    """Draws in many ways: on all ranks alike, in a region, and alike again; with one graph, or two."""
+    """Draws in many ways: on all ranks alike, in a region, and alike again; with one graph, or
+    two."""
 
     def __init__(self, random: RandomState, number: int, breaks: bool) -> None:
         super().__init__()
-        self.attention, self.out = Jittering(random.inside(f"{number}.q"), random.outside(f"{number}.o")), nn.Linear(16, 16)
+        self.attention, self.out = (
+            Jittering(random.inside(f"{number}.q"), random.outside(f"{number}.o")),
+            nn.Linear(16, 16),
+        )
         self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,15 +192,20 @@ class Jittering(nn.Module):
         self.inside.start()
         q, k, v = projected.unflatten(-1, (12, 4)).transpose(-2, -3).chunk(3, -3)
         heads = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3).transpose(-2, -3).flatten(-2)
-        heads = heads * torch.empty_like(heads).uniform_(0.5, 1.5) + torch.randn(heads.shape[-1], dtype=heads.dtype)
+        heads = heads * torch.empty_like(heads).uniform_(0.5, 1.5) + torch.randn(
+            heads.shape[-1], dtype=heads.dtype
+        )
         heads = F.dropout(heads * (1 + torch.rand_like(heads)), 0.2)
         summed = self.o(F.rrelu(heads, training=True))
         self.outside.start()
         return F.dropout(summed, 0.5)
 
 
-def jittered_gradients(options: BlockOptions, *, breaks: bool = False, whole: bool = False) -> list[Tensor]:
-    """Losses of two micro-batches that are under way at once, what is drawn after them, and gradients of all parameters.
+def jittered_gradients(
+    options: BlockOptions, *, breaks: bool = False, whole: bool = False
+) -> list[Tensor]:
+    """Losses of two micro-batches that are under way at once, what is drawn after them, and
+    gradients of all parameters.
 
     Args:
         whole: the user compiles the model, too.
@@ -191,7 +232,11 @@ def jittered_gradients(options: BlockOptions, *, breaks: bool = False, whole: bo
     for number, loss in enumerate(losses):
         random.begin(5, number)
         loss.backward()
-    return [torch.stack(losses).detach(), *after, *(parameter.grad for parameter in blocks.parameters() if parameter.grad is not None)]
+    return [
+        torch.stack(losses).detach(),
+        *after,
+        *(parameter.grad for parameter in blocks.parameters() if parameter.grad is not None),
+    ]
 
 
 JITTERED = [
@@ -206,11 +251,18 @@ JITTERED = [
 @pytest.mark.parametrize("breaks", by_default([True, False], 0))
 @pytest.mark.parametrize(
     ("options", "backend"),
-    by_default([(options, backend) for backend in ("aot_eager", "inductor") for options in JITTERED], 0),
-    ids=lambda value: value if isinstance(value, str) else f"{value.recompute}-{value.recompute_keep}",
+    by_default(
+        [(options, backend) for backend in ("aot_eager", "inductor") for options in JITTERED], 0
+    ),
+    ids=lambda value: (
+        value if isinstance(value, str) else f"{value.recompute}-{value.recompute_keep}"
+    ),
 )
-def test_whatever_a_compiled_block_draws(options: BlockOptions, backend: str, breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of uncompiled blocks, in the forward and again in the backward; also where graphs break."""
+def test_whatever_a_compiled_block_draws(
+    options: BlockOptions, backend: str, breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of uncompiled blocks, in the forward and again in the backward; also where graphs
+    break."""
     compile_by(monkeypatch, backend)
     torch_compat.allow_notes_in_recomputation()
     torch._dynamo.reset()
@@ -225,12 +277,20 @@ def test_whatever_a_compiled_block_draws(options: BlockOptions, backend: str, br
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", by_default([BlockOptions(compile=True), BlockOptions()], 0), ids=["blocks", "nothing"])
-def test_a_model_that_the_user_compiles_draws_the_same(options: BlockOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options",
+    by_default([BlockOptions(compile=True), BlockOptions()], 0),
+    ids=["blocks", "nothing"],
+)
+def test_a_model_that_the_user_compiles_draws_the_same(
+    options: BlockOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their backend knows nothing of streams, so their graphs end where one starts."""
     compile_by(monkeypatch, "aot_eager")
     torch._dynamo.reset()
-    for value, other in zip(jittered_gradients(options, whole=True), jittered_gradients(BlockOptions()), strict=True):
+    for value, other in zip(
+        jittered_gradients(options, whole=True), jittered_gradients(BlockOptions()), strict=True
+    ):
         torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
 
 
@@ -247,10 +307,14 @@ class Unknown(nn.Module):
         return F.dropout(x * self.scale * drawn, 0.5) + size
 
 
-def test_an_unknown_random_operator_leaves_its_block_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_random_operator_leaves_its_block_uncompiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with torch.library._scoped_library("lightning_3d_tests", "DEF") as library:
         library.define("draw(Tensor x) -> (Tensor, SymInt)", tags=torch.Tag.nondeterministic_seeded)
-        library.impl("draw", lambda x: (torch.rand_like(x), x.shape[0]), "CompositeExplicitAutograd")
+        library.impl(
+            "draw", lambda x: (torch.rand_like(x), x.shape[0]), "CompositeExplicitAutograd"
+        )
         compile_by(monkeypatch, "aot_eager")
         torch._dynamo.reset()
         uncompiled, found = torch_compat.uncompiled_frames(), []

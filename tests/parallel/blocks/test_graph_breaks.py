@@ -6,7 +6,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from parity import Cell, Part, assert_same_routers, assert_same_run, strategy_arguments, train_on_rank
+from parity import (
+    Cell,
+    Part,
+    assert_same_routers,
+    assert_same_run,
+    strategy_arguments,
+    train_on_rank,
+)
 from ranks import run_ranks
 from reference import reference
 from sweeps import by_default
@@ -44,7 +51,10 @@ def counted(cell: Cell, backend: str, **strategy: Any) -> tuple[Part, int, int]:
 
     torch._dynamo.reset()
     compiled = functools.partial(torch.compile, backend=counting)
-    with patch.object(torch, "compile", compiled), patch.object(dispatch, "_Dispatch", functools.partial(count, "sent", sent)):
+    with (
+        patch.object(torch, "compile", compiled),
+        patch.object(dispatch, "_Dispatch", functools.partial(count, "sent", sent)),
+    ):
         part = train_on_rank(cell.recipe, compile=True, self_check="never", **strategy)
     return part, counts["graphs"], counts["sent"]
 
@@ -57,14 +67,21 @@ def counted(cell: Cell, backend: str, **strategy: Any) -> tuple[Part, int, int]:
     ids=lambda value: value if isinstance(value, str) else "-".join([value[0].name, *value[1]]),
 )
 def test_a_block_is_one_graph(case: tuple[Cell, dict[str, Any]], backend: str) -> None:
-    """A block of one graph has no break. Losses of routers, their statistics and the training are those of one process."""
+    """A block of one graph has no break. Losses of routers, their statistics and the training are
+    those of one process."""
     cell, options = case
     expected, _ = reference(cell.recipe)
-    results = run_ranks(counted, cell.world_size, cell, backend, **strategy_arguments(cell) | options, timeout=500)
+    results = run_ranks(
+        counted, cell.world_size, cell, backend, **strategy_arguments(cell) | options, timeout=500
+    )
     parts = [part for part, _, _ in results]
     assert_same_run(parts, expected)
     if cell.recipe.routers:
         assert_same_routers(parts, expected, cell)
-    calls = cell.recipe.layers * cell.recipe.steps * (cell.recipe.global_batch // cell.dp // cell.micro_batch)
+    calls = (
+        cell.recipe.layers
+        * cell.recipe.steps
+        * (cell.recipe.global_batch // cell.dp // cell.micro_batch)
+    )
     assert [ran / calls for _, ran, _ in results] == [1] * len(results)
     assert [sent / calls for _, _, sent in results] == [cell.ep > 1] * len(results)

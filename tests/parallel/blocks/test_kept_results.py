@@ -1,4 +1,5 @@
-"""What a selective recomputation keeps: the results of expensive operators that it reads, and no others."""
+"""What a selective recomputation keeps: the results of expensive operators that it reads, and no
+others."""
 
 from collections import Counter
 from typing import Any
@@ -20,7 +21,9 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.ran: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         self.ran[operator.overloadpacket.__name__] += 1
         return operator(*args, **(kwargs or {}))
 
@@ -31,12 +34,19 @@ class Block(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(8, 8, dtype=torch.float64)) for _ in range(5))
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(8, 8, dtype=torch.float64)) for _ in range(5)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, gate, up, out, down = self.weights
         heads = linear(x.tanh(), q)[:, None]
-        x = x + dropout(linear(scaled_dot_product_attention(heads, heads, heads, dropout_p=self.rate)[:, 0], out), self.rate)
+        x = x + dropout(
+            linear(
+                scaled_dot_product_attention(heads, heads, heads, dropout_p=self.rate)[:, 0], out
+            ),
+            self.rate,
+        )
         y = x.tanh()
         return x + dropout(linear(silu(linear(y, gate)) * linear(y, up), down), self.rate)
 
@@ -66,7 +76,9 @@ def test_the_same_gradients_without_another_product(rate: float) -> None:
 def kept_by(forward: Any, x: Tensor) -> list[bool]:
     """Whether each result that could be kept was kept."""
     made = KeptResults(lambda operator, args, kwargs: _keeps(expensive(), operator, args, kwargs))
-    result = torch.utils.checkpoint.checkpoint(made.noting(forward), x, use_reentrant=False, context_fn=made.contexts)
+    result = torch.utils.checkpoint.checkpoint(
+        made.noting(forward), x, use_reentrant=False, context_fn=made.contexts
+    )
     kept = [one is not None and not one.stand_in for one in made.results]
     result.sum().backward()
     return kept
@@ -76,7 +88,10 @@ def test_results_that_nothing_reads_are_not_kept() -> None:
     weight = torch.randn(4, 4, requires_grad=True)
     x = torch.randn(3, 4, requires_grad=True)
     assert kept_by(lambda x: x + linear(linear(x, weight).tanh(), weight), x) == [True, False]
-    assert kept_by(lambda x: (x + linear(linear(x, weight).tanh(), weight)).exp().tanh(), x) == [True, True]
+    assert kept_by(lambda x: (x + linear(linear(x, weight).tanh(), weight)).exp().tanh(), x) == [
+        True,
+        True,
+    ]
 
 
 def test_a_result_that_is_overwritten_is_computed_again() -> None:
@@ -84,7 +99,10 @@ def test_a_result_that_is_overwritten_is_computed_again() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     assert kept_by(lambda x: linear(x, weight).mul_(2).tanh().exp(), x) == [False]
     inner = Recompute(expensive())(lambda x: linear(x, weight).mul_(2).tanh().exp(), (x,), {}).sum()
-    expected, found = (torch.autograd.grad(value, x)[0] for value in ((2 * linear(x, weight)).tanh().exp().sum(), inner))
+    expected, found = (
+        torch.autograd.grad(value, x)[0]
+        for value in ((2 * linear(x, weight)).tanh().exp().sum(), inner)
+    )
     torch.testing.assert_close(found, expected)
 
 

@@ -1,5 +1,5 @@
-"""Selective recomputation of blocks that write into a kept result where autograd does not count it, or that read one where no operator
-does: the gradients are those of the plain block."""
+"""Selective recomputation of blocks that write into a kept result where autograd does not count it,
+or that read one where no operator does: the gradients are those of the plain block."""
 
 from collections.abc import Callable
 from functools import partial
@@ -65,13 +65,22 @@ def gradients(block: Block, keep: frozenset[Any] | None) -> tuple[Tensor, ...]:
     return torch.autograd.grad(result.sum(), (x, weight))
 
 
-BLOCKS = [written_through_data, freed_by_hand, steers_random_numbers, steers_python, has_a_mean_that_numpy_reads, has_a_view]
+BLOCKS = [
+    written_through_data,
+    freed_by_hand,
+    steers_random_numbers,
+    steers_python,
+    has_a_mean_that_numpy_reads,
+    has_a_view,
+]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_gradients_are_those_of_the_plain_block(block: Block) -> None:
     keep = operators(["mm", "view"]) if block is has_a_view else expensive()
-    torch.testing.assert_close(gradients(block, keep), gradients(block, None), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradients(block, keep), gradients(block, None), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_python_reads_a_mean_that_nothing_else_reads() -> None:

@@ -1,4 +1,5 @@
-"""A model that computes its activations a second time in the backward, by its own `gradient_checkpointing_enable`."""
+"""A model that computes its activations a second time in the backward, by its own
+`gradient_checkpointing_enable`."""
 
 import math
 from functools import partial
@@ -44,7 +45,9 @@ def train(**strategy: Any) -> tuple[Part, int]:
     [
         {"layout": "dp2", "zero_stage": 3},
         {"layout": "pp2_dp2", "zero_stage": 3},
-        pytest.param({"layout": "tp2_dp2", "zero_stage": 3, "zero_reduce": "step"}, marks=pytest.mark.full),
+        pytest.param(
+            {"layout": "tp2_dp2", "zero_stage": 3, "zero_reduce": "step"}, marks=pytest.mark.full
+        ),
         {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "zero_stage": 2},
     ],
     ids=lambda strategy: "-".join(map(str, strategy.values())),
@@ -70,7 +73,8 @@ class Constants(nn.Module):
 
 
 def gradients(options: BlockOptions) -> list[Tensor]:
-    """Those of two blocks whose forward has double precision as default type, as in Lightning, and whose backward has not."""
+    """Those of two blocks whose forward has double precision as default type, as in Lightning, and
+    whose backward has not."""
     torch.manual_seed(0)
     blocks = [Constants().double() for _ in range(2)]
     process_blocks(blocks, options, compiler=partial(torch.compile, backend="aot_eager"))
@@ -79,11 +83,20 @@ def gradients(options: BlockOptions) -> list[Tensor]:
         for block in blocks:
             x = block(x)
     x.sum().backward()
-    return [parameter.grad for block in blocks for parameter in block.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad
+        for block in blocks
+        for parameter in block.parameters()
+        if parameter.grad is not None
+    ]
 
 
-@pytest.mark.parametrize(("recompute", "compile"), [("full", True), ("full", False), ("selective", False)])
-def test_a_forward_that_runs_again_has_the_default_type_of_the_first(recompute: str, compile: bool) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "compile"), [("full", True), ("full", False), ("selective", False)]
+)
+def test_a_forward_that_runs_again_has_the_default_type_of_the_first(
+    recompute: str, compile: bool
+) -> None:
     """So it computes the same, in the same graph."""
     torch._dynamo.reset()
     before = compiled_graphs()

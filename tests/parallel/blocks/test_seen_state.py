@@ -1,4 +1,5 @@
-"""A block is recomputed in the state in which it ran first: with swapped parameters, buffers and flags."""
+"""A block is recomputed in the state in which it ran first: with swapped parameters, buffers and
+flags."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,10 +115,18 @@ def _forget(block: Any, args: Any, output: Any) -> None:
 def rows() -> Rows:
     generator = torch.Generator().manual_seed(1)
     count = RECIPE.steps * RECIPE.global_batch
-    return Rows({"x": torch.randn(count, 8, generator=generator), "y": torch.randn(count, 1, generator=generator)})
+    return Rows(
+        {
+            "x": torch.randn(count, 8, generator=generator),
+            "y": torch.randn(count, 1, generator=generator),
+        }
+    )
 
 
-PLAN = {"tp": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, "pp": {"blocks": (["x"], ["x"]), "leave": (["x"], ["y"])}}
+PLAN = {
+    "tp": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    "pp": {"blocks": (["x"], ["x"]), "leave": (["x"], ["y"])},
+}
 
 
 def fit(**strategy: Any) -> Part:
@@ -132,10 +141,14 @@ def fit(**strategy: Any) -> Part:
     ],
     ids=str,
 )
-def test_ranks_recompute_swapped_parameters_as_one_process_uses_them(layout: str, options: dict[str, Any]) -> None:
+def test_ranks_recompute_swapped_parameters_as_one_process_uses_them(
+    layout: str, options: dict[str, Any]
+) -> None:
     module, losses = Fit(), []
     module.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"]))  # type: ignore[method-assign]
-    quiet_trainer(devices=1, max_steps=RECIPE.steps, gradient_clip_val=RECIPE.clip).fit(module, DataLoader(rows(), RECIPE.global_batch))
+    quiet_trainer(devices=1, max_steps=RECIPE.steps, gradient_clip_val=RECIPE.clip).fit(
+        module, DataLoader(rows(), RECIPE.global_batch)
+    )
     for part in run_ranks(fit, 2, layout=layout, **options):
         assert part.losses == pytest.approx(losses, rel=1e-5)
 

@@ -1,4 +1,5 @@
-"""Recomputation under schedules that compute gradients of inputs and of weights in separate passes."""
+"""Recomputation under schedules that compute gradients of inputs and of weights in separate
+passes."""
 
 import gc
 import weakref
@@ -21,7 +22,8 @@ FULL = pytest.mark.full
 
 
 class Block(nn.Module):
-    """Norm and MLP around a residual. Remembers, without holding them, the results that its recomputations made."""
+    """Norm and MLP around a residual. Remembers, without holding them, the results that its
+    recomputations made."""
 
     def __init__(self, width: int, inner: "Block | None" = None) -> None:
         super().__init__()
@@ -66,7 +68,9 @@ def parameters_of(blocks: list[Block]) -> list[nn.Parameter]:
 def test_each_part_of_a_split_backward_recomputes_a_block_once(nested: bool) -> None:
     blocks, received = stack(nested=nested)
     parameters = parameters_of(blocks)
-    whole = torch.autograd.grad(run(blocks, received, recomputed=False).sum(), [received, *parameters])
+    whole = torch.autograd.grad(
+        run(blocks, received, recomputed=False).sum(), [received, *parameters]
+    )
     for block in blocks:
         block.forwards = 0
     work = backward_input(run(blocks, received, recomputed=True).sum(), None, received, parameters)
@@ -81,7 +85,8 @@ def test_each_part_of_a_split_backward_recomputes_a_block_once(nested: bool) -> 
 
 
 def test_recomputed_results_of_one_block_live_at_a_time() -> None:
-    """Neither the wait between the two parts, nor the weights of the next block, find anything that was recomputed."""
+    """Neither the wait between the two parts, nor the weights of the next block, find anything that
+    was recomputed."""
     blocks, received = stack()
     parameters = parameters_of(blocks)
     work = backward_input(run(blocks, received, recomputed=True).sum(), None, received, parameters)
@@ -106,7 +111,9 @@ class Counting(Module):
         super().configure_model()
         self.ran = [0] * self.recipe.layers
         for place, layer in enumerate(self.model.model.layers):  # type: ignore[union-attr]
-            layer.mlp.register_forward_pre_hook(lambda _, args, place=place: first_unknown(args) or self._count(place))
+            layer.mlp.register_forward_pre_hook(
+                lambda _, args, place=place: first_unknown(args) or self._count(place)
+            )
 
     def _count(self, place: int) -> None:
         self.ran[place] += 1
@@ -121,13 +128,23 @@ def count_calls(**strategy: Any) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule", ["ZBVZeroBubble", pytest.param("InterleavedZeroBubble", marks=FULL), pytest.param("DualPipeV", marks=FULL)]
+    "schedule",
+    [
+        "ZBVZeroBubble",
+        pytest.param("InterleavedZeroBubble", marks=FULL),
+        pytest.param("DualPipeV", marks=FULL),
+    ],
 )
 def test_what_a_schedule_recomputes(schedule: str) -> None:
-    """The four stages have one layer each. A layer runs once forward, once for each backward action of its stage; the first stage has no
-    part for inputs, since nothing waits for it."""
+    """The four stages have one layer each. A layer runs once forward, once for each backward action
+    of its stage; the first stage has no part for inputs, since nothing waits for it."""
     count = 4
-    options = {"schedule": schedule, "recompute": "full", "micro_batch_size": Recipe().global_batch // count, "loss_reduction": "mean"}
+    options = {
+        "schedule": schedule,
+        "recompute": "full",
+        "micro_batch_size": Recipe().global_batch // count,
+        "loss_reduction": "mean",
+    }
     parts = run_ranks(count_calls, 2, layout="pp2", **options)
     expected = [0] * 4
     for actions in training_order(schedule, 2, 2, count):
@@ -138,16 +155,32 @@ def test_what_a_schedule_recomputes(schedule: str) -> None:
 
 CASES: list[dict[str, Any]] = [
     {"model": model, "layout": layout, "schedule": schedule}
-    for schedule, layout in (("ZBVZeroBubble", "pp2"), ("InterleavedZeroBubble", "tp2_pp2"), ("DualPipeV", "pp2"))
+    for schedule, layout in (
+        ("ZBVZeroBubble", "pp2"),
+        ("InterleavedZeroBubble", "tp2_pp2"),
+        ("DualPipeV", "pp2"),
+    )
     for model in models.MODELS
 ] + [
     {"model": "mixtral", "layout": "pp2_ep2_dp2", "schedule": "ZBVZeroBubble"},
     {"model": "deepseek_v3", "layout": "tp2_ep2_pp2", "schedule": "DualPipeV"},
-    {"model": "qwen3_moe", "layout": "pp2_ep2_dp2", "schedule": "InterleavedZeroBubble", "zero": 2, "dtype": "float32"},
+    {
+        "model": "qwen3_moe",
+        "layout": "pp2_ep2_dp2",
+        "schedule": "InterleavedZeroBubble",
+        "zero": 2,
+        "dtype": "float32",
+    },
     {"layout": "tp2_pp2", "schedule": "ZBVZeroBubble", "sequence_parallel": True},
     {"layout": "pp2_cp2", "schedule": "ZBVZeroBubble"},
     {"layout": "pp2", "schedule": "ZBVZeroBubble", "recompute_every": 2},
-    {"layout": "pp2_dp2", "schedule": "ZBVZeroBubble", "zero": 3, "zero_reduce": "micro_batch", "dtype": "float32"},
+    {
+        "layout": "pp2_dp2",
+        "schedule": "ZBVZeroBubble",
+        "zero": 3,
+        "zero_reduce": "micro_batch",
+        "dtype": "float32",
+    },
     {"layout": "pp2", "schedule": "DualPipeV", "offload_activations": True},
     {"layout": "pp2", "schedule": "InterleavedZeroBubble", "loss_chunks": 2},
 ]

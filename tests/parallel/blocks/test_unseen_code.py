@@ -1,4 +1,5 @@
-"""Selective recomputation of blocks with code that the dispatcher does not see: kernels, compiled functions, higher-order operators."""
+"""Selective recomputation of blocks with code that the dispatcher does not see: kernels, compiled
+functions, higher-order operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,8 @@ class Kernel(torch.autograd.Function):
 
 
 class Foreign(torch.autograd.Function):
-    """Doubles by numpy in memory that torch did not allocate, as a library or a compiled function would."""
+    """Doubles by numpy in memory that torch did not allocate, as a library or a compiled function
+    would."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -62,13 +64,19 @@ def read_by_a_seen_operator_too(kernel: Any, x: Tensor, weight: Tensor) -> Tenso
 
 def gradients(forward: Callable[..., Tensor], kernel: Any, *, recompute: bool) -> list[Tensor]:
     weight, x = values()
-    run = Recompute(expensive())(forward, (kernel, x, weight), {}) if recompute else forward(kernel, x, weight)
+    run = (
+        Recompute(expensive())(forward, (kernel, x, weight), {})
+        if recompute
+        else forward(kernel, x, weight)
+    )
     torch.empty(3, 8, dtype=torch.float64).fill_(7.0)  # memory that was freed has other numbers
     return list(torch.autograd.grad(run.sum(), (x, weight)))
 
 
 KERNELS = {"kernel": lambda: Kernel.apply, "foreign": lambda: Foreign.apply}
-KERNELS |= {backend: lambda backend=backend: compiled(backend) for backend in ("aot_eager", "inductor")}
+KERNELS |= {
+    backend: lambda backend=backend: compiled(backend) for backend in ("aot_eager", "inductor")
+}
 
 
 @pytest.mark.parametrize("forward", [read_by_nothing_else, read_by_a_seen_operator_too])
@@ -80,7 +88,8 @@ def test_what_unseen_code_reads_is_kept(forward: Callable[..., Tensor], kernel: 
 
 
 def test_functions_stay_compiled() -> None:
-    """A compiler sees the function once, and its graph runs in the forward and in the recomputation."""
+    """A compiler sees the function once, and its graph runs in the forward and in the
+    recomputation."""
     ran: list[str] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -93,7 +102,9 @@ def test_functions_stay_compiled() -> None:
 
     weight, x = values()
     function = torch.compile(lambda x: x.sin() * 2, backend=backend)
-    Recompute(expensive())(lambda x: linear(function(x).tanh(), weight).exp(), (x,), {}).sum().backward()
+    Recompute(expensive())(
+        lambda x: linear(function(x).tanh(), weight).exp(), (x,), {}
+    ).sum().backward()
     assert ran == ["compiled", "graph", "graph"]
 
 
@@ -106,40 +117,62 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.ran: list[str] = []
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         self.ran.append(str(operator))
         return operator(*args, **(kwargs or {}))
 
 
 def test_results_of_a_higher_order_operator_are_kept() -> None:
-    """FlexAttention, whose operator has a backward on the CPU, though its function refuses it there."""
-    mask = create_block_mask(lambda batch, head, q, k: q >= k, None, None, 128, 128, device="cpu").as_tuple()
+    """FlexAttention, whose operator has a backward on the CPU, though its function refuses it
+    there."""
+    mask = create_block_mask(
+        lambda batch, head, q, k: q >= k, None, None, 128, 128, device="cpu"
+    ).as_tuple()
 
     def block(x: Tensor, weight: Tensor) -> Tensor:
         heads = linear(x.tanh(), weight)[:, None]
-        found = torch.ops.higher_order.flex_attention(heads, heads, heads, lambda score, *place: score, mask, 0.25, {})[0]
+        found = torch.ops.higher_order.flex_attention(
+            heads, heads, heads, lambda score, *place: score, mask, 0.25, {}
+        )[0]
         return linear(found[:, 0].tanh(), weight).exp()
 
     gradients, counts = [], []
     for recompute in (False, True):
         torch.manual_seed(0)
-        weight, x = torch.randn(16, 16, dtype=torch.float64), torch.randn(2, 128, 16, dtype=torch.float64)
+        weight, x = (
+            torch.randn(16, 16, dtype=torch.float64),
+            torch.randn(2, 128, 16, dtype=torch.float64),
+        )
         weight, x = (weight / 4).requires_grad_(), x.requires_grad_()
         result = Recompute(expensive())(block, (x, weight), {}) if recompute else block(x, weight)
         with Seen() as seen:
             gradients.append(torch.autograd.grad(result.sum(), (x, weight)))
-        counts.append([seen.ran.count(name) for name in ("flex_attention", "flex_attention_backward", "aten.mm.default")])
+        counts.append(
+            [
+                seen.ran.count(name)
+                for name in ("flex_attention", "flex_attention_backward", "aten.mm.default")
+            ]
+        )
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
     assert counts == [[0, 1, 4], [0, 1, 4]]
 
 
 def test_nothing_is_freed_where_unseen_code_runs() -> None:
-    """Both kinds of foreign memory are noticed, and a block without unseen code frees its last product."""
+    """Both kinds of foreign memory are noticed, and a block without unseen code frees its last
+    product."""
     freed = {}
-    for name, kernel in {"none": torch.sin, "kernel": Kernel.apply, "foreign": Foreign.apply}.items():
+    for name, kernel in {
+        "none": torch.sin,
+        "kernel": Kernel.apply,
+        "foreign": Foreign.apply,
+    }.items():
         weight, x = values()
         kept = KeptResults(lambda operator, args, kwargs: operator in expensive())
-        forward = kept.noting(lambda x, kernel=kernel, weight=weight: x + linear(kernel(x * 2).exp(), weight))
+        forward = kept.noting(
+            lambda x, kernel=kernel, weight=weight: x + linear(kernel(x * 2).exp(), weight)
+        )
         checkpoint(forward, x, use_reentrant=False, context_fn=kept.contexts)
         freed[name] = [result is not None and result.stand_in for result in kept.results]
     assert freed == {"none": [True], "kernel": [False], "foreign": [False]}
@@ -163,9 +196,18 @@ def test_memory_that_operators_write_is_no_trace() -> None:
 def test_a_freed_result_is_not_a_number() -> None:
     weight, x = values()
     kept = KeptResults(lambda operator, args, kwargs: operator in expensive())
-    checkpoint(kept.noting(lambda x: x + linear(x.exp(), weight)), x, use_reentrant=False, context_fn=kept.contexts)
+    checkpoint(
+        kept.noting(lambda x: x + linear(x.exp(), weight)),
+        x,
+        use_reentrant=False,
+        context_fn=kept.contexts,
+    )
     [result] = kept.results
-    assert result is not None and isinstance(result.value, _Shape) and result.value.filled().isnan().all()
+    assert (
+        result is not None
+        and isinstance(result.value, _Shape)
+        and result.value.filled().isnan().all()
+    )
 
 
 def test_results_in_memory_that_was_given_are_not_kept() -> None:
@@ -189,4 +231,9 @@ def test_results_in_memory_that_was_given_are_not_kept() -> None:
 
     weight, x = values()
     found = torch.autograd.grad(Recompute(expensive())(forward, (x, weight), {}).sum(), (x, weight))
-    torch.testing.assert_close(found, torch.autograd.grad((x @ weight).exp().tanh().sum(), (x, weight)), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found,
+        torch.autograd.grad((x @ weight).exp().tanh().sum(), (x, weight)),
+        rtol=1e-12,
+        atol=1e-12,
+    )

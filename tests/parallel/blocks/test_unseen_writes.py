@@ -1,4 +1,5 @@
-"""Selective recomputation of blocks with code that writes into kept results in place, seen by autograd or not."""
+"""Selective recomputation of blocks with code that writes into kept results in place, seen by
+autograd or not."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Data(torch.autograd.Function):
 
 
 class BothOfLiger(torch.autograd.Function):
-    """Takes (batch, heads, tokens, size) of queries and keys and writes into the memory of the projections, in their own order."""
+    """Takes (batch, heads, tokens, size) of queries and keys and writes into the memory of the
+    projections, in their own order."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +109,8 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "library": Library.apply,
 }
 UNSEEN = ("numpy",)
-"""Kernels whose write no operator does. Operators are seen to write through `.data`, which autograd does not see."""
+"""Kernels whose write no operator does. Operators are seen to write through `.data`, which autograd
+does not see."""
 
 
 def whole(kernel: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -136,17 +139,22 @@ def values() -> tuple[Tensor, Tensor]:
     return weight.requires_grad_(), x.requires_grad_()
 
 
-def gradients(forward: Callable[..., Tensor], arguments: tuple[Any, ...], recompute: Recompute | None) -> list[Tensor]:
+def gradients(
+    forward: Callable[..., Tensor], arguments: tuple[Any, ...], recompute: Recompute | None
+) -> list[Tensor]:
     result = forward(*arguments) if recompute is None else recompute(forward, arguments, {})
     return list(torch.autograd.grad(result.sum(), [x for x in arguments if isinstance(x, Tensor)]))
 
 
 CASES = [(forward, kernel) for forward in (whole, view, part) for kernel in KERNELS]
-CASES += [(read_before, kernel) for kernel in ("numpy", "data")]  # autograd refuses the others, because `sin` has saved its argument
+# autograd refuses the others, because `sin` has saved its argument
+CASES += [(read_before, kernel) for kernel in ("numpy", "data")]
 
 
 @pytest.mark.parametrize(("forward", "kernel"), CASES)
-def test_gradients_are_those_of_the_plain_block_in_every_step(forward: Callable[..., Tensor], kernel: str) -> None:
+def test_gradients_are_those_of_the_plain_block_in_every_step(
+    forward: Callable[..., Tensor], kernel: str
+) -> None:
     weight, x = values()
     recompute = Recompute(expensive())
     for scale in (1.0, 0.5, 2.0):
@@ -169,8 +177,12 @@ class Block(nn.Module):
 
     def __init__(self, heads: int = 2, experts: int = 1) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(4))
-        self.up = nn.ModuleList(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(experts))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(4)
+        )
+        self.up = nn.ModuleList(
+            nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(experts)
+        )
         self.heads = heads
         self.rotates = True
 
@@ -181,7 +193,9 @@ class Block(nn.Module):
         v = self.v(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         if self.rotates:
             q, k = BothOfLiger.apply(q, k)
-        x = x + self.o(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.o(
+            scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + sum(up(x.tanh()).exp().tanh() for up in self.up[:experts])
 
 
@@ -192,20 +206,31 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.ran: list[str] = []
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         self.ran.append(operator.overloadpacket.__name__)
         return operator(*args, **(kwargs or {}))
 
 
-def step(block: Block, recompute: Recompute | None, **arguments: Any) -> tuple[list[Tensor], list[str], list[str]]:
+def step(
+    block: Block, recompute: Recompute | None, **arguments: Any
+) -> tuple[list[Tensor], list[str], list[str]]:
     """Gradients, and the operators of the forward and of the backward."""
     x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8).requires_grad_()
     block.zero_grad()
     with Operators() as forward:
-        result = block(x, **arguments) if recompute is None else recompute(block.forward, (x,), arguments)
+        result = (
+            block(x, **arguments)
+            if recompute is None
+            else recompute(block.forward, (x,), arguments)
+        )
     with Operators() as backward:
         result.square().sum().backward()
-    gradients = [x.grad, *(parameter.grad for parameter in block.parameters() if parameter.grad is not None)]
+    gradients = [
+        x.grad,
+        *(parameter.grad for parameter in block.parameters() if parameter.grad is not None),
+    ]
     return gradients, forward.ran, backward.ran  # type: ignore[return-value]
 
 
@@ -223,14 +248,26 @@ def made(**options: Any) -> Block:
 
 
 def test_only_what_is_written_into_is_computed_again() -> None:
-    """Queries and keys; the values, the output of attention and the products of the MLP are kept. One warning names both lines."""
+    """Queries and keys; the values, the output of attention and the products of the MLP are kept.
+    One warning names both lines."""
     block, recompute = made(), Recompute(expensive())
-    with pytest.warns(UserWarning, match=r"aten.mm.default \(test_unseen_writes.py:\d+\) and the result of aten.mm") as warned:
+    with pytest.warns(
+        UserWarning,
+        match=r"aten.mm.default \(test_unseen_writes.py:\d+\) and the result of aten.mm",
+    ) as warned:
         for _ in range(3):
             again = assert_same(block, recompute)
-            assert again.count("more") == 2 and "_scaled_dot_product_flash_attention_for_cpu" not in again
+            assert (
+                again.count("more") == 2
+                and "_scaled_dot_product_flash_attention_for_cpu" not in again
+            )
     assert len(warned) == 1
-    assert assert_same(made(), Recompute(operators(["_scaled_dot_product_flash_attention_for_cpu"]))).count("more") == 5
+    assert (
+        assert_same(
+            made(), Recompute(operators(["_scaled_dot_product_flash_attention_for_cpu"]))
+        ).count("more")
+        == 5
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -240,7 +277,9 @@ def test_later_forwards_compare_nothing() -> None:
     first, second, third = (step(block, recompute)[1] for _ in range(3))
     assert "equal" in first and second == third
     plain = step(block, None)[1]
-    assert {"equal", "any", "sum", "_local_scalar_dense"}.isdisjoint(second) and second.count("mm") == plain.count("mm")
+    assert {"equal", "any", "sum", "_local_scalar_dense"}.isdisjoint(second) and second.count(
+        "mm"
+    ) == plain.count("mm")
 
 
 @pytest.mark.filterwarnings("ignore:recompute=selective")
@@ -276,7 +315,8 @@ def test_zeros_prove_nothing(zero: str) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_zeros_are_compared_again_until_they_are_none() -> None:
-    """In the forwards 1, 2, 4, 8, ...; then their results are kept: values, and the output of attention, which is a sum of them."""
+    """In the forwards 1, 2, 4, 8, ...; then their results are kept: values, and the output of
+    attention, which is a sum of them."""
     block, recompute = made(), Recompute(expensive())
     block.rotates = False
     nn.init.zeros_(block.v.weight)
@@ -299,7 +339,9 @@ def test_another_number_of_results_in_each_forward() -> None:
 def test_lines_that_appear_later_in_a_block_with_such_code() -> None:
     """Nothing was compared there yet, so their results are computed again until they were."""
     block, recompute = made(experts=2), Recompute(expensive())
-    more = [assert_same(block, recompute, experts=experts).count("more") for experts in (0, 0, 2, 2, 2)]
+    more = [
+        assert_same(block, recompute, experts=experts).count("more") for experts in (0, 0, 2, 2, 2)
+    ]
     assert more == [2, 2, 4, 2, 2]
 
 
@@ -313,8 +355,17 @@ def test_hooks_that_come_later_change_no_line() -> None:
 
 
 def tiny(family: str) -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    more: dict[str, Any] = {"gemma3_text": {"head_dim": 8, "sliding_window": 4}, "mixtral": {"num_local_experts": 4}}.get(family, {})
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    more: dict[str, Any] = {
+        "gemma3_text": {"head_dim": 8, "sliding_window": 4},
+        "mixtral": {"num_local_experts": 4},
+    }.get(family, {})
     config = AutoConfig.for_model(family, vocab_size=32, use_cache=False, **sizes, **more)
     config._experts_implementation = "eager"
     torch.manual_seed(0)
@@ -324,7 +375,8 @@ def tiny(family: str) -> nn.Module:
 @pytest.mark.filterwarnings("error:recompute")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "gemma3_text", "gpt_neox"])
 def test_no_false_alarm(family: str) -> None:
-    """Models without such code keep all results from the first step on, and their later steps compare nothing."""
+    """Models without such code keep all results from the first step on, and their later steps
+    compare nothing."""
     plain, model = tiny(family), tiny(family)
     process_blocks(find_blocks(model, read_plan(model)), BlockOptions(recompute="selective"))
     generator = torch.Generator().manual_seed(0)
@@ -354,7 +406,8 @@ class Sum(torch.autograd.Function):
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """A group of this process alone: its own, or the one that a fit of an earlier test left, as Lightning's strategies do."""
+    """A group of this process alone: its own, or the one that a fit of an earlier test left, as
+    Lightning's strategies do."""
     if dist.is_initialized():
         yield
         return
@@ -371,7 +424,9 @@ def test_sums_of_ranks_that_are_written_into_are_sent_again(writes: bool) -> Non
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         summed = Sum.apply(linear(x, weight))
-        return linear((Rotary.apply(summed, False) if writes else summed).tanh(), weight).exp().tanh()
+        return (
+            linear((Rotary.apply(summed, False) if writes else summed).tanh(), weight).exp().tanh()
+        )
 
     weight, x = values()
     recompute = Recompute(expensive())

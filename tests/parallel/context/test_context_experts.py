@@ -1,4 +1,5 @@
-"""Mixtures of experts whose sequences lie on several ranks: context parallelism with expert parallelism over the same ranks.
+"""Mixtures of experts whose sequences lie on several ranks: context parallelism with expert
+parallelism over the same ranks.
 
 ``pytest`` runs some combinations, ``pytest -m full`` all families on all layouts.
 """
@@ -19,11 +20,29 @@ from sweeps import by_default
 
 BOTH = {"moe_aux_loss": 0.1, "moe_z_loss": 0.01}
 BIAS = {"moe_aux_loss": 0.1, "moe_bias_update": 0.01}
-LAYOUTS = ("cp2", "cp4_ep4", "tp2_cp2_ep2", "tp2_cp2_ep4", "cp2_ep4_dp2", "tp2_cp2_ep8_dp2", "cp2_pp2_ep4_dp2", "tp2_cp2_pp2_ep2")
-CUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+LAYOUTS = (
+    "cp2",
+    "cp4_ep4",
+    "tp2_cp2_ep2",
+    "tp2_cp2_ep4",
+    "cp2_ep4_dp2",
+    "tp2_cp2_ep8_dp2",
+    "cp2_pp2_ep4_dp2",
+    "tp2_cp2_pp2_ep2",
+)
+CUT = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.shared_expert.gate_proj",
+    "mlp.shared_expert.up_proj",
+)
 ENDS = ("self_attn.o_proj", "mlp.shared_expert.down_proj")
-SHARED_EXPERT = {f"model.layers.*.{name}": "colwise" if name in CUT else "rowwise" for name in CUT + ENDS}
-"""A plan that cuts the shared expert of Qwen2-MoE, which Transformers leaves whole. Its code flattens batch and sequence first."""
+SHARED_EXPERT = {
+    f"model.layers.*.{name}": "colwise" if name in CUT else "rowwise" for name in CUT + ENDS
+}
+"""A plan that cuts the shared expert of Qwen2-MoE, which Transformers leaves whole. Its code
+flattens batch and sequence first."""
 
 
 def of_routers(model: str) -> dict[str, float]:
@@ -77,9 +96,15 @@ def test_zero_deals_experts_to_context_ranks_too(model: str, layout: str, zero: 
 # Documents, padding, windows, lengths
 
 
-def assert_same_with(batches: str, model: str, layout: str, options: dict[str, Any]) -> list[parity.Part]:
-    """As ``parity.assert_same_training``, with other batches, for layouts that do not deal out the batch."""
-    recipe = replace(Recipe(model, dtype="float64", steps=4), routers=tuple((key.removeprefix("moe_"), BOTH[key]) for key in BOTH))
+def assert_same_with(
+    batches: str, model: str, layout: str, options: dict[str, Any]
+) -> list[parity.Part]:
+    """As ``parity.assert_same_training``, with other batches, for layouts that do not deal out the
+    batch."""
+    recipe = replace(
+        Recipe(model, dtype="float64", steps=4),
+        routers=tuple((key.removeprefix("moe_"), BOTH[key]) for key in BOTH),
+    )
     whole = BATCHES[batches](recipe)
     expected = train_on(recipe, [split(part, 4) for part in split(whole, recipe.global_batch)])
     arguments = {"layout": layout, "micro_batch_size": 4} | BOTH | options
@@ -87,7 +112,9 @@ def assert_same_with(batches: str, model: str, layout: str, options: dict[str, A
     parity.assert_same_run(parts, expected, "float64")
     for part in parts:
         found = [(step.aux_loss, step.z_loss) for step in part.routers]
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected.router_losses), rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(expected.router_losses), rtol=1e-10, atol=0
+        )
         pairs = 2 * recipe.global_batch * whole["input_ids"].shape[1]
         assert all(sum(tokens) == pairs for step in part.routers for tokens in step.tokens)
     return parts
@@ -115,9 +142,12 @@ def test_documents_and_padding(batches: str, model: str, layout: str, kind: str)
     assert_same_with(batches, model, layout, {"cp_kind": kind})
 
 
-@pytest.mark.parametrize(("model", "layout"), by_default([("mixtral", "tp4_cp2_ep2"), ("deepseek_v3", "tp4_ep4")]))
+@pytest.mark.parametrize(
+    ("model", "layout"), by_default([("mixtral", "tp4_cp2_ep2"), ("deepseek_v3", "tp4_ep4")])
+)
 def test_tokens_that_tensor_parallel_ranks_do_not_divide(model: str, layout: str) -> None:
-    """Four ranks share six (twelve) tokens, so that the last has none: nothing that fills it up is counted or takes an expert's room."""
+    """Four ranks share six (twelve) tokens, so that the last has none: nothing that fills it up is
+    counted or takes an expert's room."""
     for part in assert_same_with("twelve", model, layout, {"moe_capacity_factor": 8.0}):
         assert all(dropped == 0 for step in part.routers for dropped in step.dropped)
 
@@ -129,18 +159,28 @@ def count_gathers(layout: str) -> int:
     """All-gathers of the hidden states of one micro-batch, forward and backward."""
     recipe = Recipe("mixtral", layers=2, steps=1, global_batch=2)
     with recording() as recorder:
-        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), layout=layout, self_check="never")  # it would gather, too
+        # it would gather, too
+        fit_on_rank(recipe, Rows(data(recipe)), Module(recipe), layout=layout, self_check="never")
     part = recipe.global_batch * models.SEQUENCE * models.COMMON["hidden_size"] // 2
-    return sum(call.name == "all_gather_into_tensor" and call.numel == part for call in recorder.calls)
+    return sum(
+        call.name == "all_gather_into_tensor" and call.numel == part for call in recorder.calls
+    )
 
 
 def test_a_mixture_gathers_nothing_where_its_experts_are_dealt() -> None:
-    """Its router sees this rank's tokens. An attention gathers once each way and once more in the backward, the ends once each way."""
+    """Its router sees this rank's tokens. An attention gathers once each way and once more in the
+    backward, the ends once each way."""
     assert run_ranks(count_gathers, 2, "tp2_ep2")[0] == 3 * 2 + 2
 
 
 @pytest.mark.slow
 def test_a_shared_expert_that_is_cut_gathers_the_tokens_of_a_mixture() -> None:
     recipe = Recipe("qwen2_moe", dtype="float64", steps=4)
-    strategy: dict[str, Any] = {"layout": "tp2_ep2", "micro_batch_size": 4, "plan": {"tp": SHARED_EXPERT}}
-    parity.assert_same_run(run_ranks(parity.train_on_rank, 2, recipe, **strategy), reference(recipe)[0], "float64")
+    strategy: dict[str, Any] = {
+        "layout": "tp2_ep2",
+        "micro_batch_size": 4,
+        "plan": {"tp": SHARED_EXPERT},
+    }
+    parity.assert_same_run(
+        run_ranks(parity.train_on_rank, 2, recipe, **strategy), reference(recipe)[0], "float64"
+    )

@@ -1,4 +1,5 @@
-"""Families of Transformers whose attention context parallelism replaces. Others: `test_split_blocks`."""
+"""Families of Transformers whose attention context parallelism replaces. Others:
+`test_split_blocks`."""
 
 from typing import Any
 
@@ -39,8 +40,21 @@ MIXTURE = {
     "shared_expert_intermediate_size": 16,
 }
 EXACT: dict[str, dict[str, Any]] = {
-    "gemma2": {"head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gemma2": {
+        "head_dim": 8,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 8,
+    },
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_dropout": 0.0},
     "cohere2": {"sliding_window": 8},
     "granite": {},
@@ -69,6 +83,7 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 IN_FLOAT32 = ("gemma2", "cohere2", "deepseek_v3")  # its softmax, norm, router
 
+
 def build(family: str, options: dict[str, Any]) -> nn.Module:
     """A tiny model in float64."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -89,7 +104,10 @@ def implementation(family: str) -> str:
 def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 61, (2, SEQUENCE), generator=generator)
-    return {"input_ids": tokens, "labels": tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.2, -100)}
+    return {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.2, -100),
+    }
 
 
 def packed_positions() -> Tensor:
@@ -110,18 +128,25 @@ def share(model: nn.Module, kind: str) -> None:
 
 
 def differences(family: str, options: dict[str, Any]) -> list[float]:
-    """(of losses, relative of gradients) with one document and with several, by ring and by Ulysses."""
+    """(of losses, relative of gradients) with one document and with several, by ring and by
+    Ulysses."""
     found = []
     for extra in ({}, {"position_ids": packed_positions()}):
         for kind in ("ring", "ulysses"):
             alone, shared = build(family, options), build(family, options)
             share(shared, kind)
-            expected = mean_loss(alone(input_ids=batch()["input_ids"], **extra).logits, batch()["labels"])
+            expected = mean_loss(
+                alone(input_ids=batch()["input_ids"], **extra).logits, batch()["labels"]
+            )
             loss = shared(**batch(), **extra).loss
             found.append((loss - expected).abs().item())
             expected.backward()
             (loss / dist.get_world_size()).backward()
-            gradients = [(a.grad, b.grad) for a, b in zip(alone.parameters(), shared.parameters(), strict=True) if a.grad is not None]
+            gradients = [
+                (a.grad, b.grad)
+                for a, b in zip(alone.parameters(), shared.parameters(), strict=True)
+                if a.grad is not None
+            ]
             for gradient, part in gradients:
                 part = torch.zeros_like(gradient) if part is None else part
                 dist.all_reduce(part)
@@ -129,7 +154,9 @@ def differences(family: str, options: dict[str, Any]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", by_default(list(EXACT), *map(list(EXACT).index, ("gemma2", "opt", "gpt_oss"))))
+@pytest.mark.parametrize(
+    "family", by_default(list(EXACT), *map(list(EXACT).index, ("gemma2", "opt", "gpt_oss")))
+)
 def test_a_family_is_cut_exactly(family: str) -> None:
     worst = max(max(found) for found in run_ranks(differences, 2, family, EXACT[family]))
     assert worst < (1e-6 if family in IN_FLOAT32 else 1e-11)

@@ -1,4 +1,5 @@
-"""Attention of the user's own, and packed documents, give with context parallelism what one process gives."""
+"""Attention of the user's own, and packed documents, give with context parallelism what one process
+gives."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -29,7 +30,9 @@ SEQUENCE, VOCABULARY = 16, 61
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
-def softened(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def softened(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     """Attention with half the scale, under a name of the user's own or under that of sdpa."""
     kwargs["scaling"] /= 2
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[return-value]
@@ -59,7 +62,10 @@ class PlainAttention(llama.LlamaAttention):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (layer(hidden_states).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            layer(hidden_states).view(shape).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
         attend: Any = torch.ops.aten.scaled_dot_product_attention
         out = attend(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
@@ -136,16 +142,25 @@ def changed(how: str) -> Iterator[None]:
 def build(implementation: str = "sdpa", **more: Any) -> Any:
     """A tiny model in float64."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
     config = LlamaConfig(vocab_size=VOCABULARY, **sizes | {"max_position_embeddings": 64} | more)
-    model = LlamaForCausalLM._from_config(config, dtype=torch.float64, attn_implementation=implementation)
+    model = LlamaForCausalLM._from_config(
+        config, dtype=torch.float64, attn_implementation=implementation
+    )
     for parameter in model.parameters():  # away from ones and zeros
         nn.init.normal_(parameter, std=0.2)
     return model.train()
 
 
 def share(model: nn.Module, kind: str) -> bool:
-    """Do what `assembly` does with the whole model on a rank. Returns whether our attention has replaced the model's."""
+    """Do what `assembly` does with the whole model on a rank. Returns whether our attention has
+    replaced the model's."""
     context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank(), kind)
     split = share_sequences(model, find_blocks(model, ParallelPlan({})), "", context)
     if split is not None:
@@ -173,7 +188,8 @@ def difference(alone: Any, shared: Any, **call: Any) -> float:
 
 
 def own_kinds() -> dict[str, tuple[float, bool]]:
-    """(difference, whether ours replaced it) of each kind by ring and Ulysses; of a model without a change under ""."""
+    """(difference, whether ours replaced it) of each kind by ring and Ulysses; of a model without a
+    change under ""."""
     found = {}
     for kind, (how, change) in {"": ("sdpa", nothing), **KINDS}.items():
         for way in ("ring", "ulysses"):
@@ -194,7 +210,8 @@ def test_an_attention_of_the_users_own_gives_what_it_gives_on_one_process() -> N
 
 
 def packed() -> dict[str, float]:
-    """Differences with positions that restart, with and without the cache that Transformers makes by default."""
+    """Differences with positions that restart, with and without the cache that Transformers makes
+    by default."""
     restarting = {"position_ids": torch.arange(SEQUENCE).remainder(6).expand(2, SEQUENCE)}
     calls = {"default": restarting, "without": restarting | {"use_cache": False}}
     options: dict[str, dict[str, Any]] = {
@@ -210,14 +227,19 @@ def packed() -> dict[str, float]:
             found[f"{option} {name}"] = difference(alone, shared, **call)
     with torch.no_grad():  # so that the test sees both
         model, ids = build(), torch.arange(SEQUENCE).expand(2, SEQUENCE)
-        same = torch.allclose(model(input_ids=ids, **calls["default"]).logits, model(input_ids=ids, **calls["without"]).logits)
+        same = torch.allclose(
+            model(input_ids=ids, **calls["default"]).logits,
+            model(input_ids=ids, **calls["without"]).logits,
+        )
     assert not same
     return found
 
 
 def test_documents_are_kept_apart_only_where_one_process_does() -> None:
     found = run_ranks(packed, 2)[0]
-    assert {name: error for name, error in found.items() if error > (1e-6 if "split" in name else 1e-11)} == {}
+    assert {
+        name: error for name, error in found.items() if error > (1e-6 if "split" in name else 1e-11)
+    } == {}
 
 
 def not_causal() -> None:
@@ -234,7 +256,9 @@ def turned_after_the_start() -> None:
 
 
 @pytest.mark.parametrize("call", [not_causal, turned_after_the_start])
-def test_a_call_that_is_not_causal_is_refused_where_the_attention_is_replaced(call: Callable[[], None]) -> None:
+def test_a_call_that_is_not_causal_is_refused_where_the_attention_is_replaced(
+    call: Callable[[], None],
+) -> None:
     with pytest.raises(PlanError, match="causal"):
         run_ranks(call, 1)
 

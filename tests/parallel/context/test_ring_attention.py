@@ -1,4 +1,5 @@
-"""Ring and Ulysses attention against full attention in float64: values, gradients, bytes on the wire, memory."""
+"""Ring and Ulysses attention against full attention in float64: values, gradients, bytes on the
+wire, memory."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -60,13 +61,25 @@ class Case:
     def tensors(self) -> list[Tensor]:
         """Queries, keys, values, the gradient of the result, sinks."""
         generator = torch.Generator().manual_seed(0)
-        shapes = [(self.heads, 8), (self.key_heads, 8), (self.key_heads, self.value_width), (self.heads, self.value_width)]
-        made = [torch.randn(self.batch, h, self.length, w, generator=generator, dtype=torch.float64) for h, w in shapes]
-        return [x.to(self.dtype) for x in (*made, torch.randn(self.heads, generator=generator, dtype=torch.float64))]
+        shapes = [
+            (self.heads, 8),
+            (self.key_heads, 8),
+            (self.key_heads, self.value_width),
+            (self.heads, self.value_width),
+        ]
+        made = [
+            torch.randn(self.batch, h, self.length, w, generator=generator, dtype=torch.float64)
+            for h, w in shapes
+        ]
+        return [
+            x.to(self.dtype)
+            for x in (*made, torch.randn(self.heads, generator=generator, dtype=torch.float64))
+        ]
 
 
 def full_attention(case: Case) -> list[Tensor]:
-    """The result and the gradients of queries, keys, values and sinks, by autograd from the definition."""
+    """The result and the gradients of queries, keys, values and sinks, by autograd from the
+    definition."""
     query, key, value, grad, sinks = (x.double() for x in case.tensors())
     leaves = [x.requires_grad_() for x in (query, key, value, sinks)]
     group = case.heads // case.key_heads
@@ -83,7 +96,8 @@ def full_attention(case: Case) -> list[Tensor]:
         seen = seen & padding[:, None]
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     extra = sinks.view(1, -1, 1, 1).expand(case.batch, -1, case.length, 1)
-    scores = torch.cat([scores, extra if case.sinks else torch.full_like(extra, -1e30)], -1)  # the other one keeps empty rows finite
+    # the other one keeps empty rows finite
+    scores = torch.cat([scores, extra if case.sinks else torch.full_like(extra, -1e30)], -1)
     weights = scores.softmax(-1)[..., :-1]
     out = weights @ value.repeat_interleave(group, 1)
     out.backward(grad)
@@ -98,12 +112,20 @@ def attention_on_rank(case: Case, kind: str) -> tuple[list[Tensor], dict[str, in
     leaves = [x.detach().requires_grad_() for x in (query, key, value, case.tensors()[4])]
     mask = Mask(context, case.length, case.documents(), case.padding(), case.window)
     with recording() as forward:
-        out = KINDS[kind](*leaves[:3], mask, Scores(0.3, case.softcap), leaves[3] if case.sinks else None)
+        out = KINDS[kind](
+            *leaves[:3], mask, Scores(0.3, case.softcap), leaves[3] if case.sinks else None
+        )
     with recording() as backward:
         out.backward(grad)
     recorded = {"forward": forward, "backward": backward}
-    sent = {name: sum(call.bytes for call in seen.calls if call.name != "irecv") for name, seen in recorded.items()}
-    return [out.detach(), *(x.grad if x.grad is not None else torch.zeros_like(x) for x in leaves)], sent
+    sent = {
+        name: sum(call.bytes for call in seen.calls if call.name != "irecv")
+        for name, seen in recorded.items()
+    }
+    return [
+        out.detach(),
+        *(x.grad if x.grad is not None else torch.zeros_like(x) for x in leaves),
+    ], sent
 
 
 def put_together(parts: list[list[Tensor]], case: Case) -> list[Tensor]:
@@ -125,7 +147,9 @@ CASES = {
     "sinks": Case(sinks=True, window=6),
     "wide keys": Case(value_width=5),
     "two tokens a rank": Case(length=8, window=3),
-    "everything at once": Case(starts=(9, 21), padded=5, window=7, softcap=2.0, sinks=True, value_width=5),
+    "everything at once": Case(
+        starts=(9, 21), padded=5, window=7, softcap=2.0, sinks=True, value_width=5
+    ),
 }
 
 
@@ -142,7 +166,9 @@ def test_values_and_gradients_are_those_of_full_attention(size: int, kind: str) 
 def assert_full_attention(results: list[list[list[Tensor]]], cases: dict[str, Case]) -> None:
     for index, (name, case) in enumerate(cases.items()):
         found = put_together([parts[index] for parts in results], case)
-        for what, got, expected in zip(("out", "query", "key", "value", "sinks"), found, full_attention(case), strict=True):
+        for what, got, expected in zip(
+            ("out", "query", "key", "value", "sinks"), found, full_attention(case), strict=True
+        ):
             error = (got.double() - expected).abs().max().item()
             assert error < TOLERANCE, f"{name}: {what}: {error:.1e}"
 
@@ -163,16 +189,29 @@ def compiled_on_rank(kind: str, names: list[str], backend: str) -> list[list[Ten
     ("kind", "names", "backend"),
     [
         *((kind, ["everything at once"], "aot_eager") for kind in KINDS),
-        *(pytest.param(kind, list(CASES), backend, marks=pytest.mark.full) for kind in KINDS for backend in ("aot_eager", "inductor")),
+        *(
+            pytest.param(kind, list(CASES), backend, marks=pytest.mark.full)
+            for kind in KINDS
+            for backend in ("aot_eager", "inductor")
+        ),
     ],
-    ids=[*KINDS, *(f"{kind}-{backend}-all" for kind in KINDS for backend in ("aot_eager", "inductor"))],
+    ids=[
+        *KINDS,
+        *(f"{kind}-{backend}-all" for kind in KINDS for backend in ("aot_eager", "inductor")),
+    ],
 )
-def test_compiled_values_and_gradients_are_those_of_full_attention(kind: str, names: list[str], backend: str) -> None:
-    assert_full_attention(run_ranks(compiled_on_rank, 2, kind, names, backend, timeout=500), {name: CASES[name] for name in names})
+def test_compiled_values_and_gradients_are_those_of_full_attention(
+    kind: str, names: list[str], backend: str
+) -> None:
+    assert_full_attention(
+        run_ranks(compiled_on_rank, 2, kind, names, backend, timeout=500),
+        {name: CASES[name] for name in names},
+    )
 
 
 def looks_at_documents() -> tuple[int, int]:
-    """How often three compiled attentions with one batch look at its documents, and one that is not compiled."""
+    """How often three compiled attentions with one batch look at its documents, and one that is not
+    compiled."""
     case = CASES["documents"]
     context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
     order = positions(case.length, context.size, context.rank)
@@ -181,7 +220,9 @@ def looks_at_documents() -> tuple[int, int]:
     compiled = torch.compile(KINDS["ring"], backend="aot_eager", fullgraph=True)
     for attend, times in ((compiled, 3), (KINDS["ring"], 1)):
         mask = Mask(context, case.length, case.documents())
-        with patch.object(Mask, "_find_cover", autospec=True, side_effect=Mask._find_cover) as looked:
+        with patch.object(
+            Mask, "_find_cover", autospec=True, side_effect=Mask._find_cover
+        ) as looked:
             for _ in range(times):
                 leaf = query.detach().requires_grad_()
                 attend(leaf, key, value, mask, Scores(0.3)).sum().backward()
@@ -195,7 +236,8 @@ def test_documents_are_looked_at_once_for_all_compiled_layers() -> None:
 
 
 class KeepsMasks(parity.Module):
-    """Counts the masks that compiled attention keeps at the begin of each step, after it, and makes some in it."""
+    """Counts the masks that compiled attention keeps at the begin of each step, after it, and makes
+    some in it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.kept = [*vars(self).get("kept", []), operators.known_masks()]
@@ -213,12 +255,19 @@ def masks_kept() -> list[int]:
     recipe = Recipe(steps=2)
     module = KeepsMasks(recipe)
     with pytest.raises(ValueError, match="a step that fails"):
-        parity.fit_on_rank(recipe, parity.Rows(data(recipe)), module, layout="dp1", micro_batch_size=recipe.global_batch)
+        parity.fit_on_rank(
+            recipe,
+            parity.Rows(data(recipe)),
+            module,
+            layout="dp1",
+            micro_batch_size=recipe.global_batch,
+        )
     return [*module.kept, operators.known_masks()]
 
 
 def test_masks_of_compiled_layers_live_as_long_as_their_step() -> None:
-    """At most 16 in a step, none in the next one, and none after a fit, even if its last step failed."""
+    """At most 16 in a step, none in the next one, and none after a fit, even if its last step
+    failed."""
     assert run_ranks(masks_kept, 1) == [[0, 16, 0, 16, 0]]
 
 
@@ -228,7 +277,10 @@ def peak_on_rank(length: int) -> int:
     context = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
     part = [(4, 8), (2, 8), (2, 8)]
     with patch.object(kernels, "TILE_ELEMENTS", 2**10), LiveBytes() as live:
-        leaves = [torch.randn(1, heads, length // context.size, width, requires_grad=True) for heads, width in part]
+        leaves = [
+            torch.randn(1, heads, length // context.size, width, requires_grad=True)
+            for heads, width in part
+        ]
         out = KINDS["ring"](*leaves, Mask(context, length), Scores(0.3, case.softcap))
         out.backward(torch.ones_like(out))
     return live.peak
@@ -242,15 +294,21 @@ def test_ranks_compute_equally_many_scores(size: int) -> None:
 
 @pytest.mark.full
 def test_memory_grows_as_sequence_over_cp() -> None:
-    """As many tokens a rank, as much memory, whatever the sequence; twice as many, twice as much."""
-    by_part = {(size, part): max(run_ranks(peak_on_rank, size, size * part)) for size, part in [(2, 128), (4, 128), (4, 256)]}
-    assert by_part[4, 128] == pytest.approx(by_part[2, 128], rel=0.15)  # between two ranks there is one message less on its way
+    """As many tokens a rank, as much memory, whatever the sequence; twice as many, twice as
+    much."""
+    by_part = {
+        (size, part): max(run_ranks(peak_on_rank, size, size * part))
+        for size, part in [(2, 128), (4, 128), (4, 256)]
+    }
+    # between two ranks there is one message less on its way
+    assert by_part[4, 128] == pytest.approx(by_part[2, 128], rel=0.15)
     assert by_part[4, 256] == pytest.approx(2 * by_part[4, 128], rel=0.1)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_of_a_ring(size: int) -> None:
-    """Forward 2 * (cp - 1) / cp of the bytes of all keys; backward the same and the gradients, which go all the way round."""
+    """Forward 2 * (cp - 1) / cp of the bytes of all keys; backward the same and the gradients,
+    which go all the way round."""
     case = Case(dtype=torch.float32)
     keys = case.batch * case.key_heads * case.length * 8 * 4
     for _, sent in run_ranks(attention_on_rank, size, case, "ring"):
@@ -267,18 +325,25 @@ def test_bytes_of_ulysses(size: int) -> None:
         assert sent == {"forward": 4 * part, "backward": 4 * part}
 
 
-def fused_on_cpu(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+def fused_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, scale=scale
+    )
 
 
-def fused_backward_on_cpu(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **how: Any) -> Any:
+def fused_backward_on_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **how: Any
+) -> Any:
     assert grad.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return backward(grad, query, key, value, out, lse, 0.0, how["causal"], scale=how["scale"])
 
 
 def fused_cases_on_rank(names: tuple[str, ...]) -> list[tuple[list[Tensor], int]]:
-    """With PyTorch's fused attention of the CPU in the place of CUDA's, and tiles of four tokens; and how often it was called."""
+    """With PyTorch's fused attention of the CPU in the place of CUDA's, and tiles of four tokens;
+    and how often it was called."""
     calls: list[None] = []
 
     def fits(query: Tensor, value: Tensor, cover: Any, scores: Any) -> bool:
@@ -288,12 +353,19 @@ def fused_cases_on_rank(names: tuple[str, ...]) -> list[tuple[list[Tensor], int]
         calls.append(None)
         return fused_on_cpu(*args, **how)
 
-    changes = {"_fused": fits, "flash_attention": fused, "flash_attention_backward": fused_backward_on_cpu, "LARGEST_TILE": 4}
+    changes = {
+        "_fused": fits,
+        "flash_attention": fused,
+        "flash_attention_backward": fused_backward_on_cpu,
+        "LARGEST_TILE": 4,
+    }
     found = []
     with patch.multiple(kernels, **changes):
         for name in names:
             calls.clear()
-            found.append((attention_on_rank(replace(CASES[name], key_heads=4), "ring")[0], len(calls)))
+            found.append(
+                (attention_on_rank(replace(CASES[name], key_heads=4), "ring")[0], len(calls))
+            )
     return found
 
 
@@ -306,16 +378,23 @@ def test_blocks_of_fused_attention_add_up() -> None:
         found = put_together([parts[index][0] for parts in results], case)
         for got, expected in zip(found, full_attention(case), strict=True):
             assert (got.double() - expected).abs().max() < TOLERANCE
-        assert all(parts[index][1] > 0 for parts in results), name  # no whole block has a window, and few have documents or padding
-    assert [parts[0][1] for parts in results] == [5, 5]  # of eight blocks of chunks, those in the past
+        # no whole block has a window, and few have documents or padding
+        assert all(parts[index][1] > 0 for parts in results), name
+    # of eight blocks of chunks, those in the past
+    assert [parts[0][1] for parts in results] == [5, 5]
 
 
 def test_the_operators_of_cuda_take_what_they_are_given() -> None:
-    """There is no such device here: on meta they check their arguments and say what they would return."""
-    query, key = (torch.zeros(2, heads, 16, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
+    """There is no such device here: on meta they check their arguments and say what they would
+    return."""
+    query, key = (
+        torch.zeros(2, heads, 16, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2)
+    )
     out, lse = torch_compat.flash_attention(query, key, key, causal=True, scale=0.5)
     assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
-    found = torch_compat.flash_attention_backward(query, query, key, key, out, lse, causal=True, scale=0.5)
+    found = torch_compat.flash_attention_backward(
+        query, query, key, key, out, lse, causal=True, scale=0.5
+    )
     assert [gradient.shape for gradient in found] == [query.shape, key.shape, key.shape]
 
 
@@ -331,7 +410,13 @@ class Hopper(torch.nn.Module):
 
 
 def test_missing_kernels_are_refused() -> None:
-    with pytest.raises(ConfigError, match="attn_implementation=flash_attention_3 needs the package flash_attn_interface.*Install it"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "attn_implementation=flash_attention_3 needs the package"
+            " flash_attn_interface.*Install it"
+        ),
+    ):
         _replace(Hopper())
     assert torch_compat.flash_kernels() == "FA2"
 
@@ -352,13 +437,24 @@ def test_the_kernels_that_a_model_asks_for_are_used(monkeypatch: pytest.MonkeyPa
 
 
 def test_other_kernels_only_where_they_run() -> None:
-    ours = [(capability, width) for capability in ((8, 0), (9, 0), (10, 0), (12, 0)) for width in (64, 256)]
-    assert [place for place in ours if kernels.flash_trains_on(*place, "FA3")] == [((9, 0), 64), ((9, 0), 256)]
-    assert [place for place in ours if kernels.flash_trains_on(*place, "FA4")] == [((9, 0), 64), ((10, 0), 64)]
+    ours = [
+        (capability, width)
+        for capability in ((8, 0), (9, 0), (10, 0), (12, 0))
+        for width in (64, 256)
+    ]
+    assert [place for place in ours if kernels.flash_trains_on(*place, "FA3")] == [
+        ((9, 0), 64),
+        ((9, 0), 256),
+    ]
+    assert [place for place in ours if kernels.flash_trains_on(*place, "FA4")] == [
+        ((9, 0), 64),
+        ((10, 0), 64),
+    ]
 
 
 def test_flash_attention_only_where_it_has_a_backward() -> None:
-    """torch 2.13, sdp_utils.cpp: compute capability 8.0 to 12.1; no head sizes of 193 to 224 where there is less shared memory."""
+    """torch 2.13, sdp_utils.cpp: compute capability 8.0 to 12.1; no head sizes of 193 to 224 where
+    there is less shared memory."""
     for capability in ((8, 0), (9, 0), (10, 0)):
         assert kernels.flash_trains_on(capability, 64) and kernels.flash_trains_on(capability, 200)
     for capability in ((8, 6), (8, 9), (12, 0), (12, 1)):

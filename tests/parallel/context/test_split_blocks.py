@@ -1,4 +1,5 @@
-"""Models that mix tokens by more than attention: between their blocks each context-parallel rank has its part of the tokens."""
+"""Models that mix tokens by more than attention: between their blocks each context-parallel rank
+has its part of the tokens."""
 
 import functools
 from typing import Any
@@ -38,9 +39,22 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MIXTURE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-HYBRID = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16}
+MIXTURE = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 16,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
@@ -52,7 +66,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": MIXTURE | {"intermediate_size_mlp": 48, "attention_chunk_size": 8},
     "llama": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
 }
-IN_FLOAT32 = ("qwen3_next", "mamba", "llama4_text", "lfm2", "llama")  # their states, norms, routers, positions
+# their states, norms, routers, positions
+IN_FLOAT32 = ("qwen3_next", "mamba", "llama4_text", "lfm2", "llama")
 RINGS = ("qwen3_next", "lfm2", "llama")
 
 
@@ -61,9 +76,12 @@ def build(family: str, **more: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    sizes = {name: size for name, size in SIZES.items() if (family, name) != ("falcon", "head_dim")}  # Falcon derives it
+    # Falcon derives it
+    sizes = {name: size for name, size in SIZES.items() if (family, name) != ("falcon", "head_dim")}
     config = AutoConfig.for_model(family, **sizes | FAMILIES[family] | more)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager"
+    )
     for parameter in model.parameters():  # away from ones and zeros
         nn.init.normal_(parameter, std=0.2)
     return model.train()
@@ -74,7 +92,11 @@ def batch(padding: bool) -> dict[str, Tensor]:
     tokens = torch.randint(3, VOCABULARY, (2, SEQUENCE), generator=generator)
     labels = tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.2, -100)
     there = torch.arange(SEQUENCE) < torch.tensor([[SEQUENCE], [17 if padding else SEQUENCE]])
-    return {"input_ids": tokens * there, "labels": labels.masked_fill(~there, -100), "attention_mask": there.long()}
+    return {
+        "input_ids": tokens * there,
+        "labels": labels.masked_fill(~there, -100),
+        "attention_mask": there.long(),
+    }
 
 
 def share(model: nn.Module, *, compiled: bool = False) -> None:
@@ -93,7 +115,9 @@ def share(model: nn.Module, *, compiled: bool = False) -> None:
 def plain_loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """In float64; that of Transformers is computed in float32."""
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    )
 
 
 def differences(family: str, *, compiled: bool = False) -> list[float]:
@@ -104,7 +128,11 @@ def differences(family: str, *, compiled: bool = False) -> list[float]:
         share(shared, compiled=compiled)
         expected = plain_loss(alone, inputs)
         output = shared(**inputs)
-        assert isinstance(output.logits, WholeSequence) and output.logits.shape == (2, SEQUENCE, VOCABULARY)
+        assert isinstance(output.logits, WholeSequence) and output.logits.shape == (
+            2,
+            SEQUENCE,
+            VOCABULARY,
+        )
         found.append((output.loss - expected).abs().item())
         expected.backward()
         (output.loss / dist.get_world_size()).backward()
@@ -117,7 +145,8 @@ def differences(family: str, *, compiled: bool = False) -> list[float]:
 
 
 def float32_noise(family: str) -> float:
-    """Largest relative change of a gradient of one process when its weights are rounded to float32."""
+    """Largest relative change of a gradient of one process when its weights are rounded to
+    float32."""
     found = []
     for padding in (False, True):
         exact, rounded, inputs = build(family), build(family), batch(padding)
@@ -126,20 +155,29 @@ def float32_noise(family: str) -> float:
                 parameter.copy_(parameter.float())
         for model in (exact, rounded):
             plain_loss(model, inputs).backward()
-        pairs = [(one.grad, other.grad) for one, other in zip(exact.parameters(), rounded.parameters(), strict=True)]
-        found += [((b - a).norm() / a.norm().clamp(min=1e-3)).item() for a, b in pairs if a is not None and b is not None]
+        pairs = [
+            (one.grad, other.grad)
+            for one, other in zip(exact.parameters(), rounded.parameters(), strict=True)
+        ]
+        found += [
+            ((b - a).norm() / a.norm().clamp(min=1e-3)).item()
+            for a, b in pairs
+            if a is not None and b is not None
+        ]
     return max(found)
 
 
 @pytest.mark.parametrize("family", by_default(list(FAMILIES), 0, 1, 2, 7))
 def test_losses_and_gradients_are_those_of_one_process(family: str) -> None:
-    """What is computed in float32 depends on the processor, too, as much as rounding to float32 changes it."""
+    """What is computed in float32 depends on the processor, too, as much as rounding to float32
+    changes it."""
     worst = max(max(found) for found in run_ranks(differences, 2, family))
     assert worst < (max(1e-5, 4 * float32_noise(family)) if family in IN_FLOAT32 else 1e-11)
 
 
 def documents_in_one_row() -> list[float]:
-    """(difference of losses, what the loss would change by without documents): the second row alone has two documents."""
+    """(difference of losses, what the loss would change by without documents): the second row alone
+    has two documents."""
     alone, shared, inputs = build("qwen3_next"), build("qwen3_next"), batch(False)
     del inputs["attention_mask"]
     positions = torch.arange(SEQUENCE).repeat(2, 1)
@@ -162,7 +200,9 @@ def compiled_differences(family: str) -> list[float]:
     """In blocks that must not break the graph."""
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+        patch.setattr(
+            torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+        )
         return differences(family, compiled=True)
 
 
@@ -175,26 +215,38 @@ def test_compiled_losses_and_gradients_are_those_of_one_process(family: str) -> 
 
 
 def kinds(family: str, **more: Any) -> tuple[set[str], set[str]]:
-    """Names of the modules that gather the sequence, and of those in whose attention keys travel."""
+    """Names of the modules that gather the sequence, and of those in whose attention keys
+    travel."""
     model = build(family, **more)
     share(model)
-    of = [{type(child).__name__ for child in model.modules() if isinstance(child, kind)} for kind in (MixingTokens, SplitAttention)]
+    of = [
+        {type(child).__name__ for child in model.modules() if isinstance(child, kind)}
+        for kind in (MixingTokens, SplitAttention)
+    ]
     return of[0], of[1]
 
 
 def test_plain_attention_next_to_other_layers_still_sends_keys_around() -> None:
-    assert run_ranks(kinds, 1, "qwen3_next")[0] == ({"Qwen3NextGatedDeltaNet"}, {"Qwen3NextAttention"})
+    assert run_ranks(kinds, 1, "qwen3_next")[0] == (
+        {"Qwen3NextGatedDeltaNet"},
+        {"Qwen3NextAttention"},
+    )
     assert run_ranks(kinds, 1, "llama")[0] == (set(), {"LlamaAttention"})
     assert run_ranks(kinds, 1, "bloom")[0] == ({"BloomAttention"}, set())
 
 
 def test_an_attention_that_counts_the_tokens_it_gets_sees_all_of_them() -> None:
-    """Llama 4 scales the queries of long sequences by their positions, which its attention counts by itself."""
-    assert run_ranks(kinds, 1, "llama4_text", attention_chunk_size=None)[0] == ({"Llama4TextAttention"}, set())
+    """Llama 4 scales the queries of long sequences by their positions, which its attention counts
+    by itself."""
+    assert run_ranks(kinds, 1, "llama4_text", attention_chunk_size=None)[0] == (
+        {"Llama4TextAttention"},
+        set(),
+    )
 
 
 def refused() -> list[str]:
-    """The messages of what cannot be right: logits that are changed in place, and a last block that does not run."""
+    """The messages of what cannot be right: logits that are changed in place, and a last block that
+    does not run."""
     model = build("bloom")
     share(model)
     logits = model(**batch(False)).logits
@@ -227,7 +279,11 @@ def other_kind() -> bool:
     share(model)
     other = ContextParallel(dist.group.WORLD, dist.get_world_size(), dist.get_rank(), "ulysses")
     use_context(model, other)
-    return all(part.context_split.context is other for part in model.modules() if hasattr(part, "context_split"))
+    return all(
+        part.context_split.context is other
+        for part in model.modules()
+        if hasattr(part, "context_split")
+    )
 
 
 def test_another_trainer_may_choose_another_kind() -> None:
@@ -235,7 +291,8 @@ def test_another_trainer_may_choose_another_kind() -> None:
 
 
 def recomputed() -> float:
-    """Largest relative difference of a gradient of two forwards of different lengths, with blocks that are recomputed."""
+    """Largest relative difference of a gradient of two forwards of different lengths, with blocks
+    that are recomputed."""
     alone, shared, inputs = build("bloom"), build("bloom"), batch(False)
     share(shared)
     shared.gradient_checkpointing_enable()
@@ -246,7 +303,9 @@ def recomputed() -> float:
     for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         dist.all_reduce(other.grad)
-        worst = max(worst, ((other.grad - one.grad).norm() / one.grad.norm().clamp(min=1e-3)).item())
+        worst = max(
+            worst, ((other.grad - one.grad).norm() / one.grad.norm().clamp(min=1e-3)).item()
+        )
     return worst
 
 
@@ -284,7 +343,14 @@ def call_in_another_order() -> None:
 def split_lists() -> None:
     from transformers import AutoModelForCausalLM, XLMConfig
 
-    sizes = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 61, "dropout": 0.0, "attention_dropout": 0.0}
+    sizes = {
+        "emb_dim": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "vocab_size": 61,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
     share(AutoModelForCausalLM.from_config(XLMConfig(**sizes)))
 
 
@@ -293,7 +359,10 @@ def test_what_is_refused() -> None:
         run_ranks(call_with, 1, {"output_hidden_states": True})
     with pytest.raises(ConfigError, match="called with use_cache"):
         run_ranks(call_with, 1, {"use_cache": True})
-    with pytest.raises(PlanError, match=r"a block \(BloomBlock\) was called with hidden states of shape \(2, 24, 32\)"):
+    with pytest.raises(
+        PlanError,
+        match=r"a block \(BloomBlock\) was called with hidden states of shape \(2, 24, 32\)",
+    ):
         run_ranks(call_in_another_order, 2)
     with pytest.raises(PlanError, match="XLMWithLMHeadModel has [34] lists of 2 blocks"):
         run_ranks(split_lists, 1)
@@ -331,7 +400,15 @@ class Ends(Mlp):
 
 def test_a_trial_finds_what_mixes_tokens() -> None:
     trials = TokenTrials(WIDTH)
-    block = nn.ModuleDict({"mlp": Mlp(), "norm": nn.LayerNorm(WIDTH), "shifted": Shifted(), "masked": WithMask(), "ends": Ends()})
+    block = nn.ModuleDict(
+        {
+            "mlp": Mlp(),
+            "norm": nn.LayerNorm(WIDTH),
+            "shifted": Shifted(),
+            "masked": WithMask(),
+            "ends": Ends(),
+        }
+    )
     assert [type(found) for found in trials.mixing(block)] == [Shifted, WithMask, Ends]
 
 

@@ -1,4 +1,5 @@
-"""Trials that show whether a module treats every token of a sequence separately, against modules whose answer is known."""
+"""Trials that show whether a module treats every token of a sequence separately, against modules
+whose answer is known."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class Mean(nn.Module):
 
 
 class Wide(nn.Module):
-    """Matrices of 2**23 elements. Where all of their rows are one, a layer norm takes away what the tokens are.
+    """Matrices of 2**23 elements. Where all of their rows are one, a layer norm takes away what the
+    tokens are.
 
     Args:
         mixes: all tokens see each other.
@@ -90,7 +92,11 @@ class Wide(nn.Module):
     def __init__(self, mixes: bool) -> None:
         super().__init__()
         width = 2**23 // WIDTH
-        self.up, self.norm, self.down = nn.Linear(WIDTH, width), nn.LayerNorm(width), nn.Linear(width, WIDTH)
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDTH, width),
+            nn.LayerNorm(width),
+            nn.Linear(width, WIDTH),
+        )
         self.mixes = mixes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +123,9 @@ class Wide(nn.Module):
         (lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), False),
     ],
 )
-def test_each_kind_of_module_is_told_apart(make: type[nn.Module], separate: bool, device: str) -> None:
+def test_each_kind_of_module_is_told_apart(
+    make: type[nn.Module], separate: bool, device: str
+) -> None:
     with torch.device(device):
         module = make()
     assert TokenTrials(WIDTH).is_separate(module) is separate

@@ -1,4 +1,5 @@
-"""Compiled blocks whose experts are on several ranks: one graph each, with the numbers of uncompiled blocks and of one process."""
+"""Compiled blocks whose experts are on several ranks: one graph each, with the numbers of
+uncompiled blocks and of one process."""
 
 import math
 from functools import partial
@@ -22,8 +23,11 @@ KINDS = {"deepseek_v3": 2, "crowded": 2}
 """Kinds of blocks in a model, where there are several: its first block is dense."""
 
 
-def run_both(model: str, dtype: str, backend: str, **strategy: Any) -> tuple[Part, Part, dict[str, int], int]:
-    """The run without and with compilation, and the latter's graph breaks and graphs. Each step sends other numbers of tokens."""
+def run_both(
+    model: str, dtype: str, backend: str, **strategy: Any
+) -> tuple[Part, Part, dict[str, int], int]:
+    """The run without and with compilation, and the latter's graph breaks and graphs. Each step
+    sends other numbers of tokens."""
     recipe = Recipe("deepseek_v3" if model == "crowded" else model, steps=3, dtype=dtype)
     kind, parts = Crowded if model == "crowded" else Module, []
     torch._dynamo.reset()
@@ -31,9 +35,23 @@ def run_both(model: str, dtype: str, backend: str, **strategy: Any) -> tuple[Par
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
         for compiled in (False, True):
-            parts.append(fit_on_rank(recipe, Rows(data(recipe)), kind(recipe), compile=compiled, self_check="never", **strategy))
+            parts.append(
+                fit_on_rank(
+                    recipe,
+                    Rows(data(recipe)),
+                    kind(recipe),
+                    compile=compiled,
+                    self_check="never",
+                    **strategy,
+                )
+            )
     plain, compiled = parts
-    return plain, compiled, dict(torch_compat.graph_breaks() - broken), torch_compat.compiled_graphs() - before
+    return (
+        plain,
+        compiled,
+        dict(torch_compat.graph_breaks() - broken),
+        torch_compat.compiled_graphs() - before,
+    )
 
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -42,13 +60,21 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "float64", {"layout": "ep2_dp2"}),
     ("mixtral", "float32", {"layout": "ep2_dp2"}),
     ("mixtral", "float64", {"layout": "ep2_dp2", "recompute": "selective"}),
-    ("mixtral", "float64", {"layout": "ep2_dp2", "recompute": "selective", "recompute_keep": ["mm"]}),
+    (
+        "mixtral",
+        "float64",
+        {"layout": "ep2_dp2", "recompute": "selective", "recompute_keep": ["mm"]},
+    ),
     ("mixtral", "float64", {"layout": "ep2_dp2", "recompute": "full"}),
     ("mixtral", "float32", {"layout": "ep2_dp2", "zero_stage": 3, "offload_activations": True}),
     ("crowded", "float64", {"layout": "ep2_dp2"}),
     ("crowded", "float32", {"layout": "ep2_dp2", "recompute": "full"}),
     ("qwen2_moe", "float64", {"layout": "tp2_ep2", "recompute": "selective"}),
-    ("qwen2_moe", "float64", {"layout": "tp2_ep2", "recompute": "selective", "recompute_keep": ["mm"]}),
+    (
+        "qwen2_moe",
+        "float64",
+        {"layout": "tp2_ep2", "recompute": "selective", "recompute_keep": ["mm"]},
+    ),
     ("qwen2_moe", "float64", {"layout": "tp2_ep2", "sequence_parallel": True, "recompute": "full"}),
     ("qwen2_moe", "float64", {"layout": "pp2_ep2_dp2"}),
     ("qwen2_moe", "float32", {"layout": "pp2_ep2_dp2", "zero_stage": 1, "recompute": "selective"}),
@@ -60,7 +86,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def _name(value: Any) -> str:
-    return value if isinstance(value, str) else "-".join(str(key if item is True else item) for key, item in value.items())
+    return (
+        value
+        if isinstance(value, str)
+        else "-".join(str(key if item is True else item) for key, item in value.items())
+    )
 
 
 @pytest.mark.slow
@@ -70,11 +100,18 @@ def _name(value: Any) -> str:
     by_default([(*case, backend) for backend in ("aot_eager", "inductor") for case in CASES], 1),
     ids=_name,
 )
-def test_blocks_of_experts_on_several_ranks_are_one_graph(model: str, dtype: str, options: dict[str, Any], backend: str) -> None:
-    ranks = math.prod(int(part[2:]) for part in options["layout"].split("_") if not part.startswith("ep"))
-    results = run_ranks(run_both, ranks, model, dtype, backend, micro_batch_size=4, timeout=500, **options)
+def test_blocks_of_experts_on_several_ranks_are_one_graph(
+    model: str, dtype: str, options: dict[str, Any], backend: str
+) -> None:
+    ranks = math.prod(
+        int(part[2:]) for part in options["layout"].split("_") if not part.startswith("ep")
+    )
+    results = run_ranks(
+        run_both, ranks, model, dtype, backend, micro_batch_size=4, timeout=500, **options
+    )
     exact = 1e-6 if dtype == "float32" else 1e-12 if backend == "aot_eager" else 1e-9
-    moved = 10 * exact if backend == "aot_eager" else 1e-5  # Adam divides small gradients by their size
+    # Adam divides small gradients by their size
+    moved = 10 * exact if backend == "aot_eager" else 1e-5
     for plain, compiled, breaks, graphs in results:
         assert breaks == {} and graphs <= KINDS.get(model, 1)
         assert compiled.losses == pytest.approx(plain.losses, rel=exact)
@@ -100,8 +137,11 @@ seen.register_fake(lambda x, what: torch.empty_like(x))
 seen.register_autograd(lambda ctx, gradient: (seen(gradient, "shared"), None))
 
 
-def in_a_graph(block: str, backend: str, node_size: int | None) -> tuple[list[Tensor], list[Tensor], list[str], int, int]:
-    """Results without and with compilation; then what happened, how often a hook saw a gradient, and how many records are left."""
+def in_a_graph(
+    block: str, backend: str, node_size: int | None
+) -> tuple[list[Tensor], list[Tensor], list[str], int, int]:
+    """Results without and with compilation; then what happened, how often a hook saw a gradient,
+    and how many records are left."""
     plain = run(make(block, overlap=True, node_size=node_size))
     mlp = make(block, overlap=True, node_size=node_size)
     Compilation(torch.device("cpu"), "1F1B", 1, in_order=True)
@@ -110,7 +150,9 @@ def in_a_graph(block: str, backend: str, node_size: int | None) -> tuple[list[Te
     mlp.experts.gate_up_proj.register_hook(lambda _: gradients.append(1))  # type: ignore[union-attr, operator]
     EVENTS.clear()
     with exchanges(lambda: EVENTS.append("sent"), lambda: EVENTS.append("arrived")):
-        found = run(torch.compile(mlp, backend=backend, fullgraph=True), lambda: EVENTS.append("backward"))  # type: ignore[arg-type]
+        found = run(
+            torch.compile(mlp, backend=backend, fullgraph=True), lambda: EVENTS.append("backward")
+        )  # type: ignore[arg-type]
     return plain, found, list(EVENTS), sum(gradients), len(expert_operators._records)
 
 
@@ -126,9 +168,13 @@ def in_a_graph(block: str, backend: str, node_size: int | None) -> tuple[list[Te
         0,
     ),
 )
-def test_in_a_graph_a_shared_expert_runs_while_tokens_travel(block: str, ranks: int, node_size: int | None, backend: str) -> None:
+def test_in_a_graph_a_shared_expert_runs_while_tokens_travel(
+    block: str, ranks: int, node_size: int | None, backend: str
+) -> None:
     """Forward and backward, as uncompiled."""
-    for plain, found, events, seen_by_hook, left in run_ranks(in_a_graph, ranks, block, backend, node_size, timeout=200):
+    for plain, found, events, seen_by_hook, left in run_ranks(
+        in_a_graph, ranks, block, backend, node_size, timeout=200
+    ):
         middle = events.index("backward")
         assert events[:3] == ["sent", "shared", "arrived"]
         assert events[-3:] == ["sent", "shared", "arrived"] and middle + 4 < len(events)

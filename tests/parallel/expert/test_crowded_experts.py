@@ -1,4 +1,5 @@
-"""All tokens at two experts of eight, six without any: training is the one of one process, and what happened is reported."""
+"""All tokens at two experts of eight, six without any: training is the one of one process, and what
+happened is reported."""
 
 from typing import Any
 from unittest.mock import patch
@@ -52,7 +53,12 @@ def test_crowded_and_empty_experts_train(layout: str, zero: int, schedule: str) 
     batches = [split(batch, 4) for batch in split(data(recipe), recipe.global_batch)]
     with patch.object(reference, "initial_model", crowded_model):
         expected = train_on(recipe, batches)
-    how = {"layout": layout, "zero_stage": zero, "schedule": schedule, "micro_batch_size": max(micro_batch, 1)}
+    how = {
+        "layout": layout,
+        "zero_stage": zero,
+        "schedule": schedule,
+        "micro_batch_size": max(micro_batch, 1),
+    }
     parts = run_ranks(train_crowded, degrees.world_size, recipe, timeout=300, **how)
     parity.assert_same_run(parts, expected, recipe.dtype)
     tokens = recipe.global_batch * models.SEQUENCE
@@ -69,6 +75,8 @@ def test_what_a_crowded_expert_drops_is_counted(layout: str) -> None:
     """Each of two experts is asked by all tokens and has room for a quarter of them."""
     recipe = Recipe("deepseek_v3", dtype="float64", steps=3)
     ranks = Layout.parse(layout).world_size
-    part = run_ranks(train_crowded, ranks, recipe, layout=layout, micro_batch_size=4, moe_capacity_factor=1.0)[0]
+    part = run_ranks(
+        train_crowded, ranks, recipe, layout=layout, micro_batch_size=4, moe_capacity_factor=1.0
+    )[0]
     assert all(step.dropped == (0.75,) * 3 for step in part.routers)
     assert torch.tensor(part.losses).isfinite().all()

@@ -14,6 +14,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from benchmarks.planner_accuracy.software import published_machine
+from lightning_3d.app.planner.constants import OURS
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan
 from lightning_3d.parallel.expert import ExpertParallel, choose_products, shard_experts
@@ -21,7 +22,6 @@ from lightning_3d.parallel.expert.exchange import exchange
 from lightning_3d.parallel.expert.losses import fits
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import cut_along
-from lightning_3d.app.planner.constants import OURS
 
 EXPERTS, HIDDEN, CHOICES = 8, 6, 2
 PLAN = ParallelPlan(
@@ -62,11 +62,15 @@ def tokens_of(rank: int, rows: int, hot: int | None) -> tuple[Tensor, Tensor, Te
 
 
 def dispatch(loads: list[tuple[int, int | None]], node_size: int | None = None) -> Results:
-    """One forward and backward on this rank of an expert-parallel group that is the world, on nodes of so many ranks."""
+    """One forward and backward on this rank of an expert-parallel group that is the world, on nodes
+    of so many ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     module = small_experts(EXPERTS, HIDDEN)
     share = EXPERTS // size
-    specs = {name: cut_along(name, value.shape, 0, [(rank * share, share)], tp_replicas=(0,)) for name, value in module.named_parameters()}
+    specs = {
+        name: cut_along(name, value.shape, 0, [(rank * share, share)], tp_replicas=(0,))
+        for name, value in module.named_parameters()
+    }
     nodes = Mesh(Layout(dp=size, ep=size), node_size=node_size).expert_nodes
     shard_experts(module, PLAN, specs, ExpertParallel(dist.group.WORLD, size, rank, nodes=nodes))
     hidden, chosen, weights = tokens_of(rank, *loads[rank])
@@ -88,7 +92,9 @@ def dispatch(loads: list[tuple[int, int | None]], node_size: int | None = None) 
 
 @pytest.mark.parametrize("node_size", [None, 2, 1])
 @pytest.mark.parametrize("loads", LOADS.values(), ids=LOADS.keys())
-def test_the_output_and_all_gradients_are_those_of_one_process(loads: list[tuple[int, Any]], node_size: int | None) -> None:
+def test_the_output_and_all_gradients_are_those_of_one_process(
+    loads: list[tuple[int, Any]], node_size: int | None
+) -> None:
     found = run_ranks(dispatch, 4, loads, node_size)
     module = small_experts(EXPERTS, HIDDEN)
     parts = [tokens_of(rank, *load) for rank, load in enumerate(loads)]
@@ -98,13 +104,22 @@ def test_the_output_and_all_gradients_are_those_of_one_process(loads: list[tuple
     start = 0
     for part, result in zip(parts, found, strict=True):
         rows = len(part[0])
-        torch.testing.assert_close(result.output, whole[start : start + rows].detach(), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            result.output, whole[start : start + rows].detach(), rtol=1e-13, atol=1e-13
+        )
         for gradient, expected in zip(result.gradients, (part[0].grad, part[2].grad), strict=True):
-            torch.testing.assert_close(gradient, torch.zeros_like(gradient) if expected is None else expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                gradient,
+                torch.zeros_like(gradient) if expected is None else expected,
+                rtol=1e-12,
+                atol=1e-12,
+            )
         start += rows
     for index, parameter in enumerate(module["experts"].parameters()):
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(torch.cat([result.experts[index] for result in found]), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            torch.cat([result.experts[index] for result in found]), expected, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", ["different numbers of tokens", "all tokens to one expert"])
@@ -137,11 +152,17 @@ def test_bf16_travels_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("dtype", "width", "chosen"),
     [
-        *((torch.float32, 12, "grouped_mm"), (torch.float64, 12, "eager"), (torch.float32, 10, "eager")),
+        *(
+            (torch.float32, 12, "grouped_mm"),
+            (torch.float64, 12, "eager"),
+            (torch.float32, 10, "eager"),
+        ),
         *((torch.bfloat16, 16, "grouped_mm"), (torch.bfloat16, 12, "eager")),
     ],
 )
-def test_experts_multiply_in_a_loop_in_float64_and_where_rows_are_narrow(dtype: torch.dtype, width: int, chosen: str) -> None:
+def test_experts_multiply_in_a_loop_in_float64_and_where_rows_are_narrow(
+    dtype: torch.dtype, width: int, chosen: str
+) -> None:
     """And the planner charges a start for each of them (`Stack.expert_starts`)."""
     config = MixtralConfig(hidden_size=8, intermediate_size=width, num_local_experts=EXPERTS)
     config._experts_implementation = "grouped_mm"
@@ -149,32 +170,45 @@ def test_experts_multiply_in_a_loop_in_float64_and_where_rows_are_narrow(dtype: 
     choose_products(module, replace(PLAN, experts=("experts",)))
     assert module["experts"].config._experts_implementation == chosen
     if dtype == torch.bfloat16:
-        starts = OURS.expert_starts(EXPERTS, "bf16", (2 * width, 8, width), published_machine("H100", 8))
+        starts = OURS.expert_starts(
+            EXPERTS, "bf16", (2 * width, 8, width), published_machine("H100", 8)
+        )
         assert starts == (1 if chosen == "grouped_mm" else EXPERTS)
 
 
 def test_autocast_leaves_grouped_products_in_the_type_of_the_weights() -> None:
     """So experts multiply in float32 with bf16-mixed: see `Stack.expert_precision`."""
-    rows, weights, ends = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
+    rows, weights, ends = (
+        torch.ones(4, 8),
+        torch.ones(2, 8, 8),
+        torch.tensor([2, 4], dtype=torch.int32),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         assert nn.functional.grouped_mm(rows, weights, offs=ends).dtype == torch.float32
         assert torch.mm(rows, weights[0]).dtype == torch.bfloat16
 
 
 def mixed(size: int, products: str) -> Tensor:
-    """Outputs of all tokens with float32 weights under autocast, on this rank: those of its experts, or of all with one process."""
+    """Outputs of all tokens with float32 weights under autocast, on this rank: those of its
+    experts, or of all with one process."""
     config = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=EXPERTS)
     module = nn.ModuleDict({"experts": MixtralExperts(config)})
     generator = torch.Generator().manual_seed(1)
     for parameter in module.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
-    hidden, weights = torch.randn(20, 8, generator=generator), torch.rand(20, CHOICES, generator=generator)
+    hidden, weights = (
+        torch.randn(20, 8, generator=generator),
+        torch.rand(20, CHOICES, generator=generator),
+    )
     chosen = torch.rand(20, EXPERTS, generator=generator).argsort(-1)[:, :CHOICES]
     config._experts_implementation = products
     if size > 1:
         rank, share = dist.get_rank(), EXPERTS // size
         cuts = [(rank * share, share)]
-        specs = {name: cut_along(name, value.shape, 0, cuts, tp_replicas=(0,)) for name, value in module.named_parameters()}
+        specs = {
+            name: cut_along(name, value.shape, 0, cuts, tp_replicas=(0,))
+            for name, value in module.named_parameters()
+        }
         shard_experts(module, PLAN, specs, ExpertParallel(dist.group.WORLD, size, rank))
         choose_products(module, replace(PLAN, experts=("experts",)))
     with torch.autocast("cpu", torch.bfloat16):
@@ -183,7 +217,8 @@ def mixed(size: int, products: str) -> Tensor:
 
 
 def test_experts_multiply_under_autocast_in_the_type_in_which_one_process_does() -> None:
-    """Grouped products in float32. A loop over experts multiplies in bfloat16, because autocast knows linear layers."""
+    """Grouped products in float32. A loop over experts multiplies in bfloat16, because autocast
+    knows linear layers."""
     grouped, loop = mixed(1, "grouped_mm"), mixed(1, "eager")
     assert (grouped - loop).abs().max() > 1e-3 * grouped.abs().max()
     for output in run_ranks(mixed, 2, 2, "grouped_mm"):
@@ -193,6 +228,16 @@ def test_experts_multiply_under_autocast_in_the_type_in_which_one_process_does()
 def test_room_is_given_to_first_choices_then_to_earlier_tokens() -> None:
     chosen = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 3]])
     # Two of each: expert 0 is the first choice of tokens 0, 1 and 3, and the second of token 2.
-    assert fits(chosen, 4, 1.0).tolist() == [[True, True], [True, True], [True, False], [False, True]]
+    assert fits(chosen, 4, 1.0).tolist() == [
+        [True, True],
+        [True, True],
+        [True, False],
+        [False, True],
+    ]
     assert fits(chosen, 4, 2.0).all()
-    assert fits(chosen, 4, 0.5).tolist() == [[True, False], [False, True], [True, False], [False, True]]
+    assert fits(chosen, 4, 0.5).tolist() == [
+        [True, False],
+        [False, True],
+        [True, False],
+        [False, True],
+    ]

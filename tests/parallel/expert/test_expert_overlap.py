@@ -1,4 +1,5 @@
-"""The shared expert runs while tokens travel: the order of events forward and backward, and the same bits as without it."""
+"""The shared expert runs while tokens travel: the order of events forward and backward, and the
+same bits as without it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,14 @@ def events(block: str, node_size: int | None) -> list[str]:
     found: list[str] = []
     shared = mlp.get_submodule(BLOCKS[block][1])
     shared.gate_proj.register_forward_pre_hook(lambda *_: found.append("first product"))  # type: ignore[union-attr]
-    shared.register_forward_hook(lambda module, args, output: output.register_hook(lambda _: found.append("gradient enters")) and None)
-    shared.gate_proj.weight.register_post_accumulate_grad_hook(lambda _: found.append("gradient of it"))  # type: ignore[union-attr]
+    shared.register_forward_hook(
+        lambda module, args, output: (
+            output.register_hook(lambda _: found.append("gradient enters")) and None
+        )
+    )
+    shared.gate_proj.weight.register_post_accumulate_grad_hook(
+        lambda _: found.append("gradient of it")
+    )  # type: ignore[union-attr]
     with exchanges(lambda: found.append("sent"), lambda: found.append("arrived")):
         run(mlp, lambda: found.append("backward"))
     return found
@@ -35,12 +42,19 @@ def events(block: str, node_size: int | None) -> list[str]:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_shared_expert_runs_between_start_and_end_of_the_exchange(block: str) -> None:
-    """Forward and backward. Then results return, and before the backward their gradients are sent."""
+    """Forward and backward. Then results return, and before the backward their gradients are
+    sent."""
     for found in run_ranks(events, 2, block, None):
         middle = found.index("backward")
         forward, backward = found[:middle], found[middle + 1 :]
         assert forward == ["sent", "first product", "arrived", "sent", "arrived"]
-        assert [event for event in backward if event != "gradient enters"] == ["sent", "arrived", "sent", "gradient of it", "arrived"]
+        assert [event for event in backward if event != "gradient enters"] == [
+            "sent",
+            "arrived",
+            "sent",
+            "gradient of it",
+            "arrived",
+        ]
 
 
 def test_the_shared_expert_runs_while_tokens_cross_between_nodes() -> None:
@@ -53,7 +67,8 @@ def test_the_shared_expert_runs_while_tokens_cross_between_nodes() -> None:
 
 
 def three_ways(block: str, node_size: int | None) -> list[list[Tensor]]:
-    """With overlap; with exchanges that are waited for where they start; and as the family wrote it."""
+    """With overlap; with exchanges that are waited for where they start; and as the family wrote
+    it."""
     original = gloo_exchange.start_all_to_all
 
     def blocking(*args: Any, **kwargs: Any) -> Any:
@@ -68,11 +83,17 @@ def three_ways(block: str, node_size: int | None) -> list[list[Tensor]]:
     return [overlapped, waiting, run(make(block, overlap=False, node_size=node_size))]
 
 
-@pytest.mark.parametrize(("block", "ranks", "node_size"), [("deepseek", 2, None), ("qwen", 2, None), ("deepseek", 4, 2)])
+@pytest.mark.parametrize(
+    ("block", "ranks", "node_size"), [("deepseek", 2, None), ("qwen", 2, None), ("deepseek", 4, 2)]
+)
 def test_overlap_changes_no_bit(block: str, ranks: int, node_size: int | None) -> None:
-    """But of the gradient of the input where the shared expert was called first: its parts are added up in another order."""
+    """But of the gradient of the input where the shared expert was called first: its parts are
+    added up in another order."""
     for overlapped, waiting, written in run_ranks(three_ways, ranks, block, node_size):
-        assert all(torch.equal(found, expected) for found, expected in zip(overlapped, waiting, strict=True))
+        assert all(
+            torch.equal(found, expected)
+            for found, expected in zip(overlapped, waiting, strict=True)
+        )
         for place, (found, expected) in enumerate(zip(overlapped, written, strict=True)):
             if block == "qwen" and place == 1:
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -92,8 +113,16 @@ def under_way_in_training() -> list[int]:
     def add(number: int) -> Callable[[], Any]:
         return lambda: counts.append(counts.pop() + number)
 
-    with exchanges(add(1), add(-1), models.COMMON["hidden_size"]), patch.object(Qwen2MoeMLP, "forward", watched):
-        train_on_rank(Recipe("qwen2_moe", layers=2, steps=1), layout="tp2_ep2", micro_batch_size=4, self_check="never")
+    with (
+        exchanges(add(1), add(-1), models.COMMON["hidden_size"]),
+        patch.object(Qwen2MoeMLP, "forward", watched),
+    ):
+        train_on_rank(
+            Recipe("qwen2_moe", layers=2, steps=1),
+            layout="tp2_ep2",
+            micro_batch_size=4,
+            self_check="never",
+        )
     return found
 
 
@@ -107,7 +136,11 @@ class Base(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts, self.shared = nn.Linear(HIDDEN, EXPERTS), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.gate, self.experts, self.shared = (
+            nn.Linear(HIDDEN, EXPERTS),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.Linear(HIDDEN, HIDDEN),
+        )
 
     def route(self, x: Tensor) -> Tensor:
         return self.experts(x * self.gate(x).sum(-1, keepdim=True))
@@ -168,7 +201,9 @@ class Makes(Base):
         return self.route(x) + self.shared(x * torch.ones(HIDDEN))
 
 
-@pytest.mark.parametrize("kind", [Depends, Overwrites, Jitters, Decides, Twice, TwoArguments, Makes])
+@pytest.mark.parametrize(
+    "kind", [Depends, Overwrites, Jitters, Decides, Twice, TwoArguments, Makes]
+)
 def test_what_cannot_be_moved_stays_as_it_is(kind: type[Base]) -> None:
     mixture = kind()
     before = set(vars(mixture))
@@ -196,12 +231,14 @@ def test_rows_without_a_batch_run_as_written() -> None:
 
 
 def halve(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A hook that changes the tokens of the experts, and with them whether they were sent already."""
+    """A hook that changes the tokens of the experts, and with them whether they were sent
+    already."""
     return args[0] * 0.5, *args[1:]
 
 
 def hooked(block: str, overlap: bool, node_size: int | None) -> tuple[list[Tensor], int]:
-    """Output and gradients of two calls with the hook, and how many exchanges of hidden states were not waited for."""
+    """Output and gradients of two calls with the hook, and how many exchanges of hidden states were
+    not waited for."""
     mlp, under_way = make(block, overlap=overlap, node_size=node_size), []
     mlp.experts.register_forward_pre_hook(halve)
     with exchanges(lambda: under_way.append(1), lambda: under_way.append(-1)):
@@ -214,7 +251,9 @@ def hooked(block: str, overlap: bool, node_size: int | None) -> tuple[list[Tenso
 def test_a_hook_may_change_what_was_sent(block: str, node_size: int | None) -> None:
     """The numbers are those without overlap, and nothing stays under way."""
     for (found, left), (expected, _) in zip(
-        run_ranks(hooked, 2, block, True, node_size), run_ranks(hooked, 2, block, False, node_size), strict=True
+        run_ranks(hooked, 2, block, True, node_size),
+        run_ranks(hooked, 2, block, False, node_size),
+        strict=True,
     ):
         assert left == 0
         for one, other in zip(found, expected, strict=True):

@@ -1,4 +1,5 @@
-"""Losses and biases of routers: the same numbers and the same training in every layout, those of one process."""
+"""Losses and biases of routers: the same numbers and the same training in every layout, those of
+one process."""
 
 import warnings
 from dataclasses import replace
@@ -41,16 +42,21 @@ MORE: list[tuple[str, str, str, dict[str, float]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "layout", "schedule", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
+    ("model", "layout", "schedule", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
 )
-def test_router_losses_are_those_of_one_process(model: str, layout: str, schedule: str, options: dict[str, float]) -> None:
+def test_router_losses_are_those_of_one_process(
+    model: str, layout: str, schedule: str, options: dict[str, float]
+) -> None:
     assert_same_training(model, layout, schedule, dtype="float64", **options)
 
 
 def test_the_loss_of_one_layer_is_the_one_of_transformers() -> None:
     logits = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     chosen = logits.softmax(-1).topk(2).indices
-    found = balancing_loss(scores_of(logits, sigmoid=False), tokens_per_expert(chosen, 8), torch.tensor(40.0))
+    found = balancing_loss(
+        scores_of(logits, sigmoid=False), tokens_per_expert(chosen, 8), torch.tensor(40.0)
+    )
     assert found.item() == pytest.approx(float(load_balancing_loss_func((logits,), 8, 2)), rel=1e-6)
 
 
@@ -59,15 +65,28 @@ class OtherRouters(parity.Module):
 
     def configure_model(self) -> None:
         if self.model is None:
-            sizes = {"vocab_size": models.vocabulary("mixtral"), "head_dim": 8, "intermediate_size_mlp": 48, "num_hidden_layers": 2}
-            experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1}
-            config = Llama4TextConfig(**models.COMMON | sizes | experts | {"num_key_value_heads": 2})
+            sizes = {
+                "vocab_size": models.vocabulary("mixtral"),
+                "head_dim": 8,
+                "intermediate_size_mlp": 48,
+                "num_hidden_layers": 2,
+            }
+            experts = {
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 1,
+            }
+            config = Llama4TextConfig(
+                **models.COMMON | sizes | experts | {"num_key_value_heads": 2}
+            )
             self.model = Llama4ForCausalLM(config)
 
 
 def train_other(layout: str = "dp1", **strategy: Any) -> list[float]:
     recipe = Recipe("mixtral", steps=2)
-    return parity.fit_on_rank(recipe, parity.Rows(parity.data(recipe)), OtherRouters(recipe), layout=layout, **strategy).losses
+    return parity.fit_on_rank(
+        recipe, parity.Rows(parity.data(recipe)), OtherRouters(recipe), layout=layout, **strategy
+    ).losses
 
 
 def test_routers_that_return_something_else() -> None:
@@ -83,7 +102,8 @@ def test_experts_that_get_weighted_tokens_are_sharded() -> None:
 
 
 class Asked(parity.Module):
-    """Trains with what Transformers has for this: in the configuration of the model, or in the call."""
+    """Trains with what Transformers has for this: in the configuration of the model, or in the
+    call."""
 
     in_call = False
 
@@ -108,19 +128,30 @@ def train_asked(recipe: Recipe, kind: type[Asked], layout: str) -> tuple[parity.
         warnings.simplefilter("always")
         rows = parity.Rows(parity.data(recipe))
         part = parity.fit_on_rank(recipe, rows, kind(recipe), layout=layout, micro_batch_size=4)
-    return part, [str(warning.message) for warning in caught if "output_router_logits" in str(warning.message)]
+    return part, [
+        str(warning.message) for warning in caught if "output_router_logits" in str(warning.message)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     by_default(
-        [(Asked, "cp2_ep2_dp2"), (AskedInCall, "pp2_ep2_dp2"), (Asked, "pp2_ep2_dp2"), (AskedInCall, "tp2_cp2_dp2")],
+        [
+            (Asked, "cp2_ep2_dp2"),
+            (AskedInCall, "pp2_ep2_dp2"),
+            (Asked, "pp2_ep2_dp2"),
+            (AskedInCall, "tp2_cp2_dp2"),
+        ],
         1,
     ),
 )
-def test_output_router_logits_is_translated_with_one_warning(kind: type[Asked], layout: str) -> None:
-    recipe = replace(Recipe("mixtral", dtype="float64", steps=5), routers=(("aux_loss", 0.1),), data_ranks=2)
+def test_output_router_logits_is_translated_with_one_warning(
+    kind: type[Asked], layout: str
+) -> None:
+    recipe = replace(
+        Recipe("mixtral", dtype="float64", steps=5), routers=(("aux_loss", 0.1),), data_ranks=2
+    )
     results = run_ranks(train_asked, Layout.parse(layout).world_size, recipe, kind, layout)
     parity.assert_same_run([part for part, _ in results], parity.reference(recipe)[0], "float64")
     told = [told for _, told in results]

@@ -1,4 +1,5 @@
-"""Several calls of the model in a step: what stages send, what code between the calls sees, and what is refused."""
+"""Several calls of the model in a step: what stages send, what code between the calls sees, and
+what is refused."""
 
 import copy
 import math
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.layout import Layout
 from lightning_3d.models.parallel_plan import read_plan
-from lightning_3d.parallel.pipeline import PipelineState, StageBoundary, Unknown, assign_stages, keep_owned
+from lightning_3d.parallel.pipeline import (
+    PipelineState,
+    StageBoundary,
+    Unknown,
+    assign_stages,
+    keep_owned,
+)
 from lightning_3d.parallel.pipeline.unknown import first_unknown
 from lightning_3d.parallel.random_streams import RandomState
 
@@ -27,7 +34,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -48,10 +57,13 @@ class Owner(nn.Module):
 
 
 class Stages:
-    """All stages of a pipeline in one process, as the engine runs them; each is a copy with the parameters of its own stage."""
+    """All stages of a pipeline in one process, as the engine runs them; each is a copy with the
+    parameters of its own stage."""
 
     def __init__(self, random: Any = None) -> None:
-        random = random or SimpleNamespace(enabled=False, layer=lambda index: None, after_call=lambda number: None)
+        random = random or SimpleNamespace(
+            enabled=False, layer=lambda index: None, after_call=lambda number: None
+        )
         plan = read_plan(Net(), {"pp": dict.fromkeys(("embed", "blocks", "head"))})
         self.whole, self.owners, self.states, self.chunks = Owner(), [], [], []
         for rank in range(2):
@@ -62,10 +74,14 @@ class Stages:
             self.states.append(state)
 
     def run(self, *steps: Callable[[Any], Tensor]) -> Tensor:
-        """The loss of the last stage; each of the steps is that of one stage, or one is that of both."""
+        """The loss of the last stage; each of the steps is that of one stage, or one is that of
+        both."""
         first, last = steps if len(steps) == 2 else steps * 2
         sent = self._sent_by_first(first)
-        self.states[1].calls, self.states[1].boundaries = self.states[0].calls, list(self.states[0].boundaries)
+        self.states[1].calls, self.states[1].boundaries = (
+            self.states[0].calls,
+            list(self.states[0].boundaries),
+        )
         with self.states[1].running(self.chunks[1], sent, forward=True):
             loss = last(self.owners[1])
             self.states[1].end_step()
@@ -88,7 +104,8 @@ class Stages:
 
 
 def contrast(owner: Any) -> Tensor:
-    """Three calls of two shapes, one of them frozen; a frozen model before them, and a module outside them in between."""
+    """Three calls of two shapes, one of them frozen; a frozen model before them, and a module
+    outside them in between."""
     known = owner.other(IDS).detach().mean(1)
     first = owner.proj(owner.model(IDS).mean(1))
     with torch.no_grad():
@@ -107,7 +124,12 @@ def test_loss_and_gradients_of_several_calls_are_those_of_one_process() -> None:
     assert stages.states[0].calls is not None and len(stages.states[0].calls) == 3
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     wanted = {name: parameter.grad for name, parameter in stages.whole.named_parameters()}
-    found = {name: parameter.grad for owner in stages.owners for name, parameter in owner.named_parameters() if parameter.numel()}
+    found = {
+        name: parameter.grad
+        for owner in stages.owners
+        for name, parameter in owner.named_parameters()
+        if parameter.numel()
+    }
     assert set(found) == set(wanted)
     for name, gradient in found.items():
         if wanted[name] is not None:
@@ -129,7 +151,11 @@ def test_what_is_drawn_between_calls_is_the_same_on_all_stages() -> None:
     with random.isolated():
         Stages(random).run(step)
     first, second, first_of_last, second_of_last = drawn
-    assert torch.equal(first, first_of_last) and torch.equal(second, second_of_last) and not torch.equal(first, second)
+    assert (
+        torch.equal(first, first_of_last)
+        and torch.equal(second, second_of_last)
+        and not torch.equal(first, second)
+    )
 
 
 def test_a_step_that_fails_after_its_last_call_has_one_call() -> None:
@@ -142,7 +168,9 @@ def test_a_step_that_fails_after_its_last_call_has_one_call() -> None:
 
     stages = Stages()
     torch.testing.assert_close(stages.run(step), step(stages.whole), rtol=1e-12, atol=1e-12)
-    assert stages.states[0].calls is not None and stages.states[0].calls.end.startswith("PlanError: The step needs the value")
+    assert stages.states[0].calls is not None and stages.states[0].calls.end.startswith(
+        "PlanError: The step needs the value"
+    )
 
 
 def reads_a_value(owner: Any) -> Tensor:
@@ -173,15 +201,35 @@ def uses_outside_before(owner: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (reads_a_value, "calls Net more often than the 1 time .* There it ended after that with PlanError: The step needs the value"),
+        (
+            reads_a_value,
+            (
+                "calls Net more often than the 1 time .* There it ended after that with PlanError:"
+                " The step needs the value"
+            ),
+        ),
         (feeds_back, "computes an input of Net from the value of the output of Net"),
-        (writes_into_input, "There it ended after that with PlanError: The step writes the value of the output of Net into a tensor"),
-        (copies_into_input, "There it ended after that with PlanError: The step writes the value of the output of Net into a tensor"),
+        (
+            writes_into_input,
+            (
+                "There it ended after that with PlanError: The step writes the value of the output"
+                " of Net into a tensor"
+            ),
+        ),
+        (
+            copies_into_input,
+            (
+                "There it ended after that with PlanError: The step writes the value of the output"
+                " of Net into a tensor"
+            ),
+        ),
         (uses_outside_before, "computes an input of Net from the value of 'other'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_only_the_last_stage_knows_is_refused_where_an_earlier_one_needs_it(step: Callable[[Any], Tensor], says: str) -> None:
+def test_what_only_the_last_stage_knows_is_refused_where_an_earlier_one_needs_it(
+    step: Callable[[Any], Tensor], says: str
+) -> None:
     with pytest.raises(PlanError, match=says):
         Stages().run(step)
 
@@ -192,7 +240,13 @@ def test_another_number_of_calls_than_the_first_stage_has_seen_is_refused() -> N
 
     with pytest.raises(PlanError, match="calls Net more often than the 2 times"):
         Stages().run(calls(2), calls(3))
-    with pytest.raises(PlanError, match="On the last pipeline stage, the step calls the model 1 time, but on the first stage 2 times"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            "On the last pipeline stage, the step calls the model 1 time, but on the first stage 2"
+            " times"
+        ),
+    ):
         Stages().run(calls(2), calls(1))
     stages = Stages()
     stages.run(calls(2))
@@ -205,8 +259,25 @@ def test_another_number_of_calls_than_the_first_stage_has_seen_is_refused() -> N
 
 def test_what_is_computed_from_an_unknown_value_is_unknown() -> None:
     value, known = Unknown("the output"), torch.ones(2)
-    made = [value.logits[:, -1], value["logits"], value(1), value + known, known * value, 2 / value, -value, value @ known, value > 0]
-    made += [known.add(value), known.mul(value), round(value), round(value, 2), math.floor(value), math.ceil(value)]
+    made = [
+        value.logits[:, -1],
+        value["logits"],
+        value(1),
+        value + known,
+        known * value,
+        2 / value,
+        -value,
+        value @ known,
+        value > 0,
+    ]
+    made += [
+        known.add(value),
+        known.mul(value),
+        round(value),
+        round(value, 2),
+        math.floor(value),
+        math.ceil(value),
+    ]
     made += [torch.cat([value, known]), torch.where(value > 0, known, 0.0), F.linear(value, known)]
     first, (second, third) = value.chunk(2), value
     assert all(isinstance(each, Unknown) for each in (*made, first, second, third))
@@ -231,7 +302,13 @@ class Pair:
 def test_an_input_that_has_an_unknown_value_inside_is_refused() -> None:
     """In any nesting, dataclasses included."""
     value = Unknown("the output")
-    for nested in (value, [value], {"a": (1, value)}, Pair(IDS, value), [Pair(1, {"b": Pair(value, 2)})]):
+    for nested in (
+        value,
+        [value],
+        {"a": (1, value)},
+        Pair(IDS, value),
+        [Pair(1, {"b": Pair(value, 2)})],
+    ):
         (found,) = first_unknown(nested)
         assert found is value
     assert first_unknown([Pair(IDS, {"b": 2}), Pair]) == []

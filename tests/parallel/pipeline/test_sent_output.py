@@ -1,4 +1,5 @@
-"""A stage does not hold the outputs that it has sent, except those whose values something else needs; gradients stay exact."""
+"""A stage does not hold the outputs that it has sent, except those whose values something else
+needs; gradients stay exact."""
 
 import copy
 import weakref
@@ -24,7 +25,16 @@ from lightning_3d.tracing.trace import BACKWARD, INPUT_GRADIENT
 
 ROWS, LENGTH, VOCABULARY, WIDTH, BLOCKS, MICRO_BATCHES = 2, 6, 32, 8, 5, 8
 OUTPUT_BYTES = ROWS * LENGTH * WIDTH * 8
-KINDS = ("plain", "saved", "kept", "part", "passes on", "recomputed", "recomputed and saved", "frozen")
+KINDS = (
+    "plain",
+    "saved",
+    "kept",
+    "part",
+    "passes on",
+    "recomputed",
+    "recomputed and saved",
+    "frozen",
+)
 
 
 class Block(nn.Module):
@@ -83,7 +93,8 @@ class Step:
 
 
 class Watch(Recorder):
-    """Counts, at the start of every backward, the bytes of all outputs of blocks that are still alive."""
+    """Counts, at the start of every backward, the bytes of all outputs of blocks that are still
+    alive."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         super().__init__()
@@ -97,7 +108,11 @@ class Watch(Recorder):
 
     def span(self, kind: str, stage: int | None = None, micro_batch: int | None = None) -> Any:
         if kind in (BACKWARD, INPUT_GRADIENT):
-            alive = {id(storage): storage.nbytes() for output in self._outputs if (storage := output()) is not None}
+            alive = {
+                id(storage): storage.nbytes()
+                for output in self._outputs
+                if (storage := output()) is not None
+            }
             self.held.append(sum(alive.values()))
         return super().span(kind, stage, micro_batch)
 
@@ -114,18 +129,29 @@ def built(kind: str, vp: int, schedule: str) -> tuple[nn.Module, nn.Module, Pipe
     assignment = assign_stages(owner.model, plan, mesh.layout, schedule)
     state = PipelineState(SimpleNamespace(enabled=False, layer=lambda index: None))  # type: ignore[arg-type]
     chunks = keep_owned(owner, "model", plan, assignment, mesh.index("pp"), state)
-    watch = Watch(nn.ModuleList(owner.model.blocks[chunk.layers[-1]] for chunk in chunks if not chunk.is_last))
+    watch = Watch(
+        nn.ModuleList(owner.model.blocks[chunk.layers[-1]] for chunk in chunks if not chunk.is_last)
+    )
     engine = PipelineEngine(
-        mesh, assignment, {chunk.stage: [p for p in owner.parameters() if p.requires_grad] for chunk in chunks}, schedule=schedule, vp=vp,
-        state=state, device=torch.device("cpu"), after_backward=lambda parameters, stage, last: None, recorder=watch,
-    )  # fmt: skip
+        mesh,
+        assignment,
+        {chunk.stage: [p for p in owner.parameters() if p.requires_grad] for chunk in chunks},
+        schedule=schedule,
+        vp=vp,
+        state=state,
+        device=torch.device("cpu"),
+        after_backward=lambda parameters, stage, last: None,
+        recorder=watch,
+    )
     return full, owner.model, engine, watch
 
 
 def trained(schedule: str, vp: int) -> dict[str, float]:
     """Largest error of a gradient, by kind of block."""
     found = {}
-    tokens = torch.randint(VOCABULARY, (MICRO_BATCHES, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        VOCABULARY, (MICRO_BATCHES, ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     for kind in KINDS:
         full, mine, engine, _ = built(kind, vp, schedule)
         engine.train(MICRO_BATCHES, 0, Step(mine, tokens))
@@ -134,14 +160,18 @@ def trained(schedule: str, vp: int) -> dict[str, float]:
         expected = dict(full.named_parameters())
         pairs = [(p.grad, expected[name].grad) for name, p in mine.named_parameters()]
         assert all((got is None) == (wanted is None) for got, wanted in pairs), kind
-        found[kind] = max((got - wanted).abs().max().item() for got, wanted in pairs if got is not None)
+        found[kind] = max(
+            (got - wanted).abs().max().item() for got, wanted in pairs if got is not None
+        )
         kept = [pair for block in mine.blocks for pair in vars(block).get("kept", ())]
         assert all(torch.equal(*pair) for pair in kept) and bool(kept) == (kind == "kept")
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "vp"), [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "vp"), [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)]
+)
 def test_gradients_are_exact_whatever_else_needs_the_output(schedule: str, vp: int) -> None:
     for found in run_ranks(trained, 2, schedule, vp):
         assert all(error < 1e-13 for error in found.values()), found
@@ -149,14 +179,18 @@ def test_gradients_are_exact_whatever_else_needs_the_output(schedule: str, vp: i
 
 def held(kind: str, shared_memory: bool = False) -> int:
     """Most outputs alive at the start of a backward."""
-    connect = nullcontext() if shared_memory else patch.object(host_channel, "connect", return_value=None)
+    connect = (
+        nullcontext() if shared_memory else patch.object(host_channel, "connect", return_value=None)
+    )
     with connect:
         return _held(kind)
 
 
 def _held(kind: str) -> int:
     _, mine, engine, watch = built(kind, 1, "1F1B")
-    tokens = torch.randint(VOCABULARY, (MICRO_BATCHES, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        VOCABULARY, (MICRO_BATCHES, ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     engine.train(MICRO_BATCHES, 0, Step(mine, tokens))
     assert len(watch.held) == MICRO_BATCHES
     assert all(size % OUTPUT_BYTES == 0 for size in watch.held)
@@ -164,7 +198,8 @@ def _held(kind: str) -> int:
 
 
 def test_only_messages_that_may_be_under_way_are_held() -> None:
-    """In 1F1B, stage s of p has p - s micro-batches in flight when a backward starts, and has just sent the last of them."""
+    """In 1F1B, stage s of p has p - s micro-batches in flight when a backward starts, and has just
+    sent the last of them."""
     assert run_ranks(held, 4, "plain") == [1, 1, 1, 0]
     assert run_ranks(held, 4, "recomputed") == [1, 1, 1, 0]
 
@@ -183,7 +218,11 @@ def test_the_place_in_the_graph_has_shape_and_gradient_but_no_values() -> None:
     place, storage = graph_only(output), weakref.ref(output.untyped_storage())
     del output
     assert storage() is None
-    assert place.shape == (3, 4) and place.dtype == torch.float64 and place.untyped_storage().nbytes() == 8
+    assert (
+        place.shape == (3, 4)
+        and place.dtype == torch.float64
+        and place.untyped_storage().nbytes() == 8
+    )
     gradient = torch.randn(3, 4, dtype=torch.float64)
     torch.autograd.backward(place, gradient)
     assert source.grad is not None and torch.equal(source.grad, 2 * gradient)

@@ -39,7 +39,9 @@ PLAN = {"tp": {"up": "colwise", "down": "rowwise"}}
         lambda layer: parametrize.register_parametrization(layer, "bias", Doubled()),
     ],
 )
-def test_a_layer_with_a_computed_weight_is_refused_by_name(change: Callable[[nn.Module], Any]) -> None:
+def test_a_layer_with_a_computed_weight_is_refused_by_name(
+    change: Callable[[nn.Module], Any],
+) -> None:
     block = Block()
     refuse_computed_weights(block, read_plan(block, PLAN))
     change(block.down)

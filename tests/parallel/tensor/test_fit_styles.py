@@ -70,13 +70,22 @@ class Alone(Halves):
 
 def expert_plan(style: str) -> ParallelPlan:
     return ParallelPlan(
-        {"experts": Cut("moe_tp_experts"), "experts.gate_up_proj": Cut(style), "experts.down_proj": Cut("rowwise")}, experts=("experts",)
+        {
+            "experts": Cut("moe_tp_experts"),
+            "experts.gate_up_proj": Cut(style),
+            "experts.down_proj": Cut("rowwise"),
+        },
+        experts=("experts",),
     )
 
 
 @pytest.mark.parametrize("declared", ["colwise", "packed_colwise"])
-@pytest.mark.parametrize(("kind", "right"), [(Halves, "packed_colwise"), (Interleaved, "colwise"), (Alone, None)])
-def test_fused_experts_are_cut_as_their_forward_reads_them(kind: type[nn.Module], right: str | None, declared: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "right"), [(Halves, "packed_colwise"), (Interleaved, "colwise"), (Alone, None)]
+)
+def test_fused_experts_are_cut_as_their_forward_reads_them(
+    kind: type[nn.Module], right: str | None, declared: str
+) -> None:
     with torch.device("meta"):
         model = nn.ModuleDict({"experts": kind()})
     fitted = fit_styles(model, expert_plan(declared), 2)
@@ -92,8 +101,15 @@ def test_large_experts_are_tried_at_small_widths(monkeypatch: pytest.MonkeyPatch
         model = nn.ModuleDict({"experts": experts})
     made: list[int] = []
     randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *shape, **options: made.append(math.prod(shape)) or randn(*shape, **options))
-    assert fit_styles(model, expert_plan("colwise"), 8).tp["experts.gate_up_proj"].style == "packed_colwise"
+    monkeypatch.setattr(
+        torch,
+        "randn",
+        lambda *shape, **options: made.append(math.prod(shape)) or randn(*shape, **options),
+    )
+    assert (
+        fit_styles(model, expert_plan("colwise"), 8).tp["experts.gate_up_proj"].style
+        == "packed_colwise"
+    )
     assert 0 < max(made) < 2**16
     made.clear()
     fit_styles(model, expert_plan("colwise"), 8)
@@ -125,13 +141,20 @@ def mlp_plan() -> ParallelPlan:
 
 
 def styles_of(model: nn.Module, plan: ParallelPlan, tp: int) -> dict[str, str]:
-    return {name: cut.style for name, cut in resolve(model, fit_styles(model, plan, tp), tp).items()}
+    return {
+        name: cut.style for name, cut in resolve(model, fit_styles(model, plan, tp), tp).items()
+    }
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_an_mlp_is_cut_as_its_forward_reads_it_layer_by_layer(tp: int) -> None:
     with torch.device("meta"):
-        model = nn.ModuleDict({str(index): nn.ModuleDict({"mlp": Mlp(looks_at_rows=index == 1)}) for index in range(2)})
+        model = nn.ModuleDict(
+            {
+                str(index): nn.ModuleDict({"mlp": Mlp(looks_at_rows=index == 1)})
+                for index in range(2)
+            }
+        )
     assert styles_of(model, mlp_plan(), tp) == {
         "0.mlp.gate_up": "packed_colwise",
         "0.mlp.down": "rowwise",
@@ -145,12 +168,17 @@ def test_adapters_change_nothing() -> None:
 
     model = nn.ModuleDict({"0": nn.ModuleDict({"mlp": Mlp(looks_at_rows=True)})})
     inject_adapter_in_model(LoraConfig(target_modules=["gate_up"]), model)
-    assert styles_of(model, mlp_plan(), 2) == {"0.mlp.gate_up": "colwise_gather_output", "0.mlp.down": "rowwise_split_input"}
+    assert styles_of(model, mlp_plan(), 2) == {
+        "0.mlp.gate_up": "colwise_gather_output",
+        "0.mlp.down": "rowwise_split_input",
+    }
 
 
 def test_a_style_with_parts_is_the_users_word() -> None:
     model = nn.ModuleDict({"0": nn.ModuleDict({"mlp": Mlp()})})
-    plan = ParallelPlan({"*.mlp.gate_up": Cut("packed_colwise", parts=(INNER, INNER)), "*.mlp.down": Cut("rowwise")})
+    plan = ParallelPlan(
+        {"*.mlp.gate_up": Cut("packed_colwise", parts=(INNER, INNER)), "*.mlp.down": Cut("rowwise")}
+    )
     assert fit_styles(model, plan, 2) is plan
 
 
@@ -161,7 +189,10 @@ def test_a_style_with_parts_is_the_users_word() -> None:
         ("longcat_flash", {}),
         pytest.param(
             "inkling2_text",
-            {f"model.layers.{index}.mlp.experts.gate_up_proj": "packed_colwise" for index in range(4)},
+            {
+                f"model.layers.{index}.mlp.experts.gate_up_proj": "packed_colwise"
+                for index in range(4)
+            },
             marks=since_transformers("5.23"),
         ),
     ],
@@ -175,7 +206,9 @@ def test_families(family: str, changed: dict[str, str]) -> None:
 
 
 def test_an_entry_for_a_module_without_parameters_is_not_passed_over() -> None:
-    model: Any = nn.ModuleDict({"up": nn.Identity(), "norm": nn.Identity(), "down": nn.Linear(4, 4)})
+    model: Any = nn.ModuleDict(
+        {"up": nn.Identity(), "norm": nn.Identity(), "down": nn.Linear(4, 4)}
+    )
     plan = ParallelPlan({"up": Cut("colwise"), "down": Cut("rowwise")})
     with pytest.raises(PlanError, match="is for nn.Linear, but it is a Identity"):
         resolve(model, plan, 2)
@@ -187,7 +220,9 @@ def test_an_entry_for_a_module_without_parameters_is_not_passed_over() -> None:
 def test_experts_without_weights_are_not_sent_tokens() -> None:
     with torch.device("meta"):
         model = build("longcat_flash")
-    plan = read_plan(model, {"ep": {"model.layers.*.mlp.experts": "ep_dispatch_experts"}}).for_experts(2, model)
+    plan = read_plan(
+        model, {"ep": {"model.layers.*.mlp.experts": "ep_dispatch_experts"}}
+    ).for_experts(2, model)
     with pytest.raises(PlanError, match="without weights"):
         expert_specs(model, plan, 2, 0, 0)
 
@@ -203,7 +238,13 @@ def test_what_all_experts_share_is_not_split(shape: tuple[int, ...]) -> None:
     if shape == (3, 6):
         assert expert_specs(model, plan, 3, 0, 0)["experts.scale"].local_shape == (1, 6)
         return
-    with pytest.raises(PlanError, match=r"ep cannot split 'experts.scale' of shape .*: it does not have as many rows for each of the 3"):
+    with pytest.raises(
+        PlanError,
+        match=(
+            r"ep cannot split 'experts.scale' of shape .*: it does not have as many rows for each"
+            r" of the 3"
+        ),
+    ):
         expert_specs(model, plan, 3, 0, 0)
 
 

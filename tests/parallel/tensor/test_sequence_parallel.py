@@ -1,4 +1,5 @@
-"""Sequence parallelism: blocks work on parts of the sequence, and compute what they compute on one process."""
+"""Sequence parallelism: blocks work on parts of the sequence, and compute what they compute on one
+process."""
 
 from typing import Any
 
@@ -17,7 +18,8 @@ from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.tensor import find_regions, resolve
 
 FAMILIES = (*models.FAMILIES, *models.OTHERS)
-FLOAT32_INSIDE = 3e-6  # norms of Transformers round to float32 whatever the type; each rank rounds its own part
+# norms of Transformers round to float32 whatever the type; each rank rounds its own part
+FLOAT32_INSIDE = 3e-6
 
 
 def assert_equal_to_one_process(name: str, tp: int, length: int = models.SEQUENCE) -> None:
@@ -36,7 +38,10 @@ ON_FOUR = ("llama", "gpt_neox", "gemma3", "phi3", "deepseek_v3_dense")
 CASES = [(name, tp) for name in FAMILIES for tp in (2, 4)]
 
 
-@pytest.mark.parametrize(("name", "tp"), by_default(CASES, *(CASES.index(case) for case in CASES if case[1] == 2 or case[0] in ON_FOUR)))
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    by_default(CASES, *(CASES.index(case) for case in CASES if case[1] == 2 or case[0] in ON_FOUR)),
+)
 def test_loss_logits_and_every_gradient_equal_one_process(name: str, tp: int) -> None:
     assert_equal_to_one_process(name, tp)
 
@@ -81,18 +86,26 @@ def count_collectives(name: str, layers: int, **how: Any) -> dict[str, list[tupl
 GATHER, SCATTER, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("qwen2", 2), ("gpt_neox", 2), ("gemma3", 4), ("phi3", 2)])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [("llama", 2), ("llama", 4), ("qwen2", 2), ("gpt_neox", 2), ("gemma3", 4), ("phi3", 2)],
+)
 def test_a_block_gathers_twice_and_scatters_twice_each_way(name: str, tp: int) -> None:
-    """And gathers its two inputs again in the backward. The ends cost a gather each way; embedding and head an all-reduce each."""
+    """And gathers its two inputs again in the backward. The ends cost a gather each way; embedding
+    and head an all-reduce each."""
     layers = 3
     counted = run_ranks(count_collectives, tp, name, layers)[0]
     hidden = sharded.build(name).config.hidden_size
     whole = 3 * models.SEQUENCE * hidden
     assert sorted(counted["forward"]) == sorted(
-        [(GATHER, whole // tp)] * (2 * layers + 1) + [(SCATTER, whole)] * 2 * layers + [(SUM, whole)]
+        [(GATHER, whole // tp)] * (2 * layers + 1)
+        + [(SCATTER, whole)] * 2 * layers
+        + [(SUM, whole)]
     )
     assert sorted(counted["backward"]) == sorted(
-        [(GATHER, whole // tp)] * (2 * layers + 1 + 2 * layers) + [(SCATTER, whole)] * 2 * layers + [(SUM, whole)]
+        [(GATHER, whole // tp)] * (2 * layers + 1 + 2 * layers)
+        + [(SCATTER, whole)] * 2 * layers
+        + [(SUM, whole)]
     )
 
 
@@ -102,13 +115,16 @@ def test_frozen_layers_gather_nothing_again() -> None:
 
 
 def saved_by_blocks(sequence: bool) -> int:
-    """Bytes that the forward of the blocks leaves for the backward, without parameters and positions."""
+    """Bytes that the forward of the blocks leaves for the backward, without parameters and
+    positions."""
     model = sharded.build("llama")
     sharded.cut(model, sequence=sequence)
     core: Any = model.model  # type: ignore[union-attr]
     hidden = torch.randn(3, models.SEQUENCE, 32, dtype=torch.float64, requires_grad=True)
     positions = core.rotary_emb(hidden, torch.arange(models.SEQUENCE)[None])
-    others = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *positions, hidden)}
+    others = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *positions, hidden)
+    }
     kept: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
@@ -124,7 +140,8 @@ def saved_by_blocks(sequence: bool) -> int:
 
 
 def test_what_a_block_keeps_between_its_regions_is_a_part_of_the_sequence() -> None:
-    """At least the inputs of attention and MLP, of each of two blocks, shrink to a quarter on four ranks, of float64."""
+    """At least the inputs of attention and MLP, of each of two blocks, shrink to a quarter on four
+    ranks, of float64."""
     whole, dealt = run_ranks(saved_by_blocks, 4, False)[0], run_ranks(saved_by_blocks, 4, True)[0]
     inputs = 2 * 2 * 3 * models.SEQUENCE * 32 * 8
     assert whole - dealt >= inputs * 3 / 4
@@ -140,13 +157,18 @@ PARITY: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", by_default(PARITY, 3, 4), ids=lambda mode: "-".join(map(str, mode.values())))
+@pytest.mark.parametrize(
+    "mode", by_default(PARITY, 3, 4), ids=lambda mode: "-".join(map(str, mode.values()))
+)
 def test_training_equals_one_process(mode: dict[str, Any]) -> None:
     parity.assert_same_training("llama", sequence_parallel=True, **mode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout"), by_default([("qwen3", "tp4_pp2"), ("phi3", "tp2_dp2"), ("gpt_neox", "tp2_pp2_dp2")], 1))
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    by_default([("qwen3", "tp4_pp2"), ("phi3", "tp2_dp2"), ("gpt_neox", "tp2_pp2_dp2")], 1),
+)
 def test_without_it_training_equals_one_process(model: str, layout: str) -> None:
     parity.assert_same_training(model, layout, sequence_parallel=False)
 

@@ -18,8 +18,9 @@ from lightning_3d.models.parallel_plan import Cut
 from lightning_3d.parallel.tensor import VocabParallelLogits, check_replicated_gradients
 from lightning_3d.parallel.tensor.layers import ColumnParallelLinear
 
-# Transformers computes some norms in float32 whatever the model's type, so sums over a rank's own heads round there:
-# Gemma's weights of q_norm and k_norm always, Qwen3's where key heads are replicated.
+# Transformers computes some norms in float32 whatever the model's type, so sums over a rank's own
+# heads round there: Gemma's weights of q_norm and k_norm always, Qwen3's where key heads are
+# replicated.
 FLOAT32_INSIDE = {("gemma3", 2), ("gemma3", 4), ("qwen3", 4)}
 
 
@@ -69,7 +70,16 @@ def count_collectives(name: str, layers: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("name", "tp"),
-    [("llama", 2), ("llama", 4), ("qwen2", 2), ("qwen3", 2), ("gpt_neox", 2), ("gemma3", 4), ("phi3", 2), ("plain", 2)],
+    [
+        ("llama", 2),
+        ("llama", 4),
+        ("qwen2", 2),
+        ("qwen3", 2),
+        ("gpt_neox", 2),
+        ("gemma3", 4),
+        ("phi3", 2),
+        ("plain", 2),
+    ],
 )
 def test_a_block_costs_two_all_reduces_forward_and_two_backward(name: str, tp: int) -> None:
     layers = 3
@@ -89,7 +99,9 @@ def run_without_gradients(mode: str) -> tuple[float, float]:
     whole, ids = sharded.build("llama"), sharded.batch("llama")
     model = sharded.twin(whole, sharded.cut)
     with torch.inference_mode() if mode == "inference" else torch.no_grad():
-        difference = (sharded.logits_of(model, ids) - sharded.logits_of(whole, ids)).abs().max().item()
+        difference = (
+            (sharded.logits_of(model, ids) - sharded.logits_of(whole, ids)).abs().max().item()
+        )
     # The copy that siblings share must not be left over from the forward without gradients.
     loss = sharded.loss_of(sharded.logits_of(model, ids), ids)
     loss.backward()
@@ -118,14 +130,17 @@ def run_checkpointed() -> tuple[float, list[str]]:
     with recording() as backward:
         loss.backward()
     pairs = zip(plain.parameters(), recomputed.parameters(), strict=True)
-    return max((a.grad - b.grad).abs().max().item() for a, b in pairs), [call.name for call in backward.calls]
+    return max((a.grad - b.grad).abs().max().item() for a, b in pairs), [
+        call.name for call in backward.calls
+    ]
 
 
 def test_recomputed_blocks_give_the_same_gradients() -> None:
     for difference, calls in run_ranks(run_checkpointed, 2):
         assert difference == 0.0
         assert set(calls) == {"all_reduce"}
-        # Both sums of each of the two blocks come again at most; the last one need not, as nothing was saved behind it.
+        # Both sums of each of the two blocks come again at most; the last one need not, as nothing
+        # was saved behind it.
         assert 5 + 2 * 1 <= len(calls) <= 5 + 2 * 2
 
 
@@ -134,8 +149,12 @@ def run_split_backward() -> float:
     ids = sharded.batch("llama")
     model = sharded.build("llama")
     sharded.cut(model)
-    hidden = torch.randn(3, models.SEQUENCE, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    parameters = [parameter for name, parameter in model.named_parameters() if "embed_tokens" not in name]
+    hidden = torch.randn(
+        3, models.SEQUENCE, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
+    parameters = [
+        parameter for name, parameter in model.named_parameters() if "embed_tokens" not in name
+    ]
 
     def forward(received: Tensor) -> Tensor:
         return sharded.loss_of(model(inputs_embeds=received).logits, ids)
@@ -160,7 +179,8 @@ def test_a_backward_in_two_halves_gives_the_same_gradients() -> None:
 
 
 class HandWritten(nn.Module):
-    """Attention as many write it: head counts as attributes, grouped keys, a scale per head, a norm shared by heads."""
+    """Attention as many write it: head counts as attributes, grouped keys, a scale per head, a norm
+    shared by heads."""
 
     def __init__(self, width: int = 32, n_heads: int = 4, n_kv_heads: int = 2) -> None:
         super().__init__()
@@ -168,7 +188,9 @@ class HandWritten(nn.Module):
         self.head_dim = width // n_heads
         self.q = nn.Linear(width, width)
         self.kv_norm = nn.LayerNorm(self.head_dim)
-        self.k, self.v = (nn.Linear(width, n_kv_heads * self.head_dim, bias=False) for _ in range(2))
+        self.k, self.v = (
+            nn.Linear(width, n_kv_heads * self.head_dim, bias=False) for _ in range(2)
+        )
         self.o = nn.Linear(width, width)
         self.scale = nn.Parameter(torch.randn(n_heads))
 
@@ -178,11 +200,19 @@ class HandWritten(nn.Module):
         k = self.kv_norm(self.k(x).view(b, s, self.n_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v(x).view(b, s, self.n_kv_heads, self.head_dim).transpose(1, 2)
         k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) * self.scale.view(1, -1, 1, 1)
+        mixed = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        ) * self.scale.view(1, -1, 1, 1)
         return self.o(mixed.transpose(1, 2).reshape(b, s, -1))
 
 
-HAND_WRITTEN_PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "scale": "colwise"}
+HAND_WRITTEN_PLAN = {
+    "q": "colwise",
+    "k": "colwise",
+    "v": "colwise",
+    "o": "rowwise",
+    "scale": "colwise",
+}
 
 
 def run_hand_written(plan: dict[str, str | Cut]) -> float:
@@ -201,7 +231,8 @@ def run_hand_written(plan: dict[str, str | Cut]) -> float:
     errors = [(out - whole(x)).abs().max().item()]
     for name, parameter in whole.named_parameters():
         difference = (gradients[name] - specs[name].cut(parameter.grad)).abs().max()
-        # A shift of all keys changes no softmax, so the gradient of the norm's bias is zero but for rounding.
+        # A shift of all keys changes no softmax, so the gradient of the norm's bias is zero but for
+        # rounding.
         errors.append((difference / parameter.grad.abs().max().clamp(min=1e-3)).item())
     return max(errors)
 
@@ -228,8 +259,12 @@ class Packed(nn.Module):
         self.both = nn.Linear(2 * 30, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.width)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(-1, (-1, self.width)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1)
+        )
+        x = x + self.o(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(gate.sigmoid() * up) + self.both(torch.cat([gate, up], dim=-1))
 
@@ -251,7 +286,10 @@ def run_packed() -> float:
     _, specs = sharded.cut(model, {"tp": plan})
     model(x).square().sum().backward()
     gradients = sharded.summed_gradients(model, specs)
-    return max((gradients[n] - specs[n].cut(p.grad)).abs().max().item() for n, p in whole.named_parameters())
+    return max(
+        (gradients[n] - specs[n].cut(p.grad)).abs().max().item()
+        for n, p in whole.named_parameters()
+    )
 
 
 def test_packed_styles_cut_each_part_by_itself() -> None:
@@ -336,12 +374,16 @@ def run_repeated() -> float:
     model = copy.deepcopy(whole)
     model.zero_grad()
     plan = {**HAND_WRITTEN_PLAN, "kv_norm": "replicated_with_grad_allreduce"}
-    _, specs = sharded.cut(model, {"tp": {f"blocks.*.{name}": style for name, style in plan.items()}}, example=x)
+    _, specs = sharded.cut(
+        model, {"tp": {f"blocks.*.{name}": style for name, style in plan.items()}}, example=x
+    )
     assert specs["blocks.1.q.weight"].tied_to == "blocks.0.q.weight"
     model(x).square().sum().backward()
     gradients = sharded.summed_gradients(model, specs)
     return max(
-        ((gradients[n] - specs[n].cut(p.grad)).abs().max() / p.grad.abs().max().clamp(min=1e-3)).item()
+        (
+            (gradients[n] - specs[n].cut(p.grad)).abs().max() / p.grad.abs().max().clamp(min=1e-3)
+        ).item()
         for n, p in whole.named_parameters()
     )
 
@@ -351,7 +393,8 @@ def test_a_block_that_is_used_twice_is_cut_once() -> None:
 
 
 def run_compiled() -> tuple[float, int]:
-    """Difference of gradients from those of uncompiled blocks, and how often tracing had to stop."""
+    """Difference of gradients from those of uncompiled blocks, and how often tracing had to
+    stop."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # other tests ran on this rank
     ids = sharded.batch("llama")
@@ -381,7 +424,10 @@ def run_copies() -> tuple[bool, bool, bool]:
     logits = sharded.logits_of(model, ids)
     copied = copy.deepcopy(model)
     same = torch.equal(sharded.logits_of(copied, ids).full(), logits.full())
-    apart = copied.model.layers[0].mlp.up_proj.tp_region is not model.model.layers[0].mlp.up_proj.tp_region
+    apart = (
+        copied.model.layers[0].mlp.up_proj.tp_region
+        is not model.model.layers[0].mlp.up_proj.tp_region
+    )
     return tied, same, apart
 
 
@@ -394,7 +440,9 @@ def run_checkpoint_function() -> float:
     torch.manual_seed(0)
     model = HandWritten().double()
     x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
-    sharded.cut(model, {"tp": {**HAND_WRITTEN_PLAN, "kv_norm": "replicated_with_grad_allreduce"}}, example=x)
+    sharded.cut(
+        model, {"tp": {**HAND_WRITTEN_PLAN, "kv_norm": "replicated_with_grad_allreduce"}}, example=x
+    )
     model(x).square().sum().backward()
     expected = x.grad.clone()
     x.grad = None

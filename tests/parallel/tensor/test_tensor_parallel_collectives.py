@@ -1,4 +1,5 @@
-"""The four ways into and out of a tensor-parallel region, forward and backward, against arithmetic on one process."""
+"""The four ways into and out of a tensor-parallel region, forward and backward, against arithmetic
+on one process."""
 
 import pytest
 import torch
@@ -7,7 +8,12 @@ from counting import recording
 from ranks import run_ranks
 from torch import Tensor
 
-from lightning_3d.parallel.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region, split_to_region
+from lightning_3d.parallel.tensor.collectives import (
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    split_to_region,
+)
 
 SHAPE = (2, 3, 5)
 
@@ -16,7 +22,8 @@ def inputs(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
     """One tensor for each rank."""
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(dist.get_world_size())
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for _ in range(dist.get_world_size())
     ]
 
 
@@ -24,11 +31,14 @@ def check_copy(dtype: torch.dtype) -> list[str]:
     mine, group = inputs(dtype)[dist.get_rank()], dist.group.WORLD
     x = torch.ones(SHAPE, dtype=dtype, requires_grad=True)
     with recording() as recorder:
-        # The addition hands one gradient tensor to two receivers: only one of them may see it summed.
+        # The addition hands one gradient tensor to two receivers: only one of them may see it
+        # summed.
         y = torch.zeros(SHAPE, dtype=dtype, requires_grad=True)
         (copy_to_region(x, group) + y).backward(mine)
     assert torch.equal(y.grad, mine)
-    assert torch.allclose(x.grad, sum(inputs(dtype)), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert torch.allclose(
+        x.grad, sum(inputs(dtype)), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
     return [call.name for call in recorder.calls]
 
 
@@ -84,4 +94,7 @@ def test_a_reduction_leaves_its_input_alone_and_passes_the_gradient(
 
 @pytest.mark.parametrize(("dim", "sizes"), [(-1, (3, 3)), (-1, (4, 1)), (0, (2, 1)), (1, (1, 5))])
 def test_gathering_and_splitting_are_inverse(dim: int, sizes: tuple[int, ...]) -> None:
-    assert run_ranks(check_gather_and_split, 2, torch.float64, dim, sizes) == [["all_gather_into_tensor"] * 2] * 2
+    assert (
+        run_ranks(check_gather_and_split, 2, torch.float64, dim, sizes)
+        == [["all_gather_into_tensor"] * 2] * 2
+    )

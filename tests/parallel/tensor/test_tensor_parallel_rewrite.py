@@ -1,5 +1,5 @@
-"""Cutting a model in place: names, classes and meta tensors stay; what other stages own is passed over. One process, no
-group.
+"""Cutting a model in place: names, classes and meta tensors stay; what other stages own is passed
+over. One process, no group.
 """
 
 import copy
@@ -13,10 +13,16 @@ from torch import nn
 from lightning_3d.models.parallel_plan import read_plan
 from lightning_3d.parallel.tensor import TensorParallel, rewrite, shard_specs
 from lightning_3d.parallel.tensor.experts import PartialSum
-from lightning_3d.parallel.tensor.layers import RowParallelLinear, VocabParallelEmbedding, VocabParallelHead
+from lightning_3d.parallel.tensor.layers import (
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 
 
-def cut(model: nn.Module, tp: int, rank: int, plan: dict[str, Any] | None = None, keep: Any = None) -> dict[str, Any]:
+def cut(
+    model: nn.Module, tp: int, rank: int, plan: dict[str, Any] | None = None, keep: Any = None
+) -> dict[str, Any]:
     """Cut for one rank; no group is needed before the first forward."""
     parsed = read_plan(model, plan)
     specs = shard_specs(model, parsed, tp, rank)
@@ -37,7 +43,9 @@ def test_names_classes_and_device_stay_and_shapes_are_local(name: str, device: s
     values = {key: parameter.detach() for key, parameter in model.named_parameters()}
     specs = cut(model, 4, 3, plan)
     assert list(model.state_dict()) == list(whole.state_dict())
-    assert [key for key, _ in model.named_parameters()] == [key for key, _ in whole.named_parameters()]
+    assert [key for key, _ in model.named_parameters()] == [
+        key for key, _ in whole.named_parameters()
+    ]
     assert all(isinstance(child, kinds[key]) for key, child in model.named_modules())
     for key, parameter in model.named_parameters():
         assert parameter.shape == specs[key].local_shape
@@ -96,7 +104,10 @@ def test_a_module_whose_own_parameters_are_sharded_is_summed_once() -> None:
     ranks = [copy.deepcopy(whole) for _ in range(2)]
     for rank, model in enumerate(ranks):
         cut(model, 2, rank, plan)
-    assert all(isinstance(model["shared"], PartialSum) and model["shared"].up.shape == (3, 4, 4) for model in ranks)
+    assert all(
+        isinstance(model["shared"], PartialSum) and model["shared"].up.shape == (3, 4, 4)
+        for model in ranks
+    )
     parts = [Shared.forward(model["shared"], tokens) for model in ranks]
     torch.testing.assert_close(parts[0] + parts[1], whole["shared"](tokens))
 

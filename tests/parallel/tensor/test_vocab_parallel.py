@@ -16,7 +16,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_3d.errors import DataError, PlanError
 from lightning_3d.parallel.sharding import even_range
-from lightning_3d.parallel.tensor import TensorParallel, VocabParallelLogits, token_losses, vocab_parallel_cross_entropy
+from lightning_3d.parallel.tensor import (
+    TensorParallel,
+    VocabParallelLogits,
+    token_losses,
+    vocab_parallel_cross_entropy,
+)
 from lightning_3d.parallel.tensor.layers import VocabParallelEmbedding
 
 VOCABULARY = 11
@@ -47,13 +52,18 @@ def wrapped(full: Tensor) -> tuple[VocabParallelLogits, Tensor]:
     size, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     sizes = [even_range(VOCABULARY, size, rank)[1] for rank in range(size)]
-    return VocabParallelLogits(leaf * 1.0, sizes, TensorParallel(group, size, dist.get_rank())), leaf
+    return (
+        VocabParallelLogits(leaf * 1.0, sizes, TensorParallel(group, size, dist.get_rank())),
+        leaf,
+    )
 
 
 def check_cross_entropy(dtype: torch.dtype, close: float) -> list[str]:
     full = full_logits(dtype).requires_grad_()
     wide = torch.promote_types(dtype, torch.float32)
-    expected = F.cross_entropy(full.to(wide).flatten(0, 1), labels().flatten(), reduction="none").view(ROWS, LENGTH)
+    expected = F.cross_entropy(
+        full.to(wide).flatten(0, 1), labels().flatten(), reduction="none"
+    ).view(ROWS, LENGTH)
     weights = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)).to(wide)
     (expected * weights).sum().backward()
     local, start = shard(full.detach())
@@ -72,7 +82,9 @@ def check_cross_entropy(dtype: torch.dtype, close: float) -> list[str]:
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+)
 def test_cross_entropy_equals_the_one_of_full_logits_with_two_small_all_reduces(
     dtype: torch.dtype, close: float, tp: int
 ) -> None:
@@ -98,7 +110,9 @@ def test_a_label_outside_the_vocabulary_is_refused_and_an_ignored_one_costs_noth
 
 def test_losses_of_plain_logits_need_no_group() -> None:
     logits = full_logits()
-    expected = F.cross_entropy(logits.flatten(0, 1), labels().flatten(), reduction="none").view(ROWS, LENGTH)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels().flatten(), reduction="none").view(
+        ROWS, LENGTH
+    )
     assert torch.equal(token_losses(logits, labels()), expected)
     assert token_losses(logits.to(torch.bfloat16), labels()).dtype == torch.float32
 
@@ -156,7 +170,10 @@ USES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "flatten": (lambda x: x.flatten(0, 1), True),
     "regroup": (lambda x: x.view(ROWS * LENGTH, -1), True),
     "loss": (lambda x: F.cross_entropy(x.view(-1, x.size(-1)), labels().view(-1)), True),
-    "loss_sum": (lambda x: F.cross_entropy(x.flatten(0, 1), labels().flatten(), reduction="sum"), True),
+    "loss_sum": (
+        lambda x: F.cross_entropy(x.flatten(0, 1), labels().flatten(), reduction="sum"),
+        True,
+    ),
     "column": (lambda x: x[..., 3], False),
     "columns": (lambda x: x[:, :, 2:9], False),
     "merge": (lambda x: x.flatten(), False),
@@ -169,7 +186,10 @@ USES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "trained_scale": (lambda x: x * nn.Parameter(torch.tensor(2.0, dtype=torch.float64)), False),
     "stack": (lambda x: torch.stack([x, x]), False),
     "swap": (lambda x: x.transpose(1, 2), False),
-    "smoothed": (lambda x: F.cross_entropy(x.flatten(0, 1), labels().flatten(), label_smoothing=0.1), False),
+    "smoothed": (
+        lambda x: F.cross_entropy(x.flatten(0, 1), labels().flatten(), label_smoothing=0.1),
+        False,
+    ),
     "third_axis": (lambda x: F.cross_entropy(x.transpose(1, 2), labels()), False),
     "numpy": (lambda x: torch.from_numpy(x.detach().numpy()), False),
     "where": (lambda x: torch.where(x > 0, x, 0.0), False),
@@ -178,7 +198,8 @@ USES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 
 def use(name: str) -> tuple[bool, list[str]]:
-    """Compare values and gradients with plain logits; whether it stayed on the shards, and what was called forward."""
+    """Compare values and gradients with plain logits; whether it stayed on the shards, and what was
+    called forward."""
     function, _ = USES[name]
     plain = full_logits().requires_grad_()
     expected = function(plain)
@@ -194,7 +215,9 @@ def use(name: str) -> tuple[bool, list[str]]:
     if expected.requires_grad:
         (value * value).sum().backward()
         (expected * expected).sum().backward()
-        assert torch.allclose(leaf.grad, shard(plain.grad)[0], rtol=1e-6 if name == "cast" else 1e-12), name
+        assert torch.allclose(
+            leaf.grad, shard(plain.grad)[0], rtol=1e-6 if name == "cast" else 1e-12
+        ), name
     return "all_gather_into_tensor" not in calls, calls
 
 
@@ -240,7 +263,9 @@ def refusals() -> list[str]:
 
 
 def test_changing_logits_in_place_is_refused() -> None:
-    assert all("in place" in message and "masked_fill" in message for message in run_ranks(refusals, 1)[0])
+    assert all(
+        "in place" in message and "masked_fill" in message for message in run_ranks(refusals, 1)[0]
+    )
 
 
 def transformers_loss() -> tuple[float, list[str]]:
@@ -264,7 +289,9 @@ def look_up(token: int) -> Tensor:
     size, rank = dist.get_world_size(), dist.get_rank()
     start, rows = even_range(VOCABULARY, size, rank)
     embedding = nn.Embedding(VOCABULARY, 4, dtype=torch.float64)
-    embedding.weight = nn.Parameter(torch.arange(4.0 * VOCABULARY).view(VOCABULARY, 4)[start : start + rows])
+    embedding.weight = nn.Parameter(
+        torch.arange(4.0 * VOCABULARY).view(VOCABULARY, 4)[start : start + rows]
+    )
     embedding.__class__ = VocabParallelEmbedding
     group: Any = dist.group.WORLD
     embedding.tp_context, embedding.tp_start = TensorParallel(group, size, rank), start
@@ -297,7 +324,8 @@ def test_an_id_outside_the_vocabulary_raises_on_every_rank() -> None:
 def padded_rows() -> Tensor:
     """Gradient of the embedding with a padding id on the second rank."""
     model = nn.Sequential(
-        nn.Embedding(VOCABULARY, 4, padding_idx=8, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+        nn.Embedding(VOCABULARY, 4, padding_idx=8, dtype=torch.float64),
+        nn.Linear(4, 4, dtype=torch.float64),
     )
     _, specs = sharded.cut(model, {"tp": {"0": "embedding_rowwise"}})
     model(torch.arange(VOCABULARY)).sum().backward()

@@ -1,4 +1,5 @@
-"""bf16 parameters with float32 master weights and sums of gradients, over many steps, against the same on one process."""
+"""bf16 parameters with float32 master weights and sums of gradients, over many steps, against the
+same on one process."""
 
 from typing import Any
 
@@ -27,7 +28,9 @@ def expected() -> Run:
 def test_many_steps_stay_close(layout: str, strategy: dict[str, Any], expected: Run) -> None:
     degrees = [int(part[2:]) for part in layout.split("_")]
     ranks = torch.tensor(degrees).prod().item()
-    parts = run_ranks(train_on_rank, ranks, RECIPE, layout=layout, micro_batch_size=2, **strategy, timeout=180)
+    parts = run_ranks(
+        train_on_rank, ranks, RECIPE, layout=layout, micro_batch_size=2, **strategy, timeout=180
+    )
     losses = parts[0].losses
     assert all(part.losses == losses for part in parts)
     errors = [(loss - true) / true for loss, true in zip(losses, expected.losses, strict=True)]
@@ -44,7 +47,10 @@ class Arriving(Module):
 
     def on_train_batch_start(self, *_: Any) -> None:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        self.hooks = [when_a_gradient_arrives(parameter, lambda: self._count(parameters)) for parameter in parameters]
+        self.hooks = [
+            when_a_gradient_arrives(parameter, lambda: self._count(parameters))
+            for parameter in parameters
+        ]
 
     def _count(self, parameters: list[torch.nn.Parameter]) -> None:
         self.most = max(self.most, sum(parameter.grad is not None for parameter in parameters))
@@ -60,5 +66,6 @@ def most_gradients(**strategy: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_gradients_are_added_to_their_sums_as_they_arrive(stage: int) -> None:
-    """A 16-bit gradient is gone before the next parameter's arrives: none is left when the hooks of this test run."""
+    """A 16-bit gradient is gone before the next parameter's arrives: none is left when the hooks of
+    this test run."""
     assert run_ranks(most_gradients, 4, layout="pp2_dp2", zero_stage=stage) == [0, 0, 0, 0]

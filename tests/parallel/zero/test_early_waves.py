@@ -36,14 +36,21 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Param
     return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
 
 
-def numbered(waves: list[Wave], named: list[nn.Parameter]) -> list[tuple[int | None, bool, list[int]]]:
+def numbered(
+    waves: list[Wave], named: list[nn.Parameter]
+) -> list[tuple[int | None, bool, list[int]]]:
     places = {id(parameter): place for place, parameter in enumerate(named)}
-    return [(wave.stage, wave.is_early, [places[id(parameter)] for parameter in wave.parameters]) for wave in waves]
+    return [
+        (wave.stage, wave.is_early, [places[id(parameter)] for parameter in wave.parameters])
+        for wave in waves
+    ]
 
 
 def test_early_waves_come_from_the_end_of_the_model_and_fit_in_a_bucket() -> None:
     one = parameters(10, 4, 4, 4, 20, 3, 3)
-    waves = find_waves([one], one, late=lambda parameter: False, early=lambda parameter: True, early_bytes=4 * 8)
+    waves = find_waves(
+        [one], one, late=lambda parameter: False, early=lambda parameter: True, early_bytes=4 * 8
+    )
     assert numbered(waves, one) == [
         (0, True, [6, 5]),
         (0, True, [4]),  # larger than a bucket
@@ -56,8 +63,11 @@ def test_early_waves_come_from_the_end_of_the_model_and_fit_in_a_bucket() -> Non
 
 def test_what_is_used_twice_or_elsewhere_or_may_not_be_early_waits() -> None:
     one = parameters(8, 8, 8, 8, 8, 8)
-    stages = [one[:3], [*one[3:], one[0], one[3]]]  # the first is tied across the stages, the fourth within one
-    waves = find_waves(stages, one[:5], late=lambda p: p is one[1], early=lambda p: p is not one[4], early_bytes=1)
+    # the first is tied across the stages, the fourth within one
+    stages = [one[:3], [*one[3:], one[0], one[3]]]
+    waves = find_waves(
+        stages, one[:5], late=lambda p: p is one[1], early=lambda p: p is not one[4], early_bytes=1
+    )
     assert numbered(waves, one) == [(1, False, [3, 4]), (0, False, [0, 2]), (None, False, [1])]
     everything = [place for _, _, places in numbered(waves, one) for place in places]
     assert sorted(everything) == [0, 1, 2, 3, 4]
@@ -69,11 +79,17 @@ def test_types_have_buckets_of_their_own() -> None:
     one = parameters(8, 8) + parameters(8, 8, dtype=torch.float64)
     mixed = [one[0], one[2], one[1], one[3]]
     waves = find_waves([mixed], mixed, late=lambda p: False, early=lambda p: True, early_bytes=8)
-    assert numbered(waves, one) == [(0, True, [3]), (0, True, [1]), (0, False, [0, 2]), (None, False, [])]
+    assert numbered(waves, one) == [
+        (0, True, [3]),
+        (0, True, [1]),
+        (0, False, [0, 2]),
+        (None, False, []),
+    ]
 
 
 class Layers(nn.Module):
-    """Layers one after the other; with `shared`, the first is used again at the end, each use in a reentrant checkpoint."""
+    """Layers one after the other; with `shared`, the first is used again at the end, each use in a
+    reentrant checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +115,8 @@ def batch(step: int, rank: int, micro_batch: int) -> Tensor:
 
 
 IN_ONE_TENSOR = ("1", "2")
-"""Modes whose gradients are reduced in one tensor, which is not made before the backward is over."""
+"""Modes whose gradients are reduced in one tensor, which is not made before the backward is
+over."""
 
 
 def train_layers(
@@ -112,8 +129,8 @@ def train_layers(
     shard: int | None = None,
     bucket: int = BUCKET,
 ) -> dict[str, Any]:
-    """Train over all ranks; returns the weights, and how many reductions (and how many of them over replicas) were under way when the first
-    layer's backward ended.
+    """Train over all ranks; returns the weights, and how many reductions (and how many of them over
+    replicas) were under way when the first layer's backward ended.
 
     Args:
         first_overlaps: False as with tp, where the gradients of the first step are compared.
@@ -144,7 +161,14 @@ def train_layers(
             hook = when_a_gradient_arrives(first, partial(note, recorder.calls))
             with backend.gradient_scope(overlap=overlap and (first_overlaps or step > 0)):
                 for micro_batch in range(2):
-                    loss = module(batch(step, dist.get_rank(), micro_batch).requires_grad_(), shared=shared).square().mean()
+                    loss = (
+                        module(
+                            batch(step, dist.get_rank(), micro_batch).requires_grad_(),
+                            shared=shared,
+                        )
+                        .square()
+                        .mean()
+                    )
                     if micro_batch == 1:
                         backend.before_last_backward(0)
                     loss.backward()
@@ -172,14 +196,20 @@ def one_process(ranks: int, *, shared_from: int | None = None, steps: int = 3) -
         shared = shared_from is not None and step >= shared_from
         for rank in range(ranks):
             for micro_batch in range(2):
-                loss = module(batch(step, rank, micro_batch).requires_grad_(), shared=shared).square().mean()
+                loss = (
+                    module(batch(step, rank, micro_batch).requires_grad_(), shared=shared)
+                    .square()
+                    .mean()
+                )
                 (loss / (2 * ranks)).backward()
         optimizer.step()
     return dict(module.named_parameters())
 
 
 def worst(result: dict[str, Any], expected: dict[str, Tensor]) -> float:
-    return max((result["weights"][name] - value).abs().max().item() for name, value in expected.items())
+    return max(
+        (result["weights"][name] - value).abs().max().item() for name, value in expected.items()
+    )
 
 
 @pytest.mark.parametrize("ranks", by_default([2, 4], 1))
@@ -187,16 +217,22 @@ def worst(result: dict[str, Any], expected: dict[str, Tensor]) -> float:
 def test_ranks_train_as_one_process_and_send_inside_the_backward(mode: str, ranks: int) -> None:
     expected = one_process(ranks)
     first_overlaps = mode != "0"
-    early, late = (run_ranks(train_layers, ranks, mode, overlap=overlap, first_overlaps=first_overlaps) for overlap in (True, False))
+    early, late = (
+        run_ranks(train_layers, ranks, mode, overlap=overlap, first_overlaps=first_overlaps)
+        for overlap in (True, False)
+    )
     for result, other in zip(early, late, strict=True):
         assert worst(result, expected) < 2e-6
         assert worst(result, other["weights"]) == 0.0, "the time of sending changes no bit"
-        # In each step two backwards reach the first layer. The first step finds out whether gradients arrive once.
+        # In each step two backwards reach the first layer. The first step finds out whether
+        # gradients arrive once.
         assert result["sent"][:2] == [0, 0] and result["sent"][2] == 0
         if mode in IN_ONE_TENSOR:
             assert not any(result["sent"])
         else:
-            assert result["sent"][3] >= 2, "of three buckets two were sent before the backward was over"
+            assert result["sent"][3] >= 2, (
+                "of three buckets two were sent before the backward was over"
+            )
         assert all(count == 0 for count in other["sent"])
 
 
@@ -206,11 +242,18 @@ def train_in_groups(mode: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "ranks"), by_default([(mode, n) for n in (4, 6) for mode in ("1 scattered", "2 eager")], 0, 1))
-def test_a_shard_is_summed_over_its_replicas_inside_the_last_backward(mode: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "ranks"),
+    by_default([(mode, n) for n in (4, 6) for mode in ("1 scattered", "2 eager")], 0, 1),
+)
+def test_a_shard_is_summed_over_its_replicas_inside_the_last_backward(
+    mode: str, ranks: int
+) -> None:
     """With three replicas, a bit of a sum depends on the place of its element in the message."""
     expected = one_process(ranks)
-    early, late = (run_ranks(train_in_groups, ranks, mode, overlap=overlap) for overlap in (True, False))
+    early, late = (
+        run_ranks(train_in_groups, ranks, mode, overlap=overlap) for overlap in (True, False)
+    )
     for result, other in zip(early, late, strict=True):
         assert worst(result, expected) < 2e-6
         assert worst(result, other["weights"]) == 0.0, "the time of sending changes no bit"
@@ -244,7 +287,11 @@ def sums_in_order() -> list[list[float]]:
     """Three sums whose messages arrive in another order: after each call, the tensors so far."""
     own = dist.get_rank() + 1.0
     sums = EarlyReplicaSums(dist.group.WORLD, torch.device("cpu"))
-    messages, parts, seen = [Message(), Message(), Message()], [torch.tensor([own * 10**place]) for place in range(3)], []
+    messages, parts, seen = (
+        [Message(), Message(), Message()],
+        [torch.tensor([own * 10**place]) for place in range(3)],
+        [],
+    )
     with arriving_at_once():
         messages[1].arrived = True
         for message, part in zip(messages[:2], parts[:2], strict=True):
@@ -260,7 +307,8 @@ def sums_in_order() -> list[list[float]]:
 
 
 def test_sums_over_replicas_start_in_the_order_of_their_messages() -> None:
-    """None starts before the one given before it, or before its message has arrived; none keeps the host waiting."""
+    """None starts before the one given before it, or before its message has arrived; none keeps the
+    host waiting."""
     for rank, (first, second, last) in enumerate(run_ranks(sums_in_order, 2)):
         assert first == [1, 10, 100]
         assert second == pytest.approx([3 / (rank + 1), 30 / (rank + 1), 100])
@@ -269,7 +317,9 @@ def test_sums_over_replicas_start_in_the_order_of_their_messages() -> None:
 
 @pytest.mark.parametrize("first_overlaps", [True, False])
 @pytest.mark.parametrize("mode", by_default(["0", "1", "1 scattered"], 0))
-def test_parameters_that_get_two_gradients_in_a_backward_are_sent_when_it_is_over(mode: str, first_overlaps: bool) -> None:
+def test_parameters_that_get_two_gradients_in_a_backward_are_sent_when_it_is_over(
+    mode: str, first_overlaps: bool
+) -> None:
     """Segments of a reentrant checkpoint each give one."""
     expected = one_process(2, shared_from=0)
     for result in run_ranks(train_layers, 2, mode, first_overlaps=first_overlaps, shared_from=0):
@@ -304,7 +354,10 @@ def other_order() -> str:
 
 def test_another_order_of_parameters_on_another_rank_is_refused() -> None:
     for message in run_ranks(other_order, 2):
-        assert "another order on other data-parallel ranks" in message and "from a list, for example, not from a set" in message
+        assert (
+            "another order on other data-parallel ranks" in message
+            and "from a list, for example, not from a set" in message
+        )
 
 
 CELLS = [
@@ -319,7 +372,13 @@ CELLS = [
     Cell(cp=2),
     Cell(cp=2, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True))),
     Cell(model="mixtral", dp=2, ep=2),
-    Cell(model="mixtral", dp=4, ep=2, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
+    Cell(
+        model="mixtral",
+        dp=4,
+        ep=2,
+        zero=1,
+        options=(("zero_reduce_scatter", True), ("zero_shard_size", 2)),
+    ),
     Cell(dp=4, zero=1, options=(("zero_reduce_scatter", True),)),
     Cell(dp=4, zero=1, options=(("zero_reduce_scatter", True), ("zero_shard_size", 2))),
     Cell(pp=2, dp=2, zero=1, options=(("zero_reduce_scatter", True),)),
@@ -327,12 +386,20 @@ CELLS = [
     Cell(model="mixtral", dp=4, ep=2),
     Cell(model="gemma3", pp=2, dp=2),
     # The replicas of a shard are the ranks that have the same experts.
-    Cell("qwen3_moe", tp=2, dp=4, ep=4, zero=2, options=(("zero_reduce", "step"), ("zero_reduce_scatter", True), ("zero_shard_size", 2))),
+    Cell(
+        "qwen3_moe",
+        tp=2,
+        dp=4,
+        ep=4,
+        zero=2,
+        options=(("zero_reduce", "step"), ("zero_reduce_scatter", True), ("zero_shard_size", 2)),
+    ),
 ]
 
 
 def train_with_small_buckets(*args: Any, **options: Any) -> tuple[parity.Part, int]:
-    """Train as the strategy does, with buckets of a few layers' gradients. Returns also the number of early waves of this rank."""
+    """Train as the strategy does, with buckets of a few layers' gradients. Returns also the number
+    of early waves of this rank."""
     defaults = make_backend.__kwdefaults__
     waves: list[Wave] = []
 
@@ -350,7 +417,13 @@ def train_with_small_buckets(*args: Any, **options: Any) -> tuple[parity.Part, i
 @pytest.mark.parametrize("cell", by_default(CELLS, 1, 3, 9, 13), ids=lambda cell: cell.name)
 def test_layouts_train_as_one_process_does(cell: Cell) -> None:
     expected, noise = reference(cell.recipe)
-    results = run_ranks(train_with_small_buckets, cell.world_size, cell.recipe, **parity.strategy_arguments(cell), timeout=180)
+    results = run_ranks(
+        train_with_small_buckets,
+        cell.world_size,
+        cell.recipe,
+        **parity.strategy_arguments(cell),
+        timeout=180,
+    )
     error, drift = parity.differences([part for part, _ in results], expected)
     assert drift == 0.0 and error.within(parity.limits(cell.dtype, noise)), (drift, error)
     assert all(early >= 2 for _, early in results)
@@ -359,12 +432,19 @@ def test_layouts_train_as_one_process_does(cell: Cell) -> None:
 @pytest.mark.slow
 def test_one_tensor_of_all_gradients_waits_for_the_end_of_the_backward() -> None:
     cell = Cell(dp=4, zero=1)
-    results = run_ranks(train_with_small_buckets, cell.world_size, cell.recipe, **parity.strategy_arguments(cell), timeout=180)
+    results = run_ranks(
+        train_with_small_buckets,
+        cell.world_size,
+        cell.recipe,
+        **parity.strategy_arguments(cell),
+        timeout=180,
+    )
     assert all(early == 0 for _, early in results)
 
 
 class SumOfRanks(torch.autograd.Function):
-    """The mean over a group, forward and backward: messages inside blocks, as those of experts and of ring attention."""
+    """The mean over a group, forward and backward: messages inside blocks, as those of experts and
+    of ring attention."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -383,7 +463,8 @@ def mean_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class TalkingLayers(Layers):
-    """Layers whose ranks send messages between them. In odd steps, rank 1 does not use the biases of the last layers."""
+    """Layers whose ranks send messages between them. In odd steps, rank 1 does not use the biases
+    of the last layers."""
 
     def forward(self, x: Tensor, group: dist.ProcessGroup, step: int, rank: int) -> Tensor:
         for place, layer in enumerate(self.layers):
@@ -404,9 +485,13 @@ def train_talking_layers(layout: str, mode: str, steps: int) -> dict[str, Tensor
     sent = []
     for step in range(steps):
         with recording() as recorder, backend.gradient_scope():
-            loss = module(batch(step, 0, 0).requires_grad_(), group, step, mesh.rank).square().mean()
+            loss = (
+                module(batch(step, 0, 0).requires_grad_(), group, step, mesh.rank).square().mean()
+            )
             first = module.layers[0].weight
-            hook = when_a_gradient_arrives(first, lambda calls=recorder.calls: sent.append(_reductions(calls)))
+            hook = when_a_gradient_arrives(
+                first, lambda calls=recorder.calls: sent.append(_reductions(calls))
+            )
             backend.before_last_backward(0)
             loss.backward()
             backend.after_backward(module.parameters(), stage=0, last=True)
@@ -431,7 +516,13 @@ def talking_layers_in_one_process(steps: int) -> dict[str, Tensor]:
         states = [batch(step, 0, 0), batch(step, 0, 0)]
         for place, layer in enumerate(module.layers):
             biases = [layer.bias, layer.bias if step % 2 == 0 or place < LAYERS // 2 else None]
-            mean = sum(torch.tanh(nn.functional.linear(x, layer.weight, bias)) for x, bias in zip(states, biases, strict=True)) / 2
+            mean = (
+                sum(
+                    torch.tanh(nn.functional.linear(x, layer.weight, bias))
+                    for x, bias in zip(states, biases, strict=True)
+                )
+                / 2
+            )
             states = [mean, mean]
         (sum(x.square().mean() for x in states) / 2).backward()
         optimizer.step()
@@ -440,7 +531,12 @@ def talking_layers_in_one_process(steps: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ["0", "1 scattered", "2 eager"])
 @pytest.mark.parametrize("layout", ["dp2_ep2", "cp2"])
-def test_a_rank_that_lacks_gradients_disturbs_no_messages_inside_blocks(layout: str, mode: str) -> None:
+def test_a_rank_that_lacks_gradients_disturbs_no_messages_inside_blocks(
+    layout: str, mode: str
+) -> None:
     expected = talking_layers_in_one_process(5)
     for weights in run_ranks(train_talking_layers, 2, layout, mode, 5):
-        assert max((weights[name] - value).abs().max().item() for name, value in expected.items()) < 2e-6
+        assert (
+            max((weights[name] - value).abs().max().item() for name, value in expected.items())
+            < 2e-6
+        )

@@ -1,6 +1,8 @@
-"""With gradients whose sums do not round, Muon on any shards has the bits of `torch.optim.Muon` on one process.
+"""With gradients whose sums do not round, Muon on any shards has the bits of `torch.optim.Muon` on
+one process.
 
-Its iterations are in bfloat16, so that one wrong or differently rounded element of a momentum changes all elements of the update.
+Its iterations are in bfloat16, so that one wrong or differently rounded element of a momentum
+changes all elements of the update.
 """
 
 from typing import Any
@@ -29,9 +31,15 @@ def gradient(name: str, weight: Tensor, step: int, micro_batch: int, use: str = 
 
 def by_torch(run: Run, named: dict[str, nn.Parameter]) -> tuple[Any, Any]:
     """torch's optimizers, as one that steps both; the learning rate falls."""
-    muon = torch.optim.Muon([p for name, p in named.items() if name.endswith(MATRICES)], lr=LR, weight_decay=DECAY)
-    adamw = torch.optim.AdamW([p for name, p in named.items() if not name.endswith(MATRICES)], lr=LR, weight_decay=0.0)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 0.5**step) for each in (muon, adamw)]
+    muon = torch.optim.Muon(
+        [p for name, p in named.items() if name.endswith(MATRICES)], lr=LR, weight_decay=DECAY
+    )
+    adamw = torch.optim.AdamW(
+        [p for name, p in named.items() if not name.endswith(MATRICES)], lr=LR, weight_decay=0.0
+    )
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: 0.5**step) for each in (muon, adamw)
+    ]
 
     class Both:
         def __init__(self, parts: list[Any]) -> None:
@@ -47,7 +55,10 @@ def by_torch(run: Run, named: dict[str, nn.Parameter]) -> tuple[Any, Any]:
 def ours(run: Run, named: dict[str, nn.Parameter]) -> tuple[Any, Any]:
     matrices = [p for name, p in named.items() if name.endswith(MATRICES)]
     others = [p for name, p in named.items() if not name.endswith(MATRICES)]
-    groups = [{"params": matrices, "algorithm": "muon", "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "algorithm": "muon", "weight_decay": DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = MuonWithAdamW(groups, lr=LR, betas=(0.9, 0.999), adjust_lr_fn="original")
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
@@ -69,7 +80,9 @@ def assert_same_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             spec = result["specs"][name]
             wanted = spec.cut(expected[spec.tied_to or name]).to(weight.dtype)
             if name.endswith(MATRICES):
-                assert torch.equal(weight, wanted), f"{name}: {(weight - wanted).abs().max().item():.1e}"
+                assert torch.equal(weight, wanted), (
+                    f"{name}: {(weight - wanted).abs().max().item():.1e}"
+                )
                 compared.add(name)
             else:
                 torch.testing.assert_close(weight, wanted)
@@ -93,7 +106,9 @@ ON_DEVICE = [mode for mode in MODES if "off" not in mode and "host" not in mode]
         ),
     ],
 )
-def test_the_bits_of_torch(layout: str, mode: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_torch(
+    layout: str, mode: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(layout, mode, precision, steps=STEPS, max_norm=None, late=layout != "dp3")
     assert_same_bits(run, monkeypatch)
 
@@ -109,7 +124,10 @@ def test_a_step_in_host_memory_is_refused() -> None:
 
 
 def refuse_offload() -> None:
-    with pytest.raises(ConfigError, match="zero_offload moves the optimizer's step to host memory. Use zero_offload=none"):
+    with pytest.raises(
+        ConfigError,
+        match="zero_offload moves the optimizer's step to host memory. Use zero_offload=none",
+    ):
         train(Run("tp1", "1 offloaded", steps=1))
 
 
@@ -130,24 +148,42 @@ def test_one_process_without_a_strategy() -> None:
             parameter.grad = grad
         ours_.step()
         muon.step()
-    for parameter, wanted in zip(own, [*theirs[:3], torch.stack([each.detach() for each in slices])], strict=True):
+    for parameter, wanted in zip(
+        own, [*theirs[:3], torch.stack([each.detach() for each in slices])], strict=True
+    ):
         assert torch.equal(parameter, wanted)
 
 
 def test_vectors_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a parameter in its groups has the shape \(3,\). Train it with AdamW"):
+    with pytest.raises(
+        ConfigError, match=r"a parameter in its groups has the shape \(3,\). Train it with AdamW"
+    ):
         MuonWithAdamW([{"params": [nn.Parameter(torch.zeros(3))], "algorithm": "muon"}])
 
 
 def test_groups_with_different_iterations_are_refused() -> None:
     matrices = [nn.Parameter(torch.eye(3)) for _ in range(2)]
-    with pytest.raises(ConfigError, match=r"must have the same ns_steps; got 3 and 5\. Use ns_steps=5"):
-        MuonWithAdamW([{"params": [each], "algorithm": "muon", "ns_steps": steps} for each, steps in zip(matrices, (5, 3), strict=True)])
-    equal = MuonWithAdamW([{"params": [matrix], "algorithm": "muon", "ns_steps": 3} for matrix in matrices])
+    with pytest.raises(
+        ConfigError, match=r"must have the same ns_steps; got 3 and 5\. Use ns_steps=5"
+    ):
+        MuonWithAdamW(
+            [
+                {"params": [each], "algorithm": "muon", "ns_steps": steps}
+                for each, steps in zip(matrices, (5, 3), strict=True)
+            ]
+        )
+    equal = MuonWithAdamW(
+        [{"params": [matrix], "algorithm": "muon", "ns_steps": 3} for matrix in matrices]
+    )
     equal.param_groups[1]["ns_steps"] = 4  # as a checkpoint may
     for matrix in matrices:
         matrix.grad = torch.ones(3, 3)
     with pytest.raises(ConfigError, match="got 3 and 4"):
         equal.step()
     adamw = nn.Parameter(torch.ones(3))
-    MuonWithAdamW([{"params": matrices, "algorithm": "muon", "ns_steps": 3}, {"params": [adamw], "ns_steps": 5}])
+    MuonWithAdamW(
+        [
+            {"params": matrices, "algorithm": "muon", "ns_steps": 3},
+            {"params": [adamw], "ns_steps": 5},
+        ]
+    )

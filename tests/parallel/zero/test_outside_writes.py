@@ -1,4 +1,5 @@
-"""Values that something other than the optimizer wrote into parameters, and the choice of the kernel that copies them."""
+"""Values that something other than the optimizer wrote into parameters, and the choice of the
+kernel that copies them."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def whole_blocks(master: Tensor, written: Tensor) -> None:
     outside_writes._follow_in_pieces(master[:end], written[:end])
 
 
-@pytest.mark.parametrize("kernel", [nothing, all_of_them, truncating, without_nan, whole_blocks], ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize(
+    "kernel",
+    [nothing, all_of_them, truncating, without_nan, whole_blocks],
+    ids=lambda kernel: kernel.__name__,
+)
 def test_a_wrong_kernel_is_noticed(kernel: Any) -> None:
     assert not is_right(kernel, CPU, torch.bfloat16)
 
@@ -83,7 +88,9 @@ def test_a_wrong_kernel_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch) -
         assert tried(monkeypatch, truncating) is None
 
 
-def test_a_kernel_that_cannot_be_compiled_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_be_compiled_is_named_and_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(master: Tensor, written: Tensor) -> None:
         raise FileNotFoundError("Python.h")
 
@@ -91,14 +98,17 @@ def test_a_kernel_that_cannot_be_compiled_is_named_and_not_used(monkeypatch: pyt
         assert tried(monkeypatch, fails) is None
 
 
-def test_without_triton_nothing_is_said(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+def test_without_triton_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     monkeypatch.setattr(outside_writes.importlib.util, "find_spec", lambda name: None)
     assert outside_writes._tried_kernel(CPU, torch.bfloat16) is None
     assert not recwarn.list
 
 
 def test_the_kernel_gets_what_it_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a GPU whose elements lie one after the other; anything else is compared piece by piece."""
+    """Tensors of a GPU whose elements lie one after the other; anything else is compared piece by
+    piece."""
     asked = []
     monkeypatch.setattr(outside_writes, "_tried_kernel", lambda device, dtype: asked.append(dtype))
 

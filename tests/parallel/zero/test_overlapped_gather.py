@@ -1,4 +1,5 @@
-"""ZeRO 1 and 2: the parameters of a step are gathered while the next forward runs, and nothing sees old ones."""
+"""ZeRO 1 and 2: the parameters of a step are gathered while the next forward runs, and nothing sees
+old ones."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +29,10 @@ from lightning_3d.parallel.zero.overlapped_gather import AwaitedParameter, Overl
 
 # Exactness
 
-SGD: dict[str, Any] = {"optimizer": "SGD", "options": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}}
+SGD: dict[str, Any] = {
+    "optimizer": "SGD",
+    "options": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+}
 BY_HAND = [
     Run("dp2", mode="1"),
     Run("dp4", mode="2 eager", shard=2, late=True, wakes=5, **SGD),
@@ -41,9 +45,14 @@ BY_HAND = [
 @pytest.mark.slow
 @pytest.mark.parametrize("run", by_default(BY_HAND, 1), ids=lambda run: f"{run.layout} {run.mode}")
 def test_weights_and_norms_equal_those_of_one_process(run: Run) -> None:
-    """Also with messages smaller than a parameter, and with parameters that no rank has a gradient for."""
+    """Also with messages smaller than a parameter, and with parameters that no rank has a gradient
+    for."""
     loose = run.precision == "bf16"
-    check(Run(**vars(run) | {"overlap_gather": True, "bucket_bytes": 60}), weights=1e-2 if loose else 5e-5, norm=1e-2 if loose else 1e-5)
+    check(
+        Run(**vars(run) | {"overlap_gather": True, "bucket_bytes": 60}),
+        weights=1e-2 if loose else 5e-5,
+        norm=1e-2 if loose else 1e-5,
+    )
 
 
 CELLS: list[tuple[str, int, dict[str, Any]]] = [
@@ -62,15 +71,24 @@ CELLS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "stage", "options"), by_default(CELLS, 3, 4, 7), ids=str)
-def test_training_is_bit_equal_to_that_without_overlap(layout: str, stage: int, options: dict[str, Any]) -> None:
-    """Old values stay in place until something waits for the new ones, so that a read that does not wait shows."""
+def test_training_is_bit_equal_to_that_without_overlap(
+    layout: str, stage: int, options: dict[str, Any]
+) -> None:
+    """Old values stay in place until something waits for the new ones, so that a read that does not
+    wait shows."""
     recipe = Recipe("llama", steps=6)
     options = {"layout": layout, "micro_batch_size": 4, "zero_stage": stage, **options}
     ranks = prod(int(part[2:]) for part in layout.split("_"))
     plain = run_ranks(train_on_rank, ranks, recipe, **options)
-    for expected, found in zip(plain, run_ranks(train_late, ranks, recipe, zero_overlap_gather=True, **options), strict=True):
+    for expected, found in zip(
+        plain,
+        run_ranks(train_late, ranks, recipe, zero_overlap_gather=True, **options),
+        strict=True,
+    ):
         assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
-        assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+        assert all(
+            torch.equal(found.weights[name], weight) for name, weight in expected.weights.items()
+        )
 
 
 @pytest.mark.full
@@ -114,7 +132,13 @@ WAYS: list[Callable[[nn.Parameter], Any]] = [
     lambda p: torch.cat([torch.zeros(1), p.reshape(-1)]).double().sum().item(),
 ]
 HOOKS = (
-    *("on_train_batch_start", "on_before_backward", "on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end"),
+    *(
+        "on_train_batch_start",
+        "on_before_backward",
+        "on_before_zero_grad",
+        "on_train_batch_end",
+        "on_train_epoch_end",
+    ),
     *("on_validation_start", "on_validation_batch_end", "on_train_end"),
 )
 
@@ -128,8 +152,12 @@ class Reader(pl.Callback):
 
     def read(self, hook: str, module: nn.Module) -> None:
         with torch.no_grad():
-            self.seen.append((hook, [next(self._ways)(parameter) for parameter in module.parameters()]))
-            self.seen.append((hook, [value.double().sum().item() for value in module.state_dict().values()]))
+            self.seen.append(
+                (hook, [next(self._ways)(parameter) for parameter in module.parameters()])
+            )
+            self.seen.append(
+                (hook, [value.double().sum().item() for value in module.state_dict().values()])
+            )
 
 
 def _reading(hook: str) -> Callable[..., None]:
@@ -141,7 +169,8 @@ for _hook in HOOKS:
 
 
 class Regularized(LanguageModel):
-    """Its step reads parameters of all blocks before their forward, through references that it has kept."""
+    """Its step reads parameters of all blocks before their forward, through references that it has
+    kept."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         kept = vars(self).setdefault("kept", list(self.parameters()))
@@ -149,19 +178,32 @@ class Regularized(LanguageModel):
         return super().training_step(batch, batch_idx) + 1e-3 * norm
 
 
-def reading(*, every_hook: bool, **options: Any) -> tuple[list[Any], list[float], dict[str, Tensor]]:
+def reading(
+    *, every_hook: bool, **options: Any
+) -> tuple[list[Any], list[float], dict[str, Tensor]]:
     from lightning_3d.strategy import Lightning3DStrategy
 
     values, reader = StepValues(), Reader()
     strategy = Lightning3DStrategy("dp2", micro_batch_size=4, zero_stage=1, seed=1, **options)
     callbacks = [values, reader] if every_hook else [values]
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2, limit_train_batches=2, limit_val_batches=1, callbacks=callbacks)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=2,
+        max_epochs=2,
+        limit_train_batches=2,
+        limit_val_batches=1,
+        callbacks=callbacks,
+    )
     module = Regularized()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlapped_gather, "_Message", Late)
         trainer.fit(module, datamodule=TextData(8))
     assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
-    return reader.seen, values.losses, {name: value.clone() for name, value in module.state_dict().items()}
+    return (
+        reader.seen,
+        values.losses,
+        {name: value.clone() for name, value in module.state_dict().items()},
+    )
 
 
 @pytest.mark.slow
@@ -202,7 +244,12 @@ def test_only_values_are_waited_for() -> None:
     parameter, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))
     first, both = Message([parameter]), Message([parameter, other])
     gather = started(first, both)
-    assert isinstance(parameter, nn.Parameter) and parameter.shape == (2, 3) and parameter.requires_grad and parameter.grad is None
+    assert (
+        isinstance(parameter, nn.Parameter)
+        and parameter.shape == (2, 3)
+        and parameter.requires_grad
+        and parameter.grad is None
+    )
     parameter.grad = torch.ones(2, 3)
     assert parameter.numel() + parameter.dim() + len({parameter: 1}) == 9
     assert type(parameter) is AwaitedParameter and first.waited == both.waited == 0
@@ -214,7 +261,9 @@ def test_only_values_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_a_failed_rank_does_not_wait_for_ever(arrives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rank_does_not_wait_for_ever(
+    arrives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(overlapped_gather, "_PATIENCE", 0.0)
     parameter = nn.Parameter(torch.ones(2))
     message = Message([parameter], arrives=arrives)
@@ -239,7 +288,9 @@ class Events(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for index, block in enumerate(module.model.model.layers):  # type: ignore[union-attr]
-            block.register_forward_pre_hook(lambda block, args, index=index: self.note(f"block {index}"))
+            block.register_forward_pre_hook(
+                lambda block, args, index=index: self.note(f"block {index}")
+            )
 
 
 def events(layout: str) -> list[list[str]]:
@@ -258,7 +309,9 @@ def events(layout: str) -> list[list[str]]:
             super().wait()
 
     # Without the proof of the loss, which runs blocks again.
-    strategy = Lightning3DStrategy(layout, zero_stage=1, zero_overlap_gather=True, self_check="never")
+    strategy = Lightning3DStrategy(
+        layout, zero_stage=1, zero_overlap_gather=True, self_check="never"
+    )
     trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=3, callbacks=[seen])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlapped_gather, "_Message", Noted)
@@ -272,35 +325,70 @@ class OneGroup(LanguageModel):
 
 
 def test_a_block_waits_only_for_its_own_parameters() -> None:
-    """The last block's part, which the other rank has stepped, is still under way when the first block's forward begins."""
+    """The last block's part, which the other rank has stepped, is still under way when the first
+    block's forward begins."""
     for steps in run_ranks(events, 2, "dp2"):
         in_order = [event for step in steps for event in step]
         sent = in_order.index("send 1")
         following = in_order[sent + 1 :]
         following = following[: following.index("send 0")]
         assert following.index("wait 0") < following.index("block 0")
-        assert following.index("block 0") < following.index("block 1") < following.index("wait 1") < following.index("block 3")
+        assert (
+            following.index("block 0")
+            < following.index("block 1")
+            < following.index("wait 1")
+            < following.index("block 3")
+        )
         assert following.count("wait 0") == following.count("wait 1") == 1
 
 
 def broadcasts(steps: int) -> Counter[Call]:
     with recording() as recorder:
-        train(Run("dp4", mode="1", shard=2, steps=steps, max_norm=None, bucket_bytes=200, overlap_gather=True))
-    return Counter(call for call in recorder.calls if call.name == "broadcast" or call.name.startswith("all_gather"))
+        train(
+            Run(
+                "dp4",
+                mode="1",
+                shard=2,
+                steps=steps,
+                max_norm=None,
+                bucket_bytes=200,
+                overlap_gather=True,
+            )
+        )
+    return Counter(
+        call
+        for call in recorder.calls
+        if call.name == "broadcast" or call.name.startswith("all_gather")
+    )
 
 
 def test_as_many_bytes_as_an_all_gather_in_the_shard_group() -> None:
-    trained = 4 * sum(prod(shape) for name, shape in full_shapes().items() if not name.endswith("frozen"))
+    trained = 4 * sum(
+        prod(shape) for name, shape in full_shapes().items() if not name.endswith("frozen")
+    )
     padding = 3 * 4 * 4  # of three groups
-    for rank, (one, three) in enumerate(zip(run_ranks(broadcasts, 4, 1), run_ranks(broadcasts, 4, 3), strict=True)):
+    for rank, (one, three) in enumerate(
+        zip(run_ranks(broadcasts, 4, 1), run_ranks(broadcasts, 4, 3), strict=True)
+    ):
         first = rank // 2 * 2
         two_steps = three - one  # without what DeepSpeed sends when it starts
-        assert {(call.name, call.ranks) for call in two_steps} == {("broadcast", (first, first + 1))}
+        assert {(call.name, call.ranks) for call in two_steps} == {
+            ("broadcast", (first, first + 1))
+        }
         assert max(call.bytes for call in two_steps) <= 200
-        assert 2 * trained <= sum(call.bytes for call in two_steps.elements()) <= 2 * (trained + padding)
+        assert (
+            2 * trained
+            <= sum(call.bytes for call in two_steps.elements())
+            <= 2 * (trained + padding)
+        )
 
 
-@pytest.mark.parametrize(("stage", "why"), [(0, "gathers no parameters"), (3, "already gathers each block")])
+@pytest.mark.parametrize(
+    ("stage", "why"), [(0, "gathers no parameters"), (3, "already gathers each block")]
+)
 def test_what_is_refused(stage: int, why: str) -> None:
-    with pytest.raises(LayoutError, match=f"zero_overlap_gather=true needs zero_stage=1 or 2; got {stage}, which {why}"):
+    with pytest.raises(
+        LayoutError,
+        match=f"zero_overlap_gather=true needs zero_stage=1 or 2; got {stage}, which {why}",
+    ):
         ZeroOptions(stage, overlap_gather=True).resolve("1F1B", 1)

@@ -1,4 +1,5 @@
-"""ZeRO 3: modules that several blocks share, and calls of the model when no rank has its parameters."""
+"""ZeRO 3: modules that several blocks share, and calls of the model when no rank has its
+parameters."""
 
 from typing import Any
 
@@ -18,14 +19,19 @@ RECIPE = Recipe(steps=3)
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Network(nn.Module):
-    """All blocks have one norm, the first and the last one matrix, and the second's bias is used after the blocks, too."""
+    """All blocks have one norm, the first and the last one matrix, and the second's bias is used
+    after the blocks, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +65,13 @@ class Shared(Module):
 
 
 def rows() -> Rows:
-    return Rows({"x": torch.randn(RECIPE.steps * RECIPE.global_batch, 8, generator=torch.Generator().manual_seed(1))})
+    return Rows(
+        {
+            "x": torch.randn(
+                RECIPE.steps * RECIPE.global_batch, 8, generator=torch.Generator().manual_seed(1)
+            )
+        }
+    )
 
 
 def fit(**strategy: Any) -> Part:
@@ -70,12 +82,16 @@ def fit(**strategy: Any) -> Part:
 def test_a_module_that_blocks_share_trains_as_on_one_process(gather: str) -> None:
     module, losses = Shared(), []
     module.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"]))  # type: ignore[method-assign]
-    quiet_trainer(devices=1, max_steps=RECIPE.steps, gradient_clip_val=RECIPE.clip).fit(module, DataLoader(rows(), RECIPE.global_batch))
+    quiet_trainer(devices=1, max_steps=RECIPE.steps, gradient_clip_val=RECIPE.clip).fit(
+        module, DataLoader(rows(), RECIPE.global_batch)
+    )
     expected = {f"model.{name}": value.detach() for name, value in module.model.named_parameters()}  # type: ignore[union-attr]
     for part in run_ranks(fit, 2, layout="dp2", zero_stage=3, zero_gather=gather):
         assert part.losses == pytest.approx(losses, rel=1e-5)
         assert part.weights.keys() == expected.keys()
-        assert all((part.weights[name] - value).abs().max() < 5e-5 for name, value in expected.items())
+        assert all(
+            (part.weights[name] - value).abs().max() < 5e-5 for name, value in expected.items()
+        )
 
 
 class Calling(Module):
@@ -106,7 +122,15 @@ def refusals(**strategy: Any) -> dict[str, str]:
     found = {}
     for kind in KINDS:
         try:
-            fit_on_rank(RECIPE, Rows(data(RECIPE)), Calling(kind), layout="dp2", zero_stage=3, self_check="never", **strategy)
+            fit_on_rank(
+                RECIPE,
+                Rows(data(RECIPE)),
+                Calling(kind),
+                layout="dp2",
+                zero_stage=3,
+                self_check="never",
+                **strategy,
+            )
         except ConfigError as error:
             found[kind] = str(error)
     return found

@@ -1,8 +1,9 @@
 """The data-parallel backends against one process with plain PyTorch.
 
-Gradients are made by hand: a known function of parameter, weights, step and micro-batch, of which each rank adds the
-part that it would see in a real layout. So every kind of parameter is there in a model of a few hundred numbers: cut,
-cut unevenly, replicated, with partial gradients, tied across stages, frozen, and never used.
+Gradients are made by hand: a known function of parameter, weights, step and micro-batch, of which
+each rank adds the part that it would see in a real layout. So every kind of parameter is there in a
+model of a few hundred numbers: cut, cut unevenly, replicated, with partial gradients, tied across
+stages, frozen, and never used.
 """
 
 import math
@@ -30,7 +31,9 @@ from lightning_3d.parallel.zero.stepper import skipping, skips_on_device
 COMMON = ("0", "1", "2 eager", "3 eager")  # the others run in the long sweeps
 ALL = [mode if mode in COMMON else pytest.param(mode, marks=pytest.mark.full) for mode in MODES]
 every_mode = pytest.mark.parametrize("mode", ALL)
-below_3 = pytest.mark.parametrize("mode", [mode for mode, options in MODES.items() if options.stage < 3])
+below_3 = pytest.mark.parametrize(
+    "mode", [mode for mode, options in MODES.items() if options.stage < 3]
+)
 
 
 LAYOUTS = ["tp1", "dp2", "dp4", "tp2", "tp4", "pp2", "tp2_dp2", "pp2_dp2", "tp2_pp2"]
@@ -57,7 +60,8 @@ def test_sharded_in_single_precision(layout: str, mode: str) -> None:
 @pytest.mark.parametrize("layout", by_default(["tp1", "dp4", "tp2_dp2", "pp2_dp2"], 2))
 @every_mode
 def test_bf16_with_single_precision_masters(layout: str, mode: str) -> None:
-    """Against float32 masters and sums in one process; bf16 weights alone would lose most of these updates."""
+    """Against float32 masters and sums in one process; bf16 weights alone would lose most of these
+    updates."""
     run = Run(layout, mode=mode, precision="bf16", steps=20)
     expected, norms = reference(run)
     equal = total = 0
@@ -66,20 +70,30 @@ def test_bf16_with_single_precision_masters(layout: str, mode: str) -> None:
         for name, weight in result["weights"].items():
             spec = result["specs"][name]
             assert weight.dtype == torch.bfloat16
-            equal += int((weight == spec.cut(expected[spec.tied_to or name]).to(torch.bfloat16)).sum())
+            equal += int(
+                (weight == spec.cut(expected[spec.tied_to or name]).to(torch.bfloat16)).sum()
+            )
             total += weight.numel()
     assert equal >= 0.995 * total  # a sum in another order may round a weight to its neighbour
 
 
 REPLICATED, SHARDED = ("0",), ("3 eager",)
-CHANGES: list[tuple[dict[str, Any], tuple[str, ...]]] = [  # each with the modes in which it runs by default
+# each with the modes in which it runs by default
+CHANGES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"max_norm": None, "clip_value": 0.1}, REPLICATED + SHARDED),
     ({"max_norm": None}, SHARDED),
     ({"max_norm": 1e9}, REPLICATED),
     ({"bucket_bytes": 2**30, "tensor_scale": True}, REPLICATED),
     ({"late": True}, REPLICATED + SHARDED),
     ({"optimizer": "SGD", "options": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}, SHARDED),
-    ({"optimizer": "SGD", "options": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}, "wakes": 5}, REPLICATED + SHARDED),
+    (
+        {
+            "optimizer": "SGD",
+            "options": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+            "wakes": 5,
+        },
+        REPLICATED + SHARDED,
+    ),
     ({"optimizer": "Adam", "options": {"lr": 3e-4, "amsgrad": True}}, SHARDED),
     ({"frozen": ("layers.0", "layers.1")}, REPLICATED + SHARDED),
     ({"frozen": ("embed", "layers.0", "layers.1")}, SHARDED),
@@ -89,16 +103,22 @@ CHANGED = [(change, mode) for change, _ in CHANGES for mode in MODES]
 DEFAULT = [(change, mode) for change, modes in CHANGES for mode in modes]
 
 
-@pytest.mark.parametrize(("change", "mode"), by_default(CHANGED, *map(CHANGED.index, DEFAULT)), ids=str)
+@pytest.mark.parametrize(
+    ("change", "mode"), by_default(CHANGED, *map(CHANGED.index, DEFAULT)), ids=str
+)
 def test_options(change: dict[str, Any], mode: str) -> None:
-    """By value, without clipping, one bucket, gradients on one rank or in some steps only, other optimizers, frozen
-    parameters and whole stages."""
+    """By value, without clipping, one bucket, gradients on one rank or in some steps only, other
+    optimizers, frozen parameters and whole stages."""
     check(Run("pp2_dp2", mode=mode, **change), weights=5e-5, norm=1e-5)
 
 
-@pytest.mark.parametrize(("mode", "one_count"), by_default([("0", False), ("1", True), ("2 eager", True), ("3 eager", True)], 0, 3))
+@pytest.mark.parametrize(
+    ("mode", "one_count"),
+    by_default([("0", False), ("1", True), ("2 eager", True), ("3 eager", True)], 0, 3),
+)
 def test_adam_counts_the_steps_of_a_group(mode: str, one_count: bool) -> None:
-    """One parameter has no gradient in the first steps. Without ZeRO each parameter has a count of its own."""
+    """One parameter has no gradient in the first steps. Without ZeRO each parameter has a count of
+    its own."""
     check(Run("dp2", mode=mode, wakes=5, one_count=one_count), weights=5e-5, norm=1e-5)
     with pytest.raises(AssertionError):
         check(Run("dp2", mode=mode, wakes=5, one_count=not one_count), weights=5e-5, norm=1e-5)
@@ -132,8 +152,11 @@ def test_what_is_not_a_number_is_not_hidden(mode: str) -> None:
     assert all(run_ranks(not_a_number, 2, mode))
 
 
-def count_collectives(mode: str, micro_batches: int, bucket_bytes: int) -> dict[str, Counter[tuple[str, int]]]:
-    """What the second step of two ranks sends, by its parts: calls by name and number of elements."""
+def count_collectives(
+    mode: str, micro_batches: int, bucket_bytes: int
+) -> dict[str, Counter[tuple[str, int]]]:
+    """What the second step of two ranks sends, by its parts: calls by name and number of
+    elements."""
     mesh = Mesh(Layout.parse("dp2"))
     module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
@@ -155,7 +178,10 @@ def count_collectives(mode: str, micro_batches: int, bucket_bytes: int) -> dict[
             backend.step()
     backend.teardown()
     recorders = {"backward": backward, "reduction": reduction, "norm": norm, "step": step}
-    return {part: Counter((call.name, call.numel) for call in recorder.calls) for part, recorder in recorders.items()}
+    return {
+        part: Counter((call.name, call.numel) for call in recorder.calls)
+        for part, recorder in recorders.items()
+    }
 
 
 LAYER, TENSORS = 16 * 16 + 16, 16  # elements of each of 8 layers; tensors in all
@@ -164,16 +190,23 @@ LAYER, TENSORS = 16 * 16 + 16, 16  # elements of each of 8 layers; tensors in al
 @pytest.mark.parametrize("buckets", [1, 8])
 @below_3
 def test_what_a_step_sends(mode: str, buckets: int) -> None:
-    """With reduce=step as much for 16 micro-batches as for one; with micro_batch every bucket in each."""
+    """With reduce=step as much for 16 micro-batches as for one; with micro_batch every bucket in
+    each."""
     options = MODES[mode]
     for micro_batches in (1, 16):
-        for sent in run_ranks(count_collectives, 2, mode, micro_batches, 2**20 if buckets == 1 else 4 * LAYER):
+        for sent in run_ranks(
+            count_collectives, 2, mode, micro_batches, 2**20 if buckets == 1 else 4 * LAYER
+        ):
             whole = 8 * LAYER
-            parameters = Counter({("all_gather_into_tensor", whole // 2): 1} if options.stage else {})
+            parameters = Counter(
+                {("all_gather_into_tensor", whole // 2): 1} if options.stage else {}
+            )
             assert sent["step"] == parameters
             # The norm is one number: all data-parallel ranks know it at stage 0.
             assert sent["norm"] == Counter({("all_reduce", 1): 1} if options.stage else {})
-            counts = Counter({("all_reduce", TENSORS * (2 if options.reduce == "micro_batch" else 1)): 1})
+            counts = Counter(
+                {("all_reduce", TENSORS * (2 if options.reduce == "micro_batch" else 1)): 1}
+            )
             if options.reduce == "micro_batch":
                 function = "reduce" if options.reduce_scatter else "all_reduce"
                 numel = sum(calls * size for (_, size), calls in sent["backward"].items())
@@ -184,15 +217,22 @@ def test_what_a_step_sends(mode: str, buckets: int) -> None:
             assert not sent["backward"]
             if options.reduce_scatter and buckets == 1:
                 assert sent["reduction"] == Counter({("reduce_scatter_tensor", whole): 1}) + counts
-            elif options.reduce_scatter:  # bucket by bucket, each element to the rank that keeps it, and what came late
-                assert sent["reduction"] == Counter({("reduce", LAYER): buckets, ("all_reduce", 2 * TENSORS): 1})
+            elif options.reduce_scatter:
+                # bucket by bucket, each element to the rank that keeps it, and what came late
+                assert sent["reduction"] == Counter(
+                    {("reduce", LAYER): buckets, ("all_reduce", 2 * TENSORS): 1}
+                )
             else:
                 assert sum(sent["reduction"].values()) == buckets
-                assert sum(calls * size for (_, size), calls in sent["reduction"].items()) == whole + TENSORS
+                assert (
+                    sum(calls * size for (_, size), calls in sent["reduction"].items())
+                    == whole + TENSORS
+                )
 
 
 def interrupted(mode: str) -> int:
-    """A rank that raises inside the scope sends nothing more; the next step is as if it had not been."""
+    """A rank that raises inside the scope sends nothing more; the next step is as if it had not
+    been."""
     mesh = Mesh(Layout.parse("dp2"))
     module = nn.Linear(4, 4)
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
@@ -222,7 +262,8 @@ def test_an_error_inside_the_scope_sends_nothing(mode: str) -> None:
 
 
 def several_fits(mode: str) -> list[float]:
-    """The same module under a new optimizer and a new backend, three times; weights written from outside in between."""
+    """The same module under a new optimizer and a new backend, three times; weights written from
+    outside in between."""
     mesh = Mesh(Layout.parse("dp2"))
     module = nn.Linear(4, 3)
     module.weight.no_weight_decay = True  # type: ignore[assignment]  # an attribute of the user's
@@ -232,7 +273,9 @@ def several_fits(mode: str) -> list[float]:
         backend = make_backend(MODES[mode], mesh, specs)
         backend.prepare(module, torch.optim.SGD(module.parameters(), lr=0.5))
         with torch.no_grad():
-            module.load_state_dict({"weight": torch.full((3, 4), float(fit)), "bias": torch.zeros(3)})
+            module.load_state_dict(
+                {"weight": torch.full((3, 4), float(fit)), "bias": torch.zeros(3)}
+            )
         backend.refresh_master_weights()
         with backend.gradient_scope():
             module(torch.ones(1, 4)).sum().backward()
@@ -263,8 +306,11 @@ def test_a_norm_of_many_elements_is_exact() -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first step", "a later step"])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
-def test_a_fused_optimizer_skips_where_it_is_told(kind: type[torch.optim.Optimizer], first: bool) -> None:
-    """A contract with torch: weights and state stay, and the next step is what it would have been."""
+def test_a_fused_optimizer_skips_where_it_is_told(
+    kind: type[torch.optim.Optimizer], first: bool
+) -> None:
+    """A contract with torch: weights and state stay, and the next step is what it would have
+    been."""
     results = []
     for tells in (True, False):
         parameter = nn.Parameter(torch.ones(3))
@@ -282,14 +328,20 @@ def test_a_fused_optimizer_skips_where_it_is_told(kind: type[torch.optim.Optimiz
 def test_other_optimizers_cannot_be_skipped_on_a_device() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
     assert not skips_on_device(torch.optim.AdamW(parameters))
-    assert not skips_on_device(torch.optim.SGD(parameters, momentum=0.9, fused=True)), "its first step would set the momenta"
+    assert not skips_on_device(torch.optim.SGD(parameters, momentum=0.9, fused=True)), (
+        "its first step would set the momenta"
+    )
     assert not skips_on_device(torch.optim.Adagrad(parameters, fused=True))
 
 
 def test_muon_cannot_be_skipped_on_a_device() -> None:
-    """Its step of the matrices knows nothing of `found_inf`: it is no AdamW here, although it derives from one and AdamW may be fused."""
+    """Its step of the matrices knows nothing of `found_inf`: it is no AdamW here, although it
+    derives from one and AdamW may be fused."""
     vector, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.eye(3))
-    groups = [{"params": [vector], "algorithm": ADAMW, "fused": True}, {"params": [matrix], "algorithm": MUON, "fused": True}]
+    groups = [
+        {"params": [vector], "algorithm": ADAMW, "fused": True},
+        {"params": [matrix], "algorithm": MUON, "fused": True},
+    ]
     optimizer = MuonWithAdamW(groups, lr=0.1)
     assert not skips_on_device(optimizer)
     for parameter in (vector, matrix):
@@ -302,11 +354,17 @@ def test_muon_cannot_be_skipped_on_a_device() -> None:
 def test_the_clip_coefficient_is_torchs() -> None:
     for size in (0.0, 1e-3, 0.5, 7.0, float("inf"), float("nan")):
         parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        parameter.grad = torch.full_like(parameter, 1.0 if size != size or size == float("inf") else size)
+        parameter.grad = torch.full_like(
+            parameter, 1.0 if size != size or size == float("inf") else size
+        )
         expected = nn.utils.clip_grad_norm_([parameter], 0.5)
         if size < float("inf"):
-            assert float(clip_coefficient(expected, 0.5)) * size == pytest.approx(parameter.grad.item())
+            assert float(clip_coefficient(expected, 0.5)) * size == pytest.approx(
+                parameter.grad.item()
+            )
     assert clip_coefficient(torch.tensor(torch.inf), 0.5) == 0.0
     assert clip_coefficient(torch.tensor(torch.nan), 0.5).isnan()
     norms = torch.linspace(0.1, 20.0, 10000, dtype=torch.float64)
-    assert clip_coefficient(norms, 0.3).tolist() == [min(1.0, 0.3 / (norm + 1e-6)) for norm in norms.tolist()], "rounded once"
+    assert clip_coefficient(norms, 0.3).tolist() == [
+        min(1.0, 0.3 / (norm + 1e-6)) for norm in norms.tolist()
+    ], "rounded once"

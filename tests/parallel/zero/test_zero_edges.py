@@ -92,8 +92,9 @@ class Adversarial(Net):
 
 
 class Sensitive(Net):
-    """The loss weighs rows by a gradient inside the step, which fails where the proof of the loss tries it. The last batch of a fit is
-    tried, too: what that has gathered are not the weights after the step."""
+    """The loss weighs rows by a gradient inside the step, which fails where the proof of the loss
+    tries it. The last batch of a fit is tried, too: what that has gathered are not the weights
+    after the step."""
 
     def loss(self, rows: Tensor, target: Tensor) -> Tensor:
         hidden = self.embed(rows)
@@ -103,7 +104,8 @@ class Sensitive(Net):
 
 
 class OneBlock(Net):
-    """Called three times, each in a reentrant checkpoint, so that its gradients come in three parts."""
+    """Called three times, each in a reentrant checkpoint, so that its gradients come in three
+    parts."""
 
     def run(self, hidden: Tensor) -> Tensor:
         for _ in range(3):
@@ -114,7 +116,9 @@ class OneBlock(Net):
 class NestedLists(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH)]) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH)]) for _ in range(2)
+        )
 
     def run(self, hidden: Tensor) -> Tensor:
         for first, second in self.blocks:  # type: ignore[misc]
@@ -123,7 +127,8 @@ class NestedLists(Net):
 
 
 class Again(torch.autograd.Function):
-    """Runs a block without autograd, and its parts again in the backward, as reversible layers do (Reformer)."""
+    """Runs a block without autograd, and its parts again in the backward, as reversible layers do
+    (Reformer)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, block: Any, calls: bool) -> Tensor:
@@ -134,7 +139,11 @@ class Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         linear, more = (
-            layer if ctx.calls else partial(nn.functional.linear, weight=layer.weight, bias=layer.bias)
+            (
+                layer
+                if ctx.calls
+                else partial(nn.functional.linear, weight=layer.weight, bias=layer.bias)
+            )
             for layer in (ctx.block.linear, ctx.block.more)
         )
         with torch.enable_grad():
@@ -197,7 +206,8 @@ class Dataclasses(Net):
 
 
 class SecondOrder(Net):
-    """A penalty on the gradient of the rows: its backward goes through the blocks in another order."""
+    """A penalty on the gradient of the rows: its backward goes through the blocks in another
+    order."""
 
     def loss(self, rows: Tensor, target: Tensor) -> Tensor:
         rows = rows.clone().requires_grad_(True)
@@ -229,18 +239,31 @@ def rows() -> TensorDataset:
     return TensorDataset(values, values.sum(1, keepdim=True).sin())
 
 
-def trainer_of(mode: str, ranks: int = 2, callbacks: Any = None, max_epochs: int = 1, reduction: str | None = None) -> pl.Trainer:
+def trainer_of(
+    mode: str,
+    ranks: int = 2,
+    callbacks: Any = None,
+    max_epochs: int = 1,
+    reduction: str | None = None,
+) -> pl.Trainer:
     from lightning_3d.strategy import Lightning3DStrategy
 
-    strategy = Lightning3DStrategy(f"dp{ranks}", micro_batch_size=2, loss_reduction=reduction, **MODES[mode])
-    return quiet_trainer(strategy=strategy, devices=ranks, max_epochs=max_epochs, callbacks=callbacks)
+    strategy = Lightning3DStrategy(
+        f"dp{ranks}", micro_batch_size=2, loss_reduction=reduction, **MODES[mode]
+    )
+    return quiet_trainer(
+        strategy=strategy, devices=ranks, max_epochs=max_epochs, callbacks=callbacks
+    )
 
 
 def small_buckets() -> Any:
     """Buckets that hold one small layer."""
     from lightning_3d.parallel.zero import make_backend
 
-    return patch("lightning_3d.strategy.build.make_backend", partial(make_backend, bucket_bytes=4 * WIDTH * WIDTH))
+    return patch(
+        "lightning_3d.strategy.build.make_backend",
+        partial(make_backend, bucket_bytes=4 * WIDTH * WIDTH),
+    )
 
 
 def weights_of(module: nn.Module) -> Tensor:
@@ -251,11 +274,23 @@ def train(net: type[Net], mode: str, callback: Callable[[], pl.Callback] | None 
     """All weights after one epoch."""
     module = Task(net)
     with small_buckets():
-        trainer_of(mode, callbacks=[callback()] if callback else None, reduction=net.reduction).fit(module, datamodule=Data(rows(), 4))
+        trainer_of(mode, callbacks=[callback()] if callback else None, reduction=net.reduction).fit(
+            module, datamodule=Data(rows(), 4)
+        )
     return weights_of(module)
 
 
-EXACT = [CallsPartsOfABlock, SkipsPartOfABlock, Adversarial, Sensitive, OneBlock, NestedLists, SharedOutside, Dataclasses, Net]
+EXACT = [
+    CallsPartsOfABlock,
+    SkipsPartOfABlock,
+    Adversarial,
+    Sensitive,
+    OneBlock,
+    NestedLists,
+    SharedOutside,
+    Dataclasses,
+    Net,
+]
 
 
 @pytest.mark.parametrize("mode", by_default(SHARDED, 1))
@@ -267,8 +302,13 @@ def test_as_at_stage_0(net: type[Net], mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("net", "error"), [(SkipsABlock, DataError), (SecondOrder, ConfigError), (TakesWeightsOfABlock, ConfigError)])
-def test_what_needs_whole_parameters_is_refused_block_by_block(net: type[Net], error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("net", "error"),
+    [(SkipsABlock, DataError), (SecondOrder, ConfigError), (TakesWeightsOfABlock, ConfigError)],
+)
+def test_what_needs_whole_parameters_is_refused_block_by_block(
+    net: type[Net], error: type[Exception]
+) -> None:
     with pytest.raises(error, match="Use zero_gather=step"):
         run_ranks(train, 2, net, "3")
     [expected, _] = run_ranks(train, 2, net, "0")
@@ -279,7 +319,9 @@ def test_what_needs_whole_parameters_is_refused_block_by_block(net: type[Net], e
 class Writes(pl.Callback):
     """Clips the weights, as some adversarial networks do."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any
+    ) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.clamp_(-0.1, 0.1)
@@ -329,7 +371,9 @@ def test_a_fit_after_one_that_failed(mode: str) -> None:
 class Edits(pl.Callback):
     """Leaves one weight out of the checkpoint and writes another value for a second."""
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         state = checkpoint["state_dict"]
         del state["net.embed.weight"]
         state["net.head.weight"] = torch.full((1, WIDTH), 7.0)
@@ -351,4 +395,3 @@ def test_a_hook_may_change_what_is_saved(mode: str, tmp_path: Path) -> None:
     assert "net.embed.weight" not in state and "net.embed.bias" in state
     assert torch.equal(state["net.head.weight"], torch.full((1, WIDTH), 7.0))
     assert not any(value.isnan().any() for value in state.values())
-

@@ -36,8 +36,9 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of live tensors of one rank: between steps, and at the most while two micro-batches are worked on, in the best of some steps.
-    What else is still alive, of a message or in a cycle, depends on other threads."""
+    """Bytes of live tensors of one rank: between steps, and at the most while two micro-batches are
+    worked on, in the best of some steps. What else is still alive, of a message or in a cycle,
+    depends on other threads."""
 
     kept: int
     working: int
@@ -74,19 +75,28 @@ def measure(options: ZeroOptions, most: float) -> Measured:
 
 
 CASES = {
-    # parameters; optimizer state, with DeepSpeed's master weights above stage 0; gradients while working
+    # parameters; optimizer state, with DeepSpeed's master weights above stage 0; gradients while
+    # working
     "0": (ZeroOptions(0, "step"), N, 2 * N, N),
     "1": (ZeroOptions(1, "step"), N, 3 * N / RANKS, N),
     "2 step": (ZeroOptions(2, "step"), N, 3 * N / RANKS, N),
     "2 micro_batch": (ZeroOptions(2, "micro_batch"), N, 3 * N / RANKS, N / RANKS + 4 * BUCKET),
     "3 step": (ZeroOptions(3, "step", "step"), N / RANKS, 3 * N / RANKS, N + N + N / RANKS),
-    # What is offloaded is in the same memory here: beside state and master weights the gradient and, before they are copied back, the
-    # new weights, or, with parameters offloaded, these alone.
+    # What is offloaded is in the same memory here: beside state and master weights the gradient
+    # and, before they are copied back, the new weights, or, with parameters offloaded, these alone.
     "1 offloaded": (ZeroOptions(1, "step", offload="optimizer"), N, 5 * N / RANKS, N),
     "3 offloaded": (
-        ZeroOptions(3, "micro_batch", "micro_batch", offload="parameters"), N / RANKS, 4 * N / RANKS, N / RANKS + 4 * BUCKET + 3 * BLOCK
+        ZeroOptions(3, "micro_batch", "micro_batch", offload="parameters"),
+        N / RANKS,
+        4 * N / RANKS,
+        N / RANKS + 4 * BUCKET + 3 * BLOCK,
     ),
-    "3 micro_batch": (ZeroOptions(3, "micro_batch", "micro_batch"), N / RANKS, 3 * N / RANKS, N / RANKS + 4 * BUCKET + 3 * BLOCK),
+    "3 micro_batch": (
+        ZeroOptions(3, "micro_batch", "micro_batch"),
+        N / RANKS,
+        3 * N / RANKS,
+        N / RANKS + 4 * BUCKET + 3 * BLOCK,
+    ),
 }
 
 

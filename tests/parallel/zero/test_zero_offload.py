@@ -1,6 +1,8 @@
-"""Master weights, optimizer and parameters in host memory: as exact as one process, restored by any other mode, or refused.
+"""Master weights, optimizer and parameters in host memory: as exact as one process, restored by any
+other mode, or refused.
 
-`test_zero.py` trains the modes "offloaded" and "on host" with every kind of parameter, `test_compat_deepspeed.py` looks into DeepSpeed.
+`test_zero.py` trains the modes "offloaded" and "on host" with every kind of parameter,
+`test_compat_deepspeed.py` looks into DeepSpeed.
 """
 
 import os
@@ -35,7 +37,12 @@ MODES: dict[str, dict[str, Any]] = {
     "2 eager": {"zero": 2, "zero_offload": "optimizer", "zero_reduce": "micro_batch"},
     "3": {"zero": 3, "zero_offload": "optimizer"},
     "3 on host": {"zero": 3, "zero_offload": "parameters"},
-    "3 on host, step": {"zero": 3, "zero_offload": "parameters", "zero_gather": "step", "zero_reduce": "step"},
+    "3 on host, step": {
+        "zero": 3,
+        "zero_offload": "parameters",
+        "zero_gather": "step",
+        "zero_reduce": "step",
+    },
 }
 CELLS = [
     (layout, schedule, mode)
@@ -54,7 +61,9 @@ DEFAULT = [("pp2_dp2", "1F1B", "1"), ("tp2_dp2", "1F1B", "3 on host")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "schedule", "mode"), [cell if cell in DEFAULT else pytest.param(*cell, marks=full) for cell in CELLS], ids=str
+    ("layout", "schedule", "mode"),
+    [cell if cell in DEFAULT else pytest.param(*cell, marks=full) for cell in CELLS],
+    ids=str,
 )
 def test_as_on_one_process(layout: str, schedule: str, mode: str) -> None:
     """Clipped by the norm of the gradient, as every parity run."""
@@ -62,19 +71,34 @@ def test_as_on_one_process(layout: str, schedule: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", by_default(["2 eager offloaded", "3 eager on host"], 1))
-@pytest.mark.parametrize("change", [{"precision": "bf16", "late": True}, {"frozen": ("layers.0", "layers.1"), "clip_value": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"precision": "bf16", "late": True}, {"frozen": ("layers.0", "layers.1"), "clip_value": 0.1}],
+    ids=str,
+)
 def test_every_kind_of_parameter(mode: str, change: dict[str, Any]) -> None:
-    """All of `test_zero.py` runs in the long sweeps. bf16 weights are as close as one of their steps."""
-    check(Run("pp2_dp2", mode=mode, **change), weights=2e-2 if "precision" in change else 5e-5, norm=1e-5)
+    """All of `test_zero.py` runs in the long sweeps. bf16 weights are as close as one of their
+    steps."""
+    check(
+        Run("pp2_dp2", mode=mode, **change),
+        weights=2e-2 if "precision" in change else 5e-5,
+        norm=1e-5,
+    )
 
 
 def test_whole_vectors_are_rounded_alike_everywhere() -> None:
-    """A kernel for the whole update rounds the last elements of a tensor differently, where they do not fill a vector: copies that lie
-    elsewhere would drift apart. On AVX512 1 of 100 such elements differs after 60 steps; of whole vectors none does."""
+    """A kernel for the whole update rounds the last elements of a tensor differently, where they do
+    not fill a vector: copies that lie elsewhere would drift apart. On AVX512 1 of 100 such elements
+    differs after 60 steps; of whole vectors none does."""
     torch.manual_seed(0)
     values = torch.randn(100 * VECTOR)
-    whole, parts = nn.Parameter(values.clone()), [nn.Parameter(part.clone()) for part in values.split(VECTOR)]
-    optimizers = [torch.optim.AdamW(parameters, lr=3e-4, fused=True) for parameters in ([whole], parts)]
+    whole, parts = (
+        nn.Parameter(values.clone()),
+        [nn.Parameter(part.clone()) for part in values.split(VECTOR)],
+    )
+    optimizers = [
+        torch.optim.AdamW(parameters, lr=3e-4, fused=True) for parameters in ([whole], parts)
+    ]
     for _ in range(60):
         gradient = torch.randn_like(values)
         whole.grad = gradient.clone()
@@ -136,17 +160,34 @@ def train_with_one_kernel(recipe: Recipe, module: type[OneKernel], **strategy: A
     ("module", "layout", "mode"),
     [
         (OneKernel, "tp2_dp2", {"zero_stage": 2, "zero_offload": "optimizer"}),
-        pytest.param(OneKernel, "pp2_dp2", {"zero_stage": 3, "zero_offload": "parameters"}, marks=full),
-        pytest.param(CpuAdam, "tp2_dp2", {"zero_stage": 1, "zero_offload": "optimizer"}, marks=full),
-        pytest.param(CpuAdam, "pp2_dp2", {"zero_stage": 3, "zero_offload": "parameters"}, marks=full),
+        pytest.param(
+            OneKernel, "pp2_dp2", {"zero_stage": 3, "zero_offload": "parameters"}, marks=full
+        ),
+        pytest.param(
+            CpuAdam, "tp2_dp2", {"zero_stage": 1, "zero_offload": "optimizer"}, marks=full
+        ),
+        pytest.param(
+            CpuAdam, "pp2_dp2", {"zero_stage": 3, "zero_offload": "parameters"}, marks=full
+        ),
     ],
 )
 @pytest.mark.timeout(1200)
-def test_one_kernel_for_the_update(module: type[OneKernel], layout: str, mode: dict[str, Any]) -> None:
+def test_one_kernel_for_the_update(
+    module: type[OneKernel], layout: str, mode: dict[str, Any]
+) -> None:
     """DeepSpeedCPUAdam is compiled first, which takes minutes."""
     recipe = Recipe("llama")
     expected, _ = reference(recipe)
-    parts = run_ranks(train_with_one_kernel, 4, recipe, module, layout=layout, micro_batch_size=2, **mode, timeout=1000)
+    parts = run_ranks(
+        train_with_one_kernel,
+        4,
+        recipe,
+        module,
+        layout=layout,
+        micro_batch_size=2,
+        **mode,
+        timeout=1000,
+    )
     assert_same_run(parts, expected)
 
 
@@ -154,19 +195,36 @@ def test_one_kernel_for_the_update(module: type[OneKernel], layout: str, mode: d
 @pytest.mark.parametrize(
     ("precision", "first", "other"),
     [
-        pytest.param("32-true", {"zero_stage": 1, "zero_offload": "optimizer"}, {"zero_stage": 3}, marks=full),
+        pytest.param(
+            "32-true", {"zero_stage": 1, "zero_offload": "optimizer"}, {"zero_stage": 3}, marks=full
+        ),
         ("bf16-true", {"zero_stage": 3, "zero_offload": "parameters"}, {"zero_stage": 1}),
-        pytest.param("bf16-true", {"zero_stage": 2}, {"zero_stage": 3, "zero_offload": "parameters"}, marks=full),
-        pytest.param("32-true", {"zero_stage": 0}, {"zero_stage": 2, "zero_offload": "optimizer"}, marks=full),
+        pytest.param(
+            "bf16-true",
+            {"zero_stage": 2},
+            {"zero_stage": 3, "zero_offload": "parameters"},
+            marks=full,
+        ),
+        pytest.param(
+            "32-true", {"zero_stage": 0}, {"zero_stage": 2, "zero_offload": "optimizer"}, marks=full
+        ),
     ],
     ids=str,
 )
-def test_what_is_saved_is_restored_elsewhere(precision: str, first: dict[str, Any], other: dict[str, Any], tmp_path: Any) -> None:
-    """Bit by bit: weights, master weights and optimizer state, on another layout, with and without offloading."""
+def test_what_is_saved_is_restored_elsewhere(
+    precision: str, first: dict[str, Any], other: dict[str, Any], tmp_path: Any
+) -> None:
+    """Bit by bit: weights, master weights and optimizer state, on another layout, with and without
+    offloading."""
     saved, again = str(tmp_path / "saved.ckpt"), str(tmp_path / "again.ckpt")
     checkpoint_fits.run_fit("pp2_dp2", 1, at_end=saved, precision=precision, **first)
-    losses = checkpoint_fits.run_fit("tp2_dp2", 2, resume=saved, at_start=again, precision=precision, **other)
-    checkpoint_fits.assert_equal(checkpoint_fits.all_tensors(tmp_path / "again.ckpt"), checkpoint_fits.all_tensors(tmp_path / "saved.ckpt"))
+    losses = checkpoint_fits.run_fit(
+        "tp2_dp2", 2, resume=saved, at_start=again, precision=precision, **other
+    )
+    checkpoint_fits.assert_equal(
+        checkpoint_fits.all_tensors(tmp_path / "again.ckpt"),
+        checkpoint_fits.all_tensors(tmp_path / "saved.ckpt"),
+    )
     if precision == "32-true":  # else rounding depends on the layout
         expected = checkpoint_fits.run_fit("tp2_dp2", 2, precision=precision)
         assert losses == pytest.approx(expected[checkpoint_fits.STEPS_PER_EPOCH :], rel=1e-5)
@@ -188,25 +246,38 @@ def test_deepspeeds_optimizer_is_restored(tmp_path: Any) -> None:
     """It keeps the number of its steps as a number. It is compiled first, which takes minutes."""
     saved, again = str(tmp_path / "saved.ckpt"), str(tmp_path / "again.ckpt")
     mode: dict[str, Any] = {"zero_stage": 3, "zero_offload": "parameters"}
-    [whole, *_] = run_ranks(fit_with_cpu_adam, 4, "tp2_dp2", 2, zero_stage=1, zero_offload="optimizer", timeout=1000)
+    [whole, *_] = run_ranks(
+        fit_with_cpu_adam, 4, "tp2_dp2", 2, zero_stage=1, zero_offload="optimizer", timeout=1000
+    )
     run_ranks(fit_with_cpu_adam, 4, "pp2_dp2", 1, at_end=saved, **mode)
-    [losses, *_] = run_ranks(fit_with_cpu_adam, 4, "tp2_dp2", 2, resume=saved, at_start=again, **mode)
-    checkpoint_fits.assert_equal(checkpoint_fits.all_tensors(tmp_path / "again.ckpt"), checkpoint_fits.all_tensors(tmp_path / "saved.ckpt"))
+    [losses, *_] = run_ranks(
+        fit_with_cpu_adam, 4, "tp2_dp2", 2, resume=saved, at_start=again, **mode
+    )
+    checkpoint_fits.assert_equal(
+        checkpoint_fits.all_tensors(tmp_path / "again.ckpt"),
+        checkpoint_fits.all_tensors(tmp_path / "saved.ckpt"),
+    )
     assert losses == pytest.approx(whole[checkpoint_fits.STEPS_PER_EPOCH :], rel=1e-5)
 
 
 def test_master_weights_may_be_elsewhere() -> None:
-    """Parameters on one device, here meta, and master weights on the host: each tensor is made where it belongs."""
+    """Parameters on one device, here meta, and master weights on the host: each tensor is made
+    where it belongs."""
     flat = torch.zeros(8, dtype=torch.bfloat16, device="meta")
     parameter = nn.Parameter(flat[:6])
     master = torch.arange(4.0)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     optimizer.state[master] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4)}
-    partition = Partition(DeepSpeedGroup([parameter], flat, flat[:4], master), 0, optimizer, torch.device("meta"))
+    partition = Partition(
+        DeepSpeedGroup([parameter], flat, flat[:4], master), 0, optimizer, torch.device("meta")
+    )
     [slot] = partition.owned_slots
     assert partition.sum_of_gradients().device.type == "meta"
     before = partition.copy_of(slot)
-    assert {name: value.device.type for name, value in before.items()} == {"exp_avg": "cpu", "master": "cpu"}
+    assert {name: value.device.type for name, value in before.items()} == {
+        "exp_avg": "cpu",
+        "master": "cpu",
+    }
     master.zero_()
     partition.restore(slot, before)
     assert torch.equal(master, torch.arange(4.0))
@@ -251,10 +322,21 @@ PLAIN = cut_along("weight", (4, 4), 0, [(0, 4)], tp_replicas=(0,))
 
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 def test_optimizers_that_run_on_gpus_only(offload: str) -> None:
-    options = ZeroOptions(3 if offload == "parameters" else 1, "step", "step" if offload == "parameters" else None, offload=offload)
+    options = ZeroOptions(
+        3 if offload == "parameters" else 1,
+        "step",
+        "step" if offload == "parameters" else None,
+        offload=offload,
+    )
     backend = run_ranks(refused, 2, capturable, PLAIN, options)
-    assert all("AdamW with capturable=True" in message and "zero_offload=none" in message for message in backend)
-    assert all("FusedAdam of apex runs on GPUs only" in message for message in run_ranks(from_apex, 2, PLAIN, options))
+    assert all(
+        "AdamW with capturable=True" in message and "zero_offload=none" in message
+        for message in backend
+    )
+    assert all(
+        "FusedAdam of apex runs on GPUs only" in message
+        for message in run_ranks(from_apex, 2, PLAIN, options)
+    )
 
 
 class DeepSpeedCPUAdam(torch.optim.SGD):
@@ -266,8 +348,13 @@ class DeepSpeedCPULion(torch.optim.SGD):
 
 
 def test_what_steps_in_host_memory_needs_offloading() -> None:
-    adam, lion = (kind([nn.Parameter(torch.zeros(1))]) for kind in (DeepSpeedCPUAdam, DeepSpeedCPULion))
-    with pytest.raises(ConfigError, match="DeepSpeedCPUAdam updates weights in host memory.* zero_offload=optimizer"):
+    adam, lion = (
+        kind([nn.Parameter(torch.zeros(1))]) for kind in (DeepSpeedCPUAdam, DeepSpeedCPULion)
+    )
+    with pytest.raises(
+        ConfigError,
+        match="DeepSpeedCPUAdam updates weights in host memory.* zero_offload=optimizer",
+    ):
         check_place(adam, offloaded=False)
     check_place(adam, offloaded=True)
     for offloaded in (True, False):
@@ -283,7 +370,9 @@ def without_compiler(kind: type[OneKernel]) -> str:
     with patch.dict(os.environ, {"PATH": "/nowhere"}), patch.dict(OpBuilder._loaded_ops):
         OpBuilder._loaded_ops.pop("cpu_adam", None)
         try:
-            train_with_one_kernel(recipe, kind, layout="dp2", zero_stage=1, zero_offload="optimizer")
+            train_with_one_kernel(
+                recipe, kind, layout="dp2", zero_stage=1, zero_offload="optimizer"
+            )
         except ConfigError as error:
             return str(error)
     return f"rank {dist.get_rank()} trained"
@@ -297,6 +386,9 @@ def test_no_compiler() -> None:
 
 
 def test_stages_that_cannot() -> None:
-    for stage, offload, words in ((0, "optimizer", "zero_stage=1 or more; got 0"), (2, "parameters", "zero_stage=3; got 2")):
+    for stage, offload, words in (
+        (0, "optimizer", "zero_stage=1 or more; got 0"),
+        (2, "parameters", "zero_stage=3; got 2"),
+    ):
         with pytest.raises(LayoutError, match=words):
             ZeroOptions(stage, offload=offload).resolve("1F1B", 1)

@@ -1,4 +1,5 @@
-"""Optimizers other than AdamW: which of them may be sharded, and that those are exact with ZeRO and tensor parallelism."""
+"""Optimizers other than AdamW: which of them may be sharded, and that those are exact with ZeRO and
+tensor parallelism."""
 
 import warnings
 from typing import Any
@@ -18,7 +19,11 @@ from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.zero import make_backend
-from lightning_3d.parallel.zero.elementwise import is_elementwise, needs_closure, steps_each_tensor_alone
+from lightning_3d.parallel.zero.elementwise import (
+    is_elementwise,
+    needs_closure,
+    steps_each_tensor_alone,
+)
 from lightning_3d.parallel.zero.trained import check_optimizer
 
 CPU = torch.device("cpu")
@@ -75,7 +80,11 @@ class Blocks(Own):
 
     def direction(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         flat = nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 256)).view(-1, 256)
-        return (flat / flat.abs().amax(1, keepdim=True)).flatten()[: gradient.numel()].view_as(gradient)
+        return (
+            (flat / flat.abs().amax(1, keepdim=True))
+            .flatten()[: gradient.numel()]
+            .view_as(gradient)
+        )
 
 
 class Matrices(Own):
@@ -128,7 +137,8 @@ class LimitedNorm(torch.optim.SGD):
 
 
 class LimitedRms(torch.optim.Optimizer):
-    """Adam whose update is scaled down where the root mean square of gradient / deviation is above 1, as in StableAdamW."""
+    """Adam whose update is scaled down where the root mean square of gradient / deviation is above
+    1, as in StableAdamW."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -137,9 +147,13 @@ class LimitedRms(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            squares = state["squares"] = state.get("squares", parameter.grad**2).lerp(parameter.grad**2, 0.1)
+            squares = state["squares"] = state.get("squares", parameter.grad**2).lerp(
+                parameter.grad**2, 0.1
+            )
             rms = (parameter.grad**2 / squares).mean().sqrt()
-            parameter.sub_(parameter.grad / squares.sqrt() / rms.clamp(min=1), alpha=self.param_groups[0]["lr"])
+            parameter.sub_(
+                parameter.grad / squares.sqrt() / rms.clamp(min=1), alpha=self.param_groups[0]["lr"]
+            )
 
 
 class ByAttribute(torch.optim.SGD):
@@ -170,11 +184,25 @@ class Caches(Own):
 def test_options_and_attributes() -> None:
     optimizer = of(Caches)
     assert is_elementwise(optimizer, CPU) is True and optimizer.param_groups[0]["cache"] == [None]
-    assert [is_elementwise(of(ByAttribute, whole=whole), CPU) for whole in (True, False)] == [False, True]
+    assert [is_elementwise(of(ByAttribute, whole=whole), CPU) for whole in (True, False)] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
-    "kind", [TrustRatio, Rows, Blocks, Matrices, GlobalNorm, LimitedNorm, LimitedRms, torch.optim.Adafactor, torch.optim.Muon]
+    "kind",
+    [
+        TrustRatio,
+        Rows,
+        Blocks,
+        Matrices,
+        GlobalNorm,
+        LimitedNorm,
+        LimitedRms,
+        torch.optim.Adafactor,
+        torch.optim.Muon,
+    ],
 )
 def test_optimizers_of_whole_tensors(kind: Any) -> None:
     assert is_elementwise(of(kind), CPU) is False
@@ -183,15 +211,30 @@ def test_optimizers_of_whole_tensors(kind: Any) -> None:
 
 def test_a_pipeline_needs_an_optimizer_that_steps_each_tensor_alone() -> None:
     """Its stages have different tensors, also where nothing is sharded."""
-    kinds = [TrustRatio, Rows, Own, torch.optim.Adafactor, type("Derived", (torch.optim.Adafactor,), {})]
+    kinds = [
+        TrustRatio,
+        Rows,
+        Own,
+        torch.optim.Adafactor,
+        type("Derived", (torch.optim.Adafactor,), {}),
+    ]
     for kind in kinds:
         assert steps_each_tensor_alone(of(kind), CPU) is True
         check_optimizer(of(kind), [], 0, CPU, Layout.parse("pp2"))
     assert steps_each_tensor_alone(of(GlobalNorm), CPU) is False
     check_optimizer(of(GlobalNorm), [], 0, CPU, Layout.parse("dp2_cp2"))
-    with pytest.raises(ConfigError, match="GlobalNorm computes the update of a tensor from other tensors.* With pp2, no rank has all"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "GlobalNorm computes the update of a tensor from other tensors.* With pp2, no rank"
+            " has all"
+        ),
+    ):
         check_optimizer(of(GlobalNorm), [], 0, CPU, Layout.parse("pp2"))
-    said = "AsksForClosure could not step two small matrices, so it is unknown whether pp2 may train it"
+    said = (
+        "AsksForClosure could not step two small matrices, so it is unknown whether pp2 may"
+        " train it"
+    )
     with pytest.warns(UserWarning, match=said):
         check_optimizer(of(AsksForClosure), [], 0, CPU, Layout.parse("pp2"))
 
@@ -227,7 +270,10 @@ def test_trying_in_a_dry_run() -> None:
 
 def test_closures() -> None:
     assert needs_closure(of(torch.optim.LBFGS)) and needs_closure(of(WithClosure))
-    assert not any(needs_closure(of(getattr(torch.optim, name))) for name in (*ELEMENTWISE, "Muon", "Adafactor"))
+    assert not any(
+        needs_closure(of(getattr(torch.optim, name)))
+        for name in (*ELEMENTWISE, "Muon", "Adafactor")
+    )
     assert is_elementwise(of(AsksForClosure), CPU) is None
 
 
@@ -244,13 +290,18 @@ def warnings_of(kind: Any) -> list[str]:
     specs = {name: replicated(name, tuple(p.shape), 1) for name, p in module.named_parameters()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_backend(ZeroOptions(1, "step"), Mesh(Layout.parse("tp1")), specs).prepare(module, kind(module.parameters(), lr=0.1))
+        make_backend(ZeroOptions(1, "step"), Mesh(Layout.parse("tp1")), specs).prepare(
+            module, kind(module.parameters(), lr=0.1)
+        )
     return [str(one.message) for one in caught]
 
 
 def test_an_optimizer_that_cannot_be_tried_is_announced() -> None:
     [found] = run_ranks(warnings_of, 1, AsksForClosure)
-    said = "AsksForClosure could not step a small matrix, so it is unknown whether it may be sharded by zero_stage=1"
+    said = (
+        "AsksForClosure could not step a small matrix, so it is unknown whether it may be sharded"
+        " by zero_stage=1"
+    )
     assert any(said in warning for warning in found)
     [found] = run_ranks(warnings_of, 1, Own)
     assert not any("unknown" in warning for warning in found)
@@ -264,8 +315,13 @@ def refusal_of(kind: Any) -> str:
 
 def test_what_a_backend_refuses() -> None:
     [message] = run_ranks(refusal_of, 1, TrustRatio)
-    assert "TrustRatio computes the update of an element from other elements of its tensor." in message
-    assert "which zero_stage=1 would shard. Use an elementwise optimizer (AdamW, Adam, NAdam" in message
+    assert (
+        "TrustRatio computes the update of an element from other elements of its tensor." in message
+    )
+    assert (
+        "which zero_stage=1 would shard. Use an elementwise optimizer (AdamW, Adam, NAdam"
+        in message
+    )
     [message] = run_ranks(refusal_of, 1, WithClosure)
     assert "WithClosure computes the loss several times in a step, by a closure" in message
 
@@ -274,7 +330,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 3e-4, "weight_decay": 0.1, "amsgrad": True},
     "NAdam": {"lr": 3e-4, "weight_decay": 0.1, "decoupled_weight_decay": True},
     "RAdam": {"lr": 3e-4, "weight_decay": 0.1},
-    "Adagrad": {"lr": 3e-3, "weight_decay": 0.1, "initial_accumulator_value": 0.1, "lr_decay": 0.01},
+    "Adagrad": {
+        "lr": 3e-3,
+        "weight_decay": 0.1,
+        "initial_accumulator_value": 0.1,
+        "lr_decay": 0.01,
+    },
     "RMSprop": {"lr": 3e-4, "weight_decay": 0.1, "momentum": 0.9, "centered": True},
     "SGD": {"lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True},
     "Adamax": {"lr": 3e-4, "weight_decay": 0.1},
@@ -285,21 +346,45 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LATER = ("Adamax", "Adadelta", "ASGD", "Rprop")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name in LATER else name for name in OPTIONS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full) if name in LATER else name for name in OPTIONS],
+)
 def test_optimizers_with_zero_1_and_tp(name: str) -> None:
     """Three parameter groups, with learning rates and a schedule of their own."""
-    check(Run(layout="tp2_dp2", mode="1", optimizer=name, options=OPTIONS[name]), weights=5e-6, norm=1e-5)
+    check(
+        Run(layout="tp2_dp2", mode="1", optimizer=name, options=OPTIONS[name]),
+        weights=5e-6,
+        norm=1e-5,
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("layout", "mode"), [("tp2_dp2", "0"), ("pp2_dp2", "2 eager"), ("dp4", "3"), ("tp2_dp2", "1 offloaded")])
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [("tp2_dp2", "0"), ("pp2_dp2", "2 eager"), ("dp4", "3"), ("tp2_dp2", "1 offloaded")],
+)
 def test_optimizers_in_other_layouts(name: str, layout: str, mode: str) -> None:
-    check(Run(layout=layout, mode=mode, optimizer=name, options=OPTIONS[name]), weights=5e-6, norm=1e-5)
+    check(
+        Run(layout=layout, mode=mode, optimizer=name, options=OPTIONS[name]),
+        weights=5e-6,
+        norm=1e-5,
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["0", "1", "3"])
 def test_adagrad_with_master_weights(mode: str) -> None:
     """It makes its state when it is built, before there are master weights."""
-    check(Run(layout="dp2", mode=mode, precision="bf16", optimizer="Adagrad", options=OPTIONS["Adagrad"]), weights=2e-2, norm=1e-2)
+    check(
+        Run(
+            layout="dp2",
+            mode=mode,
+            precision="bf16",
+            optimizer="Adagrad",
+            options=OPTIONS["Adagrad"],
+        ),
+        weights=2e-2,
+        norm=1e-2,
+    )

@@ -3,7 +3,6 @@
 ``pytest`` runs some modes with some schedules and layouts, ``pytest -m full`` all.
 """
 
-
 import models
 import parity
 import pytest
@@ -34,12 +33,18 @@ def valid() -> list[Factors]:
 
 
 def is_refused(schedule: str, mode: str) -> bool:
-    return MODES[mode][1].get("zero_gather") == "micro_batch" and find_schedule(schedule).split_backward
+    return (
+        MODES[mode][1].get("zero_gather") == "micro_batch"
+        and find_schedule(schedule).split_backward
+    )
 
 
 def pairs() -> list[Factors]:
-    """Each of the paired modes with some schedules on the smallest layout, and once on a larger one."""
-    return [("pp2_dp2", schedule, mode) for mode, schedules in PAIRED.items() for schedule in schedules] + LARGE
+    """Each of the paired modes with some schedules on the smallest layout, and once on a larger
+    one."""
+    return [
+        ("pp2_dp2", schedule, mode) for mode, schedules in PAIRED.items() for schedule in schedules
+    ] + LARGE
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -49,13 +54,20 @@ def test_what_is_refused_by_name(schedule: str, mode: str) -> None:
     if not is_refused(schedule, mode):
         Lightning3DStrategy("pp2_dp2", schedule=schedule, zero_stage=stage, **options)
         return
-    with pytest.raises(LayoutError, match=f"zero_gather=micro_batch frees .* {schedule} computes .* Use zero_gather=step"):
+    with pytest.raises(
+        LayoutError,
+        match=f"zero_gather=micro_batch frees .* {schedule} computes .* Use zero_gather=step",
+    ):
         Lightning3DStrategy("pp2_dp2", schedule=schedule, zero_stage=stage, **options)
 
 
 @pytest.mark.parametrize(
     "factors",
-    [*pairs()[:-2], pytest.param(pairs()[-2], marks=pytest.mark.slow), pytest.param(pairs()[-1], marks=pytest.mark.full)],
+    [
+        *pairs()[:-2],
+        pytest.param(pairs()[-2], marks=pytest.mark.slow),
+        pytest.param(pairs()[-1], marks=pytest.mark.full),
+    ],
     ids="-".join,
 )
 def test_pairs(factors: Factors) -> None:
@@ -72,4 +84,6 @@ def test_all(factors: Factors) -> None:
 @pytest.mark.parametrize("layout", ["tp2_dp2", "pp2_dp2"])
 @pytest.mark.parametrize("model", models.MODELS)
 def test_every_family_block_by_block(model: str, layout: str) -> None:
-    parity.assert_same_training(model, layout, zero=3, zero_reduce="micro_batch", zero_gather="micro_batch")
+    parity.assert_same_training(
+        model, layout, zero=3, zero_reduce="micro_batch", zero_gather="micro_batch"
+    )

@@ -1,4 +1,5 @@
-"""Makes `import torch` load the simulated libraries and register the simulated kernels, in every process of this environment."""
+"""Makes `import torch` load the simulated libraries and register the simulated kernels, in every
+process of this environment."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from types import ModuleType
 class _SimulatedTorch(importlib.abc.MetaPathFinder):
     """Finds torch where it lies, and wraps its loader."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -30,7 +33,8 @@ class _Loader(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         from simulated_cuda import runtime
 
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # its thread ends a process that a debugger or this simulation holds up
+        # its thread ends a process that a debugger or this simulation holds up
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         runtime.load()
         return self._loader.create_module(spec)
 

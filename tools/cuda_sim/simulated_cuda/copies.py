@@ -1,4 +1,5 @@
-"""`copy_` as torch does it: by the real cudaMemcpyAsync between the host and a device, by a kernel within a device."""
+"""`copy_` as torch does it: by the real cudaMemcpyAsync between the host and a device, by a kernel
+within a device."""
 
 from __future__ import annotations
 
@@ -30,9 +31,14 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     if _same_bytes(target, source):
         _memcpy(target, source, non_blocking)
         return target
-    # as at::native::copy_kernel_cuda: converted where the source is, copied between contiguous tensors, spread where the target is
+    # as at::native::copy_kernel_cuda: converted where the source is, copied between contiguous
+    # tensors, spread where the target is
     converted = source.to(target.dtype).expand(target.shape).contiguous()
-    flat = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    flat = (
+        target
+        if target.is_contiguous()
+        else torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    )
     _memcpy(flat, converted, non_blocking)
     if flat is not target:
         target.copy_(flat, non_blocking)
@@ -40,5 +46,10 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
-    alike = target.dtype == source.dtype and target.shape == source.shape and target.is_contiguous() and source.is_contiguous()
+    alike = (
+        target.dtype == source.dtype
+        and target.shape == source.shape
+        and target.is_contiguous()
+        and source.is_contiguous()
+    )
     return alike and target.is_conj() == source.is_conj() and target.is_neg() == source.is_neg()

@@ -13,25 +13,66 @@ from simulated_cuda.copies import copy_
 from simulated_cuda.random_numbers import DRAWING, drawing, twin
 from simulated_cuda.views import Accesses, access, launch, on_device, on_host
 
-REAL = frozenset((
-    "empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "unfold", "set_.source_Storage",
-    "set_.source_Storage_storage_offset", "set_.source_Tensor", "set_", "resize_", "_local_scalar_dense", "record_stream", "is_set_to",
-    "alias", "view_as_real", "view_as_complex", "_efficientzerotensor", "_sparse_coo_tensor_with_dims", "is_pinned", "_pin_memory",
-    "_nested_view_from_buffer", "_resize_output_", "_unsafe_view", "empty_quantized", "_cslt_compress", "_to_copy", "_nested_tensor_size",
-    "_conj_physical", "resize_as_", "copy_",
-))  # fmt: skip
-"""Operators whose CUDA version handles memory or metadata only, or copies by cudaMemcpy: the real ones run. `copy_` is in `copies`."""
+REAL = frozenset(
+    (
+        "empty.memory_format",
+        "empty_strided",
+        "as_strided",
+        "view",
+        "_reshape_alias",
+        "unfold",
+        "set_.source_Storage",
+        "set_.source_Storage_storage_offset",
+        "set_.source_Tensor",
+        "set_",
+        "resize_",
+        "_local_scalar_dense",
+        "record_stream",
+        "is_set_to",
+        "alias",
+        "view_as_real",
+        "view_as_complex",
+        "_efficientzerotensor",
+        "_sparse_coo_tensor_with_dims",
+        "is_pinned",
+        "_pin_memory",
+        "_nested_view_from_buffer",
+        "_resize_output_",
+        "_unsafe_view",
+        "empty_quantized",
+        "_cslt_compress",
+        "_to_copy",
+        "_nested_tensor_size",
+        "_conj_physical",
+        "resize_as_",
+        "copy_",
+    )
+)
+"""Operators whose CUDA version handles memory or metadata only, or copies by cudaMemcpy: the real
+ones run. `copy_` is in `copies`."""
 
 TAKES_HOST_TENSORS = (
-    "index", "_index_put", "_unsafe_index", "where", "masked_fill", "masked_scatter", "fill", "_foreach", "_fused", "_amp", "nextafter",
+    "index",
+    "_index_put",
+    "_unsafe_index",
+    "where",
+    "masked_fill",
+    "masked_scatter",
+    "fill",
+    "_foreach",
+    "_fused",
+    "_amp",
+    "nextafter",
     "dropout",
-)  # fmt: skip
+)
 """Beginnings of operators that take tensors of the host beside the device's."""
 
 NOT_SIMULATED = (
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_flash_attention_forward",
     "_efficient_attention_forward",
-)  # fmt: skip
+)
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "_fused_sdp_choice": attention.choose_math,
@@ -85,13 +126,18 @@ def _histc(plain: Callable[..., Any]) -> Callable[..., Any]:
     """CUDA has it for whole numbers too."""
 
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return plain(tensor, *args, **kwargs) if tensor.is_floating_point() else plain(tensor.float(), *args, **kwargs).to(tensor.dtype)
+        return (
+            plain(tensor, *args, **kwargs)
+            if tensor.is_floating_point()
+            else plain(tensor.float(), *args, **kwargs).to(tensor.dtype)
+        )
 
     return run
 
 
 class _Kernel:
-    """One operator: checks devices, waits for its stream, and runs the CPU's kernel on the bytes of the device."""
+    """One operator: checks devices, waits for its stream, and runs the CPU's kernel on the bytes of
+    the device."""
 
     def __init__(self, op: Any) -> None:
         schema = op._schema
@@ -99,8 +145,14 @@ class _Kernel:
         self._name = str(op)
         self._mixes = schema.name.removeprefix("aten::").startswith(TAKES_HOST_TENSORS)
         self._arguments = [argument.name for argument in schema.arguments]
-        self._written = {argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write}
-        self._returned = [_argument_that_is(returned, schema.arguments) for returned in schema.returns]
+        self._written = {
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        self._returned = [
+            _argument_that_is(returned, schema.arguments) for returned in schema.returns
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self._arguments, args, strict=False)) | kwargs
@@ -118,7 +170,10 @@ class _Kernel:
             return value
 
         with torch._C._AutoDispatchBelowAutograd():
-            result = self._op(*_mapped(args, host), **{name: _mapped(value, host) for name, value in kwargs.items()})
+            result = self._op(
+                *_mapped(args, host),
+                **{name: _mapped(value, host) for name, value in kwargs.items()},
+            )
         _follow_resizes(mirrors)
         results = [result] if len(self._returned) == 1 else list(result or ())
         found = [
@@ -137,10 +192,21 @@ class _Kernel:
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         if not devices:
             wanted = torch.device(given.get("device") or "cuda")
-            return torch.device("cuda", torch.cuda.current_device()) if wanted.index is None else wanted
-        outside = {tensor.device for tensor in tensors if not tensor.is_cuda and not tensor.is_meta and tensor.ndim > 0 and not self._mixes}
+            return (
+                torch.device("cuda", torch.cuda.current_device())
+                if wanted.index is None
+                else wanted
+            )
+        outside = {
+            tensor.device
+            for tensor in tensors
+            if not tensor.is_cuda and not tensor.is_meta and tensor.ndim > 0 and not self._mixes
+        }
         if len(devices | outside) > 1:
-            raise RuntimeError(f"Expected all tensors to be on the same device, but {self._name} got {sorted(map(str, devices | outside))}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {self._name} got"
+                f" {sorted(map(str, devices | outside))}"
+            )
         return devices.pop()
 
     def _accesses(self, given: dict[str, Any]) -> Accesses:
@@ -149,11 +215,21 @@ class _Kernel:
             for name, value in given.items()
             for tensor in _tensors([value])
             if tensor.is_cuda
-            for write in ((False, True) if name in self._written and name != "out" else (name in self._written,))
+            for write in (
+                (False, True)
+                if name in self._written and name != "out"
+                else (name in self._written,)
+            )
         ]
 
-    def _back(self, value: Any, mirrors: dict[int, tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Any:
-        """A result of the CPU's kernel on the device: an argument, a view of one, or a new tensor."""
+    def _back(
+        self,
+        value: Any,
+        mirrors: dict[int, tuple[torch.Tensor, torch.Tensor]],
+        device: torch.device,
+    ) -> Any:
+        """A result of the CPU's kernel on the device: an argument, a view of one, or a new
+        tensor."""
         if isinstance(value, list | tuple):
             return type(value)(self._back(item, mirrors, device) for item in value)
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
@@ -161,8 +237,13 @@ class _Kernel:
         for original, mirror in mirrors.values():
             if value is mirror:
                 return original
-            if value.numel() and value.untyped_storage().data_ptr() == mirror.untyped_storage().data_ptr():
-                return torch.as_strided(original, value.shape, value.stride(), value.storage_offset())
+            if (
+                value.numel()
+                and value.untyped_storage().data_ptr() == mirror.untyped_storage().data_ptr()
+            ):
+                return torch.as_strided(
+                    original, value.shape, value.stride(), value.storage_offset()
+                )
         return on_device(value, device, self._name)
 
 
@@ -171,7 +252,14 @@ def _argument_that_is(returned: Any, arguments: list[Any]) -> str | None:
     alias = returned.alias_info
     if alias is None or not alias.is_write:
         return None
-    return next((a.name for a in arguments if a.alias_info is not None and a.alias_info.before_set == alias.before_set), None)
+    return next(
+        (
+            a.name
+            for a in arguments
+            if a.alias_info is not None and a.alias_info.before_set == alias.before_set
+        ),
+        None,
+    )
 
 
 def _follow_resizes(mirrors: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -192,4 +280,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    return type(value)(_mapped(item, change) for item in value) if isinstance(value, list | tuple) else change(value)
+    return (
+        type(value)(_mapped(item, change) for item in value)
+        if isinstance(value, list | tuple)
+        else change(value)
+    )

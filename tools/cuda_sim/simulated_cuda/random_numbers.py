@@ -1,4 +1,5 @@
-"""Random numbers of simulated devices: they depend on the state of the device's generator, which goes on. They are not a GPU's numbers."""
+"""Random numbers of simulated devices: they depend on the state of the device's generator, which
+goes on. They are not a GPU's numbers."""
 
 from __future__ import annotations
 
@@ -8,9 +9,18 @@ from typing import Any
 import torch
 
 DRAWING = (
-    "normal_", "uniform_", "random_", "bernoulli_", "native_dropout", "exponential_", "geometric_", "multinomial", "randperm",
-    "log_normal_", "cauchy_",
-)  # fmt: skip
+    "normal_",
+    "uniform_",
+    "random_",
+    "bernoulli_",
+    "native_dropout",
+    "exponential_",
+    "geometric_",
+    "multinomial",
+    "randperm",
+    "log_normal_",
+    "cauchy_",
+)
 """Operators that draw without being given a generator."""
 
 
@@ -27,7 +37,11 @@ def drawing(op: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
     takes_generator = any(argument.name == "generator" for argument in op._schema.arguments)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        on_device = [value.device.index for value in args if isinstance(value, torch.Tensor) and value.is_cuda]
+        on_device = [
+            value.device.index
+            for value in args
+            if isinstance(value, torch.Tensor) and value.is_cuda
+        ]
         index = on_device[0] if on_device else torch.cuda.current_device()
         generator = kwargs.get("generator") or torch.cuda.default_generators[index]
         if takes_generator:

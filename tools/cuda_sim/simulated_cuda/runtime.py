@@ -12,7 +12,8 @@ FOLDER = Path(sys.prefix) / "simulated_cuda"
 """Where the libraries of this environment are."""
 
 COUNTED = ("stream", "event", "device", "frees", "host allocations", "pageable copies")
-"""What is counted: waits of the host for a stream, an event or a device, cudaFree, cudaHostAlloc, and copies from or to pageable memory."""
+"""What is counted: waits of the host for a stream, an event or a device, cudaFree, cudaHostAlloc,
+and copies from or to pageable memory."""
 
 _runtime: ctypes.CDLL | None = None
 
@@ -21,15 +22,27 @@ def load() -> None:
     """Load every simulated library, before torch looks for the real ones."""
     global _runtime
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-    for library in sorted(FOLDER.glob("lib*.so*"), key=lambda path: ("cudart" not in path.name, path.name)):
+    for library in sorted(
+        FOLDER.glob("lib*.so*"), key=lambda path: ("cudart" not in path.name, path.name)
+    ):
         loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         _runtime = _runtime or loaded
     if _runtime is None:
-        raise ImportError(f"There are no simulated CUDA libraries in {FOLDER}. Run `make test-cuda`, which builds them.")
+        raise ImportError(
+            f"There are no simulated CUDA libraries in {FOLDER}. Run `make test-cuda`, which builds"
+            " them."
+        )
     addresses = ctypes.POINTER(ctypes.c_ulong)
     _runtime.cudasim_kernel.argtypes = [
-        ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, addresses, addresses, ctypes.POINTER(ctypes.c_ubyte)
-    ]  # fmt: skip
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        addresses,
+        addresses,
+        ctypes.POINTER(ctypes.c_ubyte),
+    ]
     _runtime.cudasim_kernel.restype = ctypes.c_char_p
     _runtime.cudasim_host_view.argtypes = [ctypes.c_ulong]
     _runtime.cudasim_host_view.restype = ctypes.c_ulong
@@ -43,7 +56,8 @@ def _library() -> ctypes.CDLL:
 
 
 def configure() -> None:
-    """Read the variables CUDASIM_* again, in a forked process that has changed them. CUDA must not have been used yet."""
+    """Read the variables CUDASIM_* again, in a forked process that has changed them. CUDA must not
+    have been used yet."""
     _library().cudasim_configure()
 
 
@@ -57,7 +71,9 @@ def host_view(address: int) -> int:
     return _library().cudasim_host_view(address)
 
 
-def launch(stream: int, device: int, *, lazy: bool, name: str, accesses: Sequence[tuple[int, int, bool]]) -> None:
+def launch(
+    stream: int, device: int, *, lazy: bool, name: str, accesses: Sequence[tuple[int, int, bool]]
+) -> None:
     """Wait until a kernel may run on ``stream``: everything before it there has run.
 
     Args:
@@ -68,9 +84,15 @@ def launch(stream: int, device: int, *, lazy: bool, name: str, accesses: Sequenc
         RuntimeError: an access is not ordered behind an earlier one of another stream.
     """
     n = len(accesses)
-    addresses, sizes, writes = (ctypes.c_ulong * n)(), (ctypes.c_ulong * n)(), (ctypes.c_ubyte * n)()
+    addresses, sizes, writes = (
+        (ctypes.c_ulong * n)(),
+        (ctypes.c_ulong * n)(),
+        (ctypes.c_ubyte * n)(),
+    )
     for i, (address, size, write) in enumerate(accesses):
         addresses[i], sizes[i], writes[i] = address, size, write
-    error = _library().cudasim_kernel(stream, device, int(lazy), name.encode(), n, addresses, sizes, writes)
+    error = _library().cudasim_kernel(
+        stream, device, int(lazy), name.encode(), n, addresses, sizes, writes
+    )
     if error is not None:
         raise RuntimeError(error.decode())

@@ -23,16 +23,22 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     if size == 0 and tensor.numel():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered (simulated: the storage of a tensor was freed)")
+        raise RuntimeError(
+            "CUDA error: an illegal memory access was encountered (simulated: the storage of a"
+            " tensor was freed)"
+        )
     if tensor.numel() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     raw = (ctypes.c_char * size).from_address(runtime.host_view(storage.data_ptr()))
     flat = torch.frombuffer(raw, dtype=torch.uint8, count=size)
-    return torch.empty(0, dtype=tensor.dtype).set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def on_device(value: torch.Tensor, device: torch.device, name: str) -> torch.Tensor:
-    """A new tensor of ``device`` with the elements of ``value``, written by the kernel ``name`` on the current stream."""
+    """A new tensor of ``device`` with the elements of ``value``, written by the kernel ``name`` on
+    the current stream."""
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if value.numel():
         launch(device, name, [access(made, write=True)])
@@ -44,7 +50,9 @@ def access(tensor: torch.Tensor, *, write: bool) -> tuple[int, int, bool]:
     """(address, bytes, write) of the range in which a tensor's elements lie."""
     if tensor.numel() == 0:
         return 0, 0, write
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     first = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
     return first, elements * tensor.element_size(), write
 

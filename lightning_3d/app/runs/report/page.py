@@ -12,14 +12,17 @@ from lightning_3d.storage.json_file import replace_text
 ASSETS = Path(__file__).parent / "assets"
 
 
-def write_page(path: Path, template: str, scripts: Sequence[str], data: Mapping[str, Any], **values: Any) -> Path:
+def write_page(
+    path: Path, template: str, scripts: Sequence[str], data: Mapping[str, Any], **values: Any
+) -> Path:
     """Write the file atomically.
 
     Args:
         path: the file.
         template: name of the template in `assets`.
         scripts: names of the scripts in `assets`, run one after the other.
-        data: numbers that the scripts draw, `data` in them; numbers that are not finite become null.
+        data: numbers that the scripts draw, `data` in them; numbers that are not finite become
+            null.
         values: values for the template.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -28,12 +31,21 @@ def write_page(path: Path, template: str, scripts: Sequence[str], data: Mapping[
     from lightning_3d.version import __version__
 
     environment = Environment(
-        loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {}  # keys in their order
     text = environment.get_template(template).render(
         style=Markup((ASSETS / "style.css").read_text("utf-8")),
-        script=Markup("\n".join((ASSETS / name).read_text("utf-8").replace('"use strict";\n', "") for name in scripts)),
+        script=Markup(
+            "\n".join(
+                (ASSETS / name).read_text("utf-8").replace('"use strict";\n', "")
+                for name in scripts
+            )
+        ),
         data=without_nan(data),
         version=__version__,
         **values,

@@ -1,4 +1,5 @@
-"""`report.html` of a run, from the files in its folder: `metrics.csv`, `timeline.json`, `evaluation.json`, `config.yaml`, `status.json`."""
+"""`report.html` of a run, from the files in its folder: `metrics.csv`, `timeline.json`,
+`evaluation.json`, `config.yaml`, `status.json`."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.layout.layout import Layout
-from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.app.runs.evaluation_file import read_evaluation
 from lightning_3d.app.runs.folder import read_wandb_file
 from lightning_3d.app.runs.metrics_file import column, read_rows
 from lightning_3d.app.runs.report.page import show_count, show_percent, show_seconds, write_page
 from lightning_3d.app.runs.status import FAILED, FINISHED, INTERRUPTED, RUNNING, read_status
+from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.layout.layout import Layout
+from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 from lightning_3d.storage.numbers import show_memory
 from lightning_3d.tracing.chrome import read_timeline
 from lightning_3d.tracing.overlap import summary
@@ -35,7 +36,11 @@ from lightning_3d.tracing.trace import (
 
 REPORT_FILE = "report.html"
 
-_WORDS = {"receive": "wait for a message", "reduce": "reduce gradients", "input gradient": "backward: inputs"}
+_WORDS = {
+    "receive": "wait for a message",
+    "reduce": "reduce gradients",
+    "input gradient": "backward: inputs",
+}
 _WORDS |= {"weight gradient": "backward: weights"}
 _MOST_POINTS = 1500
 _MOST_IN_ORDER = 16  # with more ranks, run.js shows only so many at first
@@ -75,7 +80,9 @@ class About:
     @classmethod
     def of_config(cls, config: Mapping[str, Any], reason: str = "") -> About:
         """Read the facts from the configuration of a run; what it lacks is left out."""
-        parallelism, cluster, model, trainer = (_group(config, name) for name in ("parallelism", "cluster", "model", "trainer"))
+        parallelism, cluster, model, trainer = (
+            _group(config, name) for name in ("parallelism", "cluster", "model", "trainer")
+        )
         factor = trainer.get("slow_rank_factor")
         order = parallelism.get("order")
         return cls(
@@ -85,7 +92,9 @@ class About:
             schedule=str(parallelism.get("schedule") or ""),
             nodes=int(cluster.get("nodes") or 1),
             reason=reason,
-            memory=cluster.get("memory") if isinstance(cluster.get("memory"), (int, float)) else None,
+            memory=(
+                cluster.get("memory") if isinstance(cluster.get("memory"), (int, float)) else None
+            ),
             slow_factor=float(factor) if isinstance(factor, (int, float)) else cls.slow_factor,
         )
 
@@ -105,12 +114,20 @@ def write_report(folder: Path, about: About | None = None, *, reason: str = "") 
     text, config = _config_of(folder)
     about = about or About.of_config(config, reason)
     if not (folder / "metrics.csv").is_file() and not text:
-        raise ConfigError(f"{folder} is not a run folder: it has neither metrics.csv nor config.yaml.")
+        raise ConfigError(
+            f"{folder} is not a run folder: it has neither metrics.csv nor config.yaml."
+        )
     trace = read_timeline(folder / TIMELINE_FILE)
     layout = _layout(trace, about)
     page = _RunPage(folder, about, read_rows(folder / "metrics.csv"), trace, layout, text)
     try:
-        return write_page(folder / REPORT_FILE, "run.html.j2", ["charts.js", "run.js"], page.data(), run=page.shown())
+        return write_page(
+            folder / REPORT_FILE,
+            "run.html.j2",
+            ["charts.js", "run.js"],
+            page.data(),
+            run=page.shown(),
+        )
     except OSError as error:
         raise ConfigError(f"Cannot write the report into {folder}: {error.strerror}.") from error
 
@@ -131,7 +148,9 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _layout(trace: StepTrace | None, about: About) -> Layout:
     try:
-        name, order = (trace.layout, trace.order) if trace is not None else (about.layout, about.order)
+        name, order = (
+            (trace.layout, trace.order) if trace is not None else (about.layout, about.order)
+        )
         return Layout.parse(name, order=order)
     except Lightning3DError:
         return Layout()
@@ -141,18 +160,42 @@ class _RunPage:
     """Contents of the page of one run."""
 
     def __init__(
-        self, folder: Path, about: About, rows: Sequence[Mapping[str, str]], trace: StepTrace | None, layout: Layout, config: str
+        self,
+        folder: Path,
+        about: About,
+        rows: Sequence[Mapping[str, str]],
+        trace: StepTrace | None,
+        layout: Layout,
+        config: str,
     ) -> None:
-        self.folder, self.about, self.rows, self.trace, self.layout, self.config = folder, about, rows, trace, layout, config
+        self.folder, self.about, self.rows, self.trace, self.layout, self.config = (
+            folder,
+            about,
+            rows,
+            trace,
+            layout,
+            config,
+        )
         self.status = read_status(folder)
         self.schedule = trace.schedule if trace is not None else about.schedule
 
     def data(self) -> dict[str, Any]:
         """Return the numbers to draw."""
-        steps, loss, speed = thinned(*(_cells(self.rows, name) for name in ("step", "loss", "tokens_per_second")))
-        validation = [[int(row["step"]), float(row["val_loss"])] for row in self.rows if _finite(row.get("val_loss"))]
+        steps, loss, speed = thinned(
+            *(_cells(self.rows, name) for name in ("step", "loss", "tokens_per_second"))
+        )
+        validation = [
+            [int(row["step"]), float(row["val_loss"])]
+            for row in self.rows
+            if _finite(row.get("val_loss"))
+        ]
         return {
-            "curve": {"steps": steps, "loss": loss, "tokens_per_second": speed, "validation": validation},
+            "curve": {
+                "steps": steps,
+                "loss": loss,
+                "tokens_per_second": speed,
+                "validation": validation,
+            },
             "kinds": KINDS,
             "words": {kind: _WORDS.get(kind, kind) for kind in KINDS},
             "timeline": self._timeline(),
@@ -173,31 +216,53 @@ class _RunPage:
             "status": status or "unknown",
             "facts": self._facts(),
             "failure": self._failure(status),
-            "reason": (self.about.reason or (self.status.reason if self.status is not None else ""))[-4000:] if status != FINISHED else "",
+            "reason": (
+                (self.about.reason or (self.status.reason if self.status is not None else ""))[
+                    -4000:
+                ]
+                if status != FINISHED
+                else ""
+            ),
             "tiles": self._tiles(),
             "steps": len(self.rows),
-            "unit": ("nats per target token, " if "vocab_size:" in self.config else "") + "mean over the global batch",
+            "unit": (
+                ("nats per target token, " if "vocab_size:" in self.config else "")
+                + "mean over the global batch"
+            ),
             "counted": f"{'target ' if self.about.counted == 'tokens' else ''}{self.about.counted}",
             "not_finite": self._not_finite(),
             "slow": self._slow(),
-            "timeline": timeline and timeline | {
-                "bubble_text": show_percent(timeline["bubble"]),
-                "predicted_text": None if timeline["predicted"] is None else show_percent(timeline["predicted"]),
-                "schedule": self.schedule, "chunks": self.layout.vp, "left_out": len(timeline["ranks"]) < self.layout.world_size,
-                "ranks_shown": len(timeline["ranks"]), "messages": self._messages(),
-            },
+            "timeline": (
+                timeline
+                and timeline
+                | {
+                    "bubble_text": show_percent(timeline["bubble"]),
+                    "predicted_text": (
+                        None
+                        if timeline["predicted"] is None
+                        else show_percent(timeline["predicted"])
+                    ),
+                    "schedule": self.schedule,
+                    "chunks": self.layout.vp,
+                    "left_out": len(timeline["ranks"]) < self.layout.world_size,
+                    "ranks_shown": len(timeline["ranks"]),
+                    "messages": self._messages(),
+                }
+            ),
             "ranks": self.layout.world_size,
             "memory": bool(self._memory()),
             "memory_note": self._memory_note(),
             "layout_note": self._layout_note(),
             "stages": stages,
-            "stage_legend": [{"name": f"pp{stage}", "colour": _colour(stage, stages)} for stage in range(stages)][:12],
+            "stage_legend": [
+                {"name": f"pp{stage}", "colour": _colour(stage, stages)} for stage in range(stages)
+            ][:12],
             "nodes": nodes,
             "nodes_left_out": left_out,
             "evaluation": self._evaluation(),
             "config": self.config,
             "folder": str(self.folder.absolute()),
-        }  # fmt: skip
+        }
 
     def _facts(self) -> list[tuple[str, str]]:
         ranks = self.layout.world_size
@@ -205,71 +270,126 @@ class _RunPage:
         if self.schedule and self.layout.pp > 1:
             facts.append(("schedule", self.schedule))
         if self.status is not None:
-            facts.append(("started", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.status.started))))
+            facts.append(
+                ("started", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.status.started)))
+            )
             if self.status.seconds is not None:
                 facts.append(("took", show_seconds(self.status.seconds)))
-            facts.append(("on", f"{self.status.host}, {self.status.device}" if self.status.device else self.status.host))
+            facts.append(
+                (
+                    "on",
+                    (
+                        f"{self.status.host}, {self.status.device}"
+                        if self.status.device
+                        else self.status.host
+                    ),
+                )
+            )
         if run := read_wandb_file(self.folder):
             facts.append(("Weights & Biases", run.get("url") or f"{run.get('id')} (offline)"))
         return facts
 
     def _failure(self, status: str) -> str:
-        after = f"after step {self.rows[-1]['step']}" if self.rows else "before its first step ended"
+        after = (
+            f"after step {self.rows[-1]['step']}" if self.rows else "before its first step ended"
+        )
         if status == FAILED:
             code = self.status.exit_code if self.status is not None else None
-            return f"This run failed {after}" + (f", with exit code {code}." if code is not None else ".")
+            return f"This run failed {after}" + (
+                f", with exit code {code}." if code is not None else "."
+            )
         if status == INTERRUPTED:
             return f"This run was interrupted {after}."
-        return f"This run was still in progress when this report was written, {after}." if status == RUNNING else ""
+        return (
+            f"This run was still in progress when this report was written, {after}."
+            if status == RUNNING
+            else ""
+        )
 
     def _tiles(self) -> list[dict[str, str]]:
         rows = self.rows
         loss, validation = column(rows, "loss"), column(rows, "val_loss")
-        speed, length = (column(rows[1:] or rows, name) for name in ("tokens_per_second", "step_seconds"))
+        speed, length = (
+            column(rows[1:] or rows, name) for name in ("tokens_per_second", "step_seconds")
+        )
         shares = column(rows[1:] or rows, "mfu")
         mfu = f", MFU {show_percent(statistics.median(shares))}" if shares else ""
         tokens = sum(column(rows, "tokens"))
         count = f"{len(rows):,} steps, {show_count(tokens)} {self.about.counted}"
         tiles = [
-            ("loss", "Loss", f"{loss[-1]:.4f}" if loss else "–", f"validation {validation[-1]:.4f}" if validation else "no validation"),
-            ("speed", f"{self.about.counted.capitalize()}/s", show_count(statistics.median(speed)) if speed else "–", f"median{mfu}"),
+            (
+                "loss",
+                "Loss",
+                f"{loss[-1]:.4f}" if loss else "–",
+                f"validation {validation[-1]:.4f}" if validation else "no validation",
+            ),
+            (
+                "speed",
+                f"{self.about.counted.capitalize()}/s",
+                show_count(statistics.median(speed)) if speed else "–",
+                f"median{mfu}",
+            ),
             ("step", "Step", show_seconds(statistics.median(length)) if length else "–", count),
         ]
         timeline, trace = self._timeline(), self.trace
         if timeline is not None and trace is not None:
             predicted = timeline["predicted"]
-            more = f"ideal: {show_percent(predicted)}" if predicted is not None else f"step {trace.step}"
+            more = (
+                f"ideal: {show_percent(predicted)}"
+                if predicted is not None
+                else f"step {trace.step}"
+            )
             tiles.append(("bubble", "Bubble", show_percent(trace.bubble), more))
             capacity = self.about.memory
-            more = f"{show_percent(trace.peak_memory / capacity)} of {show_memory(capacity)}" if capacity else "peak of the fullest rank"
+            more = (
+                f"{show_percent(trace.peak_memory / capacity)} of {show_memory(capacity)}"
+                if capacity
+                else "peak of the fullest rank"
+            )
             tiles.append(("memory", "Memory", show_memory(trace.peak_memory), more))
         else:
-            tiles += [("bubble", "Bubble", "–", "no step was traced"), ("memory", "Memory", "–", "no step was traced")]
+            tiles += [
+                ("bubble", "Bubble", "–", "no step was traced"),
+                ("memory", "Memory", "–", "no step was traced"),
+            ]
         return [dict(zip(("id", "label", "value", "more"), tile, strict=True)) for tile in tiles]
 
     def _evaluation(self) -> dict[str, Any] | None:
-        """Return the losses of the validation sets at the end of the run, and its sample of text; None without an evaluation."""
+        """Return the losses of the validation sets at the end of the run, and its sample of text;
+        None without an evaluation."""
         found = read_evaluation(self.folder)
         if not found:
             return None
         sets = [
             {
-                "name": name, "loss": f"{entry['loss']:.4f}", "perplexity": f"{entry['perplexity']:.4g}",
-                "tokens": f"{entry['tokens']:,}", "samples": f"{entry['samples']:,}",
+                "name": name,
+                "loss": f"{entry['loss']:.4f}",
+                "perplexity": f"{entry['perplexity']:.4g}",
+                "tokens": f"{entry['tokens']:,}",
+                "samples": f"{entry['samples']:,}",
             }
             for name, entry in found["sets"].items()
-        ]  # fmt: skip
+        ]
         return {**found, "sets": sets}
 
     def _not_finite(self) -> str:
         steps = [row["step"] for row in self.rows if row.get("loss") and not _finite(row["loss"])]
-        return f"NaN or infinite in {len(steps)} step{'s' * (len(steps) != 1)}, first in step {steps[0]}" if steps else ""
+        return (
+            f"NaN or infinite in {len(steps)} step{'s' * (len(steps) != 1)}, first in step"
+            f" {steps[0]}"
+            if steps
+            else ""
+        )
 
     def _slow(self) -> str:
         """Name the rank that was slow for most steps."""
         slow: dict[tuple[str, str], list[tuple[str, float]]] = {}
         for row in self.rows:
-            if row.get("slow_rank") and _finite(row.get("slow_factor")) and float(row["slow_factor"]) > self.about.slow_factor:
+            if (
+                row.get("slow_rank")
+                and _finite(row.get("slow_factor"))
+                and float(row["slow_factor"]) > self.about.slow_factor
+            ):
                 place = row["slow_rank"], row.get("slow_host") or ""
                 slow.setdefault(place, []).append((row["step"], float(row["slow_factor"])))
         (rank, host), steps = max(slow.items(), key=lambda one: len(one[1]), default=(("", ""), []))
@@ -278,7 +398,10 @@ class _RunPage:
         where = f" ({host})" if host else ""
         times = statistics.median(factor for _, factor in steps)
         count = f"{len(steps)} step{'s' * (len(steps) != 1)}, first in step {steps[0][0]}"
-        return f"rank {rank}{where} was slow in {count}: it computed {times:.2f} times as long as its peers"
+        return (
+            f"rank {rank}{where} was slow in {count}: it computed {times:.2f} times as long as its"
+            " peers"
+        )
 
     def _timeline(self) -> dict[str, Any] | None:
         trace = self.trace
@@ -301,26 +424,38 @@ class _RunPage:
                     "place": self._place(each.rank),
                     "idle": 1 - busy / length if length > 0 else 0.0,
                     "windows": windows,
-                    "events": [[*event[:4], *(round(moment, 7) for moment in event[4:])] for event in each.events or ()],
+                    "events": [
+                        [*event[:4], *(round(moment, 7) for moment in event[4:])]
+                        for event in each.events or ()
+                    ],
                 }
             )
-        micro_batches = {(event.batch, event.micro_batch) for each in kept for event in each.events or () if event.kind == FORWARD}
+        micro_batches = {
+            (event.batch, event.micro_batch)
+            for each in kept
+            for event in each.events or ()
+            if event.kind == FORWARD
+        }
         batches = max((len(each.work) for each in trace.ranks), default=1)
         return {
             "step": trace.step,
             "bubble": measured_bubble(work, self.layout),
             "predicted": self._predicted(len(micro_batches) // max(1, batches)),
-            "seconds": max((event.end for each in kept for event in each.events or ()), default=0.0),
+            "seconds": max(
+                (event.end for each in kept for event in each.events or ()), default=0.0
+            ),
             "batches": batches,
             "ranks": ranks,
         }
 
     def _messages(self) -> list[str]:
-        """Describe the kinds of messages that took longest, and how much of their time was hidden."""
+        """Describe the kinds of messages that took longest, and how much of their time was
+        hidden."""
         return summary(self.trace.ranks)[:_MOST_KINDS] if self.trace is not None else []
 
     def _kept(self) -> list[RankTrace]:
-        """List the ranks with recorded events; if there are many, pipeline by pipeline, because the page shows only the first ones."""
+        """List the ranks with recorded events; if there are many, pipeline by pipeline, because the
+        page shows only the first ones."""
         kept = [each for each in self.trace.ranks if each.events] if self.trace is not None else []
         if len(kept) <= _MOST_IN_ORDER:
             return kept
@@ -331,14 +466,22 @@ class _RunPage:
         if self.layout.pp == 1 or not micro_batches:
             return None
         try:
-            return predicted_bubble(find_schedule(self.schedule), self.layout.pp, self.layout.vp, micro_batches)
+            return predicted_bubble(
+                find_schedule(self.schedule), self.layout.pp, self.layout.vp, micro_batches
+            )
         except Lightning3DError:
             return None
 
     def _memory(self) -> list[dict[str, Any]]:
         shown = self._kept() or (list(self.trace.ranks) if self.trace is not None else [])
         return [
-            {"rank": each.rank, "place": self._place(each.rank), **each.memory._asdict(), "total": each.memory.total} for each in shown
+            {
+                "rank": each.rank,
+                "place": self._place(each.rank),
+                **each.memory._asdict(),
+                "total": each.memory.total,
+            }
+            for each in shown
         ]
 
     def _memory_note(self) -> str:
@@ -351,7 +494,9 @@ class _RunPage:
             how = "sizes of the tensors, without the activations of compiled blocks"
         note = f"in step {self.trace.step}: {how}"
         shown = len(self._memory())
-        return note + (f"; {shown} of {self.layout.world_size} ranks" if shown < self.layout.world_size else "")
+        return note + (
+            f"; {shown} of {self.layout.world_size} ranks" if shown < self.layout.world_size else ""
+        )
 
     def _layout_note(self) -> str:
         order = " < ".join(axis for axis in self.layout.order if self.layout.size(axis) > 1)
@@ -368,10 +513,16 @@ class _RunPage:
         """List machines with their ranks, and say how many are left out."""
         groups = self._ranks_by_node()
         nodes = [
-            {"name": name if len(ranks) <= _MOST_RANKS_OF_A_NODE else f"{name}: the first {_MOST_RANKS_OF_A_NODE} of {len(ranks)} ranks",
-             "ranks": [self._rank(rank) for rank in ranks[:_MOST_RANKS_OF_A_NODE]]}
+            {
+                "name": (
+                    name
+                    if len(ranks) <= _MOST_RANKS_OF_A_NODE
+                    else f"{name}: the first {_MOST_RANKS_OF_A_NODE} of {len(ranks)} ranks"
+                ),
+                "ranks": [self._rank(rank) for rank in ranks[:_MOST_RANKS_OF_A_NODE]],
+            }
             for name, ranks in groups[:_MOST_NODES]
-        ]  # fmt: skip
+        ]
         left = len(groups) - len(nodes)
         return nodes, f"{left} node{'s' * (left != 1)}" if left else ""
 
@@ -380,21 +531,39 @@ class _RunPage:
             by_host: dict[str, list[int]] = {}
             for each in self.trace.ranks:
                 by_host.setdefault(each.host, []).append(each.rank)
-            return [(f"node {index}: {host}", ranks) for index, (host, ranks) in enumerate(by_host.items())]
+            return [
+                (f"node {index}: {host}", ranks)
+                for index, (host, ranks) in enumerate(by_host.items())
+            ]
         world, nodes = self.layout.world_size, max(1, self.about.nodes)
         size = math.ceil(world / nodes)
-        return [(f"node {index}", list(range(first, min(first + size, world)))) for index, first in enumerate(range(0, world, size))]
+        return [
+            (f"node {index}", list(range(first, min(first + size, world))))
+            for index, first in enumerate(range(0, world, size))
+        ]
 
     def _rank(self, rank: int) -> dict[str, Any]:
         place = self.layout.coordinates(rank)
         stages = _stages(self.schedule, place["pp"], self.layout)
         parts = [f"{axis}{index}" for axis, index in place.items() if self.layout.size(axis) > 1]
-        tip = f"rank {rank}\n{' '.join(parts) or 'all of the model'}\nstage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        tip = (
+            f"rank {rank}\n{' '.join(parts) or 'all of the model'}\nstage{'s' * (len(stages) > 1)}"
+            f" {', '.join(map(str, stages))}"
+        )
         lines = [" ".join(parts[start : start + 2]) for start in range(0, len(parts), 2)]
-        return {"rank": rank, "parts": lines, "tip": tip, "colour": _colour(place["pp"], self.layout.pp)}
+        return {
+            "rank": rank,
+            "parts": lines,
+            "tip": tip,
+            "colour": _colour(place["pp"], self.layout.pp),
+        }
 
     def _place(self, rank: int) -> str:
-        return " ".join(f"{axis}{index}" for axis, index in self.layout.coordinates(rank).items() if self.layout.size(axis) > 1)
+        return " ".join(
+            f"{axis}{index}"
+            for axis, index in self.layout.coordinates(rank).items()
+            if self.layout.size(axis) > 1
+        )
 
 
 def _stages(schedule: str, pp_rank: int, layout: Layout) -> tuple[int, ...]:
@@ -408,8 +577,13 @@ _COLOURS = ("#3b7ddd", "#d9822b", "#1f9e89", "#8e5bd0", "#d6498f", "#8a8f1c", "#
 
 
 def _colour(stage: int, stages: int) -> str:
-    """Choose a colour: as different as possible, and light enough for black and dark enough for white backgrounds."""
-    return _COLOURS[stage] if stages <= len(_COLOURS) else f"hsl({(212 + 300 * stage // stages) % 360} 62% 52%)"
+    """Choose a colour: as different as possible, and light enough for black and dark enough for
+    white backgrounds."""
+    return (
+        _COLOURS[stage]
+        if stages <= len(_COLOURS)
+        else f"hsl({(212 + 300 * stage // stages) % 360} 62% 52%)"
+    )
 
 
 def _finite(cell: str | None) -> bool:
@@ -424,7 +598,8 @@ def _cells(rows: Iterable[Mapping[str, str]], name: str) -> list[float | None]:
 
 
 def thinned(steps: list[float | None], *columns: list[float | None]) -> list[list[float | None]]:
-    """Thin out columns to about as many points as can be seen: of neighbours, keep the smallest and the largest of the first column."""
+    """Thin out columns to about as many points as can be seen: of neighbours, keep the smallest and
+    the largest of the first column."""
     count = len(steps)
     if count <= _MOST_POINTS:
         return [steps, *columns]

@@ -1,1 +1,2 @@
-"""Sweeps: several runs, each in its own processes and folder. All configurations are checked before the first run starts."""
+"""Sweeps: several runs, each in its own processes and folder. All configurations are checked before
+the first run starts."""

@@ -16,15 +16,24 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lightning_3d.app.config.compose import hydra_config, plain
 from lightning_3d.app.config.explain import explain, is_composition_error
 from lightning_3d.app.config.plan_run import RunPlan
-from lightning_3d.errors import Lightning3DError
 from lightning_3d.app.runs.folder import CONFIG_FILE
 from lightning_3d.app.runs.sweep.jobs import Checked, Entry, Job, Skipped
 from lightning_3d.app.runs.wandb_access import SWEEP_VARIABLE
+from lightning_3d.errors import Lightning3DError
 
 Check = Callable[[DictConfig], RunPlan]
-"""Checks a composed configuration and returns the plan of its run; raises Lightning3DError for one that cannot run."""
+"""Checks a composed configuration and returns the plan of its run; raises Lightning3DError for one
+that cannot run."""
 
-_OF_THE_SWEEP = ("hydra.mode", "hydra.output_subdir", "hydra.run.dir", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
+_OF_THE_SWEEP = (
+    "hydra.mode",
+    "hydra.output_subdir",
+    "hydra.run.dir",
+    "hydra.sweep",
+    "hydra.launcher",
+    "hydra/launcher",
+    "hydra/sweeper",
+)
 
 
 class JobFailed(CompactHydraException):
@@ -41,7 +50,12 @@ def swept_overrides(context: HydraContext, config: DictConfig) -> list[str]:
 
 
 def compose_job(
-    context: HydraContext, sweep: DictConfig, overrides: Sequence[str], number: int, folder: Path, run: Check | Sequence[str]
+    context: HydraContext,
+    sweep: DictConfig,
+    overrides: Sequence[str],
+    number: int,
+    folder: Path,
+    run: Check | Sequence[str],
 ) -> tuple[Entry, DictConfig | None]:
     """Compose and check a job of a sweep.
 
@@ -51,10 +65,12 @@ def compose_job(
         overrides: overrides of the job.
         number: number of the job.
         folder: folder of the sweep.
-        run: the check of a job of `lightning-3d run`; or the command of another app, whose own function is run.
+        run: the check of a job of `lightning-3d run`; or the command of another app, whose own
+            function is run.
 
     Returns:
-        The job, or the reason why it cannot run; and its configuration with Hydra's part, None if it does not compose.
+        The job, or the reason why it cannot run; and its configuration with Hydra's part, None if
+        it does not compose.
     """
     key = tuple(overrides)
     try:
@@ -75,7 +91,13 @@ def compose_job(
         return Skipped(number, key, str(explain(error))), None
 
 
-def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: Path, run: Check | Sequence[str]) -> Entry:
+def _entry(
+    config: DictConfig,
+    overrides: tuple[str, ...],
+    number: int,
+    folder: Path,
+    run: Check | Sequence[str],
+) -> Entry:
     """Make the job of a configuration. Hydra's interpolations in it can be resolved now."""
     if callable(run):
         try:
@@ -85,7 +107,13 @@ def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: 
         if config.trainer.dry:
             return Checked(number, overrides, plan.describe())
         frozen, ranks = plan.freeze(plain(config)), plan.layout.world_size
-        command: tuple[str, ...] = (sys.executable, "-m", "lightning_3d", "run", str(folder / CONFIG_FILE))
+        command: tuple[str, ...] = (
+            sys.executable,
+            "-m",
+            "lightning_3d",
+            "run",
+            str(folder / CONFIG_FILE),
+        )
     else:
         frozen, ranks = plain(config), 1
         command = (*run, *_own_command(config, folder))
@@ -95,19 +123,24 @@ def _entry(config: DictConfig, overrides: tuple[str, ...], number: int, folder: 
     environment[SWEEP_VARIABLE] = f"{sweep.parent.name}/{sweep.name}"
     if "WANDB_RUN_GROUP" not in os.environ:
         environment.setdefault("WANDB_RUN_GROUP", environment[SWEEP_VARIABLE])
-    return Job(number, overrides, folder, frozen, command, ranks, environment, chdir, _hydra_files(config))
+    return Job(
+        number, overrides, folder, frozen, command, ranks, environment, chdir, _hydra_files(config)
+    )
 
 
 def _own_command(config: DictConfig, folder: Path) -> list[str]:
-    """Return the arguments with which another Hydra app runs the frozen configuration of a folder in that folder."""
+    """Return the arguments with which another Hydra app runs the frozen configuration of a folder
+    in that folder."""
     kept = [line for line in config.hydra.overrides.hydra if not line.startswith(_OF_THE_SWEEP)]
     quoted = "'" + str(folder).replace("'", "\\'") + "'"
-    ours = [f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]  # the files of Hydra are there already
+    # the files of Hydra are there already
+    ours = [f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]
     return [f"--config-path={folder}", f"--config-name={CONFIG_FILE}", *kept, *ours]
 
 
 def _hydra_files(config: DictConfig) -> dict[str, str]:
-    """Write the files that Hydra leaves in a run folder: the composed configuration, Hydra's own, and the overrides."""
+    """Write the files that Hydra leaves in a run folder: the composed configuration, Hydra's own,
+    and the overrides."""
     subdir = config.hydra.output_subdir
     if subdir is None:
         return {}

@@ -1,4 +1,5 @@
-"""The folder of a sweep, which belongs to one process at a time, and the folders of its jobs, which later starts reuse."""
+"""The folder of a sweep, which belongs to one process at a time, and the folders of its jobs, which
+later starts reuse."""
 
 from __future__ import annotations
 
@@ -10,12 +11,18 @@ from typing import Any
 
 import yaml
 
-from lightning_3d.errors import ConfigError
-from lightning_3d.app.runs.folder import CONFIG_FILE, candidates, holder_of, in_progress, missing_folders
+from lightning_3d.app.runs.folder import (
+    CONFIG_FILE,
+    candidates,
+    holder_of,
+    in_progress,
+    missing_folders,
+)
 from lightning_3d.app.runs.frozen_config import frozen_text, move_to
 from lightning_3d.app.runs.resumed_keys import describe, differences, refused_changes
 from lightning_3d.app.runs.status import FINISHED, RUNNING, read_status
 from lightning_3d.app.runs.sweep.jobs import LOG_FILE, Job
+from lightning_3d.errors import ConfigError
 from lightning_3d.storage.holder import Holder
 from lightning_3d.storage.lock import FileLock
 
@@ -44,7 +51,8 @@ class SweepFolder:
 
     @classmethod
     def take(cls, path: Path, *, numbered: bool) -> SweepFolder:
-        """Claim a folder for this sweep while this process lives. The folder may hold an earlier start of the same sweep.
+        """Claim a folder for this sweep while this process lives. The folder may hold an earlier
+        start of the same sweep.
 
         Args:
             path: the folder.
@@ -60,12 +68,20 @@ class SweepFolder:
             except BlockingIOError:
                 continue
             except OSError as error:
-                said = f"Cannot use the sweep folder {place}: {error.strerror}. Set hydra.sweep.dir to another folder."
+                said = (
+                    f"Cannot use the sweep folder {place}: {error.strerror}. Set hydra.sweep.dir to"
+                    " another folder."
+                )
                 raise ConfigError(said) from error
         other, holder = "set hydra.sweep.dir to another folder", Holder.read(path / LOCK_FILE)
         if holder is None:
-            raise ConfigError(f"Another sweep is in progress in {path}. Wait until it ends, or {other}.")
-        raise ConfigError(f"Another sweep is in progress in {path} ({holder.describe()}). {holder.what_to_do(other)}")
+            raise ConfigError(
+                f"Another sweep is in progress in {path}. Wait until it ends, or {other}."
+            )
+        raise ConfigError(
+            f"Another sweep is in progress in {path} ({holder.describe()})."
+            f" {holder.what_to_do(other)}"
+        )
 
     @classmethod
     def _take(cls, path: Path) -> SweepFolder:
@@ -84,7 +100,11 @@ class SweepFolder:
         if not used:
             for entry in self.path.iterdir():
                 if entry.name not in self.before:
-                    shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+                    (
+                        shutil.rmtree(entry, ignore_errors=True)
+                        if entry.is_dir()
+                        else entry.unlink(missing_ok=True)
+                    )
             for folder in reversed(self.created):
                 try:
                     folder.rmdir()
@@ -98,14 +118,19 @@ def is_finished(job: Job) -> bool:
     """Check whether an earlier start of the sweep finished this very job.
 
     Raises:
-        ConfigError: the folder holds a finished run of another configuration, or a run that is in progress.
+        ConfigError: the folder holds a finished run of another configuration, or a run that is in
+            progress.
     """
     status = read_status(job.folder)
     if status is None:
         return False
     if status.status == RUNNING and in_progress(job.folder):
         holder = holder_of(job.folder)
-        who = f" ({holder.describe()}). {holder.what_to_do('set hydra.sweep.dir to another folder')}" if holder is not None else "."
+        who = (
+            f" ({holder.describe()}). {holder.what_to_do('set hydra.sweep.dir to another folder')}"
+            if holder is not None
+            else "."
+        )
         raise ConfigError(f"{job.folder} belongs to a run that is in progress{who}")
     if status.status != FINISHED:
         return False
@@ -113,16 +138,16 @@ def is_finished(job: Job) -> bool:
     if not changes:
         return True
     raise ConfigError(
-        f"{job.folder} holds a finished run with another configuration: now {describe(changes)}. Set hydra.sweep.dir to a new folder, or"
-        " repeat the command line of the earlier sweep."
+        f"{job.folder} holds a finished run with another configuration: now {describe(changes)}."
+        " Set hydra.sweep.dir to a new folder, or repeat the command line of the earlier sweep."
     )
 
 
 def prepare(sweep: Path, job: Job) -> Path | None:
     """Prepare the folder of a job: it then holds the configuration and nothing of an earlier run.
 
-    The files of an earlier run that did not finish are moved to `earlier/` in the sweep's folder, unless the job resumes that run
-    (`trainer.auto_resume`).
+    The files of an earlier run that did not finish are moved to `earlier/` in the sweep's folder,
+    unless the job resumes that run (`trainer.auto_resume`).
 
     Returns:
         The place to which they were moved; None if there were none.
@@ -138,7 +163,10 @@ def prepare(sweep: Path, job: Job) -> Path | None:
             (job.folder / name).write_text(text, encoding="utf-8")
         (job.folder / CONFIG_FILE).write_text(frozen_text(job.config), encoding="utf-8")
     except OSError as error:
-        said = f"Cannot create the run folder {job.folder}: {error.strerror}. Set hydra.sweep.subdir to another name."
+        said = (
+            f"Cannot create the run folder {job.folder}: {error.strerror}. Set hydra.sweep.subdir"
+            " to another name."
+        )
         raise ConfigError(said) from error
     return moved
 
@@ -152,7 +180,9 @@ def _resumes(job: Job) -> bool:
 
 
 def _put_aside(sweep: Path, folder: Path) -> Path | None:
-    if not folder.exists() or {entry.name for entry in folder.iterdir()} <= _LEFT_BY_PREPARATION - {LOG_FILE}:
+    if not folder.exists() or {entry.name for entry in folder.iterdir()} <= _LEFT_BY_PREPARATION - {
+        LOG_FILE
+    }:
         return None
     name = folder.name
     place = sweep / EARLIER / name
@@ -177,5 +207,8 @@ def _as_read(config: dict[str, Any]) -> Any:
 
 
 def _moved(config: Any, folder: Path) -> Any:
-    """Return the configuration as it would be in a folder: the folder of the sweep may have been moved since."""
-    return move_to(config, folder) if isinstance(config, dict) and config.get("run_folder") else config
+    """Return the configuration as it would be in a folder: the folder of the sweep may have been
+    moved since."""
+    return (
+        move_to(config, folder) if isinstance(config, dict) and config.get("run_folder") else config
+    )

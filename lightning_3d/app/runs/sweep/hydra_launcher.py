@@ -1,4 +1,5 @@
-"""Base of the Hydra launchers of this package: turns overrides into jobs, and outcomes into results for sweepers.
+"""Base of the Hydra launchers of this package: turns overrides into jobs, and outcomes into results
+for sweepers.
 
 Hydra loads its plugins with every command, so what only a sweep needs is imported when it begins.
 """
@@ -17,8 +18,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_3d.errors import listed
 from lightning_3d.app.runs.check import Machine, check_for
+from lightning_3d.errors import listed
 
 if TYPE_CHECKING:
     from lightning_3d.app.config.plan_run import RunPlan
@@ -30,8 +31,8 @@ class SweepLauncher(Launcher):
     """Base of the launchers of this package, which differ in the engine.
 
     Args:
-        metric: name of the number that a job returns to the sweeper, or several; None: the final validation loss, or the training loss
-            if there is no validation.
+        metric: name of the number that a job returns to the sweeper, or several; None: the final
+            validation loss, or the training loss if there is no validation.
 
     Attributes:
         machine: where the engine runs the jobs.
@@ -48,10 +49,13 @@ class SweepLauncher(Launcher):
         """Make the engine that starts the jobs."""
 
     def check(self, config: DictConfig) -> RunPlan:
-        """Check a job's configuration for the machine where the engine runs it. Raises Lightning3DError where it cannot run."""
+        """Check a job's configuration for the machine where the engine runs it. Raises
+        Lightning3DError where it cannot run."""
         return check_for(config, self.machine)
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         """Take the sweep's folder, before Hydra writes into it."""
         from lightning_3d.app.runs.sweep.compose_job import swept_overrides
         from lightning_3d.app.runs.sweep.folder import SweepFolder
@@ -67,13 +71,16 @@ class SweepLauncher(Launcher):
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(folder.path)
         self._sweep = Sweep(folder, engine, keys=keys)
-        # train.py's job knows its sweep, for the exit code; the function of another app runs as its own script.
+        # train.py's job knows its sweep, for the exit code; the function of another app runs as its
+        # own script.
         self._ours = hasattr(task_function, "begin_sweep")
         if self._ours:
             task_function.begin_sweep(self._sweep)  # type: ignore[attr-defined]
         self._context, self._config, self._task = hydra_context, config, task_function
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         """Run a batch of jobs; all are composed and checked before the first one starts."""
         from lightning_3d.app.runs.sweep.compose_job import compose_job
         from lightning_3d.app.runs.sweep.local_engine import Interrupted, interruptible
@@ -92,7 +99,10 @@ class SweepLauncher(Launcher):
             sys.exit(end.exit_code)
         if not self._ours:  # train.py shows the table when the sweeper has no more batches
             self._sweep.show_table()
-        return [self._returned(outcome, config) for outcome, (_, config) in zip(outcomes, composed, strict=True)]
+        return [
+            self._returned(outcome, config)
+            for outcome, (_, config) in zip(outcomes, composed, strict=True)
+        ]
 
     def _returned(self, outcome: Outcome, config: DictConfig | None) -> JobReturn:
         """Return the result of a job for the sweeper."""
@@ -100,23 +110,38 @@ class SweepLauncher(Launcher):
         from lightning_3d.app.runs.sweep.compose_job import JobFailed, task_config
         from lightning_3d.app.runs.sweep.results import CHECKED
 
-        returned = JobReturn(overrides=list(outcome.overrides), working_dir=str(outcome.folder or ""))
+        returned = JobReturn(
+            overrides=list(outcome.overrides), working_dir=str(outcome.folder or "")
+        )
         returned.task_name = self._config.hydra.job.name
         if config is not None:
-            returned.cfg, returned.hydra_cfg = task_config(config), OmegaConf.masked_copy(config, ["hydra"])
+            returned.cfg, returned.hydra_cfg = (
+                task_config(config),
+                OmegaConf.masked_copy(config, ["hydra"]),
+            )
         values = [outcome.objective(metric) for metric in self._metrics]
         compares = not str(self._config.hydra.sweeper._target_).endswith(".BasicSweeper")
-        useless = compares and outcome.status == FINISHED and not all(value is not None and math.isfinite(value) for value in values)
+        useless = (
+            compares
+            and outcome.status == FINISHED
+            and not all(value is not None and math.isfinite(value) for value in values)
+        )
         if outcome.status in (FINISHED, CHECKED) and not useless:
             returned.status = JobStatus.COMPLETED
             returned.return_value = values[0] if self._single else values
             self._sweep.has_results = True
         elif self._ours and not compares:
-            returned.status = JobStatus.COMPLETED  # reading a failure would end the sweep; the exit code shows it
+            # reading a failure would end the sweep; the exit code shows it
+            returned.status = JobStatus.COMPLETED
             returned.return_value = None
         else:
-            why = f"its result is {listed([str(value) for value in values])}" if useless else outcome.reason
-            returned.status = JobStatus.FAILED  # sweepers raise an error for a result that they cannot compare
+            why = (
+                f"its result is {listed([str(value) for value in values])}"
+                if useless
+                else outcome.reason
+            )
+            # sweepers raise an error for a result that they cannot compare
+            returned.status = JobStatus.FAILED
             returned.return_value = JobFailed(f"job {outcome.number} {outcome.status}: {why}")
         if config is not None:
             self._context.callbacks.on_job_end(config=config, job_return=returned)

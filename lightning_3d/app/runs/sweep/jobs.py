@@ -12,7 +12,8 @@ LOG_FILE = "job.log"
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A run that an engine can start: a folder with a frozen configuration, and the command that trains from it.
+    """A run that an engine can start: a folder with a frozen configuration, and the command that
+    trains from it.
 
     Attributes:
         number: number of the job in its sweep, from 0.

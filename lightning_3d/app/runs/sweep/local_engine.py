@@ -1,4 +1,5 @@
-"""Engines that start the jobs of a sweep and wait for them: the interface, and the engine that uses this machine."""
+"""Engines that start the jobs of a sweep and wait for them: the interface, and the engine that uses
+this machine."""
 
 from __future__ import annotations
 
@@ -14,21 +15,23 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
+from lightning_3d.app.runs.sweep.jobs import Job
 from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.ranks.failure import silent_end
 from lightning_3d.ranks.process_ties import belong_to
 from lightning_3d.ranks.supervisor import GRACE_SECONDS, SAVE_SECONDS, end_signals
-from lightning_3d.app.runs.sweep.jobs import Job
 
 _POLL_SECONDS = 0.5
 _END_POLL_SECONDS = 0.1
-_END_SECONDS = 2 * GRACE_SECONDS + 4.0  # a run that is interrupted gives its ranks GRACE_SECONDS twice
+# a run that is interrupted gives its ranks GRACE_SECONDS twice
+_END_SECONDS = 2 * GRACE_SECONDS + 4.0
 _CANNOT_START = 126
 
 
 @dataclass(frozen=True)
 class Began:
-    """Event: a job was started or submitted. `where` gives the user details, such as the number of a SLURM job."""
+    """Event: a job was started or submitted. `where` gives the user details, such as the number of
+    a SLURM job."""
 
     job: Job
     where: str = ""
@@ -57,10 +60,12 @@ class Engine(Protocol):
     """Interface of an engine, which starts jobs and reports what happens to them."""
 
     def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
-        """Run all jobs, in any order and as many at once as the engine chooses. Yields one `Began` and one `Ended` for each, and any
-        number of `Going` between them. A job that fails does not stop the others.
+        """Run all jobs, in any order and as many at once as the engine chooses. Yields one `Began`
+        and one `Ended` for each, and any number of `Going` between them. A job that fails does not
+        stop the others.
 
-        When the generator is closed, or an `Interrupted` reaches it, it stops what it started before it returns or raises.
+        When the generator is closed, or an `Interrupted` reaches it, it stops what it started
+        before it returns or raises.
         """
 
 
@@ -84,7 +89,8 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise `Interrupted` at the first SIGINT, SIGTERM or SIGHUP, wherever this process is. Later ones are noted in it.
+    """Raise `Interrupted` at the first SIGINT, SIGTERM or SIGHUP, wherever this process is. Later
+    ones are noted in it.
 
     If something swallows it, or turns it into another error, it is raised at the end.
     """
@@ -108,7 +114,8 @@ def interruptible() -> Iterator[None]:
 
 
 class LocalEngine:
-    """Fresh processes on this machine, which print into the folders of their jobs and never outlive this process (Linux).
+    """Fresh processes on this machine, which print into the folders of their jobs and never outlive
+    this process (Linux).
 
     Args:
         at_once: number of jobs that run at the same time; None: all.
@@ -132,21 +139,31 @@ class LocalEngine:
                     try:
                         running[job] = _start(job)
                     except OSError as error:
-                        yield Ended(job, _CANNOT_START, f"cannot start {error.filename}: {error.strerror}.")
+                        yield Ended(
+                            job, _CANNOT_START, f"cannot start {error.filename}: {error.strerror}."
+                        )
                 for job in list(running):
                     code = _wait(running[job], _POLL_SECONDS / len(running))
                     if code is None:
                         yield Going(job)
                     else:
                         del running[job]
-                        yield Ended(job, code if code >= 0 else 128 - code, silent_end(code) if code < 0 else None)
+                        yield Ended(
+                            job,
+                            code if code >= 0 else 128 - code,
+                            silent_end(code) if code < 0 else None,
+                        )
         except BaseException as error:
-            _end(list(running.values()), error if isinstance(error, Interrupted) else Interrupted(signal.SIGTERM))
+            _end(
+                list(running.values()),
+                error if isinstance(error, Interrupted) else Interrupted(signal.SIGTERM),
+            )
             raise
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
-    """Start a job in its own process group, so that a Ctrl-C at the terminal reaches it only through the sweep."""
+    """Start a job in its own process group, so that a Ctrl-C at the terminal reaches it only
+    through the sweep."""
     parent = os.getpid()
     with job.log.open("ab") as log:
         return subprocess.Popen(
@@ -167,11 +184,16 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], error: Interrupted) -> None:
-    """Forward a signal, and kill what does not end in time: runs save first, as runs outside of a sweep do, unless another signal comes.
-    The ranks of a run die with the process that started them."""
+    """Forward a signal, and kill what does not end in time: runs save first, as runs outside of a
+    sweep do, unless another signal comes. The ranks of a run die with the process that started
+    them."""
     number = error.number
     if processes and number == signal.SIGINT:
-        print("lightning_3d: SIGINT: the running jobs finish their step and save. Press Ctrl-C again to stop at once.", file=sys.stderr)
+        print(
+            "lightning_3d: SIGINT: the running jobs finish their step and save. Press Ctrl-C again"
+            " to stop at once.",
+            file=sys.stderr,
+        )
     for process in processes:
         _send(process, number)
     deadline = time.monotonic() + _END_SECONDS + SAVE_SECONDS
@@ -190,6 +212,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], error: Interrupted) -> No
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process alone, which passes it on to its ranks; send SIGKILL to its whole group."""
+    """Send a signal to the process alone, which passes it on to its ranks; send SIGKILL to its
+    whole group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)

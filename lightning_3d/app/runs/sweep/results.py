@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_3d.errors import ConfigError, did_you_mean, listed
 from lightning_3d.app.runs.metrics_file import column, read_rows
 from lightning_3d.app.runs.status import FAILED, FINISHED, INTERRUPTED, read_status
 from lightning_3d.app.runs.sweep.jobs import Checked, Entry, Job, Skipped
+from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 SKIPPED = "skipped"
 CHECKED = "checked"
@@ -23,9 +23,20 @@ METRICS = (*FINAL, *TYPICAL, *LARGEST, "seconds")
 
 _LOG_TAIL_BYTES = 64_000
 _OURS = "lightning_3d: "
-_NOT_WHY = ("the run failed", "the output of the ranks", "what the ranks printed", "This machine has", "A step has")
+_NOT_WHY = (
+    "the run failed",
+    "the output of the ranks",
+    "what the ranks printed",
+    "This machine has",
+    "A step has",
+)
 _WARNINGS = tuple(_OURS + words for words in _NOT_WHY)
-_AFTER_THE_REASON = ("Set the environment variable HYDRA_FULL_ERROR", "    full_key: ", "    object_type=", "    reference_type=")
+_AFTER_THE_REASON = (
+    "Set the environment variable HYDRA_FULL_ERROR",
+    "    full_key: ",
+    "    object_type=",
+    "    reference_type=",
+)
 """Lines that Hydra and OmegaConf print after the error of a user's own application."""
 
 
@@ -39,9 +50,10 @@ class Outcome:
         status: skipped, checked, not started, running, or how it ended.
         exit_code: exit code; None if there is none.
         reason: why it was skipped or failed; of a checked job, its description.
-        numbers: numbers by name of `METRICS`, without those that do not exist. Losses are from the last step that has them. Speeds are
-            medians over all steps but the first; the bubble is the median over traced steps, memory their maximum. `seconds` is the
-            time from the start of the run to its end.
+        numbers: numbers by name of `METRICS`, without those that do not exist. Losses are from the
+            last step that has them. Speeds are medians over all steps but the first; the bubble is
+            the median over traced steps, memory their maximum. `seconds` is the time from the start
+            of the run to its end.
         folder: run folder; None for jobs without one.
         before: whether an earlier start of the same sweep finished it.
         layout: name of the layout, if the configuration has one.
@@ -66,18 +78,35 @@ class Outcome:
             return cls(entry.number, entry.overrides, CHECKED, 0, entry.description)
         group = entry.config.get("parallelism")
         layout = group.get("layout") if isinstance(group, dict) else None
-        return cls(entry.number, entry.overrides, NOT_STARTED, folder=entry.folder, layout=str(layout or ""))
+        return cls(
+            entry.number,
+            entry.overrides,
+            NOT_STARTED,
+            folder=entry.folder,
+            layout=str(layout or ""),
+        )
 
     def ended(self, exit_code: int, reason: str = "") -> Outcome:
         """Return the outcome of the same job after its end, with the numbers in its folder."""
         assert self.folder is not None
-        status = FINISHED if exit_code == 0 else INTERRUPTED if exit_code in (130, 143, 129) else FAILED
+        status = (
+            FINISHED if exit_code == 0 else INTERRUPTED if exit_code in (130, 143, 129) else FAILED
+        )
         if status == FAILED and not reason:
-            reason = _reason_in_status(self.folder, exit_code) or reason_in_log(self.folder / "job.log")
-        return replace(self, status=status, exit_code=exit_code, reason=reason, numbers=read_numbers(self.folder))
+            reason = _reason_in_status(self.folder, exit_code) or reason_in_log(
+                self.folder / "job.log"
+            )
+        return replace(
+            self,
+            status=status,
+            exit_code=exit_code,
+            reason=reason,
+            numbers=read_numbers(self.folder),
+        )
 
     def objective(self, metric: str | None) -> float | None:
-        """Return the number that a sweeper optimizes; without a name the validation loss, or the training loss without validation."""
+        """Return the number that a sweeper optimizes; without a name the validation loss, or the
+        training loss without validation."""
         if metric is None:
             return self.numbers.get("val_loss", self.numbers.get("loss"))
         return self.numbers.get(metric)
@@ -118,7 +147,8 @@ def read_numbers(folder: Path) -> dict[str, float]:
 
 
 def _reason_in_status(folder: Path, exit_code: int) -> str:
-    """Return the reason that a run recorded when it ended, in one line; empty if it recorded none."""
+    """Return the reason that a run recorded when it ended, in one line; empty if it recorded
+    none."""
     status = read_status(folder)
     if status is None or status.exit_code != exit_code:
         return ""
@@ -137,9 +167,20 @@ def _reason_in(lines: Sequence[str]) -> str:
     ends = [number for number, line in enumerate(lines) if line.startswith(_OURS)]
     starts = [number for number in ends if not lines[number].startswith(_WARNINGS)]
     if not starts:
-        return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(_AFTER_THE_REASON)), "")
+        return next(
+            (
+                line.strip()
+                for line in reversed(lines)
+                if line.strip() and not line.startswith(_AFTER_THE_REASON)
+            ),
+            "",
+        )
     first = starts[-1]
     following = [number for number in ends if number > first]
-    said = [line.strip() for line in lines[first : following[0] if following else len(lines)] if line.strip()]
+    said = [
+        line.strip()
+        for line in lines[first : following[0] if following else len(lines)]
+        if line.strip()
+    ]
     message = said[0].removeprefix(_OURS)
     return f"{message} {said[-1]}" if message.endswith(":") and len(said) > 1 else message

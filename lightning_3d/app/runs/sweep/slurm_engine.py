@@ -1,7 +1,8 @@
 """Engine that runs each job of a sweep as a SLURM job, submitted by submitit (extra `slurm`).
 
-submitit starts one task for each rank with srun. A task runs the job's command, which sees in SLURM's variables that it is a rank.
-squeue, which needs no accounting database, shows whether a job has ended.
+submitit starts one task for each rank with srun. A task runs the job's command, which sees in
+SLURM's variables that it is a rank. squeue, which needs no accounting database, shows whether a job
+has ended.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import ConfigError, install
-from lightning_3d.layout.sizes import check_number, check_sizes
-from lightning_3d.ranks.process_ties import belong_to
 from lightning_3d.app.runs.slurm_request import SlurmRequest
 from lightning_3d.app.runs.status import read_status
 from lightning_3d.app.runs.sweep.jobs import Job
 from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Event, Going, Interrupted
+from lightning_3d.errors import ConfigError, install
+from lightning_3d.layout.sizes import check_number, check_sizes
+from lightning_3d.ranks.process_ties import belong_to
 
 SUBMITIT_FOLDER = ".submitit"
 _LATE_SECONDS = 20.0  # until a file that another node wrote is visible here
@@ -38,7 +39,8 @@ class SlurmResources(SlurmRequest):
     Attributes:
         minutes: time limit of a job.
         sbatch: further options of sbatch, by name.
-        executor: of submitit: slurm, or local, where a job is a process of this machine that starts its ranks.
+        executor: of submitit: slurm, or local, where a job is a process of this machine that starts
+            its ranks.
     """
 
     minutes: int = 1440
@@ -60,9 +62,20 @@ class SlurmResources(SlurmRequest):
             "gpus_per_node": job.config["cluster"]["gpus_per_node"] or None,
         }
         alone = self.executor != "slurm"
-        tasks = {"nodes": 1 if alone else nodes, "tasks_per_node": 1 if alone else job.ranks // nodes}
-        fixed = {"name": f"lightning-3d-{job.number}", "timeout_min": self.minutes, "stderr_to_stdout": True}
-        return {**fixed, **tasks, **{key: value for key, value in asked.items() if value is not None}}
+        tasks = {
+            "nodes": 1 if alone else nodes,
+            "tasks_per_node": 1 if alone else job.ranks // nodes,
+        }
+        fixed = {
+            "name": f"lightning-3d-{job.number}",
+            "timeout_min": self.minutes,
+            "stderr_to_stdout": True,
+        }
+        return {
+            **fixed,
+            **tasks,
+            **{key: value for key, value in asked.items() if value is not None},
+        }
 
 
 class SlurmEngine:
@@ -77,17 +90,28 @@ class SlurmEngine:
         ConfigError: submitit or SLURM's programs are not installed, or a number is out of range.
     """
 
-    def __init__(self, resources: SlurmResources, at_once: int | None = None, *, poll_seconds: float = 5.0) -> None:
-        check_sizes(**{"hydra.launcher.jobs_at_once": at_once, "hydra.launcher.minutes": resources.minutes})
+    def __init__(
+        self, resources: SlurmResources, at_once: int | None = None, *, poll_seconds: float = 5.0
+    ) -> None:
+        check_sizes(
+            **{"hydra.launcher.jobs_at_once": at_once, "hydra.launcher.minutes": resources.minutes}
+        )
         check_number("hydra.launcher.poll_seconds", poll_seconds)
         try:
             import submitit
         except ImportError as error:
-            raise ConfigError(f"hydra/launcher=slurm needs the package submitit. {install('slurm')}.") from error
-        absent = [program for program in ("sbatch", "srun", "squeue", "scancel") if shutil.which(program) is None]
+            raise ConfigError(
+                f"hydra/launcher=slurm needs the package submitit. {install('slurm')}."
+            ) from error
+        absent = [
+            program
+            for program in ("sbatch", "srun", "squeue", "scancel")
+            if shutil.which(program) is None
+        ]
         if resources.executor == "slurm" and absent:
             raise ConfigError(
-                f"hydra/launcher=slurm needs SLURM, but {absent[0]} is not installed on this machine. Start the sweep on a SLURM node."
+                f"hydra/launcher=slurm needs SLURM, but {absent[0]} is not installed on this"
+                " machine. Start the sweep on a SLURM node."
             )
         self._submitit: Any = submitit
         self._resources = resources
@@ -104,15 +128,30 @@ class SlurmEngine:
                     job = waiting.popleft()
                     try:
                         self._submit_into(running, job)
-                    except (OSError, subprocess.SubprocessError, self._submitit.core.utils.FailedSubmissionError) as error:
+                    except (
+                        OSError,
+                        subprocess.SubprocessError,
+                        self._submitit.core.utils.FailedSubmissionError,
+                    ) as error:
                         yield Began(job)
                         yield Ended(job, 1, f"cannot submit it: {_last_line(error)}")
                     else:
-                        yield Began(job, f"SLURM job {running[job].job_id}" if self._resources.executor == "slurm" else "")
+                        yield Began(
+                            job,
+                            (
+                                f"SLURM job {running[job].job_id}"
+                                if self._resources.executor == "slurm"
+                                else ""
+                            ),
+                        )
                 time.sleep(self._poll_seconds)
                 alive = self._alive(running)
                 for job, submitted in list(running.items()):
-                    ended = None if job in alive else _ended(job, submitted, gone.setdefault(job, time.monotonic()))
+                    ended = (
+                        None
+                        if job in alive
+                        else _ended(job, submitted, gone.setdefault(job, time.monotonic()))
+                    )
                     if ended is not None:
                         del running[job]
                     yield ended or Going(job)
@@ -121,7 +160,8 @@ class SlurmEngine:
             raise
 
     def _submit_into(self, running: dict[Job, Any], job: Job) -> None:
-        """Submit in a thread, which no signal interrupts, so that a job that SLURM accepted is cancelled however the sweep ends."""
+        """Submit in a thread, which no signal interrupts, so that a job that SLURM accepted is
+        cancelled however the sweep ends."""
         failed: list[Exception] = []
         over = threading.Event()
 
@@ -143,9 +183,17 @@ class SlurmEngine:
             raise failed[0]
 
     def _submit(self, job: Job) -> Any:
-        executor = self._submitit.AutoExecutor(folder=job.folder / SUBMITIT_FOLDER, cluster=self._resources.executor)
+        executor = self._submitit.AutoExecutor(
+            folder=job.folder / SUBMITIT_FOLDER, cluster=self._resources.executor
+        )
         executor.update_parameters(**self._resources.parameters(job))
-        return executor.submit(run_task, list(job.command), str(job.log), dict(job.environment), job.work_folder and str(job.work_folder))
+        return executor.submit(
+            run_task,
+            list(job.command),
+            str(job.log),
+            dict(job.environment),
+            job.work_folder and str(job.work_folder),
+        )
 
     def _alive(self, running: Mapping[Job, Any]) -> set[Job]:
         """Return the jobs that are queued or running."""
@@ -153,7 +201,11 @@ class SlurmEngine:
             return {job for job, submitted in running.items() if not submitted.done()}
         try:
             done = subprocess.run(
-                ["squeue", "--noheader", "--me", "--format=%A"], capture_output=True, text=True, check=False, timeout=60
+                ["squeue", "--noheader", "--me", "--format=%A"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
             )
         except subprocess.TimeoutExpired:
             return set(running)
@@ -171,7 +223,8 @@ class SlurmEngine:
 
 
 def _ended(job: Job, submitted: Any, since: float) -> Ended | None:
-    """Return how a job ended that left the queue; None while its result may not be visible here yet."""
+    """Return how a job ended that left the queue; None while its result may not be visible here
+    yet."""
     codes = [_code_of(submitted.task(number)) for number in range(submitted.num_tasks)]
     failed = [code for code in codes if code]
     if failed:
@@ -182,7 +235,12 @@ def _ended(job: Job, submitted: Any, since: float) -> Ended | None:
         return None
     status = read_status(job.folder)
     code = status.exit_code if status is not None else None
-    return Ended(job, code or 1, "SLURM ended the job: it was cancelled, exceeded its time or memory, or a node failed (see sacct).")
+    return Ended(
+        job,
+        code or 1,
+        "SLURM ended the job: it was cancelled, exceeded its time or memory, or a node failed (see"
+        " sacct).",
+    )
 
 
 def _code_of(task: Any) -> int | None:
@@ -208,7 +266,8 @@ def run_task(command: list[str], log: str, environment: dict[str, str], folder: 
         belong_to(parent)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # by which submitit asks to save and exit, long before SLURM's own SIGTERM
+    # by which submitit asks to save and exit, long before SLURM's own SIGTERM
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     with open(log, "ab") as out:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,5 @@
-"""Run the jobs of a sweep with an engine, skip those that an earlier start finished, and compare them."""
+"""Run the jobs of a sweep with an engine, skip those that an earlier start finished, and compare
+them."""
 
 from __future__ import annotations
 
@@ -10,14 +11,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.app.runs.report.sweep import write_sweep_report
-from lightning_3d.app.runs.status import FAILED, FINISHED, INTERRUPTED, RUNNING, RunStatus, read_status
+from lightning_3d.app.runs.status import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    RunStatus,
+    read_status,
+)
 from lightning_3d.app.runs.sweep.folder import SweepFolder, is_finished, prepare
 from lightning_3d.app.runs.sweep.jobs import Entry, Job, Skipped
 from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Engine, Going, Interrupted
-from lightning_3d.app.runs.sweep.results import CHECKED, NOT_STARTED, SKIPPED, Outcome, finished_before
+from lightning_3d.app.runs.sweep.results import (
+    CHECKED,
+    NOT_STARTED,
+    SKIPPED,
+    Outcome,
+    finished_before,
+)
 from lightning_3d.app.runs.sweep.table import assigned, format_table, swept_keys, write_csv
+from lightning_3d.errors import ConfigError, Lightning3DError
 
 
 class Sweep:
@@ -33,7 +47,14 @@ class Sweep:
         has_results: whether a job has given a sweeper a result.
     """
 
-    def __init__(self, folder: SweepFolder, engine: Engine, *, keys: Sequence[str] = (), out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        folder: SweepFolder,
+        engine: Engine,
+        *,
+        keys: Sequence[str] = (),
+        out: TextIO | None = None,
+    ) -> None:
         self.folder = folder
         self.outcomes: dict[int, Outcome] = {}
         self.has_results = False
@@ -44,17 +65,20 @@ class Sweep:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the sweep. 0: all valid jobs have finished; 1: some failed; 2: no job is valid."""
+        """Exit code of the sweep. 0: all valid jobs have finished; 1: some failed; 2: no job is
+        valid."""
         statuses = {outcome.status for outcome in self.outcomes.values()}
         if statuses <= {SKIPPED}:
             return Lightning3DError.exit_code if statuses else 0
         return int(not statuses <= {FINISHED, SKIPPED, CHECKED})
 
     def run(self, entries: Sequence[Entry]) -> list[Outcome]:
-        """Run a batch of jobs. Problems are reported before the first job starts; jobs that have finished do not run again.
+        """Run a batch of jobs. Problems are reported before the first job starts; jobs that have
+        finished do not run again.
 
         Raises:
-            ConfigError: two jobs would share a folder, or a folder holds something other than this sweep.
+            ConfigError: two jobs would share a folder, or a folder holds something other than this
+                sweep.
             Interrupted: a signal arrived; the running jobs were stopped first.
         """
         try:
@@ -71,7 +95,8 @@ class Sweep:
         return [self.outcomes[entry.number] for entry in entries]
 
     def close(self) -> None:
-        """Print the table, if there is something to compare, and release the folder. Later calls do nothing."""
+        """Print the table, if there is something to compare, and release the folder. Later calls do
+        nothing."""
         if self.folder.lock is None:
             return
         self.show_table()
@@ -102,7 +127,10 @@ class Sweep:
             self.outcomes[job.number] = Outcome.of(Skipped(job.number, job.overrides, str(error)))
             return False
         if moved is not None:
-            self._say(f"job {job.number} did not finish last time and restarts; its earlier output was moved to {moved}")
+            self._say(
+                f"job {job.number} did not finish last time and restarts; its earlier output was"
+                f" moved to {moved}"
+            )
         return True
 
     def _run(self, jobs: Sequence[Job]) -> None:
@@ -115,7 +143,10 @@ class Sweep:
                     self.outcomes[job.number] = replace(self.outcomes[job.number], status=RUNNING)
                     self._save()
                     where = f" ({event.where})" if event.where else ""
-                    self._say(f"[{begun}/{len(jobs)}] job {job.number}: {self._describe(job.overrides)}{where}")
+                    self._say(
+                        f"[{begun}/{len(jobs)}] job {job.number}:"
+                        f" {self._describe(job.overrides)}{where}"
+                    )
                 elif isinstance(event, Going):
                     self._show_progress(job)
                 else:
@@ -125,10 +156,17 @@ class Sweep:
         job = event.job
         outcome = self.outcomes[job.number].ended(event.exit_code, event.reason or "")
         self.outcomes[job.number] = outcome
-        if outcome.status == FINISHED and read_status(job.folder) is None:  # a command that keeps no status
+        # a command that keeps no status
+        if outcome.status == FINISHED and read_status(job.folder) is None:
             RunStatus.begun().after(0).write(job.folder)
-        said = f"exit code {event.exit_code}: {outcome.reason or 'no reason given'} (output: {job.log})"
-        self._say(f"      job {job.number} {outcome.status}, {_numbers(outcome) if outcome.status == FINISHED else said}")
+        said = (
+            f"exit code {event.exit_code}: {outcome.reason or 'no reason given'} (output:"
+            f" {job.log})"
+        )
+        self._say(
+            f"      job {job.number} {outcome.status},"
+            f" {_numbers(outcome) if outcome.status == FINISHED else said}"
+        )
         self._save()
 
     def _stopped(self) -> None:
@@ -159,19 +197,29 @@ class Sweep:
         }
         words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         plural = "s" * (len(batch) != 1)
-        self._say(f"sweep of {len(batch)} job{plural}" + (f" in {self.folder.path}" if jobs else "") + f": {words}")
+        self._say(
+            f"sweep of {len(batch)} job{plural}"
+            + (f" in {self.folder.path}" if jobs else "")
+            + f": {words}"
+        )
         for outcome in batch:
             what = self._describe(outcome.overrides)
             if outcome.status in (SKIPPED, CHECKED):
                 self._say(f"      job {outcome.number} {outcome.status}: {what}: {outcome.reason}")
             elif outcome.before:
-                self._say(f"      job {outcome.number} ({what}) had already finished: {_numbers(outcome)}")
+                self._say(
+                    f"      job {outcome.number} ({what}) had already finished: {_numbers(outcome)}"
+                )
 
     def _describe(self, overrides: Sequence[str]) -> str:
         """Name a job by the keys in which it differs from the others."""
         keys = swept_keys(self._sorted(), self._known)
         values = assigned(overrides)
-        return " ".join(f"{key}={values[key]}" for key in keys if key in values) or " ".join(overrides) or "no overrides"
+        return (
+            " ".join(f"{key}={values[key]}" for key in keys if key in values)
+            or " ".join(overrides)
+            or "no overrides"
+        )
 
     def _show_progress(self, job: Job) -> None:
         """On a terminal, show the job's last line, overwriting the previous one."""
@@ -194,15 +242,22 @@ class Sweep:
         outcomes = self._sorted()
         keys = swept_keys(outcomes, self._known)
         out = self._out or sys.stdout
-        width = shutil.get_terminal_size((120, 24)).columns if out.isatty() else sys.maxsize  # a file has no width
+        # a file has no width
+        width = shutil.get_terminal_size((120, 24)).columns if out.isatty() else sys.maxsize
         self._say("\n" + format_table(outcomes, keys, width))
         for outcome in outcomes:
             if outcome.status in (SKIPPED, FAILED):
-                self._say(f"job {outcome.number} {outcome.status}: {outcome.reason or f'exit code {outcome.exit_code}'}")
+                self._say(
+                    f"job {outcome.number} {outcome.status}:"
+                    f" {outcome.reason or f'exit code {outcome.exit_code}'}"
+                )
         self._say(f"table: {write_csv(self.folder.path, outcomes, keys)}")
         self._say(f"report: {write_sweep_report(self.folder.path)}")
         if any(outcome.status in (FAILED, INTERRUPTED, NOT_STARTED) for outcome in outcomes):
-            self._say(f"to run the jobs that did not finish, repeat the command with hydra.sweep.dir={self.folder.path}")
+            self._say(
+                "to run the jobs that did not finish, repeat the command with"
+                f" hydra.sweep.dir={self.folder.path}"
+            )
 
     def _say(self, text: str) -> None:
         out = self._out or sys.stdout
@@ -213,9 +268,24 @@ class Sweep:
 
 
 def _numbers(outcome: Outcome) -> str:
-    missing = "no numbers: it wrote no metrics.csv (add the callback lightning_3d.app.training.callbacks.MetricsCSV)"
-    names = {"loss": "loss {:.4f}", "val_loss": "validation loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "seconds": "{:.0f} s"}
-    return ", ".join(text.format(outcome.numbers[name]) for name, text in names.items() if name in outcome.numbers) or missing
+    missing = (
+        "no numbers: it wrote no metrics.csv (add the callback"
+        " lightning_3d.app.training.callbacks.MetricsCSV)"
+    )
+    names = {
+        "loss": "loss {:.4f}",
+        "val_loss": "validation loss {:.4f}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "seconds": "{:.0f} s",
+    }
+    return (
+        ", ".join(
+            text.format(outcome.numbers[name])
+            for name, text in names.items()
+            if name in outcome.numbers
+        )
+        or missing
+    )
 
 
 def _require_own_folders(entries: Sequence[Entry]) -> None:
@@ -225,6 +295,7 @@ def _require_own_folders(entries: Sequence[Entry]) -> None:
         other = taken.setdefault(job.folder, job.number)
         if other != job.number:
             raise ConfigError(
-                f"Jobs {other} and {job.number} would both write into {job.folder}. Set hydra.sweep.subdir to a name that differs between"
-                " jobs, for example ${hydra:job.num}."
+                f"Jobs {other} and {job.number} would both write into {job.folder}. Set"
+                " hydra.sweep.subdir to a name that differs between jobs, for example"
+                " ${hydra:job.num}."
             )

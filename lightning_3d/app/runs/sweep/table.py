@@ -23,40 +23,66 @@ def assigned(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def swept_keys(outcomes: Sequence[Outcome], known: Iterable[str] = ()) -> list[str]:
-    """List the keys that the command line sweeps or in which jobs differ, in the order of the command line."""
+    """List the keys that the command line sweeps or in which jobs differ, in the order of the
+    command line."""
     jobs = [assigned(outcome.overrides) for outcome in outcomes]
     keys = list(dict.fromkeys(key for job in jobs for key in job))
     return [key for key in keys if key in known or len({job.get(key) for job in jobs}) > 1]
 
 
 def write_csv(folder: Path, outcomes: Sequence[Outcome], keys: Sequence[str]) -> Path:
-    """Write `sweep.csv` atomically: one row per job, with full values. An empty cell is a number that does not exist."""
+    """Write `sweep.csv` atomically: one row per job, with full values. An empty cell is a number
+    that does not exist."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["job", *keys, "layout", "status", "exit_code", "reason", *METRICS, "folder"])
     for outcome in outcomes:
         values = assigned(outcome.overrides)
-        numbers = [f"{outcome.numbers[name]:.9g}" if name in outcome.numbers else "" for name in METRICS]
+        numbers = [
+            f"{outcome.numbers[name]:.9g}" if name in outcome.numbers else "" for name in METRICS
+        ]
         code = "" if outcome.exit_code is None else outcome.exit_code
         swept = [values.get(key, "") for key in keys]
-        rows.writerow([outcome.number, *swept, outcome.layout, outcome.status, code, outcome.reason, *numbers, outcome.folder or ""])
+        rows.writerow(
+            [
+                outcome.number,
+                *swept,
+                outcome.layout,
+                outcome.status,
+                code,
+                outcome.reason,
+                *numbers,
+                outcome.folder or "",
+            ]
+        )
     path = folder / SWEEP_FILE
     replace_text(path, text.getvalue())
     return path
 
 
 def format_table(outcomes: Sequence[Outcome], keys: Sequence[str], width: int) -> str:
-    """Write the jobs as lines of at most `width` characters; columns that do not fit are narrowed."""
+    """Write the jobs as lines of at most `width` characters; columns that do not fit are
+    narrowed."""
     columns = [("job", [str(outcome.number) for outcome in outcomes])]
-    columns += [(_short(key, keys), [assigned(outcome.overrides).get(key, "") for outcome in outcomes]) for key in keys]
+    columns += [
+        (_short(key, keys), [assigned(outcome.overrides).get(key, "") for outcome in outcomes])
+        for key in keys
+    ]
     columns.append(("status", [outcome.status for outcome in outcomes]))
     for name, title, form in _SHOWN:
-        cells = [form(outcome.numbers[name]) if name in outcome.numbers else "" for outcome in outcomes]
+        cells = [
+            form(outcome.numbers[name]) if name in outcome.numbers else "" for outcome in outcomes
+        ]
         if any(cells):
             columns.append((title, cells))
-    widths = _fitted([max(len(title), *(len(cell) for cell in cells)) for title, cells in columns], width)
+    widths = _fitted(
+        [max(len(title), *(len(cell) for cell in cells)) for title, cells in columns], width
+    )
     lines = [[title for title, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
-    text = [_GAP.join(_truncated(cell, size) for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text = [
+        _GAP.join(_truncated(cell, size) for cell, size in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     rule = "-" * max(len(line) for line in text)
     return "\n".join([rule, text[0], rule, *text[1:], rule])
 

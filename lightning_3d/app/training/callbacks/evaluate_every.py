@@ -1,4 +1,5 @@
-"""Callback that validates after every n-th optimizer step, whatever number of batches a step takes."""
+"""Callback that validates after every n-th optimizer step, whatever number of batches a step
+takes."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ _NEVER = 2**62
 class EvaluateEvery(pl.Callback):
     """Validates after every n-th optimizer step, and after step `max_steps` of the Trainer.
 
-    `val_check_interval` counts batches. With `accumulate_grad_batches` a step has several, and the last step of an epoch may have fewer.
-    After each batch, Lightning validates if the number of batches is a multiple of `Trainer.val_check_batch`. This callback sets that
-    attribute before: to 1 where a validation is due, and otherwise to a number that is never reached. A fit that resumes reads it too, to
-    count the validation of its checkpoint's step as done.
+    `val_check_interval` counts batches. With `accumulate_grad_batches` a step has several, and the
+    last step of an epoch may have fewer. After each batch, Lightning validates if the number of
+    batches is a multiple of `Trainer.val_check_batch`. This callback sets that attribute before: to
+    1 where a validation is due, and otherwise to a number that is never reached. A fit that resumes
+    reads it too, to count the validation of its checkpoint's step as done.
 
     Args:
         steps: optimizer steps between validations.
@@ -38,8 +40,8 @@ class EvaluateEvery(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.val_check_batch is None or trainer.check_val_every_n_epoch not in (None, 1):
             raise ConfigError(
-                "EvaluateEvery counts optimizer steps, but this Trainer validates by time or not in every epoch. Leave val_check_interval"
-                " and check_val_every_n_epoch out."
+                "EvaluateEvery counts optimizer steps, but this Trainer validates by time or not in"
+                " every epoch. Leave val_check_interval and check_val_every_n_epoch out."
             )
         self._set(trainer, due=trainer.global_step > 0 and self._is_due(trainer))
 

@@ -12,29 +12,47 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_3d.app.runs.metrics_file import column, csv_lines, keep_rows, read_rows
+from lightning_3d.app.training.step_clock import StepClock, last_val_loss
 from lightning_3d.storage.surviving import Surviving
 from lightning_3d.tracing.trace import MOST_RANKS, StepTrace
-from lightning_3d.app.training.step_clock import StepClock, last_val_loss
 
 COLUMNS = (
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "val_loss", "aux_loss", "max_load", "dropped",
-    "bubble", "memory", "tokens_seen", "mfu", "slow_rank", "slow_host", "slow_factor",
-)  # fmt: skip
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "step_seconds",
+    "val_loss",
+    "aux_loss",
+    "max_load",
+    "dropped",
+    "bubble",
+    "memory",
+    "tokens_seen",
+    "mfu",
+    "slow_rank",
+    "slow_host",
+    "slow_factor",
+)
 """Columns of `metrics.csv`. An empty cell means that the step has no such number.
 
-Mixture of experts: `aux_loss` is the balancing loss; `max_load` is the tokens of the fullest expert divided by the mean, and `dropped`
-the fraction of tokens that exceeded the capacity, each for the layer where it is largest.
+Mixture of experts: `aux_loss` is the balancing loss; `max_load` is the tokens of the fullest expert
+divided by the mean, and `dropped` the fraction of tokens that exceeded the capacity, each for the
+layer where it is largest.
 
-Traced steps: `bubble` is the measured bubble, 0 to 1 (see `lightning_3d.tracing.trace`); `memory` is the peak memory in bytes of the
-rank that used most.
+Traced steps: `bubble` is the measured bubble, 0 to 1 (see `lightning_3d.tracing.trace`); `memory`
+is the peak memory in bytes of the rank that used most.
 
-`tokens_seen` counts the tokens of all steps up to this one. `mfu` is the model's share of the devices' peak rate, 0 to 1.
+`tokens_seen` counts the tokens of all steps up to this one. `mfu` is the model's share of the
+devices' peak rate, 0 to 1.
 
-`slow_rank` is the rank that computes longest compared with its peers, `slow_host` its machine, and `slow_factor` how many times as long it
-takes, in the last ten steps.
+`slow_rank` is the rank that computes longest compared with its peers, `slow_host` its machine, and
+`slow_factor` how many times as long it takes, in the last ten steps.
 
-If the loss has several parts that the module names (`loss_parts`), a column for each follows, and if the data module names its validation
-sets (`val_names`), a column `val_loss/NAME` for each."""
+If the loss has several parts that the module names (`loss_parts`), a column for each follows, and
+if the data module names its validation sets (`val_names`), a column `val_loss/NAME` for each."""
 
 VAL_LOSS = "val_loss/"
 """How the name of the loss of a named validation set begins."""
@@ -47,20 +65,23 @@ TOKENS_SEEN = "step/tokens_seen"
 
 
 class MetricsCSV(Callback):
-    """Write one CSV row per optimizer step, complete on disk when the step ends. Accumulated batches share a row.
+    """Write one CSV row per optimizer step, complete on disk when the step ends. Accumulated
+    batches share a row.
 
-    A validation loss is added to the row of the step before it. Loggers get the same numbers (`step/loss` and so on) every
-    `log_every_n_steps` of the Trainer and for every traced step. For a traced step, they also get the memory of each rank in bytes
-    (`memory/rank_0`) if there are at most 64 ranks, and for a mixture of experts the load of each router (`router/max_load/NAME`).
+    A validation loss is added to the row of the step before it. Loggers get the same numbers
+    (`step/loss` and so on) every `log_every_n_steps` of the Trainer and for every traced step. For
+    a traced step, they also get the memory of each rank in bytes (`memory/rank_0`) if there are at
+    most 64 ranks, and for a mixture of experts the load of each router (`router/max_load/NAME`).
 
     If the disk is full, training continues without further rows, after one warning.
 
-    A resumed run continues the same file. When its first step has ended, rows of steps that it repeats are removed. Checkpoints hold the
-    number of tokens seen.
+    A resumed run continues the same file. When its first step has ended, rows of steps that it
+    repeats are removed. Checkpoints hold the number of tokens seen.
 
     Args:
         path: the file, usually `metrics.csv` in the run folder; its folder is created.
-        full_speed: tokens per second at which the model's operations would use the devices' full peak rate, for `mfu`; None if unknown.
+        full_speed: tokens per second at which the model's operations would use the devices' full
+            peak rate, for `mfu`; None if unknown.
     """
 
     def __init__(self, path: str | Path, full_speed: float | None = None) -> None:
@@ -69,7 +90,8 @@ class MetricsCSV(Callback):
         self._tokens_seen: float | None = None
         self._clock = StepClock()
         self._file: TextIO | None = None
-        self._kept: list[dict[str, str]] | None = None  # rows of earlier attempts, until the first step has ended
+        # rows of earlier attempts, until the first step has ended
+        self._kept: list[dict[str, str]] | None = None
         self._columns: tuple[str, ...] = COLUMNS
         self._parts: tuple[str, ...] = ()
         self._row: dict[str, Any] = {}
@@ -89,7 +111,9 @@ class MetricsCSV(Callback):
         self._columns = (*COLUMNS, *self._parts, *(of_sets | dict.fromkeys(_named_losses(trainer))))
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._clock.start(trainer)
 
     @override
@@ -134,10 +158,19 @@ class MetricsCSV(Callback):
                 self._row_start = self._file.seek(0, os.SEEK_END)
                 self._write_row(self._file)
         if numbers.trace is not None or numbers.step % max(1, trainer.log_every_n_steps) == 0:  # type: ignore[attr-defined]
-            known = {name: value for name, value in self._row.items() if name != "step" and value != ""}
-            row = {f"step/{name}": float(value) for name, value in known.items() if name not in TEXTS}
+            known = {
+                name: value for name, value in self._row.items() if name != "step" and value != ""
+            }
+            row = {
+                f"step/{name}": float(value) for name, value in known.items() if name not in TEXTS
+            }
             texts = {f"step/{name}": value for name, value in known.items() if name in TEXTS}
-            _log(trainer, numbers.step, row | _of_ranks(numbers.trace) | _of_routers(numbers.routers), texts)
+            _log(
+                trainer,
+                numbers.step,
+                row | _of_ranks(numbers.trace) | _of_routers(numbers.routers),
+                texts,
+            )
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -151,7 +184,14 @@ class MetricsCSV(Callback):
                 self._file.seek(self._row_start)
                 self._write_row(self._file)
                 self._file.truncate()
-        _log(trainer, self._row["step"], {"step/val_loss": float(self._row["val_loss"]), TOKENS_SEEN: float(self._row["tokens_seen"])})
+        _log(
+            trainer,
+            self._row["step"],
+            {
+                "step/val_loss": float(self._row["val_loss"]),
+                TOKENS_SEEN: float(self._row["tokens_seen"]),
+            },
+        )
 
     def _begin(self, kept: list[dict[str, str]]) -> None:
         """Open the file with the rows of earlier attempts that count."""
@@ -182,7 +222,9 @@ class MetricsCSV(Callback):
         self._kept = None
 
 
-def _log(trainer: Trainer, step: int, numbers: dict[str, float], texts: Mapping[str, str] | None = None) -> None:
+def _log(
+    trainer: Trainer, step: int, numbers: dict[str, float], texts: Mapping[str, str] | None = None
+) -> None:
     """Log numbers of a step to all loggers, and texts to those that take them."""
     for logger in trainer.loggers:
         more: dict[str, Any] = dict(texts or {}) if getattr(logger, "takes_text", False) else {}
@@ -198,10 +240,16 @@ def _of_routers(routers: Any) -> dict[str, float]:
     if routers is None:
         return {}
     numbers = {"router/aux_loss": routers.aux_loss, "router/z_loss": routers.z_loss}
-    return numbers | {f"router/max_load/{layer}": load for layer, load in zip(routers.layers, routers.max_over_mean, strict=True)}
+    return numbers | {
+        f"router/max_load/{layer}": load
+        for layer, load in zip(routers.layers, routers.max_over_mean, strict=True)
+    }
 
 
 def _named_losses(trainer: Trainer) -> dict[str, float]:
     """Return the latest loss of each named validation set, nan before the first validation."""
-    names = [f"{VAL_LOSS}{name}" for name in getattr(getattr(trainer, "datamodule", None), "val_names", ())]
+    names = [
+        f"{VAL_LOSS}{name}"
+        for name in getattr(getattr(trainer, "datamodule", None), "val_names", ())
+    ]
     return {name: float(trainer.callback_metrics.get(name, math.nan)) for name in names}

@@ -1,4 +1,5 @@
-"""Callback that saves during a fit, at its end, and when a signal ends it, and keeps the newest checkpoints."""
+"""Callback that saves during a fit, at its end, and when a signal ends it, and keeps the newest
+checkpoints."""
 
 from __future__ import annotations
 
@@ -13,27 +14,32 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.app.config.save_interval import AUTO, HOURS_BETWEEN_FAILURES, check_save_interval
+from lightning_3d.app.training.callbacks.save_times import SaveTimes
 from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.storage.remote_path import place
-from lightning_3d.app.training.callbacks.save_times import SaveTimes
 
 LEAST_STEPS, MOST_STEPS, SHARE = 50, 1000, 10
-"""A fit is saved SHARE times, but at intervals of at least LEAST_STEPS and at most MOST_STEPS optimizer steps."""
+"""A fit is saved SHARE times, but at intervals of at least LEAST_STEPS and at most MOST_STEPS
+optimizer steps."""
 
 
 class PeriodicCheckpoint(ModelCheckpoint):
-    """A `ModelCheckpoint` that also saves the last step, and the step at which Ctrl-C or SIGTERM ends the fit.
+    """A `ModelCheckpoint` that also saves the last step, and the step at which Ctrl-C or SIGTERM
+    ends the fit.
 
     After an error nothing is saved, because the step may be incomplete. Earlier checkpoints stay.
 
     Args:
         dirpath: folder or URL; None as in `ModelCheckpoint`.
-        every_n_train_steps: optimizer steps between saves. None: a tenth of the fit, at least 50 and at most 1000. "auto": what costs least
-            time with the measured times of a step and a save, and the expected failures, see `save_interval`.
-        save_top_k: number of newest checkpoints to keep, or of best ones with `monitor`; -1 keeps all.
-        keep_every_n_steps: of the older checkpoints, keep the first at or after each multiple of this many optimizer steps; None keeps
-            none.
-        hours_between_failures: hours that one rank is expected to run until it ends the job, for "auto".
+        every_n_train_steps: optimizer steps between saves. None: a tenth of the fit, at least 50
+            and at most 1000. "auto": what costs least time with the measured times of a step and a
+            save, and the expected failures, see `save_interval`.
+        save_top_k: number of newest checkpoints to keep, or of best ones with `monitor`; -1 keeps
+            all.
+        keep_every_n_steps: of the older checkpoints, keep the first at or after each multiple of
+            this many optimizer steps; None keeps none.
+        hours_between_failures: hours that one rank is expected to run until it ends the job, for
+            "auto".
         monitor: metric that decides which checkpoints to keep; None keeps the newest.
         options: further arguments of `ModelCheckpoint`.
     """
@@ -63,8 +69,11 @@ class PeriodicCheckpoint(ModelCheckpoint):
         every_n_train_steps = None if isinstance(every_n_train_steps, str) else every_n_train_steps
         self._saved_step = 0
         self._kept: set[str] = set()  # checkpoints that are not removed when newer ones come
-        self._chooses_interval = every_n_train_steps is every_n_epochs is train_time_interval is None
-        if monitor is None and save_top_k > 0:  # Lightning counts checkpoints only if it can compare them by a number
+        self._chooses_interval = (
+            every_n_train_steps is every_n_epochs is train_time_interval is None
+        )
+        # Lightning counts checkpoints only if it can compare them by a number
+        if monitor is None and save_top_k > 0:
             monitor, options["mode"] = "step", "max"
         super().__init__(
             dirpath,
@@ -85,7 +94,8 @@ class PeriodicCheckpoint(ModelCheckpoint):
     def state_key(self) -> str:
         """Key of the callback's state.
 
-        It leaves out the save interval, so that a fit resumed with a different interval still knows which checkpoints it keeps.
+        It leaves out the save interval, so that a fit resumed with a different interval still knows
+        which checkpoints it keeps.
         """
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
@@ -108,7 +118,8 @@ class PeriodicCheckpoint(ModelCheckpoint):
         self._kept = {self._here(path) for path in state_dict.get("kept", ())}
 
     def _here(self, path: str) -> str:
-        """Return a path of a checkpoint in the folder of this fit, which may have been moved or copied since it was saved."""
+        """Return a path of a checkpoint in the folder of this fit, which may have been moved or
+        copied since it was saved."""
         return str(place(self.dirpath) / place(path).name) if self.dirpath else path
 
     def _moved(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +152,9 @@ class PeriodicCheckpoint(ModelCheckpoint):
         self._every_n_train_steps = self._measures.choose(trainer, self._every_n_train_steps)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         if _ends_after_this_batch(trainer):
             self._save_newest(trainer)
@@ -153,7 +166,9 @@ class PeriodicCheckpoint(ModelCheckpoint):
             self._save_newest(trainer)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         if not isinstance(exception, SIGTERMException):
             return
         if self._keeps_newest and self._should_save_on_exception(trainer):
@@ -165,16 +180,22 @@ class PeriodicCheckpoint(ModelCheckpoint):
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
         """Return whether to remove a checkpoint that is no longer among the newest.
 
-        Lightning 2.6 keeps the one that the fit resumed from, so a run that is restarted often would leave one each time.
+        Lightning 2.6 keeps the one that the fit resumed from, so a run that is restarted often
+        would leave one each time.
         """
         if str(previous) in self._kept:
             return False
         if self._keeps_newest and "://" not in previous and self.dirpath is not None:
-            return previous != current and Path(self.dirpath).absolute() in Path(previous).absolute().parents
+            return (
+                previous != current
+                and Path(self.dirpath).absolute() in Path(previous).absolute().parents
+            )
         return super()._should_remove_checkpoint(trainer, previous, current)
 
     @override
-    def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+    def _save_topk_checkpoint(
+        self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
         super()._save_topk_checkpoint(trainer, monitor_candidates)
         if not self._keeps_newest or self.save_top_k < 1:
             return
@@ -195,16 +216,27 @@ class PeriodicCheckpoint(ModelCheckpoint):
 
 
 def interval(steps: int | None) -> int:
-    """Choose the optimizer steps between saves for a fit of `steps` steps; None: a fit without an end."""
+    """Choose the optimizer steps between saves for a fit of `steps` steps; None: a fit without an
+    end."""
     return MOST_STEPS if steps is None else min(MOST_STEPS, max(LEAST_STEPS, -(-steps // SHARE)))
 
 
 def steps_of_fit(trainer: pl.Trainer) -> int | None:
     """Optimizer steps of a whole fit, if nothing ends it earlier; None if it has no end."""
     by_epochs = None
-    if trainer.max_epochs is not None and trainer.max_epochs > 0 and trainer.num_training_batches != float("inf"):
-        by_epochs = trainer.max_epochs * -(-int(trainer.num_training_batches) // max(1, trainer.accumulate_grad_batches))
-    known = [steps for steps in (by_epochs, trainer.max_steps if trainer.max_steps > 0 else None) if steps is not None]
+    if (
+        trainer.max_epochs is not None
+        and trainer.max_epochs > 0
+        and trainer.num_training_batches != float("inf")
+    ):
+        by_epochs = trainer.max_epochs * -(
+            -int(trainer.num_training_batches) // max(1, trainer.accumulate_grad_batches)
+        )
+    known = [
+        steps
+        for steps in (by_epochs, trainer.max_steps if trainer.max_steps > 0 else None)
+        if steps is not None
+    ]
     return min(known, default=None)
 
 
@@ -213,5 +245,9 @@ def _ends_after_this_batch(trainer: pl.Trainer) -> bool:
     loop = trainer.fit_loop
     if trainer.should_stop or (trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps):
         return True
-    last_epoch = trainer.max_epochs is not None and trainer.max_epochs > 0 and trainer.current_epoch + 1 >= trainer.max_epochs
+    last_epoch = (
+        trainer.max_epochs is not None
+        and trainer.max_epochs > 0
+        and trainer.current_epoch + 1 >= trainer.max_epochs
+    )
     return last_epoch and bool(loop.epoch_loop.batch_progress.is_last_batch)

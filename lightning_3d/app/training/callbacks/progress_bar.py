@@ -17,8 +17,8 @@ from lightning_3d.app.training.step_clock import StepClock, StepNumbers, last_va
 class ProgressBar(LightningProgressBar):
     """One line with step, loss, tokens/s, step time and time left.
 
-    On a terminal the line is rewritten in place; elsewhere a new one is printed every `every` steps. Step time and
-    tokens/s are means over the last `window` steps.
+    On a terminal the line is rewritten in place; elsewhere a new one is printed every `every`
+    steps. Step time and tokens/s are means over the last `window` steps.
 
     Args:
         every: steps between lines when the output is not a terminal.
@@ -57,7 +57,9 @@ class ProgressBar(LightningProgressBar):
         self._clock = StepClock()
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._clock.start(trainer)
 
     @override
@@ -109,7 +111,9 @@ def progress_line(recent: Iterable[StepNumbers], total: int | None) -> str:
     seconds = sum(step.seconds for step in steps)
     mean = seconds / len(steps)
     speed = sum(step.tokens for step in steps) / seconds if seconds > 0 else 0.0
-    place = f"step {latest.step}" if total is None else f"step {latest.step:{len(str(total))}d}/{total}"
+    place = (
+        f"step {latest.step}" if total is None else f"step {latest.step:{len(str(total))}d}/{total}"
+    )
     line = f"{place} | loss {latest.loss:.4f} | {speed:,.0f} tokens/s | {mean:.3f} s/step"
     if latest.routers is not None:
         line += f" | fullest expert {max(latest.routers.max_over_mean):.2f} x mean"

@@ -34,14 +34,16 @@ class SaveTimes:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure a save: how long it holds up training, also while it waits for the end of the save before."""
+        """Measure a save: how long it holds up training, also while it waits for the end of the
+        save before."""
         start = time.monotonic()
         yield
         self._last = time.monotonic() - start
         self._saving += self._last
 
     def choose(self, trainer: pl.Trainer, present: int) -> int:
-        """Return the best interval after a save, the same on all ranks. Collective: the times of rank 0 count."""
+        """Return the best interval after a save, the same on all ranks. Collective: the times of
+        rank 0 count."""
         steps = trainer.global_step - self._first_step
         if steps < 1:
             return present

@@ -11,17 +11,18 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_3d.checkpoint.outcome import NotSaved, SaveOutcome
 from lightning_3d.app.training.callbacks.progress_bar import format_seconds
 from lightning_3d.app.training.step_clock import StepClock, last_val_loss
+from lightning_3d.checkpoint.outcome import NotSaved, SaveOutcome
 
 
 class Summary(Callback):
-    """Print the size of the model when a fit begins. When it has ended, print a table: model, layout, steps, speed, losses, entropies of
-    the text, checkpoint.
+    """Print the size of the model when a fit begins. When it has ended, print a table: model,
+    layout, steps, speed, losses, entropies of the text, checkpoint.
 
     Args:
-        model_name: model name for the first row; None uses the type of the configuration or the module's class.
+        model_name: model name for the first row; None uses the type of the configuration or the
+            module's class.
         stream: text stream to write to; None is `sys.stdout` at the time of writing.
     """
 
@@ -48,7 +49,9 @@ class Summary(Callback):
         self._clock = StepClock()
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._clock.start(trainer)
 
     @override
@@ -73,8 +76,11 @@ class Summary(Callback):
         self._show(trainer, pl_module)
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, NotSaved):  # all steps were taken, only the last checkpoint is missing
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # all steps were taken, only the last checkpoint is missing
+        if isinstance(exception, NotSaved):
             self._show(trainer, pl_module)
 
     def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,13 +104,20 @@ class Summary(Callback):
             )
         )
         rows.append(("tokens", f"{self._tokens:,.0f}"))
-        rows.append(("time in steps", f"{format_seconds(self._seconds)} ({self._seconds / self._steps:.3f} s/step)"))
+        rows.append(
+            (
+                "time in steps",
+                f"{format_seconds(self._seconds)} ({self._seconds / self._steps:.3f} s/step)",
+            )
+        )
         rows.append(("speed", f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s"))
         padding = getattr(trainer.datamodule, "padding_share", lambda: None)()  # type: ignore[attr-defined]
         if padding is not None:
             rows.append(("padding", f"{100 * padding:.2f} % of the tokens of training samples"))
         if self._skipped:
-            rows.append(("skipped steps", f"{self._skipped:,} (loss or gradient norm was not finite)"))
+            rows.append(
+                ("skipped steps", f"{self._skipped:,} (loss or gradient norm was not finite)")
+            )
         if self._losses:
             mean, count = sum(self._losses) / len(self._losses), len(self._losses)
             of = f"mean of the last {count} steps" if count > 1 else "of the last step"
@@ -119,7 +132,9 @@ class Summary(Callback):
 
     def _name(self, pl_module: LightningModule) -> str:
         config = getattr(pl_module, "config", None)
-        return str(self._model_name or getattr(config, "model_type", None) or type(pl_module).__name__)
+        return str(
+            self._model_name or getattr(config, "model_type", None) or type(pl_module).__name__
+        )
 
 
 def _describe_layout(trainer: Trainer) -> str:
@@ -140,22 +155,35 @@ def _describe_layout(trainer: Trainer) -> str:
 def _describe_checkpoint(trainer: Trainer) -> str:
     """Name the best checkpoint of the run; after a failed save, the newest complete one."""
     outcome: SaveOutcome | None = getattr(trainer.strategy, "save_outcome", None)
-    best = getattr(trainer.checkpoint_callback, "best_model_path", "") if trainer.checkpoint_callback else ""
+    best = (
+        getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if trainer.checkpoint_callback
+        else ""
+    )
     if outcome is None or outcome.lost is None:
         return best or "none"
-    newest = f"{outcome.saved.path} (step {outcome.saved.step})" if outcome.saved is not None else "none"
+    newest = (
+        f"{outcome.saved.path} (step {outcome.saved.step})" if outcome.saved is not None else "none"
+    )
     missing = outcome.missing
-    return newest if missing is None else f"{newest}; the checkpoint of step {missing.step} could not be written"
+    return (
+        newest
+        if missing is None
+        else f"{newest}; the checkpoint of step {missing.step} could not be written"
+    )
 
 
 def _validation_rows(trainer: Trainer, unit: str) -> list[tuple[str, str]]:
-    """Rows with the held-out loss, and the losses that unigram and bigram frequencies alone would reach."""
+    """Rows with the held-out loss, and the losses that unigram and bigram frequencies alone would
+    reach."""
     value = last_val_loss(trainer)
     if value is None:
         return []
     rows = [("validation loss", f"{value:.4f} nats/{unit}")]
     for name in getattr(trainer.datamodule, "val_names", ()):  # type: ignore[attr-defined]
-        rows.append((f"  {name}", f"{float(trainer.callback_metrics[f'val_loss/{name}']):.4f} nats/{unit}"))
+        rows.append(
+            (f"  {name}", f"{float(trainer.callback_metrics[f'val_loss/{name}']):.4f} nats/{unit}")
+        )
     entropy = getattr(trainer.datamodule, "entropy", lambda: None)()  # type: ignore[attr-defined]
     if entropy is not None:
         rows.append(("  bigram entropy", f"{entropy.bigram:.4f} nats/{unit}, of the held-out text"))

@@ -1,4 +1,5 @@
-"""Data modules that pack text into samples of equal length, and the names that `data/` config files have for them."""
+"""Data modules that pack text into samples of equal length, and the names that `data/` config files
+have for them."""
 
 from __future__ import annotations
 
@@ -30,27 +31,32 @@ def make_data_module(config: Mapping[str, Any], **given: Any) -> PackedDataModul
     """Build the data module that a `data/` config file describes.
 
     Args:
-        config: `name`, one of `DATA_MODULES`, and the arguments of that data module; "???" marks a missing one, as in
-            Hydra.
-        **given: arguments from elsewhere in the configuration, such as `global_batch_size`, `vocab_size` and
-            `seed`.
+        config: `name`, one of `DATA_MODULES`, and the arguments of that data module; "???" marks a
+            missing one, as in Hydra.
+        **given: arguments from elsewhere in the configuration, such as `global_batch_size`,
+            `vocab_size` and `seed`.
 
     Raises:
-        ConfigError: the name is unknown, or an argument is missing, unknown, or given twice with different values.
+        ConfigError: the name is unknown, or an argument is missing, unknown, or given twice with
+            different values.
         DataError: a path does not exist.
     """
     arguments = {str(key): None if value == "???" else value for key, value in config.items()}
     name = arguments.pop("name", None)
     if not isinstance(name, str) or name not in DATA_MODULES:
         raise ConfigError(
-            f"data.name must be {listed(DATA_MODULES, last='or')}; got {name!r}.{did_you_mean(str(name), DATA_MODULES)}"
+            f"data.name must be {listed(DATA_MODULES, last='or')}; got"
+            f" {name!r}.{did_you_mean(str(name), DATA_MODULES)}"
         )
     for key, value in given.items():
         if arguments.get(key) is None:
             arguments[key] = value
         elif arguments[key] != value:
             other = {"vocab_size": "model.config.vocab_size"}.get(key, key)
-            raise ConfigError(f"data.{key}={arguments[key]} contradicts {other}={value}. Remove data.{key}, or make them equal.")
+            raise ConfigError(
+                f"data.{key}={arguments[key]} contradicts {other}={value}. Remove data.{key}, or"
+                " make them equal."
+            )
     module_name, class_name = DATA_MODULES[name].split(":")
     data_module: Callable[..., PackedDataModule] = getattr(import_module(module_name), class_name)
     _check_arguments(data_module, arguments, f"data={name}")
@@ -63,7 +69,8 @@ def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) 
     for key in arguments:
         if key not in known:
             raise ConfigError(
-                f"{what} has no option '{key}'. Its options are {listed(sorted(known))}.{did_you_mean(key, known)}"
+                f"{what} has no option '{key}'. Its options are"
+                f" {listed(sorted(known))}.{did_you_mean(key, known)}"
             )
     missing = [
         f"data.{key}"
@@ -71,13 +78,24 @@ def _check_arguments(data_module: Any, arguments: Mapping[str, Any], what: str) 
         if parameter.default is Parameter.empty and arguments.get(key) is None
     ]
     if missing:
-        raise ConfigError(f"{what} needs {listed(missing)}, for example {missing[0]}=... on the command line.")
+        raise ConfigError(
+            f"{what} needs {listed(missing)}, for example {missing[0]}=... on the command line."
+        )
     for key, value in arguments.items():
         if not _fits(value, known[key].annotation):
-            raise ConfigError(f"data.{key} must be {_WORDS_OF_KINDS[_kinds(known[key].annotation)[0]]}; got {value!r}.")
+            raise ConfigError(
+                f"data.{key} must be {_WORDS_OF_KINDS[_kinds(known[key].annotation)[0]]}; got"
+                f" {value!r}."
+            )
 
 
-_WORDS_OF_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a group of keys"}
+_WORDS_OF_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    dict: "a group of keys",
+}
 
 
 def _kinds(hint: Any) -> list[Any]:
@@ -87,10 +105,19 @@ def _kinds(hint: Any) -> list[Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Check a value against an annotation, where a whole number is a number, and true is neither."""
-    if value is None or not isinstance(value, bool) and isinstance(value, int) and float in _kinds(hint):
+    """Check a value against an annotation, where a whole number is a number, and true is
+    neither."""
+    if (
+        value is None
+        or not isinstance(value, bool)
+        and isinstance(value, int)
+        and float in _kinds(hint)
+    ):
         return True
-    return any(type(value) is kind or kind is PathLike and isinstance(value, PathLike) for kind in _kinds(hint))
+    return any(
+        type(value) is kind or kind is PathLike and isinstance(value, PathLike)
+        for kind in _kinds(hint)
+    )
 
 
 def _parameters(data_module: Any) -> dict[str, Parameter]:
@@ -103,7 +130,9 @@ def _parameters(data_module: Any) -> dict[str, Parameter]:
         parameters = signature(parent.__dict__["__init__"]).parameters.values()
         for parameter in parameters:
             if parameter.kind is Parameter.KEYWORD_ONLY:
-                known.setdefault(parameter.name, parameter.replace(annotation=hints[parameter.name]))
+                known.setdefault(
+                    parameter.name, parameter.replace(annotation=hints[parameter.name])
+                )
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
             break
     return known

@@ -12,10 +12,12 @@ _OPEN = 64
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each document, the longest first, into the fullest sample that has room, or into a new one (best-fit decreasing).
+    """Put each document, the longest first, into the fullest sample that has room, or into a new
+    one (best-fit decreasing).
 
-    It needs at most 11/9 of the least possible number of samples, plus 4 (Johnson, Demers, Ullman, Garey and Graham, "Worst-case
-    performance bounds for simple one-dimensional packing algorithms", 1974). Memory is proportional to the number of documents.
+    It needs at most 11/9 of the least possible number of samples, plus 4 (Johnson, Demers, Ullman,
+    Garey and Graham, "Worst-case performance bounds for simple one-dimensional packing algorithms",
+    1974). Memory is proportional to the number of documents.
 
     Args:
         lengths: tokens of each document, at most `capacity`.
@@ -45,11 +47,15 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each document into the first of the last few samples that has room, or into a new one; as `best_fit` otherwise."""
+    """Put each document into the first of the last few samples that has room, or into a new one; as
+    `best_fit` otherwise."""
     samples: list[list[int]] = []
     room: list[int] = []
     for document, size in enumerate(lengths):
-        place = next((index for index in range(max(0, len(room) - _OPEN), len(room)) if room[index] >= size), None)
+        place = next(
+            (index for index in range(max(0, len(room) - _OPEN), len(room)) if room[index] >= size),
+            None,
+        )
         if place is None:
             place = len(samples)
             samples.append([])

@@ -1,4 +1,5 @@
-"""A blend of several sources of tokens: which row comes from where depends on the seed and the number of the row only."""
+"""A blend of several sources of tokens: which row comes from where depends on the seed and the
+number of the row only."""
 
 from __future__ import annotations
 
@@ -12,8 +13,6 @@ from typing_extensions import override
 
 from lightning_3d.app.config.blend_sources import Source, read_sources
 from lightning_3d.app.config.data_urls import check_data_urls, has_url
-from lightning_3d.errors import DataError, plural
-from lightning_3d.storage.piece_cache import Piece, PieceCache
 from lightning_3d.app.training.data.base import PackedDataModule
 from lightning_3d.app.training.data.blend_sources import BlendPlan, find_sources
 from lightning_3d.app.training.data.corpus import Corpus, require_separator
@@ -21,14 +20,18 @@ from lightning_3d.app.training.data.packing import PackedDataset, Samples, Token
 from lightning_3d.app.training.data.permutation import Permutation
 from lightning_3d.app.training.data.remote_corpora import Finder
 from lightning_3d.app.training.data.tokens import map_corpora
+from lightning_3d.errors import DataError, plural
+from lightning_3d.storage.piece_cache import Piece, PieceCache
 
 
 class Blend(PackedDataModule):
-    """Rows of several sources, in fixed shares. Each source has an order, epochs and a validation set of its own.
+    """Rows of several sources, in fixed shares. Each source has an order, epochs and a validation
+    set of its own.
 
     Args:
         sources: name -> options of a source; see `blend_sources.Source`.
-        tokenizer: tokenizer that made all files, a folder or a name on the hub, to compare with their manifests; None: no comparison.
+        tokenizer: tokenizer that made all files, a folder or a name on the hub, to compare with
+            their manifests; None: no comparison.
         check_hashes: compare the SHA-256 of every shard with its manifest, which reads all of them.
         cache_dir, cache_bytes: folder and bytes of the cache for sources at URLs; see `data_cache`.
         **kwargs: see `PackedDataModule`. `val_sequences` is for each source.
@@ -57,23 +60,31 @@ class Blend(PackedDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Make the checks that take time, and look at URLs. Lightning calls this on one rank per node while the others wait."""
-        remote = has_url(*(path for source in self.sources for path in (source.train_path, source.val_path)))
+        """Make the checks that take time, and look at URLs. Lightning calls this on one rank per
+        node while the others wait."""
+        remote = has_url(
+            *(path for source in self.sources for path in (source.train_path, source.val_path))
+        )
         if self.tokenizer is not None or self.check_hashes or remote:
-            find_sources(self.sources, self.tokenizer, self.check_hashes, Finder(vars(self), fresh=True))
+            find_sources(
+                self.sources, self.tokenizer, self.check_hashes, Finder(vars(self), fresh=True)
+            )
 
     @override
     def setup(self, stage: str | None = None) -> None:
         """Map the files and check them.
 
         Raises:
-            DataError: a file cannot be used, or the blend is shorter than the run that is to train on it.
+            DataError: a file cannot be used, or the blend is shorter than the run that is to train
+                on it.
         """
         if self.plan is None:
             self._map_sources()
         assert self.plan is not None
         if stage != "validate":
-            self.plan.require_steps(max(1, self.trainer.max_steps if self.trainer is not None else 1), self.batches)
+            self.plan.require_steps(
+                max(1, self.trainer.max_steps if self.trainer is not None else 1), self.batches
+            )
 
     def _map_sources(self) -> None:
         find = Finder(vars(self), fresh=self.trainer is None)  # a trainer has called prepare_data
@@ -83,10 +94,14 @@ class Blend(PackedDataModule):
         trained = [source for source in self.sources if found[source.name][0] is not None]
         plan = BlendPlan.of(trained, [len(part) for part in parts], self.sequence_length)
         self.plan, self.train_set = plan, BlendDataset(plan, parts, self.seed)
-        self.val_sets = {name: self._validation_set(val) for name, (_, val) in found.items() if val is not None}
+        self.val_sets = {
+            name: self._validation_set(val) for name, (_, val) in found.items() if val is not None
+        }
         self.val_names = tuple(self.val_sets)
 
-    def _load(self, source: Source, files: Corpus | None, held_out: Corpus | None) -> tuple[Tokens | None, Tokens | None]:
+    def _load(
+        self, source: Source, files: Corpus | None, held_out: Corpus | None
+    ) -> tuple[Tokens | None, Tokens | None]:
         require_separator(files or held_out, vars(self))
         train, val = map_corpora(files, held_out, source.val_fraction, self.sequence_length)
         self._check_vocabulary(train, val)
@@ -102,27 +117,35 @@ class Blend(PackedDataModule):
         """Note that reading begins; see `PackedDataModule`.
 
         Raises:
-            DataError: no whole global batch is left. Also: the run was resumed from a checkpoint without a position.
+            DataError: no whole global batch is left. Also: the run was resumed from a checkpoint
+                without a position.
         """
         epoch, rows = super()._begin(number)
         assert self.train_set is not None, "setup() comes first"
         size = self.batches.at(rows)
         if rows + size > len(self.train_set):
             raise DataError(
-                f"The blend has been read to its end: {rows} of its {plural(len(self.train_set), 'row')} have been read, and a step takes"
-                f" {size}. Let the sources repeat with data.sources.NAME.epochs, or set max_steps of the Trainer."
+                f"The blend has been read to its end: {rows} of its"
+                f" {plural(len(self.train_set), 'row')} have been read, and a step takes {size}."
+                " Let the sources repeat with data.sources.NAME.epochs, or set max_steps of the"
+                " Trainer."
             )
         return epoch, rows
 
     @override
     def _start_of(self, number: int) -> tuple[int, int]:
-        """Return (0, rows that were read): rows are numbered over the whole run. Their end ends an epoch of Lightning, but a longer blend
-        continues there."""
-        return (0, self._begun.used) if self._begun is not None and number == self._begun.number else self._place()
+        """Return (0, rows that were read): rows are numbered over the whole run. Their end ends an
+        epoch of Lightning, but a longer blend continues there."""
+        return (
+            (0, self._begun.used)
+            if self._begun is not None and number == self._begun.number
+            else self._place()
+        )
 
     @override
     def batches_in(self, number: int) -> int:
-        """Return the number of batches that Lightning counts; at least 1, so that a blend without rows is refused where reading begins."""
+        """Return the number of batches that Lightning counts; at least 1, so that a blend without
+        rows is refused where reading begins."""
         return max(1, super().batches_in(number))
 
     @override
@@ -149,11 +172,18 @@ class Blend(PackedDataModule):
         return [self._val_loader(samples) for samples in self.val_sets.values()]
 
     def validation_weights(self) -> dict[str, float]:
-        """Weight of each validation set in `val_loss`: the share of its source in the blend; equal if only sources of weight 0 have one."""
+        """Weight of each validation set in `val_loss`: the share of its source in the blend; equal
+        if only sources of weight 0 have one."""
         assert self.plan is not None, "setup() comes first"
-        shares = {source.name: share for source, share in zip(self.plan.sources, self.plan.interleaving.shares, strict=True)}
+        shares = {
+            source.name: share
+            for source, share in zip(self.plan.sources, self.plan.interleaving.shares, strict=True)
+        }
         total = sum(shares.get(name, 0) for name in self.val_names)
-        return {name: shares.get(name, 0) / total if total else 1 / len(self.val_names) for name in self.val_names}
+        return {
+            name: shares.get(name, 0) / total if total else 1 / len(self.val_names)
+            for name in self.val_names
+        }
 
 
 class BlendDataset(Samples):
@@ -177,7 +207,10 @@ class BlendDataset(Samples):
         number, count = self._plan.interleaving.at(row)
         part = self._parts[number]
         epoch, index = divmod(count, len(part))
-        return number, Permutation(len(part), self._seed, epoch, self._plan.sources[number].name)[index]
+        return (
+            number,
+            Permutation(len(part), self._seed, epoch, self._plan.sources[number].name)[index],
+        )
 
     @property
     @override

@@ -1,4 +1,5 @@
-"""The sources of `data=blend`: their files, how many rows each gives, and what is refused. NumPy only."""
+"""The sources of `data=blend`: their files, how many rows each gives, and what is refused. NumPy
+only."""
 
 from __future__ import annotations
 
@@ -9,12 +10,18 @@ from fractions import Fraction
 from typing import Any
 
 from lightning_3d.app.config.blend_sources import Source, read_sources
-from lightning_3d.errors import DataError, listed, plural
-from lightning_3d.layout.batch_ramp import BatchRamp
 from lightning_3d.app.training.data.concatenation import first_held_out
-from lightning_3d.app.training.data.corpus import Corpus, find_corpora, find_corpus, require_same_tokenizer, require_separator
+from lightning_3d.app.training.data.corpus import (
+    Corpus,
+    find_corpora,
+    find_corpus,
+    require_same_tokenizer,
+    require_separator,
+)
 from lightning_3d.app.training.data.interleaving import Interleaving
 from lightning_3d.app.training.data.remote_corpora import Finder
+from lightning_3d.errors import DataError, listed, plural
+from lightning_3d.layout.batch_ramp import BatchRamp
 
 ENDLESS = 1 << 48
 """Rows of a blend whose sources all repeat without end."""
@@ -37,7 +44,9 @@ class BlendPlan:
     interleaving: Interleaving
 
     @classmethod
-    def of(cls, sources: Sequence[Source], samples: Sequence[int], sequence_length: int) -> BlendPlan:
+    def of(
+        cls, sources: Sequence[Source], samples: Sequence[int], sequence_length: int
+    ) -> BlendPlan:
         """Make the plan and check it.
 
         Raises:
@@ -47,8 +56,9 @@ class BlendPlan:
         for source, share, count in zip(sources, interleaving.shares, samples, strict=True):
             if share and not count:
                 raise DataError(
-                    f"{source.train_path} (data.sources.{source.name}) has no sample of {sequence_length} tokens to train on. Use more data"
-                    " or a shorter data.sequence_length."
+                    f"{source.train_path} (data.sources.{source.name}) has no sample of"
+                    f" {sequence_length} tokens to train on. Use more data or a shorter"
+                    " data.sequence_length."
                 )
         plan = cls(tuple(sources), tuple(samples), sequence_length, interleaving)
         for number, source in enumerate(plan.sources):
@@ -63,16 +73,22 @@ class BlendPlan:
         if int(source.tokens) // self.sequence_length * self.sequence_length > there:
             least = _hundredths(source.share / (self.samples[number] * self.sequence_length))
             raise DataError(
-                f"data.sources.{source.name}.tokens={source.tokens:.0f}, but the source has {there} tokens to train on in"
-                f" {_epochs(source.epochs)}. Use at most {there} tokens, or let it repeat with data.sources.{source.name}.epochs={least}."
+                f"data.sources.{source.name}.tokens={source.tokens:.0f}, but the source has {there}"
+                f" tokens to train on in {_epochs(source.epochs)}. Use at most {there} tokens, or"
+                f" let it repeat with data.sources.{source.name}.epochs={least}."
             )
 
     @property
     def ends(self) -> dict[str, int]:
-        """The row of the blend at which each source has given all that it may give; without those that repeat without end."""
+        """The row of the blend at which each source has given all that it may give; without those
+        that repeat without end."""
         found = {}
         for number, source in enumerate(self.sources):
-            limit = None if source.epochs is None else int(Fraction(str(source.epochs)) * self.samples[number])
+            limit = (
+                None
+                if source.epochs is None
+                else int(Fraction(str(source.epochs)) * self.samples[number])
+            )
             if source.tokens is not None:
                 limit = int(source.tokens) // self.sequence_length
             if limit is not None and self.interleaving.shares[number]:
@@ -88,7 +104,10 @@ class BlendPlan:
         """Everything that the order of rows depends on, besides the seed."""
         parts = zip(self.sources, self.interleaving.shares, self.samples, strict=True)
         cycle = self.interleaving.cycle
-        return "; ".join(f"{source.name}: {share} of {cycle} rows, {plural(count, 'sample')}" for source, share, count in parts)
+        return "; ".join(
+            f"{source.name}: {share} of {cycle} rows, {plural(count, 'sample')}"
+            for source, share, count in parts
+        )
 
     def require_steps(self, steps: int, batches: BatchRamp) -> None:
         """Refuse a run that is longer than the blend.
@@ -97,7 +116,8 @@ class BlendPlan:
             batches: sizes of its global batches.
 
         Raises:
-            DataError: it names the source that ends first, and what would be enough for all sources that end too early.
+            DataError: it names the source that ends first, and what would be enough for all sources
+                that end too early.
         """
         taken = batches.after(steps)
         if taken <= self.rows or not self.ends:
@@ -109,20 +129,34 @@ class BlendPlan:
         possible = f"trainer.max_steps={enough}" if enough else "more data"
         more = self._longer(number, taken)
         raise DataError(
-            f"The blend has {plural(end, 'row')} of {self.sequence_length} tokens, and the run takes {taken}"
-            f" ({plural(steps, 'step')} of {batches.described()}). Its source {name} ends first: {plural(self.samples[number], 'sample')},"
-            f" {_epochs(source.epochs) if source.tokens is None else f'{source.tokens:.0f} tokens'}. Use {possible}, or {more}."
+            f"The blend has {plural(end, 'row')} of {self.sequence_length} tokens, and the run"
+            f" takes {taken} ({plural(steps, 'step')} of {batches.described()}). Its source {name}"
+            f" ends first: {plural(self.samples[number], 'sample')},"
+            f" {_epochs(source.epochs) if source.tokens is None else f'{source.tokens:.0f} tokens'}."
+            f" Use {possible}, or {more}."
         )
 
     def _longer(self, first: int, rows: int) -> str:
-        """Return the options that make the blend long enough for this number of rows; `first` is the source that ends first."""
-        wanted = [-(-rows * share // self.interleaving.cycle) + 1 for share in self.interleaving.shares]
+        """Return the options that make the blend long enough for this number of rows; `first` is
+        the source that ends first."""
+        wanted = [
+            -(-rows * share // self.interleaving.cycle) + 1 for share in self.interleaving.shares
+        ]
         key = f"data.sources.{self.sources[first].name}"
         if self.sources[first].tokens is not None:
-            return f"more tokens for all sources ({key}.tokens={wanted[first] * self.sequence_length})"
+            return (
+                f"more tokens for all sources ({key}.tokens={wanted[first] * self.sequence_length})"
+            )
         ends = self.ends
-        short = [number for number, source in enumerate(self.sources) if ends.get(source.name, rows) < rows]
-        more = [f"data.sources.{self.sources[one].name}.epochs={_hundredths(Fraction(wanted[one], self.samples[one]))}" for one in short]
+        short = [
+            number
+            for number, source in enumerate(self.sources)
+            if ends.get(source.name, rows) < rows
+        ]
+        more = [
+            f"data.sources.{self.sources[one].name}.epochs={_hundredths(Fraction(wanted[one], self.samples[one]))}"
+            for one in short
+        ]
         others = sum(share > 0 for share in self.interleaving.shares) > 1
         smaller = f", or a smaller {key}.weight" if others and short == [first] else ""
         return listed(more) + smaller
@@ -144,10 +178,12 @@ def find_sources(
     check_hashes: bool | None = False,
     find: Callable[..., Corpus] = find_corpus,
 ) -> tuple[tuple[Corpus | None, Corpus | None], ...]:
-    """Find and check the files of all sources; see `find_corpora`. A source that is only validated has no files to train on.
+    """Find and check the files of all sources; see `find_corpora`. A source that is only validated
+    has no files to train on.
 
     Raises:
-        DataError: a file is missing, truncated or damaged, or the sources are of different tokenizers.
+        DataError: a file is missing, truncated or damaged, or the sources are of different
+            tokenizers.
     """
     found = tuple(_find_source(source, tokenizer, check_hashes, find) for source in sources)
     first, *others = [train or val for train, val in found]
@@ -168,24 +204,33 @@ def _find_source(
     return find_corpora(source.train_path, source.val_path, *known)
 
 
-def training_samples(source: Source, train: Corpus, val: Corpus | None, sequence_length: int) -> int:
+def training_samples(
+    source: Source, train: Corpus, val: Corpus | None, sequence_length: int
+) -> int:
     """Number of samples of a source to train on."""
     samples = train.tokens // sequence_length
     return samples if val is not None else first_held_out(samples, source.val_fraction)
 
 
 def check_blend(config: Mapping[str, Any], steps: int | None) -> None:
-    """Check the files of a `data=blend` config, and that they are enough for a run of `steps` steps.
+    """Check the files of a `data=blend` config, and that they are enough for a run of `steps`
+    steps.
 
     Raises:
         ConfigError, DataError: as the functions above.
     """
     length, batch = config["sequence_length"], config.get("global_batch_size")
     sources = read_sources(config["sources"], length)
-    found = find_sources(sources, config.get("tokenizer"), config.get("check_hashes"), Finder(config, fresh=True))
+    found = find_sources(
+        sources, config.get("tokenizer"), config.get("check_hashes"), Finder(config, fresh=True)
+    )
     for train, val in found:
         require_separator(train or val, config)
-    trained = [(source, train, val) for source, (train, val) in zip(sources, found, strict=True) if train is not None]
+    trained = [
+        (source, train, val)
+        for source, (train, val) in zip(sources, found, strict=True)
+        if train is not None
+    ]
     samples = [training_samples(source, train, val, length) for source, train, val in trained]
     plan = BlendPlan.of([source for source, *_ in trained], samples, length)
     if steps is not None and batch is not None:

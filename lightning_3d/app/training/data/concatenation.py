@@ -1,4 +1,5 @@
-"""Token files read as one sequence, without opening more of them at a time than the system allows. NumPy only."""
+"""Token files read as one sequence, without opening more of them at a time than the system allows.
+NumPy only."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ class TokenPart:
         path: the file; a URL only until it has a cache.
         dtype: name of NumPy's type of ids.
         tokens: number of ids.
-        identity: hash that tells its contents from others: that of a manifest, and of a URL that of its version; None if not known.
+        identity: hash that tells its contents from others: that of a manifest, and of a URL that of
+            its version; None if not known.
         offset: bytes before the first id.
-        ends: file with the end of each document, counted in ids, in ascending order; None if documents have no index.
+        ends: file with the end of each document, counted in ids, in ascending order; None if
+            documents have no index.
     """
 
     path: Place | CachedFile
@@ -40,29 +43,38 @@ class TokenPart:
     ends: TokenPart | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Read the ids [start, stop): a view of the mapped file, or a copy of what a cache has of a URL."""
+        """Read the ids [start, stop): a view of the mapped file, or a copy of what a cache has of a
+        URL."""
         if not isinstance(self.path, CachedFile):
             return _map(self)[start:stop]
         return np.frombuffer(self.path.read(*self._span(start, stop)), self.numpy_dtype)
 
     def begins(self, start: int, stop: int) -> np.ndarray:
-        """Return the places of the ids in [start, stop) at which documents begin, in ascending order. Needs `ends`.
+        """Return the places of the ids in [start, stop) at which documents begin, in ascending
+        order. Needs `ends`.
 
         Raises:
             DataError: the ends are not in ascending order.
         """
         assert self.ends is not None
-        first, last = (bisect_left(range(self.ends.tokens), place, key=self.ends._id_at) for place in (start, stop))
+        first, last = (
+            bisect_left(range(self.ends.tokens), place, key=self.ends._id_at)
+            for place in (start, stop)
+        )
         places = self.ends.read(first, last).astype(np.int64)
         if places.size and (places[0] < start or places[-1] >= stop or (np.diff(places) < 0).any()):
-            raise DataError(f"{self.ends.path} is damaged: the ends of its documents are not in ascending order. Copy it again.")
+            raise DataError(
+                f"{self.ends.path} is damaged: the ends of its documents are not in ascending"
+                " order. Copy it again."
+            )
         return np.concatenate([np.zeros(int(start == 0), np.int64), places])
 
     def _id_at(self, place: int) -> int:
         return int(self.read(place, place + 1)[0])
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Return the pieces of the cache that the ids [start, stop) are in; none for a file on the disk."""
+        """Return the pieces of the cache that the ids [start, stop) are in; none for a file on the
+        disk."""
         if not isinstance(self.path, CachedFile):
             return []
         return [(self.path, number) for number in self.path.pieces(*self._span(start, stop))]
@@ -83,10 +95,11 @@ class TokenPart:
 
 
 class Concatenation:
-    """The tokens of several files, one after the other; an array of one dimension whose slices are read on demand.
+    """The tokens of several files, one after the other; an array of one dimension whose slices are
+    read on demand.
 
-    `array[start:stop]` is another `Concatenation` and reads nothing. `numpy.asarray(array)` reads it: a view of the mapped file where all
-    of it is in one file, else a copy.
+    `array[start:stop]` is another `Concatenation` and reads nothing. `numpy.asarray(array)` reads
+    it: a view of the mapped file where all of it is in one file, else a copy.
 
     Attributes:
         dtype: type that holds the ids of all files.
@@ -96,7 +109,11 @@ class Concatenation:
         self._parts = [part for part in parts if part.tokens]
         self._ends = np.cumsum([part.tokens for part in self._parts], dtype=np.int64)
         self._start, self._stop = 0, int(self._ends[-1]) if self._parts else 0
-        self.dtype = np.result_type(*{np.dtype(part.dtype) for part in parts}) if parts else np.dtype(np.uint16)
+        self.dtype = (
+            np.result_type(*{np.dtype(part.dtype) for part in parts})
+            if parts
+            else np.dtype(np.uint16)
+        )
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -116,7 +133,11 @@ class Concatenation:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         pieces = [part.read(start, stop) for part, start, stop in self._ranges()]
-        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, self.dtype)], dtype=self.dtype)
+        whole = (
+            pieces[0]
+            if len(pieces) == 1
+            else np.concatenate(pieces or [np.empty(0, self.dtype)], dtype=self.dtype)
+        )
         return whole.astype(self.dtype if dtype is None else dtype, copy=bool(copy))
 
     @property
@@ -125,7 +146,8 @@ class Concatenation:
         return all(part.ends is not None for part in self._parts)
 
     def begins(self) -> np.ndarray:
-        """Mark the first id of each document by the indices of the files, (ids,) of bool. A file begins with a document."""
+        """Mark the first id of each document by the indices of the files, (ids,) of bool. A file
+        begins with a document."""
         marks, place = np.zeros(len(self), dtype=bool), 0
         for part, start, stop in self._ranges():
             marks[place + part.begins(start, stop) - start] = True
@@ -135,10 +157,13 @@ class Concatenation:
     @property
     def cache(self) -> PieceCache | None:
         """The cache of remote data through which it is read; None if all files are on the disk."""
-        return next((part.path.cache for part in self._parts if isinstance(part.path, CachedFile)), None)
+        return next(
+            (part.path.cache for part in self._parts if isinstance(part.path, CachedFile)), None
+        )
 
     def pieces(self) -> list[Piece]:
-        """Return the pieces of the cache of remote data that all of it is in; none for files on the disk."""
+        """Return the pieces of the cache of remote data that all of it is in; none for files on the
+        disk."""
         return [piece for part, start, stop in self._ranges() for piece in part.pieces(start, stop)]
 
     def _ranges(self) -> Iterator[tuple[TokenPart, int, int]]:
@@ -153,11 +178,14 @@ class Concatenation:
 
 
 def first_held_out(samples: int, fraction: float) -> int:
-    """Return the index of the first sample that is held out of a source: its last samples are, at least one; none if `fraction` is 0."""
+    """Return the index of the first sample that is held out of a source: its last samples are, at
+    least one; none if `fraction` is 0."""
     return samples if fraction == 0 else max(0, samples - max(1, round(samples * fraction)))
 
 
 @lru_cache(maxsize=_OPEN_FILES)
 def _map(part: TokenPart) -> np.ndarray:
     assert isinstance(part.path, Path), "a URL needs a cache"
-    return np.memmap(part.path, dtype=part.numpy_dtype, mode="r", offset=part.offset, shape=(part.tokens,))
+    return np.memmap(
+        part.path, dtype=part.numpy_dtype, mode="r", offset=part.offset, shape=(part.tokens,)
+    )

@@ -25,8 +25,9 @@ class Entropy:
 def entropy(tokens: np.ndarray) -> Entropy:
     """Compute unigram and bigram entropy from counts of tokens and of neighbouring pairs.
 
-    Both are lower bounds for such models, because the frequencies are those of the measured tokens. If the vocabulary is
-    far larger than the number of tokens, the bigram value is near zero and says little.
+    Both are lower bounds for such models, because the frequencies are those of the measured tokens.
+    If the vocabulary is far larger than the number of tokens, the bigram value is near zero and
+    says little.
 
     Args:
         tokens: (tokens,) of an unsigned integer type, at least two.

@@ -12,38 +12,55 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed
-from lightning_3d.storage.user_cache import default_cache
 from lightning_3d.app.training.data.base import FULL_SCAN
 from lightning_3d.app.training.data.entropy import Entropy, entropy
 from lightning_3d.app.training.data.packing import Tokens, join_documents, smallest_dtype
-from lightning_3d.app.training.data.padded import PADDING, PaddedDataModule, PaddedDataset, mark_targets, pack, split_documents
+from lightning_3d.app.training.data.padded import (
+    PADDING,
+    PaddedDataModule,
+    PaddedDataset,
+    mark_targets,
+    pack,
+    split_documents,
+)
 from lightning_3d.app.training.data.token_file import index_path, open_tokens, write_tokens
+from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed
+from lightning_3d.storage.user_cache import default_cache
 
-_READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
+_READERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+    ".arrow": "arrow",
+}
 _BATCH = 1000
 
 
 class HuggingFaceText(PaddedDataModule):
-    """Documents of a data set, tokenized once per node into a cached token file that all ranks map into memory.
+    """Documents of a data set, tokenized once per node into a cached token file that all ranks map
+    into memory.
 
-    Each document ends with the tokenizer's end-of-sequence token. Documents keep the order of the data set; samples are
-    shuffled. With a packing, samples hold whole documents and padding, and are made in memory on one process per node.
+    Each document ends with the tokenizer's end-of-sequence token. Documents keep the order of the
+    data set; samples are shuffled. With a packing, samples hold whole documents and padding, and
+    are made in memory on one process per node.
 
     Args:
-        path: name on the hub, a folder written by `save_to_disk`, a folder of json, jsonl, parquet, csv, txt or arrow
-            files, or one such file.
+        path: name on the hub, a folder written by `save_to_disk`, a folder of json, jsonl, parquet,
+            csv, txt or arrow files, or one such file.
         tokenizer: name on the hub or folder of a tokenizer.
         dataset: configuration of the data set, for those on the hub that have several.
         split: training split.
         val_split: held-out split; None holds out the end of the training split.
-        val_fraction: fraction of the training split's samples that is held out if there is no `val_split`; 0: no
-            validation.
+        val_fraction: fraction of the training split's samples that is held out if there is no
+            `val_split`; 0: no validation.
         text_column: column that holds the text.
         max_documents: number of documents to use, the first ones of each split; None for all.
-        packing: `best_fit` for samples of whole documents and padding; a document longer than a sample is cut, and its rest packed like a
-            document. None: consecutive tokens.
-        cache_dir: folder of the token files; None is `lightning_3d` in the user's cache folder (XDG_CACHE_HOME).
+        packing: `best_fit` for samples of whole documents and padding; a document longer than a
+            sample is cut, and its rest packed like a document. None: consecutive tokens.
+        cache_dir: folder of the token files; None is `lightning_3d` in the user's cache folder
+            (XDG_CACHE_HOME).
         **kwargs: see `PackedDataModule`.
     """
 
@@ -65,15 +82,23 @@ class HuggingFaceText(PaddedDataModule):
         **kwargs: Any,
     ) -> None:
         if packing not in (None, "best_fit"):
-            raise ConfigError(f"data.packing must be best_fit, or null for samples of consecutive tokens; got {packing!r}.")
+            raise ConfigError(
+                "data.packing must be best_fit, or null for samples of consecutive tokens; got"
+                f" {packing!r}."
+            )
         super().__init__(packing=packing, **kwargs)
         if not 0 <= val_fraction < 1:
-            raise ConfigError(f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}.")
+            raise ConfigError(
+                f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}."
+            )
         if is_local(path) and not Path(path).exists():
-            raise DataError(f"The data set {path} does not exist. Give a folder, a file, or a name on the hub.")
+            raise DataError(
+                f"The data set {path} does not exist. Give a folder, a file, or a name on the hub."
+            )
         if is_local(tokenizer) and not Path(tokenizer).exists():
             raise DataError(
-                f"The tokenizer {tokenizer} does not exist. Give a folder with a tokenizer, or a name on the hub."
+                f"The tokenizer {tokenizer} does not exist. Give a folder with a tokenizer, or a"
+                " name on the hub."
             )
         self.path, self.tokenizer, self.dataset = path, tokenizer, dataset
         self.split, self.val_split, self.val_fraction = split, val_split, val_fraction
@@ -82,7 +107,8 @@ class HuggingFaceText(PaddedDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Tokenize what is not in the cache yet. Lightning calls this on one rank per node while the others wait."""
+        """Tokenize what is not in the cache yet. Lightning calls this on one rank per node while
+        the others wait."""
         for split in self._splits():
             path = self.token_path(split)
             if not (index_path(path).is_file() and path.is_file()):
@@ -111,12 +137,22 @@ class HuggingFaceText(PaddedDataModule):
         return Tokens(tokens, name)
 
     def token_path(self, split: str) -> Path:
-        """Token file of a split. Its name is a hash of everything its content depends on, including sizes and times of local files."""
+        """Token file of a split. Its name is a hash of everything its content depends on, including
+        sizes and times of local files."""
         sources = {
-            "data": [self.path, self.dataset, split, self.text_column, self.max_documents, state_of(self.path)],
+            "data": [
+                self.path,
+                self.dataset,
+                split,
+                self.text_column,
+                self.max_documents,
+                state_of(self.path),
+            ],
             "tokenizer": [self.tokenizer, state_of(self.tokenizer)],
         }
-        return self.cache_dir / f"{hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]}.bin"
+        return (
+            self.cache_dir / f"{hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]}.bin"
+        )
 
     def sample_paths(self, split: str) -> tuple[Path, Path]:
         """Files with the samples of a packed split, and with the marks of their tokens."""
@@ -131,8 +167,16 @@ class HuggingFaceText(PaddedDataModule):
             return
         values, index = open_tokens(self.token_path(split))
         assert index.document_separator is not None, "each document ends with it"
-        documents = split_documents(np.asarray(values), index.document_separator, self.sequence_length)
-        ids, marks = pack(mark_targets(documents), packing, self.sequence_length, index.document_separator, values.dtype)
+        documents = split_documents(
+            np.asarray(values), index.document_separator, self.sequence_length
+        )
+        ids, marks = pack(
+            mark_targets(documents),
+            packing,
+            self.sequence_length,
+            index.document_separator,
+            values.dtype,
+        )
         write_tokens(paths[1], marks, vocab_size=2 * PADDING)
         write_tokens(paths[0], ids, vocab_size=index.vocab_size)
 
@@ -140,7 +184,9 @@ class HuggingFaceText(PaddedDataModule):
     def entropy(self) -> Entropy | None:
         """Return the entropy of the held-out split as usual, but without its padding."""
         if self._entropy is None and isinstance(self.val_set, PaddedDataset):
-            self._entropy = entropy(self.val_set.without_padding(FULL_SCAN // self.val_set.tokens.values.dtype.itemsize))
+            self._entropy = entropy(
+                self.val_set.without_padding(FULL_SCAN // self.val_set.tokens.values.dtype.itemsize)
+            )
         return super().entropy()
 
     def _tokenize(self, split: str) -> tuple[np.ndarray, int, int]:
@@ -151,16 +197,16 @@ class HuggingFaceText(PaddedDataModule):
         separator = tokenizer.eos_token_id
         if separator is None:
             raise DataError(
-                f"The tokenizer {self.tokenizer} has no end-of-sequence token to mark the end of a document. Set its"
-                " eos_token."
+                f"The tokenizer {self.tokenizer} has no end-of-sequence token to mark the end of a"
+                " document. Set its eos_token."
             )
         dtype = smallest_dtype(len(tokenizer) - 1)
         documents = (
             np.asarray(ids, dtype=dtype)
             for texts in self._texts(split)
-            for ids in tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-                "input_ids"
-            ]
+            for ids in tokenizer(
+                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )["input_ids"]
         )
         return join_documents(documents, separator), len(tokenizer), separator
 
@@ -171,9 +217,12 @@ class HuggingFaceText(PaddedDataModule):
             columns = listed(dataset.column_names)
             near = did_you_mean(self.text_column, dataset.column_names)
             raise DataError(
-                f"{self.path} has no column '{self.text_column}'; it has {columns}.{near} Set data.text_column."
+                f"{self.path} has no column '{self.text_column}'; it has {columns}.{near} Set"
+                " data.text_column."
             )
-        count = len(dataset) if self.max_documents is None else min(self.max_documents, len(dataset))
+        count = (
+            len(dataset) if self.max_documents is None else min(self.max_documents, len(dataset))
+        )
         for start in range(0, count, _BATCH):
             yield dataset[start : min(start + _BATCH, count)][self.text_column]
 
@@ -182,7 +231,8 @@ def load_split(path: str, name: str | None, split: str) -> Any:
     """Load one split as a `datasets.Dataset`, from disk or from the hub.
 
     Raises:
-        DataError: the split does not exist, no file has a known type, or the library cannot read it.
+        DataError: the split does not exist, no file has a known type, or the library cannot read
+            it.
     """
     import datasets
 
@@ -198,18 +248,26 @@ def load_split(path: str, name: str | None, split: str) -> Any:
     except DataError:
         raise
     except KeyError:
-        raise DataError(f"{path} has no split '{split}'. Use one of its splits: {', '.join(saved)}.") from None
+        raise DataError(
+            f"{path} has no split '{split}'. Use one of its splits: {', '.join(saved)}."
+        ) from None
     except Exception as error:
         raise DataError(f"The data set {path} cannot be read: {error}") from error
 
 
 def local_files(place: Path) -> tuple[str, list[str]]:
-    """Return (reader of `datasets`, files) of a folder or file; of a folder, the files of its most frequent known type."""
-    found = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    """Return (reader of `datasets`, files) of a folder or file; of a folder, the files of its most
+    frequent known type."""
+    found = (
+        [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    )
     known = [path for path in found if path.suffix in _READERS]
     if not known:
         types = ", ".join(_READERS)
-        raise DataError(f"{place} has no file of a known type. Set data.path to a file or folder with one of these types: {types}.")
+        raise DataError(
+            f"{place} has no file of a known type. Set data.path to a file or folder with one of"
+            f" these types: {types}."
+        )
     readers = [_READERS[path.suffix] for path in known]
     reader = max(sorted(set(readers)), key=readers.count)
     return reader, [str(path) for path in known if _READERS[path.suffix] == reader]
@@ -221,7 +279,13 @@ def is_local(name: str) -> bool:
 
 
 def state_of(name: str) -> list[Any]:
-    """List relative path, size and modification time of each local file; empty for a name on the hub."""
+    """List relative path, size and modification time of each local file; empty for a name on the
+    hub."""
     place = Path(name)
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
-    return [[path.relative_to(place).as_posix(), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    files = (
+        [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    )
+    return [
+        [path.relative_to(place).as_posix(), path.stat().st_size, path.stat().st_mtime_ns]
+        for path in files
+    ]

@@ -13,14 +13,21 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed, plural
-from lightning_3d.storage.user_cache import default_cache
 from lightning_3d.app.training.data.best_fit import PACKINGS
 from lightning_3d.app.training.data.entropy import Entropy
 from lightning_3d.app.training.data.huggingface import is_local, load_split, state_of
 from lightning_3d.app.training.data.packing import Tokens, smallest_dtype
-from lightning_3d.app.training.data.padded import BEGINS, PADDING, TARGET, Document, PaddedDataModule, pack
+from lightning_3d.app.training.data.padded import (
+    BEGINS,
+    PADDING,
+    TARGET,
+    Document,
+    PaddedDataModule,
+    pack,
+)
 from lightning_3d.app.training.data.token_file import index_path, open_tokens, write_tokens
+from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed, plural
+from lightning_3d.storage.user_cache import default_cache
 
 _TOKENIZER = (".json", ".jinja", ".model", ".txt")
 """Suffixes of a tokenizer's files."""
@@ -30,16 +37,20 @@ Example = tuple[list[int], list[bool]]
 
 
 class Instructions(PaddedDataModule):
-    """Conversations, packed whole into padded samples of `sequence_length`; attention crosses their borders without a document mask.
+    """Conversations, packed whole into padded samples of `sequence_length`; attention crosses their
+    borders without a document mask.
 
-    The sample that holds a conversation depends only on the data; the order of samples on the seed and the global batch. Tokenization keeps
-    all conversations of a split in memory, on one process per node. Later, ranks map the samples into memory.
+    The sample that holds a conversation depends only on the data; the order of samples on the seed
+    and the global batch. Tokenization keeps all conversations of a split in memory, on one process
+    per node. Later, ranks map the samples into memory.
 
     Args:
         path, dataset, split, val_split, val_fraction, cache_dir: see `HuggingFaceText`.
-        tokenizer: folder of a tokenizer, or name on the hub; needs a chat template for rows with `messages`.
+        tokenizer: folder of a tokenizer, or name on the hub; needs a chat template for rows with
+            `messages`.
         max_examples: number of examples to use, the first ones of each split; None for all.
-        packing: which conversations share a sample: `best_fit`, or `first_fit` as earlier versions did.
+        packing: which conversations share a sample: `best_fit`, or `first_fit` as earlier versions
+            did.
         **kwargs: see `PackedDataModule`.
     """
 
@@ -61,13 +72,20 @@ class Instructions(PaddedDataModule):
         **kwargs: Any,
     ) -> None:
         if packing not in PACKINGS:
-            raise ConfigError(f"data.packing must be {listed(PACKINGS, last='or')}; got {packing!r}.{did_you_mean(str(packing), PACKINGS)}")
+            raise ConfigError(
+                f"data.packing must be {listed(PACKINGS, last='or')}; got"
+                f" {packing!r}.{did_you_mean(str(packing), PACKINGS)}"
+            )
         super().__init__(packing=packing, **kwargs)
         if not 0 <= val_fraction < 1:
-            raise ConfigError(f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}.")
+            raise ConfigError(
+                f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}."
+            )
         for what, name in (("data set", path), ("tokenizer", tokenizer)):
             if is_local(name) and not Path(name).exists():
-                raise DataError(f"The {what} {name} does not exist. Give a folder, or a name on the hub.")
+                raise DataError(
+                    f"The {what} {name} does not exist. Give a folder, or a name on the hub."
+                )
         self.path, self.tokenizer, self.dataset = path, tokenizer, dataset
         self.split, self.val_split, self.val_fraction = split, val_split, val_fraction
         self.max_examples = max_examples
@@ -75,7 +93,8 @@ class Instructions(PaddedDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Tokenize what is not in the cache yet. Lightning calls this on one rank per node while the others wait."""
+        """Tokenize what is not in the cache yet. Lightning calls this on one rank per node while
+        the others wait."""
         for split in dict.fromkeys([self.split, self.val_split or self.split]):
             tokens, targets = self.paths(split)
             if not (index_path(tokens).is_file() and index_path(targets).is_file()):
@@ -91,11 +110,26 @@ class Instructions(PaddedDataModule):
         return train.hold_out(self.val_fraction, self.sequence_length)
 
     def paths(self, split: str) -> tuple[Path, Path]:
-        """Files with the tokens of a split and with their target marks, named by a hash of everything they depend on."""
-        sources = [self.path, self.dataset, split, self.max_examples, self.sequence_length, state_of(self.path)]
+        """Files with the tokens of a split and with their target marks, named by a hash of
+        everything they depend on."""
+        sources = [
+            self.path,
+            self.dataset,
+            split,
+            self.max_examples,
+            self.sequence_length,
+            state_of(self.path),
+        ]
         # The tokenizer may be in the folder of the weights, among many other files.
         sources += [self.packing, "marks"]  # files of earlier versions mark targets only
-        sources += [self.tokenizer, [state_of(str(file)) for file in sorted(Path(self.tokenizer).glob("*.*")) if file.suffix in _TOKENIZER]]
+        sources += [
+            self.tokenizer,
+            [
+                state_of(str(file))
+                for file in sorted(Path(self.tokenizer).glob("*.*"))
+                if file.suffix in _TOKENIZER
+            ],
+        ]
         name = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
         return self.cache_dir / f"{name}.bin", self.cache_dir / f"{name}_targets.bin"
 
@@ -111,7 +145,8 @@ class Instructions(PaddedDataModule):
 
     @override
     def entropy(self) -> Entropy | None:
-        """Return None: token frequencies say nothing about the loss of answers given their prompts."""
+        """Return None: token frequencies say nothing about the loss of answers given their
+        prompts."""
         return None
 
     def _tokenize(self, split: str) -> tuple[np.ndarray, np.ndarray, int]:
@@ -120,7 +155,10 @@ class Instructions(PaddedDataModule):
 
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
         if tokenizer.eos_token_id is None:
-            raise DataError(f"The tokenizer {self.tokenizer} has no end-of-sequence token to mark the end of an answer. Set its eos_token.")
+            raise DataError(
+                f"The tokenizer {self.tokenizer} has no end-of-sequence token to mark the end of an"
+                " answer. Set its eos_token."
+            )
         length, kept, truncated, count = self.sequence_length, [], 0, 0
         for row in self._rows(split):
             ids, targets = encode(row, tokenizer, f"Row {count} of {self.path}")
@@ -130,24 +168,29 @@ class Instructions(PaddedDataModule):
                 kept.append((ids[:length], targets[:length]))
         if truncated or len(kept) < count:
             warnings.warn(
-                f"{self.path}: {truncated} of {plural(count, 'conversation')} are longer than data.sequence_length={length} tokens and were"
-                f" truncated. {count - len(kept)} were left out, because no answer begins within the first {length} tokens. To keep more,"
-                " raise data.sequence_length.",
+                f"{self.path}: {truncated} of {plural(count, 'conversation')} are longer than"
+                f" data.sequence_length={length} tokens and were truncated. {count - len(kept)}"
+                f" were left out, because no answer begins within the first {length} tokens. To"
+                " keep more, raise data.sequence_length.",
                 stacklevel=2,
             )
         if not kept:
             raise DataError(
-                f"{self.path} has {plural(count, 'conversation')}, but none with an answer in its first {length} tokens. Raise"
-                " data.sequence_length."
+                f"{self.path} has {plural(count, 'conversation')}, but none with an answer in its"
+                f" first {length} tokens. Raise data.sequence_length."
             )
-        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        padding = (
+            tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        )
         packed = pack([marked(*example) for example in kept], self.packing, length, padding)
         vocab_size = max(len(tokenizer), int(packed[0].max()) + 1)
         return packed[0].astype(smallest_dtype(vocab_size - 1)), packed[1], vocab_size
 
     def _rows(self, split: str) -> Iterator[Mapping[str, Any]]:
         rows = load_split(self.path, self.dataset, split)
-        for index in range(len(rows) if self.max_examples is None else min(self.max_examples, len(rows))):
+        for index in range(
+            len(rows) if self.max_examples is None else min(self.max_examples, len(rows))
+        ):
             yield rows[index]
 
 
@@ -155,43 +198,64 @@ def encode(row: Mapping[str, Any], tokenizer: Any, where: str) -> Example:
     """Tokenize a row and mark its targets: the tokens of answers and the token that ends each.
 
     Args:
-        row: `messages`, or `prompt` and `response`; with a chat template the latter are a conversation of two turns.
+        row: `messages`, or `prompt` and `response`; with a chat template the latter are a
+            conversation of two turns.
         where: name of the row, for messages.
 
     Raises:
-        DataError: the columns are missing, there is no chat template, or it changes earlier turns when later ones follow.
+        DataError: the columns are missing, there is no chat template, or it changes earlier turns
+            when later ones follow.
     """
     messages, prompt, response = row.get("messages"), row.get("prompt"), row.get("response")
     if not messages and not (isinstance(prompt, str) and isinstance(response, str)):
         raise DataError(
-            f"{where} has neither messages nor prompt and response; it has {listed(sorted(row))}. Rename the columns of the data set."
+            f"{where} has neither messages nor prompt and response; it has {listed(sorted(row))}."
+            " Rename the columns of the data set."
         )
     if not messages and not tokenizer.chat_template:
         before = list(tokenizer(prompt)["input_ids"])
-        answer = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        answer = [
+            *tokenizer(response, add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         return before + answer, [False] * len(before) + [True] * len(answer)
     if not tokenizer.chat_template:
-        raise DataError(f"{where} has messages, but the tokenizer has no chat template. Set data.tokenizer to that of a chat model.")
-    turns = messages or [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        raise DataError(
+            f"{where} has messages, but the tokenizer has no chat template. Set data.tokenizer to"
+            " that of a chat model."
+        )
+    turns = messages or [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": response},
+    ]
     ids = _apply_template(turns, tokenizer)
     targets = [False] * len(ids)
     for index in (index for index, turn in enumerate(turns) if turn["role"] == "assistant"):
-        before, after = _apply_template(turns[:index], tokenizer, answer=True), _apply_template(turns[: index + 1], tokenizer)
+        before, after = (
+            _apply_template(turns[:index], tokenizer, answer=True),
+            _apply_template(turns[: index + 1], tokenizer),
+        )
         if ids[: len(after)] != after or after[: len(before)] != before:
             raise DataError(
-                f"The tokenizer's chat template changes earlier turns of {where} when later turns follow, so it is unknown which tokens"
-                " are answers. Use rows with one answer, or another tokenizer."
+                f"The tokenizer's chat template changes earlier turns of {where} when later turns"
+                " follow, so it is unknown which tokens are answers. Use rows with one answer, or"
+                " another tokenizer."
             )
         targets[len(before) : len(after)] = [True] * (len(after) - len(before))
     return ids, targets
 
 
 def marked(ids: list[int], targets: list[bool]) -> Document:
-    """Mark the tokens of a conversation. Its first token is no target: its context would be the previous conversation."""
+    """Mark the tokens of a conversation. Its first token is no target: its context would be the
+    previous conversation."""
     marks = np.where(targets, TARGET, 0)
     marks[0] = BEGINS
     return np.asarray(ids), marks
 
 
 def _apply_template(turns: Any, tokenizer: Any, *, answer: bool = False) -> list[int]:
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=answer, tokenize=True, return_dict=True)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(
+            turns, add_generation_prompt=answer, tokenize=True, return_dict=True
+        )["input_ids"]
+    )

@@ -1,4 +1,5 @@
-"""Which row of a blend comes from which source: a fixed cycle whose shares are exact over any number of rows. NumPy only."""
+"""Which row of a blend comes from which source: a fixed cycle whose shares are exact over any
+number of rows. NumPy only."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from lightning_3d.app.config.blend_sources import whole_shares
 
 @dataclass(frozen=True, eq=False)
 class Interleaving:
-    """A cycle of rows that repeats forever. After any number of rows k, a source with the share w has had more than w k - 1 and fewer
-    than w k + 1 of them.
+    """A cycle of rows that repeats forever. After any number of rows k, a source with the share w
+    has had more than w k - 1 and fewer than w k + 1 of them.
 
     Attributes:
         shares: rows of each source in a cycle.
@@ -29,7 +30,8 @@ class Interleaving:
 
     @classmethod
     def of(cls, weights: Sequence[Fraction]) -> Interleaving:
-        """Make the cycle of weights, which must be at least 0 and not all 0. Only their ratios count."""
+        """Make the cycle of weights, which must be at least 0 and not all 0. Only their ratios
+        count."""
         shares = whole_shares(weights)
         order = _earliest_deadline_first(shares)
         earlier = np.empty(len(order), np.int32)
@@ -50,7 +52,8 @@ class Interleaving:
         return number, cycles * self.shares[number] + int(self.earlier[place])
 
     def rows_before(self, number: int, row: int) -> int:
-        """Return how many rows of the blend come before this row of a source, whose share must not be 0."""
+        """Return how many rows of the blend come before this row of a source, whose share must not
+        be 0."""
         cycles, place = divmod(row, self.shares[number])
         return cycles * self.cycle + int(np.flatnonzero(self.source == number)[place])
 
@@ -58,8 +61,9 @@ class Interleaving:
 def _earliest_deadline_first(shares: Sequence[int]) -> np.ndarray:
     """Order the rows of a cycle so that no source is a row ahead or behind.
 
-    With the share w, row j of a source may come from place floor(j / w) on and must come before place ceil((j + 1) / w). Taking the row
-    with the earliest end meets all of these bounds (Baruah, Cohen, Plaxton and Varvel, "Proportionate progress", 1996).
+    With the share w, row j of a source may come from place floor(j / w) on and must come before
+    place ceil((j + 1) / w). Taking the row with the earliest end meets all of these bounds (Baruah,
+    Cohen, Plaxton and Varvel, "Proportionate progress", 1996).
     """
     cycle = sum(shares)
     order = np.empty(cycle, np.uint16)

@@ -1,4 +1,5 @@
-"""Samplers and the loader of packed text: the rows of a run in one order, on any number of data-parallel ranks."""
+"""Samplers and the loader of packed text: the rows of a run in one order, on any number of
+data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +11,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 from typing_extensions import override
 
+from lightning_3d.app.training.data.packing import Samples
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.layout.micro_batch_rows import MicroBatchRows
-from lightning_3d.app.training.data.packing import Samples
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
-    """Order of samples that depends only on the seed and the epoch, not on the number of data-parallel ranks.
+    """Order of samples that depends only on the seed and the epoch, not on the number of
+    data-parallel ranks.
 
-    The samples of a step are the next global batch of one shuffled order; this rank reads every `num_replicas`-th of
-    them. A resumed epoch skips the samples that were already used. Memory and the time to the first sample do not depend on the number of
-    samples.
+    The samples of a step are the next global batch of one shuffled order; this rank reads every
+    `num_replicas`-th of them. A resumed epoch skips the samples that were already used. Memory and
+    the time to the first sample do not depend on the number of samples.
 
     Args:
         dataset: the samples.
-        begin: function (Lightning's number of the epoch) -> (epoch of the order, samples of it that were already used); called when
+        begin: function (Lightning's number of the epoch) -> (epoch of the order, samples of it that
+            were already used); called when reading begins.
+        order: function (epoch of the order, places in it) -> indices of samples; called when
             reading begins.
-        order: function (epoch of the order, places in it) -> indices of samples; called when reading begins.
         rows: how the rows of a global batch are dealt to ranks.
         on_epoch: function of Lightning's number of an epoch, which is called when that begins.
     """
@@ -55,15 +58,18 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:
         epoch, used = self._begin(self.epoch)
-        return self._order(epoch, self._rows.of_rank(self.rank, range(self.total_size), used // self.num_replicas))
+        return self._order(
+            epoch, self._rows.of_rank(self.rank, range(self.total_size), used // self.num_replicas)
+        )
 
 
 class GlobalBatchSampler(GlobalOrderSampler):
-    """The same order in batches of different sizes: yields the samples of one step of this rank as a list.
+    """The same order in batches of different sizes: yields the samples of one step of this rank as
+    a list.
 
     Args:
-        batches: function (epoch of the order, samples already used) -> places of each following global batch in the order of that
-            epoch, a multiple of the ranks.
+        batches: function (epoch of the order, samples already used) -> places of each following
+            global batch in the order of that epoch, a multiple of the ranks.
         **kwargs: see `GlobalOrderSampler`.
     """
 
@@ -76,7 +82,10 @@ class GlobalBatchSampler(GlobalOrderSampler):
         epoch, used = self._begin(self.epoch)
         of_rank = (self._rows.of_rank(self.rank, places) for places in self._batches(epoch, used))
         order = self._order(epoch, chain.from_iterable(of_rank))
-        return (list(islice(order, len(places) // self.num_replicas)) for places in self._batches(epoch, used))
+        return (
+            list(islice(order, len(places) // self.num_replicas))
+            for places in self._batches(epoch, used)
+        )
 
 
 class Batches(Dataset[dict[str, Tensor]]):
@@ -109,23 +118,28 @@ class Loader(DataLoader[dict[str, Tensor]]):
 
     @override
     def __iter__(self) -> Any:
-        """Start to read when the first batch is asked for. Lightning makes the iterator of a resumed epoch before it says which epoch it
-        is, and worker processes would read ahead in another one."""
+        """Start to read when the first batch is asked for. Lightning makes the iterator of a
+        resumed epoch before it says which epoch it is, and worker processes would read ahead in
+        another one."""
         try:
             yield from super().__iter__()
         except Lightning3DError as error:
             if not str(error).startswith("Caught "):
                 raise
             # torch has put the traceback of the worker into the message
-            raise type(error)(str(error).rstrip().rpartition(f"{type(error).__name__}: ")[2]) from None
+            raise type(error)(
+                str(error).rstrip().rpartition(f"{type(error).__name__}: ")[2]
+            ) from None
 
 
 class TrainLoader(Loader):
-    """A loader of which Lightning knows that it has a position. `PackedDataModule` saves and restores it, so the strategy does not;
-    checkpoints of earlier versions have it in the loader only.
+    """A loader of which Lightning knows that it has a position. `PackedDataModule` saves and
+    restores it, so the strategy does not; checkpoints of earlier versions have it in the loader
+    only.
 
     Attributes:
-        data_module: knows the position; None in the copy with a sampler of its own that Lightning makes for `overfit_batches`.
+        data_module: knows the position; None in the copy with a sampler of its own that Lightning
+            makes for `overfit_batches`.
     """
 
     data_module: HasPosition | None = None

@@ -11,22 +11,29 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
+from lightning_3d.app.training.data.concatenation import Concatenation, first_held_out
+from lightning_3d.app.training.data.documents import (
+    begins_after,
+    ignore_first_tokens,
+    restarting_positions,
+)
 from lightning_3d.errors import DataError
 from lightning_3d.storage.piece_cache import Piece, PieceCache, fetch_together
-from lightning_3d.app.training.data.concatenation import Concatenation, first_held_out
-from lightning_3d.app.training.data.documents import begins_after, ignore_first_tokens, restarting_positions
 
 _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A sequence of tokens: documents one after the other, each followed by a separator or listed in an index.
+    """A sequence of tokens: documents one after the other, each followed by a separator or listed
+    in an index.
 
     Attributes:
-        values: (tokens,) of an integer type; an array in memory, a memory-mapped file, or several files.
+        values: (tokens,) of an integer type; an array in memory, a memory-mapped file, or several
+            files.
         name: source of the tokens, for messages.
-        separator: token at the end of each document; None if documents are not marked, or only by the index of their files.
+        separator: token at the end of each document; None if documents are not marked, or only by
+            the index of their files.
         first: position of `values[0]` in the source, for messages.
         largest: largest id of the source; None if it is not known.
     """
@@ -42,11 +49,13 @@ class Tokens:
 
     @property
     def cache(self) -> PieceCache | None:
-        """The cache of remote data through which they are read: reading all of them would fetch them. None: they are on the disk."""
+        """The cache of remote data through which they are read: reading all of them would fetch
+        them. None: they are on the disk."""
         return self.values.cache if isinstance(self.values, Concatenation) else None
 
     def begins(self, start: int, input_ids: Tensor) -> Tensor | None:
-        """Mark the first token of each document of a sample, (sequence,) of bool. None: documents are not marked.
+        """Mark the first token of each document of a sample, (sequence,) of bool. None: documents
+        are not marked.
 
         Args:
             start: place of the sample in the tokens.
@@ -61,10 +70,13 @@ class Tokens:
         return begins
 
     def part(self, start: int, stop: int) -> Tokens:
-        return Tokens(self.values[start:stop], self.name, self.separator, self.first + start, self.largest)
+        return Tokens(
+            self.values[start:stop], self.name, self.separator, self.first + start, self.largest
+        )
 
     def hold_out(self, fraction: float, sequence_length: int) -> tuple[Tokens, Tokens | None]:
-        """Split into (training, held-out): the last samples are held out, at least one; None if `fraction` is 0."""
+        """Split into (training, held-out): the last samples are held out, at least one; None if
+        `fraction` is 0."""
         if fraction == 0:
             return self, None
         first = first_held_out(len(self) // sequence_length, fraction) * sequence_length
@@ -84,10 +96,17 @@ class Tokens:
                 outside |= chunk < 0
             if outside.any():
                 place = int(np.argmax(outside))
-                self._refuse(int(chunk[place]), f" at position {self.first + begin + place}", vocab_size, start, stop)
+                self._refuse(
+                    int(chunk[place]),
+                    f" at position {self.first + begin + place}",
+                    vocab_size,
+                    start,
+                    stop,
+                )
 
     def check_largest(self, vocab_size: int) -> None:
-        """Refuse a source whose largest id, which must be known, is outside the model's vocabulary. Reads no tokens.
+        """Refuse a source whose largest id, which must be known, is outside the model's vocabulary.
+        Reads no tokens.
 
         Raises:
             DataError: names the id.
@@ -96,10 +115,13 @@ class Tokens:
             self._refuse(self.largest, "", vocab_size, 0, 0)
 
     def _refuse(self, token: int, where: str, vocab_size: int, start: int, stop: int) -> None:
-        largest = max([token, *np.asarray(self.values[start:stop]).max(initial=0, keepdims=True).tolist()])
+        largest = max(
+            [token, *np.asarray(self.values[start:stop]).max(initial=0, keepdims=True).tolist()]
+        )
         raise DataError(
-            f"Token {token}{where} of {self.name} is outside the model's vocabulary of {vocab_size} (ids 0 to {vocab_size - 1}). Use a"
-            f" model whose vocab_size is at least {largest + 1}, or the tokenizer that belongs to this model."
+            f"Token {token}{where} of {self.name} is outside the model's vocabulary of {vocab_size}"
+            f" (ids 0 to {vocab_size - 1}). Use a model whose vocab_size is at least {largest + 1},"
+            " or the tokenizer that belongs to this model."
         )
 
 
@@ -136,15 +158,18 @@ class Samples(Dataset[dict[str, Tensor]]):
 
     @property
     def cache(self) -> PieceCache | None:
-        """The cache of remote data through which samples are read; None if all of them are on the disk."""
+        """The cache of remote data through which samples are read; None if all of them are on the
+        disk."""
         return None
 
     def pieces(self, index: int) -> list[Piece]:
-        """Return the pieces of the cache of remote data that a sample is in; none for data on the disk."""
+        """Return the pieces of the cache of remote data that a sample is in; none for data on the
+        disk."""
         return []
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Read the samples of a batch, whose missing pieces are fetched at the same time. The data loader of torch calls this."""
+        """Read the samples of a batch, whose missing pieces are fetched at the same time. The data
+        loader of torch calls this."""
         fetch_together([piece for index in indices for piece in self.pieces(index)])
         return [self[index] for index in indices]
 
@@ -152,22 +177,25 @@ class Samples(Dataset[dict[str, Tensor]]):
 class PackedDataset(Samples):
     """Consecutive samples of `sequence_length` tokens, without gaps or overlap.
 
-    A sample is `{"input_ids": (sequence,), "labels": (sequence,)}` of int64, in the convention of Transformers: labels
-    equal the inputs, and the model shifts them. A sample may contain the end of one document and the start of the
-    next; attention crosses that border, unless there is a document mask. The separator is a target like any other, so the model learns
-    where documents end. By default the first token after it is a target too, because the separator also marks the start of a document.
-    An incomplete last sample is left out.
+    A sample is `{"input_ids": (sequence,), "labels": (sequence,)}` of int64, in the convention of
+    Transformers: labels equal the inputs, and the model shifts them. A sample may contain the end
+    of one document and the start of the next; attention crosses that border, unless there is a
+    document mask. The separator is a target like any other, so the model learns where documents
+    end. By default the first token after it is a target too, because the separator also marks the
+    start of a document. An incomplete last sample is left out.
 
-    With a document mask, a sample also has `"position_ids": (sequence,)`, which restart at 0 with each document. A document that a sample
-    cuts is one document in each of the samples.
+    With a document mask, a sample also has `"position_ids": (sequence,)`, which restart at 0 with
+    each document. A document that a sample cuts is one document in each of the samples.
 
     Args:
         tokens: the tokens.
         sequence_length: tokens per sample.
-        vocab_size: vocabulary size of the model; each sample is checked when it is read. None: no check.
-        predict_across_documents: False gives the first token after a separator the label -100, because its context
-            belongs to another document.
-        document_mask: add `position_ids` that keep documents apart. Implies that `predict_across_documents` is False.
+        vocab_size: vocabulary size of the model; each sample is checked when it is read. None: no
+            check.
+        predict_across_documents: False gives the first token after a separator the label -100,
+            because its context belongs to another document.
+        document_mask: add `position_ids` that keep documents apart. Implies that
+            `predict_across_documents` is False.
         samples: indices of samples to use, in this order; None for all.
     """
 
@@ -199,7 +227,10 @@ class PackedDataset(Samples):
         if begins is not None:
             self._separate(sample, begins)
         elif self._document_mask:
-            raise DataError(f"data.document_mask=true needs the ends of documents, and {self.tokens.name} does not say them.")
+            raise DataError(
+                f"data.document_mask=true needs the ends of documents, and {self.tokens.name} does"
+                " not say them."
+            )
         return sample
 
     @property
@@ -222,7 +253,8 @@ class PackedDataset(Samples):
         return torch.from_numpy(np.asarray(self.tokens.values[start:stop]).astype(np.int64))
 
     def _begins(self, input_ids: Tensor, start: int) -> Tensor | None:
-        """Mark the first token of each document of a sample, (sequence,) of bool. None: documents are not marked.
+        """Mark the first token of each document of a sample, (sequence,) of bool. None: documents
+        are not marked.
 
         Args:
             start: place of the sample in the tokens.
@@ -238,7 +270,8 @@ class PackedDataset(Samples):
 
 
 def spread(available: int, wanted: int | None) -> Sequence[int] | np.ndarray:
-    """Choose `wanted` samples, spread evenly over `available` ones (all if None or if there are fewer)."""
+    """Choose `wanted` samples, spread evenly over `available` ones (all if None or if there are
+    fewer)."""
     if wanted is None or wanted >= available:
         return range(available)
     return np.arange(wanted) * available // wanted

@@ -19,7 +19,8 @@ from lightning_3d.app.training.data.packing import PackedDataset, Tokens, spread
 from lightning_3d.app.training.data.permutation import Permutation
 
 TARGET, BEGINS, PADDING = 1, 2, 4
-"""Marks of a token, which add up: it is a target, it begins a document or the padding, it is padding."""
+"""Marks of a token, which add up: it is a target, it begins a document or the padding, it is
+padding."""
 
 Document = tuple[np.ndarray, np.ndarray]
 """Ids of a document, and the marks of each."""
@@ -28,10 +29,12 @@ Document = tuple[np.ndarray, np.ndarray]
 class PaddedDataModule(PackedDataModule):
     """A data module whose samples may consist of whole documents and padding.
 
-    The sample that holds a document depends only on the data; the order of samples on the seed and the global batch.
+    The sample that holds a document depends only on the data; the order of samples on the seed and
+    the global batch.
 
     Args:
-        packing: which documents share a sample, one of `PACKINGS`; None: samples are consecutive tokens, without padding.
+        packing: which documents share a sample, one of `PACKINGS`; None: samples are consecutive
+            tokens, without padding.
         **kwargs: see `PackedDataModule`.
     """
 
@@ -66,10 +69,15 @@ class PaddedDataModule(PackedDataModule):
         """Print the share of padding, which every rank could compute, on one."""
         share = self.padding_share()
         if share is not None:
-            print(f"lightning_3d: {100 * share:.2f} % of the tokens of samples are padding (data.packing={self.packing})", file=sys.stderr)
+            print(
+                f"lightning_3d: {100 * share:.2f} % of the tokens of samples are padding"
+                f" (data.packing={self.packing})",
+                file=sys.stderr,
+            )
 
     def padding_share(self) -> float | None:
-        """Share of the tokens of all samples to train on that are padding; None without a packing. Reads the mark of every token."""
+        """Share of the tokens of all samples to train on that are padding; None without a packing.
+        Reads the mark of every token."""
         return self.train_set.padding_share() if isinstance(self.train_set, PaddedDataset) else None
 
     @override
@@ -85,7 +93,9 @@ class PaddedDataset(PackedDataset):
         **kwargs: see `PackedDataset`.
     """
 
-    def __init__(self, tokens: Tokens, marks: np.ndarray, sequence_length: int, **kwargs: Any) -> None:
+    def __init__(
+        self, tokens: Tokens, marks: np.ndarray, sequence_length: int, **kwargs: Any
+    ) -> None:
         super().__init__(tokens, sequence_length, **kwargs)
         self._marks = marks
 
@@ -114,12 +124,17 @@ class PaddedDataset(PackedDataset):
 
 
 def split_documents(tokens: np.ndarray, separator: int, longest: int) -> list[np.ndarray]:
-    """Split tokens into documents, each with the separator at its end. A longer document becomes several of at most `longest` tokens."""
+    """Split tokens into documents, each with the separator at its end. A longer document becomes
+    several of at most `longest` tokens."""
     ends = (np.flatnonzero(tokens == separator) + 1).tolist()
     if len(tokens) and (not ends or ends[-1] != len(tokens)):
         ends.append(len(tokens))
     starts = [0, *ends][: len(ends)]
-    places = ((first, min(first + longest, end)) for start, end in zip(starts, ends, strict=True) for first in range(start, end, longest))
+    places = (
+        (first, min(first + longest, end))
+        for start, end in zip(starts, ends, strict=True)
+        for first in range(start, end, longest)
+    )
     return [tokens[first:stop] for first, stop in places]
 
 
@@ -130,7 +145,9 @@ def mark_targets(documents: Sequence[np.ndarray]) -> list[Document]:
     return [(ids, marks[: len(ids)]) for ids in documents]
 
 
-def pack(documents: Sequence[Document], packing: str, length: int, padding: int, dtype: Any = np.uint32) -> tuple[np.ndarray, np.ndarray]:
+def pack(
+    documents: Sequence[Document], packing: str, length: int, padding: int, dtype: Any = np.uint32
+) -> tuple[np.ndarray, np.ndarray]:
     """Put documents into samples.
 
     Args:
@@ -143,13 +160,20 @@ def pack(documents: Sequence[Document], packing: str, length: int, padding: int,
         (tokens, marks), both (samples * length,).
     """
     samples = PACKINGS[packing]([len(ids) for ids, _ in documents], length)
-    if packing == "best_fit":  # the last samples, which may be held out, would be those of the shortest documents
-        samples = [samples[place] for place in Permutation(len(samples), 0, 0).follow(range(len(samples)))]
+    # the last samples, which may be held out, would be those of the shortest documents
+    if packing == "best_fit":
+        samples = [
+            samples[place] for place in Permutation(len(samples), 0, 0).follow(range(len(samples)))
+        ]
     return lay_out(documents, samples, length, padding, dtype)
 
 
 def lay_out(
-    documents: Sequence[Document], samples: Sequence[Sequence[int]], length: int, padding: int, dtype: Any = np.uint32
+    documents: Sequence[Document],
+    samples: Sequence[Sequence[int]],
+    length: int,
+    padding: int,
+    dtype: Any = np.uint32,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Write the documents of each sample one after the other, and padding behind them; see `pack`.
 

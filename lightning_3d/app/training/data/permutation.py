@@ -1,8 +1,9 @@
 """A shuffled order that takes no memory: a keyed bijection on 0, 1, ..., size - 1. NumPy only.
 
-A Feistel network permutes 0, ..., 4**b - 1, the smallest such range that holds `size` numbers. A result that is not less than `size` is
-permuted again until it is ("cycle walking"; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Fewer than four passes are
-needed on average. All arithmetic is on 64-bit integers, so every platform has the same order.
+A Feistel network permutes 0, ..., 4**b - 1, the smallest such range that holds `size` numbers. A
+result that is not less than `size` is permuted again until it is ("cycle walking"; Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002). Fewer than four passes are needed on
+average. All arithmetic is on 64-bit integers, so every platform has the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Permutation:
         self._size = size
         self._bits = max(1, ((size - 1).bit_length() + 1) // 2)
         digest = blake2b(":".join(map(str, key)).encode(), digest_size=8 * _ROUNDS).digest()
-        self._keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8)]
+        self._keys = [
+            int.from_bytes(digest[start : start + 8], "little")
+            for start in range(0, len(digest), 8)
+        ]
 
     def __len__(self) -> int:
         return self._size

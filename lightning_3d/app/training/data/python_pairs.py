@@ -1,4 +1,5 @@
-"""Pairs for preference optimization that every machine has: true and false continuations of Python source code."""
+"""Pairs for preference optimization that every machine has: true and false continuations of Python
+source code."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from lightning_3d.app.training.data.python_stdlib import PythonStdlib
 
 
 class PythonPairs(PythonStdlib):
-    """The samples of `PythonStdlib`, each with a second continuation of its first half, the second half of a distant sample.
+    """The samples of `PythonStdlib`, each with a second continuation of its first half, the second
+    half of a distant sample.
 
-    A sample has `input_ids` and `labels` (the chosen text), and `rejected_ids` and `rejected_labels`, each (sequence,). Labels of the first
-    half, the prompt, are -100.
+    A sample has `input_ids` and `labels` (the chosen text), and `rejected_ids` and
+    `rejected_labels`, each (sequence,). Labels of the first half, the prompt, are -100.
 
     Args:
         **kwargs: see `PythonStdlib`.
@@ -29,7 +31,9 @@ class PythonPairs(PythonStdlib):
     @override
     def _pack(self, tokens: Tokens, wanted: int | None) -> PackedDataset:
         samples = spread(len(tokens) // self.sequence_length, wanted)
-        return PairedDataset(tokens, self.sequence_length, vocab_size=self.vocab_size, samples=samples)
+        return PairedDataset(
+            tokens, self.sequence_length, vocab_size=self.vocab_size, samples=samples
+        )
 
     @override
     def entropy(self) -> Entropy | None:

@@ -1,4 +1,5 @@
-"""Fetching what will be read next: the order of samples is known, so their pieces are fetched before a loader asks for them."""
+"""Fetching what will be read next: the order of samples is known, so their pieces are fetched
+before a loader asks for them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 
+from lightning_3d.app.training.data.packing import Samples
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.storage.piece_cache import THREADS, Piece, PieceCache
-from lightning_3d.app.training.data.packing import Samples
 
 
 def read_ahead(samples: Samples, order: Iterator[int], rows: int) -> Iterator[int]:
@@ -24,7 +25,10 @@ def read_ahead(samples: Samples, order: Iterator[int], rows: int) -> Iterator[in
     coming: deque[int] = deque()
     pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
     stopped = threading.Event()
-    threads = [threading.Thread(target=_fetch, args=(pieces, stopped), name="read ahead", daemon=True) for _ in range(THREADS)]
+    threads = [
+        threading.Thread(target=_fetch, args=(pieces, stopped), name="read ahead", daemon=True)
+        for _ in range(THREADS)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -51,8 +55,8 @@ def _fetch(pieces: queue.SimpleQueue[Piece | None], stopped: threading.Event) ->
 def rows_ahead(cache: PieceCache, batch: int, ranks: int) -> int:
     """Choose by how many samples to fetch ahead.
 
-    Four batches of a rank, but not more than half of the cache holds for the ranks of a node, so that nothing is removed before it is read.
-    A sample may be in two pieces.
+    Four batches of a rank, but not more than half of the cache holds for the ranks of a node, so
+    that nothing is removed before it is read. A sample may be in two pieces.
 
     Args:
         batch: samples of a rank per step.

@@ -1,4 +1,5 @@
-"""The corpora of URLs: one process of a node looks at a URL and writes down what is there, the others read that. NumPy only."""
+"""The corpora of URLs: one process of a node looks at a URL and writes down what is there, the
+others read that. NumPy only."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.app.config.data_urls import data_cache
+from lightning_3d.app.training.data.concatenation import TokenPart
+from lightning_3d.app.training.data.corpus import Corpus, find_at_url, find_corpus
+from lightning_3d.app.training.data.shard_manifest import TokenizerIdentity
 from lightning_3d.errors import DataError, Lightning3DError
 from lightning_3d.ranks.supervisor import can_fork
 from lightning_3d.storage.json_file import parse_json, read_text
@@ -21,9 +25,6 @@ from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.piece_cache import CachedFile, PieceCache, unreachable
 from lightning_3d.storage.remote_path import Place
 from lightning_3d.storage.steady_path import SteadyPath
-from lightning_3d.app.training.data.concatenation import TokenPart
-from lightning_3d.app.training.data.corpus import Corpus, find_at_url, find_corpus
-from lightning_3d.app.training.data.shard_manifest import TokenizerIdentity
 
 _FOLDER = "corpora"
 _ATTEMPTS = 5
@@ -37,7 +38,8 @@ class Finder:
 
     Attributes:
         options: a group `data`, or the attributes of a data module.
-        fresh: whether to look at each URL again, instead of reading what a process of this node has written down about it.
+        fresh: whether to look at each URL again, instead of reading what a process of this node has
+            written down about it.
     """
 
     options: Mapping[str, Any]
@@ -47,12 +49,17 @@ class Finder:
         """Find and check the files of a path or URL; see `find_corpus`.
 
         Raises:
-            DataError: as `find_corpus`, or the URL cannot be read, or the cache cannot be used. ConfigError: the cache is too small.
+            DataError: as `find_corpus`, or the URL cannot be read, or the cache cannot be used.
+                ConfigError: the cache is too small.
         """
         if not isinstance(path, SteadyPath):
             assert isinstance(path, Path)
             return find_corpus(path, hashes=hashes)
-        cache = data_cache(self.options.get("cache_dir"), self.options.get("cache_bytes"), self.options["sequence_length"])
+        cache = data_cache(
+            self.options.get("cache_dir"),
+            self.options.get("cache_bytes"),
+            self.options["sequence_length"],
+        )
         cache.prepare()
         name = hashlib.sha256(path.url.encode()).hexdigest()[:32]
         file = cache.folder / _FOLDER / f"{name}.json"
@@ -64,7 +71,9 @@ class Finder:
                     _write(file, corpus)
         parts = tuple(_with_ends(part, lambda file: _cached(file, cache)) for part in corpus.parts)
         files = [file for part in parts for file in (part, part.ends) if file is not None]
-        _require_room(cache, sum(file.path.size for file in files if isinstance(file.path, CachedFile)))
+        _require_room(
+            cache, sum(file.path.size for file in files if isinstance(file.path, CachedFile))
+        )
         return replace(corpus, parts=parts)
 
 
@@ -83,13 +92,15 @@ def _require_room(cache: PieceCache, needed: int) -> None:
     room, wanted = cache.room(), min(cache.limit, needed)
     if room < wanted:
         raise DataError(
-            f"The cache of remote data may take {show_bytes(wanted)}, but the disk of {cache.folder} has only {show_bytes(room)} for it."
-            " Set a smaller data.cache_bytes, or data.cache_dir to a folder on another disk."
+            f"The cache of remote data may take {show_bytes(wanted)}, but the disk of"
+            f" {cache.folder} has only {show_bytes(room)} for it. Set a smaller data.cache_bytes,"
+            " or data.cache_dir to a folder on another disk."
         )
 
 
 def _look(url: SteadyPath, hashes: bool) -> Corpus:
-    """Look at a URL in a process of its own if this one has a single thread: backends start threads, and ranks are forked from here."""
+    """Look at a URL in a process of its own if this one has a single thread: backends start
+    threads, and ranks are forked from here."""
     if not can_fork():
         return _find(url, hashes)
     context = multiprocessing.get_context("fork")
@@ -134,19 +145,27 @@ def _find(url: SteadyPath, hashes: bool) -> Corpus:
 
 
 def _identified(part: TokenPart) -> TokenPart:
-    """Identify the version of a file. Where the store does not tell versions apart, the hash in the manifest does."""
+    """Identify the version of a file. Where the store does not tell versions apart, the hash in the
+    manifest does."""
     assert isinstance(part.path, SteadyPath)
     identity = [part.path.url, part.path.facts(), part.identity]
-    return replace(part, path=SteadyPath(part.path.url), identity=hashlib.sha256(json.dumps(identity).encode()).hexdigest())
+    return replace(
+        part,
+        path=SteadyPath(part.path.url),
+        identity=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+    )
 
 
 def _read(file: Path) -> Corpus | None:
-    """Read what was written down about a URL; None if nothing was, or another version of this package wrote it."""
+    """Read what was written down about a URL; None if nothing was, or another version of this
+    package wrote it."""
     try:
         entries = parse_json(read_text(file))
         parts = tuple(_part_of(part) for part in entries.pop("parts"))
         tokenizer = entries.pop("tokenizer")
-        return Corpus(parts=parts, tokenizer=TokenizerIdentity(**tokenizer) if tokenizer else None, **entries)
+        return Corpus(
+            parts=parts, tokenizer=TokenizerIdentity(**tokenizer) if tokenizer else None, **entries
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -157,7 +176,11 @@ def _part_of(entries: dict[str, Any]) -> TokenPart:
 
 
 def _entries_of(part: TokenPart) -> dict[str, Any]:
-    return {**vars(part), "path": str(part.path), "ends": None if part.ends is None else _entries_of(part.ends)}
+    return {
+        **vars(part),
+        "path": str(part.path),
+        "ends": None if part.ends is None else _entries_of(part.ends),
+    }
 
 
 def _write(file: Path, corpus: Corpus) -> None:

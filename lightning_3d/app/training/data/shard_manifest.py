@@ -1,6 +1,8 @@
-"""The manifest of a folder of shards that `lightning-3d tokenize` writes: what the shards hold, and of which tokenizer. NumPy only.
+"""The manifest of a folder of shards that `lightning-3d tokenize` writes: what the shards hold, and
+of which tokenizer. NumPy only.
 
-The folder has `manifest.json`, and `shard-00000.bin` with `shard-00000.idx` (`indexed_file`), `shard-00001.bin`, ...
+The folder has `manifest.json`, and `shard-00000.bin` with `shard-00000.idx` (`indexed_file`),
+`shard-00001.bin`, ...
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
+from lightning_3d.app.training.data.indexed_file import index_of, read_header
 from lightning_3d.errors import DataError, plural
 from lightning_3d.storage.json_file import parse_json, read_text
 from lightning_3d.storage.remote_path import Place as Where
-from lightning_3d.app.training.data.indexed_file import index_of, read_header
 
 NAME = "manifest.json"
 _VERSION = 1
@@ -45,7 +47,10 @@ class TokenizerIdentity:
 
     def same_ids(self, other: TokenizerIdentity) -> bool:
         """Check whether each id means the same text in both."""
-        return (self.vocabulary_sha256, self.document_separator) == (other.vocabulary_sha256, other.document_separator)
+        return (self.vocabulary_sha256, self.document_separator) == (
+            other.vocabulary_sha256,
+            other.document_separator,
+        )
 
     def __str__(self) -> str:
         return f"{self.name} ({self.vocab_size} ids, vocabulary {self.vocabulary_sha256[:12]}...)"
@@ -115,7 +120,9 @@ class Manifest:
 
     def with_shard(self, shard: Shard, following: Place | None) -> Manifest:
         tokens, documents = self.tokens + shard.tokens, self.documents + shard.documents
-        return replace(self, tokens=tokens, documents=documents, shards=(*self.shards, shard), next=following)
+        return replace(
+            self, tokens=tokens, documents=documents, shards=(*self.shards, shard), next=following
+        )
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of a folder: a reader sees the old or the new one."""
@@ -163,12 +170,15 @@ def read_manifest(folder: Where) -> Manifest:
         return Manifest(**entries)
     except FileNotFoundError:
         raise DataError(
-            f'{folder} has no {NAME}. Make the folder with lightning-3d tokenize, or name its files, for example "{folder}/*.bin".'
+            f"{folder} has no {NAME}. Make the folder with lightning-3d tokenize, or name its"
+            f' files, for example "{folder}/*.bin".'
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not a manifest of lightning-3d tokenize: {error}. Write the folder again.") from None
+        raise DataError(
+            f"{path} is not a manifest of lightning-3d tokenize: {error}. Write the folder again."
+        ) from None
 
 
 def _checked_shard(entry: dict[str, Any]) -> Shard:
@@ -182,16 +192,19 @@ def _checked_shard(entry: dict[str, Any]) -> Shard:
     return shard
 
 
-def check_shards(folder: Where, manifest: Manifest, shards: Sequence[Shard], *, hashes: bool = False) -> None:
-    """Compare shards of a folder with its manifest: sizes and headers, and with `hashes` every byte.
+def check_shards(
+    folder: Where, manifest: Manifest, shards: Sequence[Shard], *, hashes: bool = False
+) -> None:
+    """Compare shards of a folder with its manifest: sizes and headers, and with `hashes` every
+    byte.
 
     Raises:
         DataError: the manifest is not complete, or a shard is missing, truncated or damaged.
     """
     if not manifest.complete:
         raise DataError(
-            f"{folder} is not complete: it has {plural(len(manifest.shards), 'shard')} so far. Repeat the command lightning-3d tokenize,"
-            " which continues after the last one."
+            f"{folder} is not complete: it has {plural(len(manifest.shards), 'shard')} so far."
+            " Repeat the command lightning-3d tokenize, which continues after the last one."
         )
     check = partial(_check_shard, folder, manifest, hashes)
     if isinstance(folder, Path):
@@ -207,10 +220,15 @@ def _check_shard(folder: Where, manifest: Manifest, hashes: bool, shard: Shard) 
     if missing:
         raise DataError(f"{folder} lacks {missing[0]}, which its {NAME} lists. {_REPAIR}")
     header = read_header(path)
-    if (header.dtype, header.tokens, header.documents) != (manifest.dtype, shard.tokens, shard.documents):
+    if (header.dtype, header.tokens, header.documents) != (
+        manifest.dtype,
+        shard.tokens,
+        shard.documents,
+    ):
         raise DataError(
-            f"{path} has {header.tokens} tokens of {header.dtype} in {plural(header.documents, 'document')}, but {NAME} says"
-            f" {shard.tokens} tokens of {manifest.dtype} in {plural(shard.documents, 'document')}. {_REPAIR}"
+            f"{path} has {header.tokens} tokens of {header.dtype} in"
+            f" {plural(header.documents, 'document')}, but {NAME} says {shard.tokens} tokens of"
+            f" {manifest.dtype} in {plural(shard.documents, 'document')}. {_REPAIR}"
         )
     if hashes:
         _compare_hashes(path, shard)
@@ -229,5 +247,6 @@ def _compare_hashes(path: Where, shard: Shard) -> None:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
         if found != expected:
             raise DataError(
-                f"{file} has changed since it was written: its SHA-256 is {found[:12]}..., and {NAME} says {expected[:12]}.... {_REPAIR}"
+                f"{file} has changed since it was written: its SHA-256 is {found[:12]}..., and"
+                f" {NAME} says {expected[:12]}.... {_REPAIR}"
             )

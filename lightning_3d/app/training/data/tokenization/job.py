@@ -10,14 +10,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.errors import ConfigError, DataError, plural
-from lightning_3d.ranks.progress import task
-from lightning_3d.storage.lock import FileLock
-from lightning_3d.app.training.data.shard_manifest import NAME, Manifest, Place, check_shards, read_manifest
+from lightning_3d.app.training.data.shard_manifest import (
+    NAME,
+    Manifest,
+    Place,
+    check_shards,
+    read_manifest,
+)
 from lightning_3d.app.training.data.tokenization.encoding import ByteEncoder, Encoder
 from lightning_3d.app.training.data.tokenization.pool import encoded_in_order
 from lightning_3d.app.training.data.tokenization.shard_writer import ShardWriter
 from lightning_3d.app.training.data.tokenization.sources import Batch, Source
+from lightning_3d.errors import ConfigError, DataError, plural
+from lightning_3d.ranks.progress import task
+from lightning_3d.storage.lock import FileLock
 
 SHARD_TOKENS = 1 << 28
 """Largest number of tokens of a shard by default."""
@@ -53,8 +59,9 @@ def tokenize(
 ) -> Tokenization:
     """Write all documents of the sources into shards of a folder.
 
-    The shards depend on the sources, the tokenizer, the column and `shard_tokens`, not on the number of processes or on how often the work
-    was interrupted: it continues after the last shard of the manifest.
+    The shards depend on the sources, the tokenizer, the column and `shard_tokens`, not on the
+    number of processes or on how often the work was interrupted: it continues after the last shard
+    of the manifest.
 
     Args:
         sources: the documents.
@@ -67,7 +74,8 @@ def tokenize(
 
     Raises:
         ConfigError: another process still writes the folder, or it has other files.
-        DataError: the folder is of other sources or options; a record cannot be read; or there is no document.
+        DataError: the folder is of other sources or options; a record cannot be read; or there is
+            no document.
     """
     settings: dict[str, Any] = {"column": column, "shard_tokens": shard_tokens}
     settings["sources"] = [state for source in sources for state in source.state()]
@@ -87,7 +95,11 @@ def tokenize(
 
 
 def _write_all(
-    writer: ShardWriter, sources: Sequence[Source], encoder: Encoder | ByteEncoder, start: Place, processes: int
+    writer: ShardWriter,
+    sources: Sequence[Source],
+    encoder: Encoder | ByteEncoder,
+    start: Place,
+    processes: int,
 ) -> None:
     batches = _batches(sources, start)
     with task("tokenizing", None, "tokens") as advance:
@@ -99,11 +111,15 @@ def _write_all(
 
 def _batches(sources: Sequence[Source], start: Place) -> Iterator[Batch]:
     here = sources[start.source :]
-    return chain.from_iterable(source.batches(start if source.number == start.source else Place(source.number)) for source in here)
+    return chain.from_iterable(
+        source.batches(start if source.number == start.source else Place(source.number))
+        for source in here
+    )
 
 
 def _completed(manifest: Manifest, sources: Sequence[Source]) -> Manifest:
-    """Finish the manifest. Times of files no longer matter, and would differ between copies of them."""
+    """Finish the manifest. Times of files no longer matter, and would differ between copies of
+    them."""
     if not manifest.shards:
         count = sum(len(source.state()) for source in sources)
         raise DataError(f"The {plural(count, 'source')} {'has' if count == 1 else 'have'} no text.")
@@ -118,24 +134,37 @@ def _without_times(sources: list[list[Any]]) -> list[list[Any]]:
 def _earlier(folder: Path, wanted: Manifest) -> Manifest | None:
     """Read the manifest of an earlier attempt, if there is one."""
     if not (folder / NAME).exists():
-        others = sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "shard-00000.")))
+        others = sorted(
+            path.name
+            for path in folder.iterdir()
+            if not path.name.startswith((".", "shard-00000."))
+        )
         if others:
-            raise ConfigError(f"--out {folder} holds other files, for example {others[0]}. Use a new folder.")
+            raise ConfigError(
+                f"--out {folder} holds other files, for example {others[0]}. Use a new folder."
+            )
         return None
     manifest = read_manifest(folder)
     settings = dict(wanted.settings)
     if manifest.complete:
         settings["sources"] = _without_times(settings["sources"])
     pairs = [(key, manifest.settings.get(key), value) for key, value in settings.items()]
-    pairs.append(("tokenizer", replace(manifest.tokenizer, name=""), replace(wanted.tokenizer, name="")))
+    pairs.append(
+        ("tokenizer", replace(manifest.tokenizer, name=""), replace(wanted.tokenizer, name=""))
+    )
     different = [key for key, earlier, now in pairs if earlier != now]
     if different:
-        words = {"sources": "other sources, or they have changed", "tokenizer": f"another tokenizer, {manifest.tokenizer}"}
-        words["shard_tokens"] = f"another size of shards, {manifest.settings.get('shard_tokens')} tokens"
+        words = {
+            "sources": "other sources, or they have changed",
+            "tokenizer": f"another tokenizer, {manifest.tokenizer}",
+        }
+        words["shard_tokens"] = (
+            f"another size of shards, {manifest.settings.get('shard_tokens')} tokens"
+        )
         words["column"] = f"another column, {manifest.settings.get('column')}"
         raise DataError(
-            f"--out {folder} has {plural(len(manifest.shards), 'shard')} of {words[different[0]]}. Use a new folder, or the earlier"
-            " arguments."
+            f"--out {folder} has {plural(len(manifest.shards), 'shard')} of {words[different[0]]}."
+            " Use a new folder, or the earlier arguments."
         )
     check_shards(folder, replace(manifest, complete=True), manifest.shards)
     return manifest
@@ -154,7 +183,10 @@ def _hold(folder: Path, patience_seconds: float) -> Iterator[None]:
         if time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             continue
-        raise ConfigError(f"--out {folder}: another process is writing this folder. Wait for it, or use a new folder.")
+        raise ConfigError(
+            f"--out {folder}: another process is writing this folder. Wait for it, or use a new"
+            " folder."
+        )
     try:
         yield
     finally:

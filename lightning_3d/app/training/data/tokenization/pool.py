@@ -1,4 +1,5 @@
-"""Work on batches in several processes, with the results in order and a bounded number of batches in flight."""
+"""Work on batches in several processes, with the results in order and a bounded number of batches
+in flight."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from typing import Any
 
-from lightning_3d.errors import OutOfMemory
 from lightning_3d.app.training.data.shard_manifest import Place
 from lightning_3d.app.training.data.tokenization.encoding import Encoded
 from lightning_3d.app.training.data.tokenization.sources import Batch
+from lightning_3d.errors import OutOfMemory
 
 _IN_FLIGHT = 4
 """Batches per process that wait or are in work."""
@@ -24,8 +25,11 @@ _IN_FLIGHT = 4
 _encode: Callable[[Batch], Encoded]
 
 
-def encoded_in_order(encode: Callable[[Batch], Encoded], batches: Iterator[Batch], processes: int) -> Iterator[tuple[Place, Encoded]]:
-    """Encode batches. Yields (place of the batch, its tokens) in the order of `batches`, whatever the number of processes.
+def encoded_in_order(
+    encode: Callable[[Batch], Encoded], batches: Iterator[Batch], processes: int
+) -> Iterator[tuple[Place, Encoded]]:
+    """Encode batches. Yields (place of the batch, its tokens) in the order of `batches`, whatever
+    the number of processes.
 
     Args:
         processes: 1 works in this process.
@@ -49,8 +53,9 @@ def encoded_in_order(encode: Callable[[Batch], Encoded], batches: Iterator[Batch
             yield _take(pending)
     except BrokenProcessPool:
         raise OutOfMemory(
-            "A process that tokenizes was killed, probably because memory ran out. Repeat the command with fewer processes than"
-            f" {processes} (--processes); it continues after the last shard."
+            "A process that tokenizes was killed, probably because memory ran out. Repeat the"
+            f" command with fewer processes than {processes} (--processes); it continues after the"
+            " last shard."
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -62,7 +67,8 @@ def _take(pending: deque[tuple[Place, Future[Encoded]]]) -> tuple[Place, Encoded
 
 
 def _begin(encode: Callable[[Batch], Encoded]) -> None:
-    """Prepare a process: it encodes with one thread, leaves Ctrl-C to its parent, and ends with it, however that ends."""
+    """Prepare a process: it encodes with one thread, leaves Ctrl-C to its parent, and ends with it,
+    however that ends."""
     global _encode
     _encode = encode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -9,15 +9,21 @@ from typing import BinaryIO
 import numpy as np
 
 from lightning_3d.app.training.data.indexed_file import pack_index
-from lightning_3d.app.training.data.shard_manifest import Manifest, Place, Shard, commit, replace_file
+from lightning_3d.app.training.data.shard_manifest import (
+    Manifest,
+    Place,
+    Shard,
+    commit,
+    replace_file,
+)
 from lightning_3d.app.training.data.tokenization.encoding import Encoded
 
 
 class ShardWriter:
     """Appends shards to a folder.
 
-    A shard ends before the document with which it would have more than `limit` tokens. A document is never split, so a longer one is a
-    shard of its own.
+    A shard ends before the document with which it would have more than `limit` tokens. A document
+    is never split, so a longer one is a shard of its own.
 
     Args:
         folder: folder of the shards.
@@ -45,7 +51,8 @@ class ShardWriter:
         return self._folder / f".{self._name}.bin.partial"
 
     def add(self, place: Place, encoded: Encoded) -> None:
-        """Write the documents of a batch, except the first `place.skip`, which earlier shards have."""
+        """Write the documents of a batch, except the first `place.skip`, which earlier shards
+        have."""
         lengths = encoded.lengths
         ends = np.cumsum(lengths)
         done = place.skip
@@ -78,7 +85,9 @@ class ShardWriter:
         commit(self._draft, self._folder / f"{self._name}.bin")
         replace_file(self._folder / f"{self._name}.idx", lambda path: path.write_bytes(index))
         hashes = self._hash.hexdigest(), hashlib.sha256(index).hexdigest()
-        self.manifest = self.manifest.with_shard(Shard(self._name, self._tokens, len(lengths), self._largest, *hashes), following)
+        self.manifest = self.manifest.with_shard(
+            Shard(self._name, self._tokens, len(lengths), self._largest, *hashes), following
+        )
         self.manifest.write(self._folder)
         self._begin()
 

@@ -1,4 +1,5 @@
-"""Documents of files and data sets, in batches whose limits depend on the sources alone. pyarrow and datasets are imported on first use."""
+"""Documents of files and data sets, in batches whose limits depend on the sources alone. pyarrow
+and datasets are imported on first use."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from lightning_3d.errors import DataError, did_you_mean, install, listed
 from lightning_3d.app.training.data.shard_manifest import Place
+from lightning_3d.errors import DataError, did_you_mean, install, listed
 
 HUB = "hf://"
 _BATCH_BYTES = 1 << 20
@@ -44,7 +45,10 @@ class Batch:
         """Describe where a record of the batch is, for messages."""
         if self.names is not None:
             return self.names[index]
-        return f"{'line' if self.json_key is not None else 'row'} {self.place.record + index + 1} of {self.name}"
+        return (
+            f"{'line' if self.json_key is not None else 'row'} {self.place.record + index + 1} of"
+            f" {self.name}"
+        )
 
 
 class Source(Protocol):
@@ -53,14 +57,18 @@ class Source(Protocol):
     number: int
 
     def state(self) -> list[Any]:
-        """Describe the source, so that a later command finds out whether it is the same: name, size and time of each file."""
+        """Describe the source, so that a later command finds out whether it is the same: name, size
+        and time of each file."""
 
     def batches(self, start: Place) -> Iterator[Batch]:
         """Read from a place that a batch of this source had."""
 
 
-def find_sources(words: Sequence[str], *, column: str, split: str, dataset: str | None) -> list[Source]:
-    """List the sources that words of the command line name: files, folders, globs and `hf://` data sets.
+def find_sources(
+    words: Sequence[str], *, column: str, split: str, dataset: str | None
+) -> list[Source]:
+    """List the sources that words of the command line name: files, folders, globs and `hf://` data
+    sets.
 
     Args:
         column: key or column of the text.
@@ -72,11 +80,21 @@ def find_sources(words: Sequence[str], *, column: str, split: str, dataset: str 
     """
     found: list[Path | HubRows] = []
     for word in words:
-        found += [HubRows(word.removeprefix(HUB), column, split, dataset)] if word.startswith(HUB) else _files(word)
+        found += (
+            [HubRows(word.removeprefix(HUB), column, split, dataset)]
+            if word.startswith(HUB)
+            else _files(word)
+        )
     sources: list[Source] = []
-    for is_text, group in groupby(found, key=lambda one: isinstance(one, Path) and _kind(one) == "text"):
+    for is_text, group in groupby(
+        found, key=lambda one: isinstance(one, Path) and _kind(one) == "text"
+    ):
         same = list(group)
-        sources += [TextFiles([one for one in same if isinstance(one, Path)])] if is_text else [_source(one, column) for one in same]
+        sources += (
+            [TextFiles([one for one in same if isinstance(one, Path)])]
+            if is_text
+            else [_source(one, column) for one in same]
+        )
     for number, source in enumerate(sources):
         source.number = number
     return sources
@@ -93,16 +111,31 @@ def _files(word: str) -> list[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        files = sorted((path for path in place.rglob("*") if path.is_file()), key=lambda path: path.relative_to(place).as_posix())
+        files = sorted(
+            (path for path in place.rglob("*") if path.is_file()),
+            key=lambda path: path.relative_to(place).as_posix(),
+        )
         known = [path for path in files if _suffix(path) in _JSON + _PARQUET + _TEXT]
         if not known:
             types = ", ".join(_JSON + _PARQUET + _TEXT)
-            raise DataError(f'{place} has no file of the types {types}. Name other files by a pattern, for example "{place}/**/*.py".')
+            raise DataError(
+                f"{place} has no file of the types {types}. Name other files by a pattern, for"
+                f' example "{place}/**/*.py".'
+            )
         return known
-    matches = sorted(path for path in map(Path, glob.glob(str(place), recursive=True)) if path.is_file())
+    matches = sorted(
+        path for path in map(Path, glob.glob(str(place), recursive=True)) if path.is_file()
+    )
     if not matches:
-        near = did_you_mean(place.name, [path.name for path in place.parent.iterdir()]) if place.parent.is_dir() else ""
-        raise DataError(f"There is no file or folder {word}.{near} A data set of the datasets package is hf://NAME.")
+        near = (
+            did_you_mean(place.name, [path.name for path in place.parent.iterdir()])
+            if place.parent.is_dir()
+            else ""
+        )
+        raise DataError(
+            f"There is no file or folder {word}.{near} A data set of the datasets package is"
+            " hf://NAME."
+        )
     return matches
 
 
@@ -138,7 +171,9 @@ def open_file(path: Path) -> BinaryIO | gzip.GzipFile | io.BufferedReader:
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix == ".zst":
-        return io.BufferedReader(_import_pyarrow(path).input_stream(str(path), compression="zstd"), _BATCH_BYTES)
+        return io.BufferedReader(
+            _import_pyarrow(path).input_stream(str(path), compression="zstd"), _BATCH_BYTES
+        )
     return path.open("rb")
 
 
@@ -241,14 +276,21 @@ class ParquetRows:
                 if row + rows <= start.offset:
                     row += rows
                     continue
-                for part in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self._column]):
+                for part in file.iter_batches(
+                    _BATCH_ROWS, row_groups=[group], columns=[self._column]
+                ):
                     if row >= start.offset:
-                        yield Batch(Place(self.number, row, row), str(self._path), part.column(0).to_pylist())
+                        yield Batch(
+                            Place(self.number, row, row),
+                            str(self._path),
+                            part.column(0).to_pylist(),
+                        )
                     row += len(part)
 
 
 class HubRows:
-    """The text column of one split of a data set that the datasets package finds: a name on the hub, or a folder."""
+    """The text column of one split of a data set that the datasets package finds: a name on the
+    hub, or a folder."""
 
     number = 0
 
@@ -258,7 +300,9 @@ class HubRows:
 
             self._rows = load_split(path, dataset, split)
         except ImportError:
-            raise DataError(f"Reading {HUB}{path} needs the package datasets. {install('data')}.") from None
+            raise DataError(
+                f"Reading {HUB}{path} needs the package datasets. {install('data')}."
+            ) from None
         self._name, self._split, self._column = path, split, column
         _require_column(HUB + path, column, self._rows.column_names)
 
@@ -274,4 +318,6 @@ class HubRows:
 def _require_column(name: str, column: str, columns: Sequence[str]) -> None:
     if column not in columns:
         near = did_you_mean(column, columns)
-        raise DataError(f"{name} has no column '{column}'; it has {listed(columns)}.{near} Set --text-column.")
+        raise DataError(
+            f"{name} has no column '{column}'; it has {listed(columns)}.{near} Set --text-column."
+        )
