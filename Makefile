@@ -64,6 +64,7 @@ types:
 
 style:
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 
 imports:
 	$(BIN)/lint-imports --no-logo

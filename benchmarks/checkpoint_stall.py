@@ -9,7 +9,7 @@ from the end of the step before, so that it includes the call that saves. Where 
 the same cores, steps are compared without the time in which the thread that trains was ready and no
 core was free, which the kernel counts; with one rank that is what a machine with a core to spare
 would show. Files are put out of the page cache before they are loaded.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

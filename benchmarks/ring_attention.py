@@ -8,7 +8,7 @@ forward and backward of one attention.
 Each cell is measured in processes of its own. Memory is what the resident set of the largest rank
 grew by, from before its queries were made, so that it includes the tiles of scores, whose size does
 not depend on the sequence.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

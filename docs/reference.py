@@ -32,14 +32,14 @@ from lightning_3d.app.config.lora import LoraOptions  # noqa: E402
 from lightning_3d.app.config.objective import ObjectiveOptions  # noqa: E402
 from lightning_3d.app.config.plan import PlanOptions  # noqa: E402
 from lightning_3d.app.config.plan_run import check_keys  # noqa: E402
-from lightning_3d.app.config.run_config import (
+from lightning_3d.app.config.run_config import (  # noqa: E402
     MODEL_KEYS,
     ParallelismConfig,
     PrecisionConfig,
     RunConfig,
     TrainerConfig,
     complete_run,
-)  # noqa: E402
+)
 from lightning_3d.app.config.sample import SampleOptions  # noqa: E402
 from lightning_3d.app.launchers.options import meanings  # noqa: E402
 from lightning_3d.app.planner.advice import job_of, machine_of  # noqa: E402

@@ -4,7 +4,7 @@
 
 Only the marked line is there for lightning_3d. Without it, write
 --trainer.strategy=lightning_3d.Lightning3DStrategy.
-"""
+"""  # noqa: E501
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule

@@ -28,7 +28,7 @@ package: with these versions of torch and Transformers their models need no self
 
 Prints a line for each cell and a table of counts. Exit code 1 when something is wrong, crashes or
 hangs.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

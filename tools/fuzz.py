@@ -247,9 +247,6 @@ class Fuzzer:
     def prepare(self) -> None:
         """Import what takes long, so that no case is charged for it, and silence what a rank
         silences."""
-        import lightning_3d.app.cli.train
-        import lightning_3d.app.training.data.tokens  # noqa: F401
-        import lightning_3d.checkpoint.inspection
         from lightning_3d.app.training.run import quiet
 
         quiet()

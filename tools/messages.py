@@ -15,7 +15,7 @@ found in the syntax tree: strings that reach raise, warn, print, a logger or arg
 are returned by functions, or kept in variables, whose names appear there; and every other string
 with the look of a sentence, unless it is a docstring. The values of an f-string are shown as {name}
 or {…}.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ them.
 A fault is found when a test fails, or hangs, that passes without it: each test that fails is run
 once more on the unchanged copy. Results are kept in .planted_faults.jsonl, for a hash of the code.
 Of 59 faults the default tests must find 57, else the exit code is 1.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class Copy:
         )
         if not done.stdout.startswith(str(self.path)):
             raise Refused(
-                f"the copy in {self.path} is not what Python imports: {done.stdout or done.stderr}".strip()
+                f"the copy in {self.path} is not what Python imports: {done.stdout or done.stderr}".strip()  # noqa: E501
             )
 
 

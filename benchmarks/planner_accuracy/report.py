@@ -81,7 +81,7 @@ The first part uses the constants in `lightning_3d/app/planner/constants.py` and
 `--folds N`, the report has a second part. There, the runs of each model on each number of GPUs are predicted with constants that were
 calibrated without these runs (cross-validation with N folds).
 
-"""
+"""  # noqa: E501
 
 _TIME, _MEMORY = (
     ("step time: rows", "median", "mean", "p90", "under"),

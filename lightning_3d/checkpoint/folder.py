@@ -9,7 +9,7 @@ A save fills a folder next to it (`checkpoint_names`); the manifest comes last, 
 the folder a checkpoint. The next save removes what a killed save left. At a URL nothing is renamed:
 the manifest itself makes the checkpoint complete, and names the folder of the other files
 (`remote_folder`).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

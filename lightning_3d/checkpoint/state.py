@@ -408,7 +408,7 @@ def _compare(
     ]
     problems = [
         f"{title}"
-        f" {'; '.join(names[:SHOWN])}{f'; and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}."
+        f" {'; '.join(names[:SHOWN])}{f'; and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}."  # noqa: E501
         for title, names in (
             ("Missing from the checkpoint:", missing),
             ("Missing from the model:", unknown),

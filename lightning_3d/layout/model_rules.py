@@ -89,7 +89,7 @@ def _check_experts(layout: Layout, experts: int | None) -> None:
         raise LayoutError(
             f"ep {layout.ep} in {layout} does not divide the model's {experts} experts, but every"
             " rank must get the same number. Use"
-            f" {listed((replace(layout, ep=ep).name for ep in nearest(fits, layout.ep)), last='or')}."
+            f" {listed((replace(layout, ep=ep).name for ep in nearest(fits, layout.ep)), last='or')}."  # noqa: E501
         )
 
 

@@ -131,7 +131,7 @@ def check_expert_groups(layout: Layout) -> None:
         f"Expert parallelism uses the ranks of one pipeline stage, but ep {layout.ep} {relation}"
         f" the {ranks} ranks of a stage of"
         f" {layout} ({factors}). Use"
-        f" {listed((replace(layout, ep=ep).name for ep in nearest(divisors(ranks), layout.ep)), last='or')}."
+        f" {listed((replace(layout, ep=ep).name for ep in nearest(divisors(ranks), layout.ep)), last='or')}."  # noqa: E501
     )
 
 

@@ -221,7 +221,7 @@ def _of_tensor(tensor: Tensor) -> str:
     values = tensor.detach().cpu().contiguous().reshape(-1)
     return (
         f"{heading}"
-        f" {hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()}"
+        f" {hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()}"  # noqa: E501
     )
 
 

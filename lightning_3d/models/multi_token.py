@@ -12,7 +12,7 @@ The modules are further blocks in the model's own list. So their parameters have
 DeepSeek's checkpoints (`model.layers.61.eh_proj.weight`), and whatever is done to blocks is done to
 them: sharding, recomputation, expert parallelism. At the end of a sequence the embeddings that are
 missing are zeros; nothing is predicted from them.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

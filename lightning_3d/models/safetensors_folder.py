@@ -6,7 +6,7 @@
 
 The header of a safetensors file is JSON, so names, shapes and types of all tensors are known before
 anything is started, and truncated files are noticed. Pickles are never loaded.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ The folder of a cache:
 A piece is written under another name and renamed, so a process that is killed leaves no half piece.
 Readers read a piece as a whole, and a piece that is removed meanwhile stays readable for them.
 Imports no torch.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -90,8 +90,13 @@ class OneProcessOrder(DistributedSampler[Any]):
                 " its own rank."
             ) from None
         super().__init__(
-            range(length), num_replicas, rank, shuffle=False, seed=seed, drop_last=drop_last
-        )  # type: ignore[arg-type]
+            range(length),  # type: ignore[arg-type]
+            num_replicas,
+            rank,
+            shuffle=False,
+            seed=seed,
+            drop_last=drop_last,
+        )
         self.sampler = sampler
         self._rows = rows or MicroBatchRows(num_replicas, num_replicas)
         self.checksum = 0

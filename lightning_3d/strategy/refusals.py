@@ -85,8 +85,9 @@ def refuse_unsupported(trainer: pl.Trainer) -> None:
             " trainer.fit, or use layers with known sizes."
         )
     averaged = any(
-        isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks
-    )  # type: ignore[attr-defined]
+        isinstance(callback, StochasticWeightAveraging)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
     if averaged and StochasticWeightAveraging.pl_module_contains_batch_norm(module):
         raise ConfigError(
             "StochasticWeightAveraging ends with a pass over the data that recomputes the"
@@ -161,8 +162,9 @@ def refuse_callbacks(trainer: pl.Trainer, zero_stage: int) -> None:
                 " which averages shards, or zero_stage=2."
             )
     if average_of(trainer) is not None and any(
-        isinstance(callback, WeightAveraging) for callback in trainer.callbacks
-    ):  # type: ignore[attr-defined]
+        isinstance(callback, WeightAveraging)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    ):
         raise ConfigError(
             "ExponentialAverage (trainer.average_decay) and WeightAveraging would both put their"
             " average in the place of the weights for a validation. Use one of them."

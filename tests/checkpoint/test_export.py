@@ -419,4 +419,4 @@ class Module(LightningModule):
 trainer = Trainer(accelerator="cpu", devices=1, strategy=Lightning3DStrategy(), max_steps=1, logger=False, enable_checkpointing=False)
 trainer.fit(Module(), DataLoader(torch.ones(1, 8, dtype=torch.long)))
 trainer.save_checkpoint(folder / "checkpoint", weights_only=True)
-"""
+"""  # noqa: E501

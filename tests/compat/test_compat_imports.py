@@ -32,7 +32,7 @@ print(gc.isenabled(), gc.get_freeze_count() > 100_000, "hamming" in asked, "scip
 import torchmetrics
 from scipy.signal import convolve
 print(torchmetrics.MeanMetric.__name__, convolve([1], [2])[0])
-"""
+"""  # noqa: E501
     assert printed(program) == ["False", "True", "True", "True", "True", "False", "MeanMetric", "2"]
 
 

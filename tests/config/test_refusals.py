@@ -692,7 +692,7 @@ quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False
 strategy = Lightning3DStrategy("tp2", micro_batch_size=2)
 trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, **quiet)
 trainer.fit(Module(), DataLoader(rows, batch_size=4))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full

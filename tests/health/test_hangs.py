@@ -94,7 +94,7 @@ else:
     children = [pid for how in sys.argv[1:] if (pid := os.fork() or under_a_supervisor(how))]
     for child in children:
         os.waitpid(child, 0)
-"""
+"""  # noqa: E501
 
 SUPERVISED = ("locked", "lost lock", "order", "kinds", "well")
 

@@ -528,7 +528,7 @@ PUBLISHED = [
     # Narayanan et al., SC21 (arXiv:2104.04473), table 1, seconds by the formula of its section 5.1
     (
         "Narayanan,Table"
-        " 1,GPT-39.1B,39.1,48,8192,32768,64,64,51200,0,,,2048,1536,4,512,A100-80GB,8,2,1,32,1,1,none,fp16,full,1F1B,,,14.453,,"
+        " 1,GPT-39.1B,39.1,48,8192,32768,64,64,51200,0,,,2048,1536,4,512,A100-80GB,8,2,1,32,1,1,none,fp16,full,1F1B,,,14.453,,"  # noqa: E501
     ),
     "Narayanan,,GPT-145.6B,145.6,80,12288,49152,96,96,51200,0,,,2048,2304,2,1536,A100-80GB,8,8,2,24,1,1,none,fp16,full,interleaved,,,24.817,,",
     # MosaicML llm-foundry, scripts/train/benchmarking/README.md

@@ -370,7 +370,7 @@ settings = worker.Settings(**eval(sys.argv[1]))
 result = worker.measure("ours", settings)
 assert len(result["losses"]) == 3, result
 assert not {"hydra", "omegaconf", "deepspeed", "wandb"} & set(sys.modules)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

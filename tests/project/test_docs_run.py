@@ -49,7 +49,7 @@ config = yaml.safe_load(open("runs/a/config.yaml"))
 trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False, limit_val_batches=0)
 trainer.fit(CausalLM(config["model"], config["optimizer"]), datamodule=make_data(config))
 trainer.save_checkpoint("runs/ddp/epoch=3.ckpt")
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

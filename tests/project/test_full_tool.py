@@ -15,7 +15,7 @@ from command_line import REPOSITORY
 TOOL = REPOSITORY / "tools" / "test_full.py"
 sys.path.insert(0, str(TOOL.parent))
 
-from test_full import (
+from test_full import (  # noqa: E402
     FOLDER,
     Refused,
     Result,
@@ -27,7 +27,7 @@ from test_full import (
     summary,
     version,
     weights,
-)  # noqa: E402
+)
 
 CONFTEST = """
 def pytest_runtest_setup(item):

@@ -180,7 +180,7 @@ ask tr 1
 ask "train cluster=h10" 2
 ask "train recipe=llama3_70b_2" 2
 ask "train trainer.dry=true parallelism.zero_st" 3
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -353,7 +353,7 @@ scan = Plugins._scan_all_plugins
 Plugins._scan_all_plugins = staticmethod(lambda modules: scan([m for m in modules if m.__name__ != "hydra_plugins"]))
 from lightning_3d.app.cli import main
 sys.exit(main(["train", "recipe=llama_tiny_8xcpu", "cluster=h100_2x4", "parallelism=tp2_pp4", "trainer.dry=true"]))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

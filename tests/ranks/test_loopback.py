@@ -47,7 +47,7 @@ quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False
 trainer = Trainer(accelerator="cpu", devices=2, strategy=Lightning3DStrategy("dp2"), max_steps=2, default_root_dir=".", **quiet)
 trainer.fit(Module(), DataLoader(torch.ones(40, 8), batch_size=4))
 assert "GLOO_SOCKET_IFNAME" not in os.environ
-"""
+"""  # noqa: E501
 LOOPBACK = "0100007F"
 
 

@@ -128,7 +128,7 @@ CHILDREN = """\
     thread = threading.Thread(target=ranks.start, args=(begin,))
     thread.start()
     thread.join()
-"""
+"""  # noqa: E501
 
 
 def end_script(body: str, *lines: str) -> tuple[int, str]:

@@ -81,7 +81,7 @@ trainer.fit(module, loader)
 if how == "well":  # the ranks are there already
     trainer.test(module, loader, verbose=False)
     trainer.fit(module, loader)
-"""
+"""  # noqa: E501
 
 RARE = (  # much like others, also in other files: in the long sweeps
     "well",

@@ -138,7 +138,7 @@ def test_no_rank_outlives_a_killed_session(tmp_path: Path) -> None:
             if __name__ == "__main__":
                 print(*[result[1] for result in run_ranks(all_ranks_sum, 2, 1.0)], flush=True)
                 run_ranks(hangs_on, 2, 0)
-            """)
+            """)  # noqa: E501
     )
     session = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert session.stdout is not None

@@ -29,7 +29,7 @@ from lightning_3d.strategy.step.loss_weights import LossWeights, TokenMeanLoss
 from lightning_3d.tracing.chrome import write_timeline
 from lightning_3d.tracing.trace import Event, Memory, RankTrace, StepTrace, work_of
 
-COLUMNS = "step,loss,grad_norm,lr,tokens,tokens_per_second,step_seconds,val_loss,aux_loss,max_load,dropped,bubble,memory\n"
+COLUMNS = "step,loss,grad_norm,lr,tokens,tokens_per_second,step_seconds,val_loss,aux_loss,max_load,dropped,bubble,memory\n"  # noqa: E501
 ACTIONS = ("forward", "backward", "input gradient", "weight gradient", "reduce")
 
 
@@ -323,7 +323,7 @@ folder
 1,pp4,pp4,finished,0,,3.5,3.6,1,1500,0.3,0.4,1000000,10,{1}
 2,tp3,,skipped,2,"tp 3 does not divide, 8 heads",,,,,,,,,
 3,dp4,dp4,failed,1,boom,,,,9000,0.1,,500000,3,{2}
-"""
+"""  # noqa: E501
 
 
 def sweep_of(folder: Path) -> Path:
@@ -493,7 +493,7 @@ def test_the_browser_would_tell(tmp_path: Path) -> None:
     assert seen.wide > 1900
 
 
-HOSTILE = """</script><script>document.title="ran"</script><img src=x onerror="document.title='ran'">"'&{{7*7}}${`x`}"""
+HOSTILE = """</script><script>document.title="ran"</script><img src=x onerror="document.title='ran'">"'&{{7*7}}${`x`}"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -447,7 +447,7 @@ def test_the_reason_of_a_failed_job_is_the_one_in_its_status(tmp_path: Path) -> 
 
 
 def test_numbers_of_a_run(tmp_path: Path) -> None:
-    rows = "1,5.5,1,1e-3,64,10,6.0,\n2,4.5,2,1e-3,64,100,0.5,4.4\n3,4.0,3,1e-3,64,300,0.3,\n4,3.5,4,1e-3,64,200,0.4,3.25\n5,3."
+    rows = "1,5.5,1,1e-3,64,10,6.0,\n2,4.5,2,1e-3,64,100,0.5,4.4\n3,4.0,3,1e-3,64,300,0.3,\n4,3.5,4,1e-3,64,200,0.4,3.25\n5,3."  # noqa: E501
     (tmp_path / "metrics.csv").write_text(METRICS + rows)
     RunStatus("finished", 0, 100.0, 112.5, 1, "host").write(tmp_path)
     numbers = read_numbers(tmp_path)

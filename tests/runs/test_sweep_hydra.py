@@ -181,7 +181,7 @@ def main(config):
         raise ValueError("x is two")
 
 main()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("twice", by_default([False, True], 0))

@@ -322,7 +322,7 @@ with warnings.catch_warnings(record=True) as caught:
         logger.close()
 said = [str(warning.message) for warning in caught if "is disabled for the rest of this run" in str(warning.message)]
 print(len(said), logger.lost)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full
@@ -463,7 +463,7 @@ trainer = Trainer(accelerator="cpu", devices=2, strategy=Lightning3DStrategy("pp
                   log_every_n_steps=1, logger=kind(project="p", save_dir="."), callbacks=[MetricsCSV("metrics.csv"), Fails()],
                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(LanguageModel(), DataLoader(CountingText(), batch_size=8))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full

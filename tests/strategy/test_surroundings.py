@@ -117,7 +117,7 @@ for devices in map(int, sys.argv[1:]):
     except ConfigError as error:
         sys.exit(f"caught: {error}")
     sys.stdout.write(f"rank {trainer.global_rank} of {trainer.world_size}\\n")
-"""
+"""  # noqa: E501
 
 
 def trained(folder: Path, *devices: str) -> subprocess.CompletedProcess[str]:
@@ -173,7 +173,7 @@ quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False
 trainer = Trainer(accelerator="cpu", devices=devices, strategy=Lightning3DStrategy(layout), max_steps=2, limit_val_batches=0, **quiet)
 trainer.fit(LanguageModel(), datamodule=TextData(8))
 sys.stdout.write(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.callback_metrics['train_loss_step']:.6f}\\n")
-"""
+"""  # noqa: E501
 ACCELERATE = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 LAUNCHERS = {
     "python": [],

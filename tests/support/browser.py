@@ -48,7 +48,7 @@ addEventListener("load", () => setTimeout(() => {
 
 FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><body style="margin: 0">
 <script>addEventListener("message", (event) => console.info("SEEN" + btoa(encodeURIComponent(event.data)) + "END"));</script>
-<iframe src="{page}" style="width: {width}px; height: 1200px; border: 0; color-scheme: light dark"></iframe>"""
+<iframe src="{page}" style="width: {width}px; height: 1200px; border: 0; color-scheme: light dark"></iframe>"""  # noqa: E501
 
 
 @dataclass(frozen=True)

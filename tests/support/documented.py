@@ -8,7 +8,7 @@ say more:
     <!-- needs: cluster -->        it cannot run on a machine without a cluster (GPU, network); it is checked all the same
     <!-- given: module, loader; ranks: 8 -->   names that a Python block takes from `documented_names.py`, and on how many ranks it runs
     <!-- file: mine.py -->         the block is this file, which commands may name
-"""
+"""  # noqa: E501
 
 import json
 import re

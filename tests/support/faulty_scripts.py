@@ -101,7 +101,7 @@ PENALTY = """
 class Mine(Plain):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + 1e-2 * sum(p.square().sum() for p in self.net.parameters())
-"""
+"""  # noqa: E501
 
 SUM = """
 class Mine(Plain):

@@ -59,7 +59,7 @@ class Mine(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-"""
+"""  # noqa: E501
 """A language model of a known family."""
 
 UNCHECKED = """
@@ -80,7 +80,7 @@ def replace_parameters(module, specs):
             setattr(module.get_submodule(owner), last, nn.Parameter(specs[name].cut(parameter.detach())))
 
 import_module("lightning_3d.parallel.tensor.rewrite")._shard_parameters = replace_parameters
-"""
+"""  # noqa: E501
 """Shards are new objects, so that what belonged to the old ones is lost."""
 
 NEW_IN_CONFIGURE = """
@@ -128,7 +128,7 @@ class Mine(Plain):
         return torch.optim.SGD([{"params": others}, *([{"params": noted, "lr": 0.1}] if noted else [])], lr=1e-2)
 
 more = {"plan": SPLIT}
-"""
+"""  # noqa: E501
 
 ANSWERING_STUBS = """
 from contextlib import nullcontext
@@ -155,7 +155,7 @@ class Mine(Plain):
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + sum(block.balance for block in self.net.blocks)
-"""
+"""  # noqa: E501
 COUNTING = """
 class Counting(Block):
     def __init__(self):
@@ -207,7 +207,7 @@ class Llama(Mine):
             layer.mlp.register_forward_hook(lambda module, args, out: out - out.mean(1, keepdim=True))
 
 Mine = Llama
-"""
+"""  # noqa: E501
 )
 
 REPLACED_ATTENTION = """
@@ -228,7 +228,7 @@ def softened(module, query, key, value, attention_mask, scaling=None, **kwargs):
 AttentionInterface.register("softened", softened)
 AttentionMaskInterface.register("softened", sdpa_mask)
 config._attn_implementation = "softened"
-"""
+"""  # noqa: E501
 )
 
 FUSED_HEAD = (
@@ -272,7 +272,7 @@ class Mine(Plain):
 
     def validation_step(self, batch, batch_idx):
         self.net(batch["x"])
-"""
+"""  # noqa: E501
 
 TWO_CALLS = (
     LLAMA
@@ -283,7 +283,7 @@ class Twice(Mine):
         return self.model(input_ids=ids, labels=ids).loss + self.model(input_ids=ids.flip(1), labels=some).loss
 
 Mine = Twice
-"""
+"""  # noqa: E501
 )
 CONTRASTIVE = """
 class Mine(Plain):
@@ -337,7 +337,7 @@ class Mine(Plain):
                 parameter.grad.mul_(0.1)
 
 more = {"zero_stage": 2}
-"""
+"""  # noqa: E501
 NOISY_GRADIENTS = """
 class Mine(Plain):
     def on_before_optimizer_step(self, optimizer):

@@ -2,7 +2,7 @@
 for each instead of half a minute.
 
     python verified_here.py KIND...     verifies planted faults, and prints what differs from what they must give
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ Entries marked "refused" stop with this error: {reason}
 
 | layout | mode | {" | ".join(SCHEDULES)} |
 | --- | --- |{" --- |" * len(SCHEDULES)}
-"""
+"""  # noqa: E501
     TARGET.write_text(text + "\n".join(rows()) + "\n")
 
 

@@ -739,7 +739,7 @@ def test_a_blend_with_a_mask_resumes_in_its_middle(tmp_path: Path) -> None:
             vocab_size=64,
             document_separator=END,
         )
-    sources = f"{{web:{{train_path:{tmp_path}/web.bin,weight:2}},code:{{train_path:{tmp_path}/code.bin,weight:1}}}}"
+    sources = f"{{web:{{train_path:{tmp_path}/web.bin,weight:2}},code:{{train_path:{tmp_path}/code.bin,weight:1}}}}"  # noqa: E501
     job = [
         "data=blend",
         f"data.sources={sources}",

@@ -16,7 +16,7 @@ from the first start to the end. The aim is 90 % with one fault a minute.
 
 The network is cut between two network namespaces, on which torchrun starts the ranks. With
 --two-nodes, torchrun starts them there for all faults. Namespaces and a full disk need root.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "tests" / "support"), str(ROOT)]
 
-from chaos_attempts import (
+from chaos_attempts import (  # noqa: E402
     Output,
     Watch,
     fork_command,
     start_command,
     train_here,
     train_on,
-)  # noqa: E402
+)
 from chaos_left import MARK, Traces  # noqa: E402
 from chaos_plan import ABSENT_STEPS, KINDS, Fault, choose, false_alarms, write_plan  # noqa: E402
 from chaos_result import SAVE_EVERY, Steps, differences, litter, load, show, write_csv  # noqa: E402

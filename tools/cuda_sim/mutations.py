@@ -8,7 +8,7 @@ simulated GPUs notice.
 A deletion is caught when a fit fails: by its numbers, by a race or a fault that the simulation
 reports, by a hang, or by an error. Prints a table; the exit code is 1 if a deletion was not caught
 that is not listed in `HARMLESS` with its reason.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

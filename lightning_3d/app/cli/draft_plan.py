@@ -122,7 +122,7 @@ def _found(where: str, name: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(
             f"{where} has no"
-            f' "{name}".{did_you_mean(name, [key for key in vars(module) if not key.startswith("_")])}'
+            f' "{name}".{did_you_mean(name, [key for key in vars(module) if not key.startswith("_")])}'  # noqa: E501
         )
     return getattr(module, name)
 

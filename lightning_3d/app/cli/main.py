@@ -111,7 +111,7 @@ Options:
 {table([("--version", "print the version"), ("-h, --help", "show this help; lightning-3d COMMAND --help explains a command")])}
 
 Shell completion for train: eval "$(lightning-3d -sc install=bash)" in bash or zsh
-"""
+"""  # noqa: E501
 
 _REFUSED = Lightning3DError.exit_code
 _PATIENCE_SECONDS = 3.0

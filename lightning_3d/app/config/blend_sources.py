@@ -63,7 +63,7 @@ def read_sources(entries: Any, sequence_length: int | None) -> tuple[Source, ...
     if not isinstance(entries, Mapping) or not entries:
         raise ConfigError(
             "data.sources must name at least one source, for example"
-            " data.sources={web:{train_path:/data/web,weight:0.7},code:{train_path:/data/code,weight:0.3}};"
+            " data.sources={web:{train_path:/data/web,weight:0.7},code:{train_path:/data/code,weight:0.3}};"  # noqa: E501
             f" got {entries!r}."
         )
     sources = tuple(

@@ -33,7 +33,7 @@ _HOLDERS = re.compile(
 _URL_WITH_SECRET = re.compile(
     r"(?ix) [a-z][a-z0-9+.-]*://[^\s/@:]*:(?!\d*/)[^\s@]*@"  # user:password@, :password@
     r"| \b(https?|wss?|ftps?)://[^\s/@]+@"  # a token instead of a user
-    r"| [?&;\#](\w*(sig|signature|token|secret|password|passwd|pwd|credential|api_?key|accesskeyid|sas|auth)"
+    r"| [?&;\#](\w*(sig|signature|token|secret|password|passwd|pwd|credential|api_?key|accesskeyid|sas|auth)"  # noqa: E501
     r"  |x-(amz|goog)-(signature|credential|security-token)|key)=[^&\s]+"
     r"| hooks\.slack\.com/services/\S+"
 )
@@ -43,7 +43,7 @@ _SECRET_TEXT = re.compile(
     r"| \b(AKIA|ASIA)[A-Z0-9]{16}\b | \bAIza[\w-]{30,} | \beyJ[\w-]{8,}\.[\w-]{8,} | -----BEGIN["
     r" ][A-Z ]*PRIVATE"
     r"| (?i:\b(bearer|basic)\s+[\w.~+/=-]{8,})"
-    r"| (?i:\b(authorization|x-api-key|api-?key|account_?key|shared_?access_?(key|signature)|password|passwd|pwd|secret)\s*[=:]\s*[^\s{$]+)"
+    r"| (?i:\b(authorization|x-api-key|api-?key|account_?key|shared_?access_?(key|signature)|password|passwd|pwd|secret)\s*[=:]\s*[^\s{$]+)"  # noqa: E501
 )
 
 

@@ -64,7 +64,7 @@ def planned(
             GPUs of the cluster are unknown.
         LayoutError: no layout fits, or the named one does not; the message has a table of the
             memory.
-    """
+    """  # noqa: E501
     check_sizes(sequence_length=sequence_length, global_batch_size=global_batch_size)
     if precision not in PRECISIONS:
         raise unknown_precision(precision)

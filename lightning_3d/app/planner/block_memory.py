@@ -11,7 +11,7 @@ and grouped-query attention instead of GPT's):
 
 Software that is not fused keeps more (`Footprint.saved`, `saved_inner`). Compiled blocks keep no
 more, and with sequence parallelism only the inputs of the norms: 4 h / t instead of 8 h / t.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

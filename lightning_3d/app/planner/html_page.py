@@ -47,7 +47,7 @@ header pre { white-space: pre-wrap; }
 td.layout { white-space: normal; min-width: 210px; } td.layout b { display: block; }
 @media (max-width: 760px) { .part { grid-template-columns: minmax(0, 1fr) 60px; } .stack { grid-row: 2; grid-column: span 2; }
   .figure svg text { font-size: 17px; } }
-"""
+"""  # noqa: E501
 
 _PARETO_NOTE = (
     "numbers refer to the rows above; a line joins the layouts that no other layout beats in both"
@@ -92,7 +92,7 @@ def page(
         f" {found.expanded:,}"
     )
     counted += f" could be among the fastest; {plural(len(found.simulated), 'schedule')} simulated"
-    body = f"<header><h1>{escape(title)}</h1><pre>{escape(command or describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"
+    body = f"<header><h1>{escape(title)}</h1><pre>{escape(command or describe(first.job))}</pre></header>\n{_tiles(first, machine)}\n"  # noqa: E501
     body += "\n".join(cards) + f"\n<footer>{counted}</footer>"
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -174,7 +174,7 @@ def _table(found: Found, machine: Machine) -> str:
         rows.append(f'<tr>{row}<td class="layout">{escape(compare(one, found.best[0]))}</td></tr>')
     return (
         "<div"
-        f' class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        f' class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'  # noqa: E501
     )
 
 

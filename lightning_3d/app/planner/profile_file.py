@@ -17,7 +17,7 @@ and Hanson, "Solving Least Squares Problems", 1974, chapter 23):
     model         some blocks of the model, whole and as narrow as a tensor-parallel rank has them: traffic and logit_traffic, after
                   products, attention and norms are taken off; the same with few tokens: host_block; bytes that are kept: saved,
                   logit_bytes
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

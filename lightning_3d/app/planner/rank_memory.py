@@ -16,7 +16,7 @@ which need different things:
     block     what a recomputed block needs, the gradients of its largest matrix and of the widest activations
     end       what the other micro-batches keep, all gradients of the stage, that of the embedding a second time
     step      reduced gradients, next to whole ones; no activations
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@
 The first two end the sharded region: afterwards all ranks have the same values. Each rank computes
 only a share of the loss, so their gradients are summed. All ranks call the same functions in the
 same order, with the same shapes.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

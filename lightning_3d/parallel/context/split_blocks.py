@@ -12,7 +12,7 @@ Everything outside the blocks sees whole sequences: positions, masks, embeddings
 whatever a model derives from them is what it is on one process. Every rank computes what mixes
 tokens for all of them, except attention that can be replaced. Norms, MLPs, experts and logits are
 shared out.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -403,9 +403,9 @@ class SplitAttention:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = self.context_split.own_positions
-        return super().forward(
+        return super().forward(  # type: ignore[misc]
             *map(own, args), **{name: own(value) for name, value in kwargs.items()}
-        )  # type: ignore[misc]
+        )
 
 
 class SplitHead:

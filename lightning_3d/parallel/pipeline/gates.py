@@ -158,8 +158,8 @@ def remove_parameter(module: nn.Module, name: str, state: PipelineState) -> None
     """Remove a parameter of a module, which then is NaN."""
     shapes = {
         **vars(module).get("absent_shapes", {}),
-        name: tuple(module._parameters.pop(name).shape),
-    }  # type: ignore[union-attr]
+        name: tuple(module._parameters.pop(name).shape),  # type: ignore[union-attr]
+    }
     if isinstance(module, AbsentParameters):
         module.absent_shapes = shapes
     else:

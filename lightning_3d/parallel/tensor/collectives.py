@@ -10,7 +10,7 @@ each holds a part.
 A replicated tensor has the same value and the same gradient on every rank of the group. Everything
 is a plain tensor. All ranks call the same functions in the same order, with the same shapes. The
 first two are f and g of Megatron-LM (Shoeybi et al. 2019, figure 3).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ the adapters.
 
 So a block has as many collectives as without adapters. Matrices that are whole have partial
 gradients, which are summed once a step (`rewrite.shard_specs`).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ part of the sequence.
 Whatever is in a block and not sharded (norms, biases behind row-parallel layers, routers) sees a
 part of its gradient on each rank; these are summed once a step. Everything outside the blocks sees
 whole sequences: positions, masks, embeddings, the output head.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class DataParallelBackend:
     Attributes:
         average: the moving average of the trained weights, between `keep_average` and `teardown`;
             None if none is kept.
-    """
+    """  # noqa: E501
 
     def __init__(
         self,

@@ -27,9 +27,8 @@ class Stepper(ABC):
         """Copy what a callback (one that clips weights, for example) wrote into parameters into the
         master weights, before a step."""
 
-    def take_gradients(
-        self,
-    ) -> None:  # noqa: B027 - only separate master weights have gradients of their own
+    # Only separate master weights have gradients of their own.
+    def take_gradients(self) -> None:  # noqa: B027
         """Give the optimizer's tensors their gradients, after the reduction."""
 
     @abstractmethod

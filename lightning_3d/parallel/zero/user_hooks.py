@@ -258,10 +258,10 @@ class UserHooks:
         pieces: Pieces = [(None, values)]
         if self._stage == 3:
             pieces = [
-                (shard.start, shard.values["weight"])
+                (shard.start, shard.values["weight"])  # type: ignore[misc]
                 for shard in self._values()
                 if shard.name == entry.name
-            ]  # type: ignore[misc]
+            ]
         whole_values = self._whole(entry, pieces, parameter.dtype, present=True)
         assert whole_values is not None
         gradient = parameter.grad

@@ -9,7 +9,7 @@ them.
 The order follows the order of the parameters in the model, not the one in which gradients arrive in
 a first step: a sum over more than two ranks depends on the place of an element in its message, and
 a run that goes on from a checkpoint must add up in the same order.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

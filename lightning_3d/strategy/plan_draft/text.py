@@ -40,7 +40,7 @@ def _value(value: Any) -> str:
         return f'"{value}"'
     if isinstance(value, Cut):
         given = {"units": value.units, "parts": value.parts, "shared": value.shared}
-        return f"Cut({', '.join([_value(value.style), *(f'{key}={item}' for key, item in given.items() if item)])})"
+        return f"Cut({', '.join([_value(value.style), *(f'{key}={item}' for key, item in given.items() if item)])})"  # noqa: E501
     inputs, outputs = value
     return f"({_names(inputs)}, {_names(outputs)})"
 

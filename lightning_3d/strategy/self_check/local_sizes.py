@@ -190,8 +190,8 @@ def _record(
                 module: nn.Module,
                 inputs: Any,
                 output: Tensor,
-                seen: list = owner.seen.setdefault(name, []),
-            ) -> None:  # noqa: B008
+                seen: list = owner.seen.setdefault(name, []),  # noqa: B008
+            ) -> None:
                 seen.append((inputs[0], output))
 
             handles.append(whole.get_submodule(name).register_forward_hook(note_row))

@@ -3,7 +3,7 @@ stage 3.
 
     python script.py FOLDER            trains on two ranks, saves checkpoints in FOLDER, and writes FOLDER/losses.json
     python script.py FOLDER plain      on one process without a strategy, for a checkpoint that `lightning-3d import` converts
-"""
+"""  # noqa: E501
 
 import json
 import sys

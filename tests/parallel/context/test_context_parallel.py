@@ -273,9 +273,9 @@ def fit_own_function(**strategy: Any) -> parity.Part:
 def test_a_loss_function_of_the_users_own_sees_all_tokens() -> None:
     batches = [split(part, 4) for part in split(data(RECIPE), RECIPE.global_batch)]
     vocab = models.vocabulary("llama")
-    step = lambda model, batch: two_tokens_on(
+    step = lambda model, batch: two_tokens_on(  # noqa: E731
         model(input_ids=batch["input_ids"]).logits, batch["labels"], vocab
-    )  # noqa: E731
+    )
     expected = train_on(RECIPE, batches, step)
     assert_same_run(
         run_ranks(fit_own_function, 4, layout="tp2_cp2", micro_batch_size=4), expected, "float64"

@@ -114,7 +114,7 @@ SCRIPT = """
         backend.step()
     assert not {"DS_ACCELERATOR", "LOCAL_RANK"} & set(os.environ)
     assert "torch._inductor.compile_fx" not in sys.modules, "importing the compiler takes seconds"
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ PRELOADED = """
     before = set(sys.modules)
     assert can_fork()
     sys.argv = ["script", "STORE"]
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.full

@@ -132,7 +132,7 @@ class BlendPlan:
             f"The blend has {plural(end, 'row')} of {self.sequence_length} tokens, and the run"
             f" takes {taken} ({plural(steps, 'step')} of {batches.described()}). Its source {name}"
             f" ends first: {plural(self.samples[number], 'sample')},"
-            f" {_epochs(source.epochs) if source.tokens is None else f'{source.tokens:.0f} tokens'}."
+            f" {_epochs(source.epochs) if source.tokens is None else f'{source.tokens:.0f} tokens'}."  # noqa: E501
             f" Use {possible}, or {more}."
         )
 
@@ -154,7 +154,7 @@ class BlendPlan:
             if ends.get(source.name, rows) < rows
         ]
         more = [
-            f"data.sources.{self.sources[one].name}.epochs={_hundredths(Fraction(wanted[one], self.samples[one]))}"
+            f"data.sources.{self.sources[one].name}.epochs={_hundredths(Fraction(wanted[one], self.samples[one]))}"  # noqa: E501
             for one in short
         ]
         others = sum(share > 0 for share in self.interleaving.shares) > 1
