@@ -16,8 +16,14 @@ from lightning_3d.ranks.role import expect_hand_over
 from lightning_3d.version import __version__
 
 if TYPE_CHECKING:
+    from lightning_3d.app.evaluation.callback import Evaluation
     from lightning_3d.app.planner.api import planned
+    from lightning_3d.app.training.callbacks.metrics_csv import MetricsCSV
     from lightning_3d.app.training.callbacks.periodic_checkpoint import PeriodicCheckpoint
+    from lightning_3d.app.training.callbacks.progress_bar import ProgressBar
+    from lightning_3d.app.training.callbacks.summary import Summary
+    from lightning_3d.app.training.router_log import RouterLog
+    from lightning_3d.app.training.timeline import RunReport, Timeline
     from lightning_3d.app.verification.compare import verify
     from lightning_3d.layout.elastic import fitting_layout
     from lightning_3d.layout.layout import Layout
@@ -32,10 +38,17 @@ expect_hand_over()
 
 __all__ = [
     "Cut",
+    "Evaluation",
     "ExponentialAverage",
     "Layout",
     "Lightning3DStrategy",
+    "MetricsCSV",
     "PeriodicCheckpoint",
+    "ProgressBar",
+    "RouterLog",
+    "RunReport",
+    "Summary",
+    "Timeline",
     "__version__",
     "fitting_layout",
     "initialize",
@@ -46,10 +59,17 @@ __all__ = [
 
 _HOMES = {
     "Cut": "lightning_3d.models.parallel_plan",
+    "Evaluation": "lightning_3d.app.evaluation.callback",
     "ExponentialAverage": "lightning_3d.strategy.exponential_average",
     "Layout": "lightning_3d.layout",
     "Lightning3DStrategy": "lightning_3d.strategy",
+    "MetricsCSV": "lightning_3d.app.training.callbacks.metrics_csv",
     "PeriodicCheckpoint": "lightning_3d.app.training.callbacks.periodic_checkpoint",
+    "ProgressBar": "lightning_3d.app.training.callbacks.progress_bar",
+    "RouterLog": "lightning_3d.app.training.router_log",
+    "RunReport": "lightning_3d.app.training.timeline",
+    "Summary": "lightning_3d.app.training.callbacks.summary",
+    "Timeline": "lightning_3d.app.training.timeline",
     "fitting_layout": "lightning_3d.layout.elastic",
     "initialize": "lightning_3d.weights.initialize",
     "load_pretrained": "lightning_3d.weights.pretrained",

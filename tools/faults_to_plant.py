@@ -462,7 +462,7 @@ STEP = (
         "data-resumed-at-another-sample",
         "A resumed epoch leaves out as many samples on each data-parallel rank as all of them have"
         " read together.",
-        "training/data/loaders.py",
+        "app/training/data/loaders.py",
         "range(self.total_size), used // self.num_replicas",
         "range(self.total_size), used",
         ("training/test_data.py::test_a_resumed_epoch_goes_on_where_it_was",),
@@ -546,7 +546,7 @@ AROUND_TRAINING = (
     Fault(
         "planner-optimizer-not-sharded",
         "The planner counts the optimizer state of ZeRO stage 1 as if every rank held all of it.",
-        "planner/stage_memory.py",
+        "app/planner/stage_memory.py",
         "job.zero >= 1",
         "job.zero >= 2",
         ("planner/test_planner.py::test_memory_of_zero_is_the_published_one",),
@@ -554,7 +554,7 @@ AROUND_TRAINING = (
     Fault(
         "refusal-with-exit-code-1",
         "A mistake of the user ends a command as a failure of the program does.",
-        "cli/exit_codes.py",
+        "app/cli/exit_codes.py",
         "return error.exit_code",
         "return 1",
         ("cli/test_plan_command.py", "config/test_refusals.py"),
@@ -571,7 +571,7 @@ AROUND_TRAINING = (
         "score-without-the-last-token",
         "Scores of texts leave out their last token: answers of one token all score 0, and"
         " benchmarks are wrong in silence.",
-        "evaluation/engine.py",
+        "app/evaluation/engine.py",
         "targets[row, len(tokens) - 1 - scored : len(tokens) - 1] = torch.tensor(tokens[len(tokens)"
         " - scored :])",
         "targets[row, len(tokens) - 1 - scored : len(tokens) - 2] = torch.tensor(tokens[len(tokens)"
@@ -593,7 +593,7 @@ AROUND_TRAINING = (
     Fault(
         "sweep-keeps-failed-jobs",
         "A sweep that is started again takes jobs that have failed for finished ones.",
-        "runs/sweep/folder.py",
+        "app/runs/sweep/folder.py",
         "status.status != FINISHED",
         "status.status == RUNNING",
         ("runs/test_sweep.py::test_job_that_left_another_status_than_finished_is_run_again",),

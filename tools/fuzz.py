@@ -161,7 +161,7 @@ TARGETS = (
     *(
         "lightning_3d.PeriodicCheckpoint",
         "lightning_3d.Lightning3DStrategy",
-        "lightning_3d.app.training.callbacks.MetricsCSV",
+        "lightning_3d.MetricsCSV",
     ),
     *(
         "lightning_3d.no.such.Name",

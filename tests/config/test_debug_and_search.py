@@ -94,7 +94,7 @@ def test_what_the_trainer_refuses_is_one_message(tmp_path: Path) -> None:
     ):
         make_trainer(frozen)
     del frozen["trainer"]["extra"]["val_check_interval"]
-    metrics = "lightning_3d.app.training.callbacks.MetricsCSV"
+    metrics = "lightning_3d.MetricsCSV"
     frozen["callbacks"] = {
         name: {"_target_": metrics, "path": f"{tmp_path}/{name}.csv"} for name in "ab"
     }

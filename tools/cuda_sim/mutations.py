@@ -34,15 +34,15 @@ NOT_ON_A_GPU = (
     "checkpoint/store.py",
     "ranks/",
     "storage/",
-    "launchers/",
-    "runs/",
+    "app/launchers/",
+    "app/runs/",
     "parallel/gloo_exchange.py",
     "strategy/checkpoint_hooks.py",
-    "doctor/",
+    "app/doctor/",
     "parallel/host_channel.py",
     "parallel/host_memory.py",
-    "cli/plan_validation.py",
-    "verification/",
+    "app/cli/plan_validation.py",
+    "app/verification/",
 )
 """Files whose `wait` is for a thread, a process, gloo or memory that CPU ranks share."""
 
@@ -60,9 +60,9 @@ HARMLESS = {
     "parallel/blocks/offload.py _new": (
         "the simulation waits for the device when it gives page-locked memory back"
     ),
-    "profiling/operations.py _wait": _TIMES,
-    "profiling/operations.py _kinds": _TIMES,
-    "profiling/operations.py send": _TIMES,
+    "app/profiling/operations.py _wait": _TIMES,
+    "app/profiling/operations.py _kinds": _TIMES,
+    "app/profiling/operations.py send": _TIMES,
     "tracing/marks.py begin": _TIMES,
     "tracing/messages.py _mark_apart": _TIMES,
 }

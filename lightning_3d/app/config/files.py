@@ -4,7 +4,7 @@ wheel. Imports nothing heavy.
 
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 def _folder(name: str) -> Path:

@@ -67,16 +67,16 @@ def _in_parts(job: Job, logits: float) -> LossBytes:
 
 
 def _of_pairs(job: Job) -> LossBytes:
-    """DPO (`training/preference.py`): the log-softmax of both sequences of a pair. The backward of
-    one after the other adds the gradient of its log-softmax and that of its logits."""
+    """DPO (`app/training/preference.py`): the log-softmax of both sequences of a pair. The backward
+    of one after the other adds the gradient of its log-softmax and that of its logits."""
     whole = job.width * job.tokens * job.model.vocab
     return LossBytes(whole, whole + 2 * whole / job.calls)
 
 
 def _of_teacher(job: Job, kept: float, logits: float) -> LossBytes:
-    """Distillation (`training/distillation.py`): what cross-entropy keeps, the log-softmax of both
-    models, and meanwhile the logits of both and three results of their divergence. Cross-entropy
-    that tensor parallelism shards keeps the logits themselves."""
+    """Distillation (`app/training/distillation.py`): what cross-entropy keeps, the log-softmax of
+    both models, and meanwhile the logits of both and three results of their divergence.
+    Cross-entropy that tensor parallelism shards keeps the logits themselves."""
     whole = job.width * job.tokens * job.model.vocab
     kept += 2 * whole
     own = 0.0 if job.layout.tp > 1 else job.width * logits

@@ -32,6 +32,7 @@ from lightning_3d.parallel import host_channel
 from lightning_3d.parallel.collectives import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from lightning_3d.ranks.progress import task
 from lightning_3d.tracing.memory import SavedTensors
+from lightning_3d.version import __version__
 
 if TYPE_CHECKING:
     from lightning_3d.app.profiling.shapes import Shapes
@@ -96,11 +97,9 @@ def profile_rank(shapes: Shapes, accelerator: str) -> dict[str, Any]:
 def _about(device: torch.device, ranks: int) -> dict[str, Any]:
     import transformers
 
-    import lightning_3d
-
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     versions = {
-        "lightning_3d": lightning_3d.__version__,
+        "lightning_3d": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

@@ -290,7 +290,7 @@ def _without_own_frames(lines: Sequence[str]) -> list[str]:
     leaves_out = False
     for line in lines:
         if line.lstrip().startswith('File "'):
-            leaves_out = "<frozen runpy>" in line or "verification/start.py" in line
+            leaves_out = "<frozen runpy>" in line or "app/verification/start.py" in line
         elif not line.startswith("    "):
             leaves_out = False
         if not leaves_out:
