@@ -8,8 +8,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-_REPORT = "_lightning_3d_report"
-
 
 @contextmanager
 def reporting_uses(module: LightningModule, report: Callable[[str], Any]) -> Iterator[None]:
@@ -18,44 +16,33 @@ def reporting_uses(module: LightningModule, report: Callable[[str], Any]) -> Ite
     returned.
 
     Lightning offers no hook for it. Two of the names are properties, which an instance cannot
-    replace, so the class is changed once (Lightning 2.6): without a report its attributes do what
-    they did.
+    replace, so the class is changed as long as the context lasts (Lightning 2.6). Other modules
+    use their own.
     """
-    _change_class()
-    object.__setattr__(module, _REPORT, report)
+    shown = LightningModule.print
+    read = {name: vars(LightningModule)[name] for name in ("logger", "loggers")}
+
+    def show(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if self is not module or report("print") is None:
+            shown(self, *args, **kwargs)
+
+    LightningModule.print = show  # type: ignore[method-assign]
+    for name, known in read.items():
+        setattr(LightningModule, name, _reported(known, module, report))
     try:
         yield
     finally:
-        object.__delattr__(module, _REPORT)
+        LightningModule.print = shown  # type: ignore[method-assign]
+        for name, known in read.items():
+            setattr(LightningModule, name, known)
 
 
-def _change_class() -> None:
-    if hasattr(LightningModule.print, "reports"):
-        return
-    shown = LightningModule.print
-
-    def show(self: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if _tell(self, "print") is None:
-            shown(self, *args, **kwargs)
-
-    show.reports = True  # type: ignore[attr-defined]
-    show.__doc__ = shown.__doc__
-    LightningModule.print = show  # type: ignore[method-assign]
-    for name in ("logger", "loggers"):
-        setattr(LightningModule, name, _reported(vars(LightningModule)[name]))
-
-
-def _reported(known: property) -> property:
+def _reported(known: property, module: LightningModule, report: Callable[[str], Any]) -> property:
     read = known.fget
     assert read is not None
 
     def value(self: LightningModule) -> Any:
-        instead = _tell(self, "logger")
+        instead = report("logger") if self is module else None
         return read(self) if instead is None else instead
 
     return property(value, known.fset, known.fdel, known.__doc__)
-
-
-def _tell(module: LightningModule, name: str) -> Any:
-    report = vars(module).get(_REPORT)
-    return report(name) if report is not None else None

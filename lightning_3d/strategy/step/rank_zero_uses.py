@@ -56,8 +56,8 @@ class RankZeroUses:
         message = self._message()
         if message is not None and use not in self._warned:
             self._warned.add(use)
-            # Three calls above this one is the user's line.
-            warnings.warn(message.format(name=f"self.{use}"), stacklevel=4)
+            # Two calls above this one is the user's line.
+            warnings.warn(message.format(name=f"self.{use}"), stacklevel=3)
         return None
 
     def _message(self) -> str | None:
