@@ -75,7 +75,7 @@ def outcome(name: str) -> str:
     )
     found = RESULT.findall(done.stdout)
     if done.returncode:
-        errors = re.findall(r"^[\w.]*(?:Error|Exception): .*", done.stderr, re.M)
+        errors = re.findall(r"^[\w.]*(?:Error|Exception): .*", done.stderr, re.MULTILINE)
         return f"failed: {errors[-1] if errors else f'exit code {done.returncode}'}"
     sizes = sorted({int(size) for size, _ in found})
     return (

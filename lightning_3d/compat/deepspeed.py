@@ -156,7 +156,7 @@ def deepspeed_engine(
         if hasattr(torch.distributed, "all_gather_single")
         else "all_gather_into_tensor"
     )
-    deepspeed.comm.comm.cdb.all_gather_function = lambda **given: getattr(
+    deepspeed.comm.comm.cdb.all_gather_function = lambda **given: getattr(  # noqa: PLW0108
         torch.distributed, gather
     )(**given)
     if engine.optimizer.cpu_offload:

@@ -231,7 +231,7 @@ def uncompiled_frames() -> int:
 def allow_graphs(variants: int) -> None:
     """Allow one function to be compiled for this many kinds of arguments
     (`torch._dynamo.config.recompile_limit`, 8 by default)."""
-    import torch._dynamo.config as config
+    from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, variants)
 
@@ -243,7 +243,7 @@ def allow_notes_in_recomputation() -> None:
     Sharded layers note the input that they share, and forget it at the end of their region
     (`torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`, torch 2.11 to 2.13).
     """
-    import torch._dynamo.config as config
+    from torch._dynamo import config
 
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
@@ -263,7 +263,7 @@ def allow_second_backward() -> None:
 def keep_order_in_graphs() -> None:
     """Let Inductor run operators in the order of the code, also where another order would need less
     memory (`torch._inductor.config.reorder_for_peak_memory`, torch 2.11 to 2.13)."""
-    import torch._inductor.config as config
+    from torch._inductor import config
 
     config.reorder_for_peak_memory = False
 

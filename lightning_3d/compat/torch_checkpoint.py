@@ -79,7 +79,7 @@ def dcp_place(file: str, offset: int, length: int) -> Any:
 def dcp_metadata(tensors: dict[str, Any], notes: Any) -> Any:
     """Make a table of contents with the version number of torch.distributed.checkpoint (torch 2.11
     to 2.13; older ones had none)."""
-    import torch.distributed.checkpoint.filesystem as filesystem
+    from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.metadata import Metadata
 
     metadata = Metadata(tensors, planner_data=notes)

@@ -130,7 +130,7 @@ def _best_split(
                 if begin in best:
                     before = best[begin][0]
                     # `max` takes twice as long
-                    combined = before + own if even else before if before > own else own
+                    combined = before + own if even else max(own, before)
                     # `<=` keeps the latest stage as long as possible: the first layer of a stage is
                     # searched from the right.
                     if combined <= chosen:

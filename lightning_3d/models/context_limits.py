@@ -46,7 +46,7 @@ def why_not_by_attention(read: Callable[[str], Any]) -> str:
     """
     kinds = set(read("layer_types") or ()) - LAYER_TYPES
     if kinds:
-        return f"it has {sorted(kinds)[0]} layers"
+        return f"it has {min(kinds)} layers"
     if read("attention_chunk_size"):
         return "it has chunked attention"
     if rope := rope_type(read):

@@ -261,10 +261,8 @@ def require_rows_first(batch: Any, rows: int, samples: int) -> None:
         DataError: with the line that splits along dimension 1.
     """
     tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim > 0]
-    if (
-        rows == samples
-        or samples == 1
-        or not all(tensor.ndim > 1 and tensor.shape[1] == samples for tensor in tensors)
+    if samples in (rows, 1) or not all(
+        tensor.ndim > 1 and tensor.shape[1] == samples for tensor in tensors
     ):
         return
     line = "..."

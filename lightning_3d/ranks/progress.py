@@ -48,7 +48,7 @@ def task(what: str, total: float | None = None, unit: str = "") -> Iterator[Adva
     Yields:
         A function to call with the number of units that were done since the last call.
     """
-    if os.environ.get(VARIABLE) != "1" or int(os.environ.get("RANK", 0)) > 0:
+    if os.environ.get(VARIABLE) != "1" or int(os.environ.get("RANK", "0")) > 0:
         yield lambda done: None
     elif sys.stderr.isatty():
         with _bar(what, total, unit) as advance:

@@ -43,7 +43,7 @@ def data_folder(manifest: str) -> str:
     """
     known = json.loads(manifest)
     if not isinstance(known, dict):
-        raise ValueError("not a manifest")
+        raise ValueError("not a manifest")  # noqa: TRY004
     return str(known.get("data", ""))
 
 

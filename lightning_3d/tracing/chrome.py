@@ -104,9 +104,11 @@ def _message_rows(rank: int, transfers: Iterable[Transfer], origin: float) -> li
     if not transfers:
         return []
     rows: list[dict[str, Any]] = [_meta(rank, 1, "thread_name", name="waits for messages")]
-    for each in transfers:
-        if each.wait is not None:
-            rows.append(_complete(rank, 1, each.kind, WAIT, each.wait, {}))
+    rows += [
+        _complete(rank, 1, each.kind, WAIT, each.wait, {})
+        for each in transfers
+        if each.wait is not None
+    ]
     row = 2
     for kind in dict.fromkeys(each.kind for each in transfers):
         lanes = _lanes(

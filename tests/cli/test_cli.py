@@ -320,7 +320,7 @@ def test_usage_and_version() -> None:
     usage, bare, version = run_commands([["--help"], [], ["--version"]])
     assert usage.code == bare.code == version.code == 0 and bare.output == usage.output
     assert version.output.strip()[0].isdigit()
-    shown = re.findall(r"^([A-Z][a-z ]+):$|^  ([a-z-]+)  ", usage.output, re.M)
+    shown = re.findall(r"^([A-Z][a-z ]+):$|^  ([a-z-]+)  ", usage.output, re.MULTILINE)
     purposes = [purpose for purpose, _ in shown if purpose]
     middle = [
         "Check a cluster",

@@ -3,8 +3,8 @@
 import json
 import re
 import shlex
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from browser import look

@@ -126,7 +126,7 @@ def check_command(command: Command, folder: Path) -> None:
         extra = re.fullmatch(r"lightning-3d\[(\w+)\]", words[2])
         assert words[2:] == ["copier"] or (extra and extra[1] in PROJECT["optional-dependencies"])
     elif words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.M)
+        assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     elif words[0] == "python":
         assert words[1] in FILES or (REPOSITORY / words[1]).is_file()
     elif words[:2] == ["copier", "copy"]:
@@ -241,7 +241,7 @@ def messages() -> Iterator[str]:
 def test_messages_are_those_of_the_code() -> None:
     """In docs/troubleshooting.md: of a block of text each line, of a table the first column."""
     page = REPOSITORY / "docs" / "troubleshooting.md"
-    quoted = re.findall(r"^\| `(.*?)` \|", page.read_text(), re.M)
+    quoted = re.findall(r"^\| `(.*?)` \|", page.read_text(), re.MULTILINE)
     for block in ALL:
         quoted += (
             block.text.splitlines()
@@ -359,7 +359,9 @@ def test_reference_is_not_stale() -> None:
 def documented_keys() -> set[str]:
     return set(
         re.findall(
-            r"^\| `([\w.]+)` \|", (REPOSITORY / "docs" / "configuration.md").read_text(), re.M
+            r"^\| `([\w.]+)` \|",
+            (REPOSITORY / "docs" / "configuration.md").read_text(),
+            re.MULTILINE,
         )
     )
 

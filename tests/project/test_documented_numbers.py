@@ -50,7 +50,7 @@ def test_memory_of_each_option() -> None:
         ]
         commands.append(["train", "model=llama3_70b", *batch, *cluster, *options.split()])
     for (options, _, *shown), done in zip(rows, run_commands(commands), strict=True):
-        printed = dict(re.findall(r"^  (\w+) +([\d.]+) GiB$", done.output, re.M))
+        printed = dict(re.findall(r"^  (\w+) +([\d.]+) GiB$", done.output, re.MULTILINE))
         assert [
             printed[part] for part in ("weights", "gradients", "optimizer", "activations", "all")
         ] == shown, options

@@ -131,7 +131,7 @@ def test_ranks_stand_on_their_nodes(tmp_path: Path) -> None:
         tmp_path / "a", About("m", "tp2_pp2_dp4", None, "1F1B", nodes=4, status="finished")
     )
     page = Page(tmp_path / "a" / "report.html")
-    nodes = re.findall(r'<div class="node"><p>([^<]*)</p>(.*?)</div></div>', page.source, re.S)
+    nodes = re.findall(r'<div class="node"><p>([^<]*)</p>(.*?)</div></div>', page.source, re.DOTALL)
     assert [name for name, _ in nodes] == [f"node {index}" for index in range(4)]
     layout = Layout.parse("tp2_pp2_dp4")
     for index, (_, content) in enumerate(nodes):

@@ -23,9 +23,7 @@ CALLBACK_HOOKS = sorted(
 MODULE_HOOKS = sorted(
     name
     for name in dir(pl.LightningModule)
-    if name.startswith("on_")
-    and callable(getattr(pl.LightningModule, name))
-    and name not in ("on_gpu",)
+    if name.startswith("on_") and callable(getattr(pl.LightningModule, name)) and name != "on_gpu"
 ) + [
     "setup",
     "teardown",

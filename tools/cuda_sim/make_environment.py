@@ -54,7 +54,8 @@ def _install(folder: Path, version: str) -> Path:
     # `===` asks for this very name: the wheel of the registry, which is the CUDA build, and no
     # other build that may lie on this machine
     wheel = ["install", "--disable-pip-version-check", "--no-deps", "--quiet", f"torch==={version}"]
-    if subprocess.run([folder / "bin" / "python", "-m", "pip", *wheel]).returncode:
+    install = [folder / "bin" / "python", "-m", "pip", *wheel]
+    if subprocess.run(install, check=False).returncode:
         raise NoWheel(f"The CUDA wheel of torch {version} cannot be had from the package registry.")
     site = _torch_of(folder / "bin" / "python", version)
     if site is None:

@@ -192,7 +192,7 @@ def _output(*command: str) -> str:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CannotBuild(f"{' '.join(command)} failed:\n{done.stderr}")
 

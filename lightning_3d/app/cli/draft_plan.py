@@ -36,9 +36,7 @@ _MOST_RANKS = 8
 
 def run(arguments: list[str]) -> int:
     """Run the command and return the exit code."""
-    return COMMAND.run(
-        arguments, lambda options, words: _draft(options, words), shown=(RuntimeError,)
-    )
+    return COMMAND.run(arguments, _draft, shown=(RuntimeError,))
 
 
 def _draft(options: Namespace, words: list[str]) -> int:

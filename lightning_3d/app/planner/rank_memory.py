@@ -223,7 +223,7 @@ class Rank:
             and not reduces_all_early
         ):
             buffer = sum(size.buffer for size in self._bytes) if job.reduces_experts_late else 0.0
-            late = max(late, buffer, max(size.copied for size in self._bytes))
+            late = max(late, buffer, *(size.copied for size in self._bytes))
         if job.zero == 0:
             late += max(size.stepped for size in self._bytes)
         return Need(self._gathered[0], sum(self._gradients) + late)

@@ -126,7 +126,7 @@ def play(
                     before.waiting[index], position[rank] = rank, place
                     break
                 arrived = ended + late
-                start = arrived if arrived > now else now
+                start = max(now, arrived)
             now = start + seconds
             worked += seconds
             if keep:

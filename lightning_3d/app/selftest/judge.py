@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,4 +105,4 @@ def _relative(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _nan_is_largest(value: float) -> float:
-    return float("inf") if value != value else value
+    return math.inf if math.isnan(value) else value

@@ -79,7 +79,7 @@ class ProgressBar(LightningProgressBar):
             self._out.write("\r" + line.ljust(self._width))
             self._out.flush()
             self._width = len(line)
-        elif step % self._every == 0 or step == 1 or step == total:
+        elif step % self._every == 0 or step in (1, total):
             print(progress_line(self._recent, total), file=self._out, flush=True)
 
     @override

@@ -180,10 +180,10 @@ def _validation_rows(trainer: Trainer, unit: str) -> list[tuple[str, str]]:
     if value is None:
         return []
     rows = [("validation loss", f"{value:.4f} nats/{unit}")]
-    for name in getattr(trainer.datamodule, "val_names", ()):  # type: ignore[attr-defined]
-        rows.append(
-            (f"  {name}", f"{float(trainer.callback_metrics[f'val_loss/{name}']):.4f} nats/{unit}")
-        )
+    rows += [
+        (f"  {name}", f"{float(trainer.callback_metrics[f'val_loss/{name}']):.4f} nats/{unit}")
+        for name in getattr(trainer.datamodule, "val_names", ())  # type: ignore[attr-defined]
+    ]
     entropy = getattr(trainer.datamodule, "entropy", lambda: None)()  # type: ignore[attr-defined]
     if entropy is not None:
         rows.append(("  bigram entropy", f"{entropy.bigram:.4f} nats/{unit}, of the held-out text"))
