@@ -18,11 +18,11 @@ from lightning_3d.app.config.compose import compose
 from lightning_3d.app.config.plan_run import check_keys
 from lightning_3d.app.config.run_config import CompleteRun, complete_run
 from lightning_3d.app.planner.advice import job_of
-from lightning_3d.app.planner.architecture import Architecture, Kind
+from lightning_3d.app.planner.architecture import Architecture, BlockKind
 from lightning_3d.app.planner.constants import compiled
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.memory import memory_of
-from lightning_3d.app.planner.rank_memory import Memory
+from lightning_3d.app.planner.rank_memory import RankMemory
 from lightning_3d.layout.layout import AXES, Layout
 from lightning_3d.layout.resolve import resolve_layout
 
@@ -105,7 +105,7 @@ def job(words: str) -> Job:
     return job_of(run, "bf16", layout, schedule)
 
 
-def megatron(model: Architecture, layout: Layout, seq: int) -> Memory:
+def megatron(model: Architecture, layout: Layout, seq: int) -> RankMemory:
     """Bytes of the first pipeline stage of Megatron-LM, without CUDA, collectives and the allocator
     (`other` is 0)."""
     dense = (
@@ -135,12 +135,12 @@ def megatron(model: Architecture, layout: Layout, seq: int) -> Memory:
         for kind, count in zip(model.kinds, model.counts, strict=True)
     )
     loss = 4 * tokens * (model.hidden + model.vocab) / layout.tp if layout.pp == 1 else 0.0
-    return Memory(
+    return RankMemory(
         2 * (own + of_experts), 4 * (own + of_experts), state, tokens * kept * blocks, loss, 0.0
     )
 
 
-def block_bytes(model: Architecture, layout: Layout, kind: Kind) -> float:
+def block_bytes(model: Architecture, layout: Layout, kind: BlockKind) -> float:
     """Bytes that a block of Megatron-LM keeps of a token: arXiv:2205.05198, section 4.1, for a
     gated MLP, grouped-query attention and no dropout, with flash attention and sequence
     parallelism."""
@@ -153,7 +153,7 @@ def block_bytes(model: Architecture, layout: Layout, kind: Kind) -> float:
     return ((8 + sent) * model.hidden + attention + 6 * inner) / layout.tp
 
 
-def row(name: str, memory: Memory) -> str:
+def row(name: str, memory: RankMemory) -> str:
     """A row of the table: the bytes of each use, in GiB."""
     parts = (
         memory.weights,

@@ -554,7 +554,7 @@ AROUND_TRAINING = (
     Fault(
         "refusal-with-exit-code-1",
         "A mistake of the user ends a command as a failure of the program does.",
-        "app/cli/exit_codes.py",
+        "app/cli/options.py",
         "return error.exit_code",
         "return 1",
         ("cli/test_plan_command.py", "config/test_refusals.py"),

@@ -622,13 +622,13 @@ def _plan_and_make(config: Any) -> None:
 
     from lightning_3d.app.config.compose import plain
     from lightning_3d.app.config.plan_run import plan_run
-    from lightning_3d.app.planner.advice import Advice
+    from lightning_3d.app.planner.advice import PlannerAdvice
     from lightning_3d.app.training.run import make_data
     from lightning_3d.errors import ConfigError
 
     if not isinstance(config, DictConfig):
         raise ConfigError("Hydra composes dicts only.")
-    plan = plan_run(config, None, Advice())
+    plan = plan_run(config, None, PlannerAdvice())
     with _explained():
         content = plan.freeze(plain(config))
     make_data(content)

@@ -14,9 +14,9 @@ from benchmarks.planner_accuracy.software import Allocator, Published
 from lightning_3d.app.planner.block_memory import BlockBytes, block_bytes
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.memory import stages_in_flight
-from lightning_3d.app.planner.rank_memory import Memory, StagesOfRank, memory_of_rank
+from lightning_3d.app.planner.rank_memory import RankMemory, StagesOfRank, memory_of_rank
 from lightning_3d.app.planner.stages import parameters_of
-from lightning_3d.app.planner.step_time import Step
+from lightning_3d.app.planner.step_time import PredictedStep
 
 _WORD = 4
 """Bytes of a number in 32 bits."""
@@ -33,7 +33,7 @@ def software_of(job: Job) -> Published:
     return job.stack
 
 
-def queue_of(step: Step, job: Job) -> float:
+def queue_of(step: PredictedStep, job: Job) -> float:
     """Predict how far the host runs ahead of the GPU: the GPU's work, divided by this work and the
     time that it waits for the host. It is 1 where the host is much faster."""
     busy = step.compute + step.communication
@@ -42,7 +42,7 @@ def queue_of(step: Step, job: Job) -> float:
 
 def allocated(
     job: Job, *, queue: float = 1.0, room: float = float("inf"), first: bool = False
-) -> Memory:
+) -> RankMemory:
     """Predict the memory of the rank that needs most.
 
     Args:
@@ -72,7 +72,7 @@ def allocated(
         blocks,
     )
     share = max(0.0, room - lean.total) / max(1.0, fullest.total - lean.total)
-    return Memory(
+    return RankMemory(
         **{
             name: least + share * (getattr(fullest, name) - least)
             for name, least in asdict(lean).items()
@@ -80,7 +80,7 @@ def allocated(
     )
 
 
-def _rank(job: Job, own: StagesOfRank, queue: float, blocks: BlockBytes) -> Memory:
+def _rank(job: Job, own: StagesOfRank, queue: float, blocks: BlockBytes) -> RankMemory:
     memory = memory_of_rank(job, own, blocks)
     waiting = (
         queue

@@ -1,6 +1,10 @@
 """The classes that Hydra finds here; they live in `lightning_3d.app.config`."""
 
-from lightning_3d.app.config.search_path import Lightning3DSearchPath
-from lightning_3d.app.config.sources import ClusterSource, LayoutSource, RecipeSource
+from lightning_3d.app.config.compose import (
+    ClusterSource,
+    LayoutSource,
+    Lightning3DSearchPath,
+    RecipeSource,
+)
 
 __all__ = ["ClusterSource", "LayoutSource", "Lightning3DSearchPath", "RecipeSource"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_3d.app.runs.sweep.hydra_launcher import SweepLauncher
 
 if TYPE_CHECKING:
-    from lightning_3d.app.runs.sweep.local_engine import Engine
+    from lightning_3d.app.runs.sweep.local_engine import JobEngine
 
 
 class Lightning3DLauncher(SweepLauncher):
@@ -27,7 +27,7 @@ class Lightning3DLauncher(SweepLauncher):
         super().__init__(metric)
         self._jobs_at_once = jobs_at_once
 
-    def engine(self) -> Engine:
+    def engine(self) -> JobEngine:
         from lightning_3d.app.runs.sweep.local_engine import LocalEngine
 
         return LocalEngine(self._jobs_at_once)

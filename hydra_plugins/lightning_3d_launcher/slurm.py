@@ -8,12 +8,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.app.config.keys import explain_value
-from lightning_3d.app.runs.check import Machine
+from lightning_3d.app.runs.check import CheckedMachine
 from lightning_3d.app.runs.sweep.hydra_launcher import SweepLauncher
 from lightning_3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_3d.app.runs.sweep.local_engine import Engine
+    from lightning_3d.app.runs.sweep.local_engine import JobEngine
 
 
 class Lightning3DSlurmLauncher(SweepLauncher):
@@ -26,7 +26,7 @@ class Lightning3DSlurmLauncher(SweepLauncher):
         resources: see `SlurmResources`.
     """
 
-    machine = Machine.COUNTED_NODES
+    machine = CheckedMachine.COUNTED_NODES
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Lightning3DSlurmLauncher(SweepLauncher):
         self._poll_seconds = poll_seconds
         self._resources = resources
 
-    def engine(self) -> Engine:
+    def engine(self) -> JobEngine:
         from lightning_3d.app.runs.sweep.slurm_engine import SlurmEngine, SlurmResources
 
         try:

@@ -118,7 +118,7 @@ def export(
         adapted = build_on_meta(described["class"], described["config"])
         inject(adapted, adapters)
     tensors = MergedFolder(folder, prefix, adapted, model, adapters) if merge else folder
-    source = _Source(tensors, prefix, model, dtype, path) if merge or not adapters else None
+    source = _ExportSource(tensors, prefix, model, dtype, path) if merge or not adapters else None
     temporary = output.with_name(f".{output.name}.exporting")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -171,7 +171,7 @@ def _choose(
     return name, models[name]
 
 
-class _Source:
+class _ExportSource:
     """Tensors that Transformers would save, converted one at a time from the checkpoint.
 
     Attributes:
@@ -277,7 +277,7 @@ def _groups(
     return groups, tensors
 
 
-def _write_weights(source: _Source, folder: Path, max_shard_size: str) -> dict[str, str]:
+def _write_weights(source: _ExportSource, folder: Path, max_shard_size: str) -> dict[str, str]:
     """Write the files, and the index where there are several. Returns the file of each tensor."""
     try:
         split = split_torch_state_dict_into_shards(source.tensors, max_shard_size=max_shard_size)

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[T]):
+class RankMessage(Generic[T]):
     """Message of a rank: a value, or the text and class of an error."""
 
     value: T | None = None
@@ -24,12 +24,12 @@ class Outcome(Generic[T]):
     error: type[CheckpointError] = CheckpointError
 
 
-def attempt(action: Callable[[], T]) -> Outcome[T]:
+def attempt(action: Callable[[], T]) -> RankMessage[T]:
     """Run `action` and turn any error into text, because the other ranks wait for a message."""
     try:
-        return Outcome(action())
+        return RankMessage(action())
     except Exception as error:
-        return Outcome(failure=reason(error), error=_kind(error))
+        return RankMessage(failure=reason(error), error=_kind(error))
 
 
 def _kind(error: BaseException) -> type[CheckpointError]:
@@ -63,17 +63,19 @@ def through_rank_zero(
     return _result(received[0])
 
 
-def _answers(outcomes: list[Outcome[T]], combine: Callable[[list[T]], list[R]]) -> list[Outcome[R]]:
+def _answers(
+    outcomes: list[RankMessage[T]], combine: Callable[[list[T]], list[R]]
+) -> list[RankMessage[R]]:
     failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.failure is not None}
     if failed:
         return [_joined(failed)] * len(outcomes)
     combined = attempt(lambda: combine([_result(outcome) for outcome in outcomes]))
     if combined.value is None:
-        return [Outcome(failure=combined.failure, error=combined.error)] * len(outcomes)
-    return [Outcome(value) for value in combined.value]
+        return [RankMessage(failure=combined.failure, error=combined.error)] * len(outcomes)
+    return [RankMessage(value) for value in combined.value]
 
 
-def _joined(failed: Mapping[int, Outcome[Any]]) -> Outcome[Any]:
+def _joined(failed: Mapping[int, RankMessage[Any]]) -> RankMessage[Any]:
     """Merge failures into one outcome; ranks with the same failure are named together."""
     texts: dict[str, list[int]] = {}
     for rank, outcome in failed.items():
@@ -83,7 +85,7 @@ def _joined(failed: Mapping[int, Outcome[Any]]) -> Outcome[Any]:
         for text, ranks in texts.items()
     )
     kinds = {outcome.error for outcome in failed.values()}
-    return Outcome(
+    return RankMessage(
         failure=text,
         error=(
             kinds.pop()
@@ -95,7 +97,7 @@ def _joined(failed: Mapping[int, Outcome[Any]]) -> Outcome[Any]:
     )
 
 
-def _result(outcome: Outcome[T]) -> T:
+def _result(outcome: RankMessage[T]) -> T:
     if outcome.failure is not None:
         raise outcome.error(outcome.failure)
     return outcome.value  # type: ignore[return-value]

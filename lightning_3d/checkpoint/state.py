@@ -224,7 +224,7 @@ class LocalState:
         self, folder: TensorFolder, shards: Iterable[OptimizerShard], buffers: Mapping[str, Tensor]
     ) -> None:
         """Fill an average from a checkpoint of any layout. What was not averaged there stays:
-        parameters that were frozen, and the buffers in a checkpoint of an earlier version."""
+        parameters that were frozen."""
         saved, targets = folder.names(AVERAGE), self.average(shards, buffers, offered=False)
         folder.read_into(
             {name: part for name, part in targets.items() if name.removeprefix(AVERAGE) in saved}

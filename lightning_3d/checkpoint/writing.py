@@ -13,10 +13,10 @@ receives the indices of the slices that it must write.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_3d.checkpoint import host_buffers as staging
 from lightning_3d.checkpoint import torch_archive as archive
 from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.rank_agreement import through_rank_zero
 from lightning_3d.checkpoint.resharding import Slices
+from lightning_3d.compat.host_memory import host_memory
 from lightning_3d.compat.torch_checkpoint import dcp_metadata, dcp_place
 from lightning_3d.errors import CheckpointError, StorageError, listed, reason
 from lightning_3d.ranks.progress import task
@@ -129,7 +129,7 @@ class TensorSave:
                 piece: _kind(buffer) for piece, buffer in buffers.items()
             }:
                 buffers.clear()
-                buffers.update(staging.like(self._own))
+                buffers.update(allocate_like(self._own))
         except (OSError, MemoryError, RuntimeError) as error:
             # only on this rank: `write` raises it on all
             self._failed = StorageError(
@@ -299,3 +299,30 @@ def _describe(offers: list[dict[str, _Offer]], notes: Notes) -> Metadata:
         for name, parts in sorted(chunks.items())
     }
     return dcp_metadata(contents, notes)
+
+
+# Host memory for the tensors of a background save.
+
+_ALIGNMENT = 64
+"""Alignment of every tensor, in bytes."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def allocate_like(parts: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """Allocate contiguous host tensors of the same shapes and dtypes: one piece of memory for those
+    of the host, and one, page-locked so that a stream can copy them, for those of GPUs.
+    """
+    made: dict[Key, Tensor] = {}
+    for on_gpu in (False, True):
+        chosen = {key: part for key, part in parts.items() if part.is_cuda == on_gpu}
+        memory = host_memory(sum(_aligned(part) for part in chosen.values()), page_locked=on_gpu)
+        start = 0
+        for key, part in chosen.items():
+            made[key] = memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            start += _aligned(part)
+    return {key: made[key] for key in parts}
+
+
+def _aligned(part: Tensor) -> int:
+    return part.nbytes + -part.nbytes % _ALIGNMENT

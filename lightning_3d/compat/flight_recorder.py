@@ -24,7 +24,7 @@ _DONE = "completed"
 
 
 @dataclass(frozen=True)
-class Collective:
+class RecordedCollective:
     """A collective, or a message between two ranks on NCCL.
 
     Attributes:
@@ -71,11 +71,11 @@ class SharedMemoryCall:
     message: bool
     done: bool = False
 
-    def described(self) -> Collective:
+    def described(self) -> RecordedCollective:
         """Return the call as torch would have recorded it, in a group of its own, which has its own
         numbers."""
         shape = f"({', '.join(map(str, self.size))}) {str(self.dtype).removeprefix('torch.')}"
-        return Collective(
+        return RecordedCollective(
             _shared(self.group),
             self.purpose,
             self.number,
@@ -118,7 +118,7 @@ def group_members() -> dict[str, tuple[int, ...]]:
     return members | {_shared(name): ranks for name, ranks in members.items()}
 
 
-def recorded_collectives() -> list[Collective]:
+def recorded_collectives() -> list[RecordedCollective]:
     """Return the last collectives of this process, oldest first; none where torch has no
     recorder."""
     import torch
@@ -131,19 +131,19 @@ def recorded_collectives() -> list[Collective]:
     return found
 
 
-def _read(trace: dict[str, Any]) -> list[Collective]:
+def _read(trace: dict[str, Any]) -> list[RecordedCollective]:
     entries = sorted(trace.get("entries", []), key=lambda entry: entry["record_id"])
     return [_collective(entry) for entry in entries]
 
 
-def _collective(entry: dict[str, Any]) -> Collective:
+def _collective(entry: dict[str, Any]) -> RecordedCollective:
     name, purpose = entry["process_group"]
     message = bool(entry["is_p2p"])
     shapes = [
         f"({', '.join(map(str, size))}) {kind.lower()}"
         for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     ]
-    return Collective(
+    return RecordedCollective(
         name,
         purpose,
         entry["p2p_seq_id" if message else "collective_seq_id"],

@@ -47,7 +47,7 @@ def read_dcp_metadata(path: Place) -> Any:
         ("torch", "Size"),
     }
 
-    class Reader(pickle.Unpickler):
+    class CheckpointReader(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
             if (module, name) not in known and not is_dtype:
@@ -59,7 +59,7 @@ def read_dcp_metadata(path: Place) -> Any:
 
     try:
         with path.open("rb") as file:
-            return Reader(file).load()
+            return CheckpointReader(file).load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything

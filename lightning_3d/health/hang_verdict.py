@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_3d.errors import listed
-from lightning_3d.health.rank_report import GroupState, LastCollective, RankReport
+from lightning_3d.health.rank_report import GroupState, LastCollective, RankStatus
 
 _MOST_NAMED = 4
 
@@ -45,7 +45,7 @@ class Verdict:
     certain: bool
 
 
-def judge(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> Verdict:
+def judge(reports: Mapping[int, RankStatus], silent: Mapping[int, str]) -> Verdict:
     """Find the cause of a hang.
 
     Args:
@@ -77,7 +77,7 @@ def judge(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> Verdi
     return Verdict(_together(reports, idle), idle, True)
 
 
-def _wait(report: RankReport, reports: Mapping[int, RankReport]) -> Wait | None:
+def _wait(report: RankStatus, reports: Mapping[int, RankStatus]) -> Wait | None:
     """What a rank waits for: the oldest of its collectives that others have not called, or a
     message.
 
@@ -103,7 +103,7 @@ def _wait(report: RankReport, reports: Mapping[int, RankReport]) -> Wait | None:
     return None
 
 
-def _called(report: RankReport | None, name: str) -> int:
+def _called(report: RankStatus | None, name: str) -> int:
     group = report.groups.get(name) if report is not None else None
     return group.called if group is not None else 0
 
@@ -112,7 +112,7 @@ def _numbered(one: LastCollective) -> str:
     return f"collective {one.number} ({one.words})"
 
 
-def _mismatch(reports: Mapping[int, RankReport]) -> Verdict | None:
+def _mismatch(reports: Mapping[int, RankStatus]) -> Verdict | None:
     """Ranks that call different collectives where one is expected."""
     names = {
         name
@@ -150,7 +150,7 @@ def _must_be_equal(calls: Mapping[str, list[int]]) -> bool:
 
 
 def _different(
-    reports: Mapping[int, RankReport],
+    reports: Mapping[int, RankStatus],
     calls: Mapping[str, list[int]],
     number: int,
     group: GroupState,
@@ -168,7 +168,7 @@ def _different(
 
 
 def _held_up(
-    reports: Mapping[int, RankReport], waits: Mapping[int, Wait], causes: tuple[int, ...]
+    reports: Mapping[int, RankStatus], waits: Mapping[int, Wait], causes: tuple[int, ...]
 ) -> str:
     waiting = next(rank for rank, wait in waits.items() if set(wait.ranks) & set(causes))
     parts = [
@@ -179,7 +179,7 @@ def _held_up(
     return " ".join(parts)
 
 
-def _silent(reports: Mapping[int, RankReport], silent: Mapping[int, str]) -> str:
+def _silent(reports: Mapping[int, RankStatus], silent: Mapping[int, str]) -> str:
     parts = [
         f"rank {rank} does not answer: {why}." for rank, why in sorted(silent.items())[:_MOST_NAMED]
     ]
@@ -205,7 +205,7 @@ def _circle(waits: Mapping[int, Wait]) -> str:
     )
 
 
-def _together(reports: Mapping[int, RankReport], idle: tuple[int, ...]) -> str:
+def _together(reports: Mapping[int, RankStatus], idle: tuple[int, ...]) -> str:
     if not idle:
         return "no rank makes progress, and none waits for another."
     first = reports[idle[0]]
@@ -225,7 +225,7 @@ def _together(reports: Mapping[int, RankReport], idle: tuple[int, ...]) -> str:
     )
 
 
-def _place(report: RankReport) -> str:
+def _place(report: RankStatus) -> str:
     where = f", at {report.where}" if report.where else ""
     return (
         f"Rank {report.rank} ({report.host}) is in {report.activity}, for {report.seconds:.0f}"

@@ -13,8 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
-from lightning_3d.compat.flight_recorder import Collective, group_members, recorded_collectives
-from lightning_3d.health.rank_report import GroupState, LastCollective, RankReport
+from lightning_3d.compat.flight_recorder import (
+    RecordedCollective,
+    group_members,
+    recorded_collectives,
+)
+from lightning_3d.health.rank_report import GroupState, LastCollective, RankStatus
 from lightning_3d.ranks.heartbeat import Heartbeat
 
 MOST_SHOWN = 100
@@ -33,7 +37,7 @@ _TRAINER = os.path.join("lightning", "pytorch", "trainer", "trainer.py")
 _BLOCKING = (os.path.join("torch", "distributed"), _OURS)
 
 
-def observe(rank: int, heartbeat: Heartbeat, *, overdue: bool) -> RankReport:
+def observe(rank: int, heartbeat: Heartbeat, *, overdue: bool) -> RankStatus:
     """Describe what this rank does.
 
     Args:
@@ -45,7 +49,7 @@ def observe(rank: int, heartbeat: Heartbeat, *, overdue: bool) -> RankReport:
         name: _state(list(calls), members.get(name, ()))
         for name, calls in _by_group(recorded_collectives())
     }
-    return RankReport(
+    return RankStatus(
         rank,
         socket.gethostname(),
         heartbeat.describe(),
@@ -58,7 +62,7 @@ def observe(rank: int, heartbeat: Heartbeat, *, overdue: bool) -> RankReport:
     )
 
 
-def write_report(path: Path, report: RankReport) -> None:
+def write_report(path: Path, report: RankStatus) -> None:
     """Write what a rank does, its last collectives and the stacks of all its threads. A rank that
     is ended meanwhile leaves the report that it wrote before."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,14 +85,14 @@ def write_report(path: Path, report: RankReport) -> None:
     draft.replace(path)
 
 
-def _by_group(calls: list[Collective]) -> list[tuple[str, list[Collective]]]:
+def _by_group(calls: list[RecordedCollective]) -> list[tuple[str, list[RecordedCollective]]]:
     ordered = sorted(
         (one for one in calls if not one.message), key=lambda one: (one.group, one.number)
     )
     return [(name, list(found)) for name, found in groupby(ordered, key=lambda one: one.group)]
 
 
-def _state(calls: list[Collective], ranks: tuple[int, ...]) -> GroupState:
+def _state(calls: list[RecordedCollective], ranks: tuple[int, ...]) -> GroupState:
     """The calls from the oldest that is pending on, and a few before."""
     pending = next((index for index, one in enumerate(calls) if not one.done), len(calls) - 1)
     kept = calls[max(0, pending - 2) :][:_MOST_SENT]

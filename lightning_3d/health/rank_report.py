@@ -61,7 +61,7 @@ class GroupState:
 
 
 @dataclass(frozen=True)
-class RankReport:
+class RankStatus:
     """What a rank does when a run makes no progress.
 
     Attributes:
@@ -91,7 +91,7 @@ class RankReport:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> RankReport:
+    def from_json(cls, text: str) -> RankStatus:
         values: dict[str, Any] = json.loads(text)
         waits, groups = values.pop("waits_for"), values.pop("groups")
         return cls(

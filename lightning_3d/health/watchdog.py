@@ -16,19 +16,20 @@ import faulthandler
 import logging
 import math
 import os
+import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TypeVar
 
 from lightning_3d.health.hang_verdict import Verdict, judge
 from lightning_3d.health.observe import observe, write_report
 from lightning_3d.health.processes import Process
-from lightning_3d.health.rank_report import RankReport
+from lightning_3d.health.rank_report import RankStatus
 from lightning_3d.ranks.heartbeat import Heartbeat
-from lightning_3d.ranks.patience import PatientCalls
 from lightning_3d.ranks.reporter import FailureReporter
 
 ANSWER_SECONDS = 7.0
@@ -161,7 +162,7 @@ class Watchdog:
         if overdue and (self._has_waited() or self._all_have_answered()):
             self._compare()
 
-    def _read(self) -> dict[int, RankReport]:
+    def _read(self) -> dict[int, RankStatus]:
         """Read what the ranks have answered lately. Each writes its answer again and again, with
         the time that it has waited."""
         now, texts = time.monotonic(), self._reporter.board.shared(_ASKED)
@@ -172,7 +173,7 @@ class Watchdog:
         lately = {
             rank: text for rank, (text, when) in self._changed.items() if now - when < STALE_SECONDS
         }
-        return {rank: RankReport.from_json(text) for rank, text in lately.items()}
+        return {rank: RankStatus.from_json(text) for rank, text in lately.items()}
 
     def _has_waited(self) -> bool:
         """Return whether the others have had time to answer since this rank is overdue."""
@@ -291,3 +292,51 @@ def await_content(files: Iterable[Path], seconds: float) -> None:
         for file in files:
             while time.monotonic() < end and file.is_file() and file.stat().st_size == 0:
                 time.sleep(0.05)
+
+
+# Calls that may never return, such as those of a store whose server is stopped.
+
+_Result = TypeVar("_Result")
+
+
+class PatientCalls:
+    """Makes calls one after another in one thread, so that the caller need not wait for one that
+    hangs."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._last: Future[Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def within(self, seconds: float, call: Callable[[], _Result]) -> _Result:
+        """Return what a function returns. A function that hangs keeps the thread, and later ones
+        are not called before it has returned.
+
+        Raises:
+            TimeoutError: it has not returned in time, or an earlier one has not returned yet.
+        """
+        if self._last is not None and not self._last.done():
+            self._last.exception(seconds)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="lightning_3d-store", daemon=True
+            )
+            self._thread.start()
+        done: Future[_Result] = Future()
+        self._last = done
+        self._calls.put((call, done))
+        return done.result(seconds)
+
+    def close(self) -> None:
+        """Let the thread end after the call that it makes now."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (one := self._calls.get()) is not None:
+            call, done = one
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)

@@ -124,7 +124,7 @@ def _numbered(stages: list[int], kind: str) -> list[Action]:
     return [(stage, kind, next(seen[stage])) for stage in stages]
 
 
-class _Counted:
+class _CountedOrder:
     """An order under construction: each kind of action of a stage takes its next micro-batch."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def _zero_bubble_v(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]
     do not exist are removed."""
     down, up = rank, 2 * pp - 1 - rank
     count = max(2 * pp - 1, micro_batches)
-    order = _Counted()
+    order = _CountedOrder()
     order.add(down, *"F" * (2 * (pp - rank) - 1))
     for _ in range(rank):
         order.add(up, "F")
@@ -189,7 +189,7 @@ def _zero_bubble_v(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]
 def _dual_pipe_v(rank: int, pp: int, count: int) -> tuple[Action, ...]:
     """One half of DualPipe (arXiv:2412.19437, section 3.2.1), in the shape of a V."""
     down, up, rest = rank, 2 * pp - 1 - rank, pp - rank - 1
-    order = _Counted()
+    order = _CountedOrder()
     order.add(down, *"F" * (2 * rest))
     for _ in range(rank + 1):
         order.add(down, "F")

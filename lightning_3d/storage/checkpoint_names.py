@@ -90,7 +90,7 @@ def recover_all(folder: Path) -> None:
 
 
 @dataclass(frozen=True, order=True)
-class Found:
+class FoundCheckpoints:
     """A complete checkpoint that was found in a folder.
 
     Attributes:
@@ -106,7 +106,7 @@ class Found:
     run: str
 
 
-def found_in(folder: Place) -> list[Found]:
+def found_in(folder: Place) -> list[FoundCheckpoints]:
     """Find the complete checkpoints in a folder, most steps first; with equal steps, the latest
     first."""
     return sorted(_found(folder), reverse=True)
@@ -164,7 +164,7 @@ def manifests_in(folder: Place) -> Iterator[Place]:
         yield from folder.glob(f"[!.]*/{MANIFEST}")
 
 
-def _found(folder: Place) -> Iterator[Found]:
+def _found(folder: Place) -> Iterator[FoundCheckpoints]:
     for manifest in manifests_in(folder):
         try:
             written = (
@@ -173,7 +173,7 @@ def _found(folder: Place) -> Iterator[Found]:
                 else manifest.stat().st_mtime
             )
             known = json.loads(manifest.read_text("utf-8"))
-            yield Found(
+            yield FoundCheckpoints(
                 int(known["global_step"]), written, manifest.parent, str(known.get(RUN, ""))
             )
         except (OSError, ValueError, KeyError, TypeError):  # it is being removed, or not ours

@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """A process that holds a lock.
 
     Attributes:
@@ -31,7 +31,7 @@ class Holder:
     since: float = 0.0
 
     @classmethod
-    def this_process(cls) -> Holder:
+    def this_process(cls) -> LockHolder:
         """Return this process as a holder from now on."""
         try:
             user = getpass.getuser()
@@ -40,7 +40,7 @@ class Holder:
         return cls(os.getpid(), socket.gethostname(), user, time.time())
 
     @classmethod
-    def of(cls, marker: Any) -> Holder | None:
+    def of(cls, marker: Any) -> LockHolder | None:
         """Return the holder that a marker names, whatever else is in it; None where it names
         none."""
         if not (
@@ -58,7 +58,7 @@ class Holder:
         )
 
     @classmethod
-    def read(cls, path: Path) -> Holder | None:
+    def read(cls, path: Path) -> LockHolder | None:
         """Return the holder that a lock file names; None where it names none."""
         try:
             return cls.of(json.loads(path.read_text("utf-8")))

@@ -52,7 +52,7 @@ OVERWRITING = frozenset(
 
 
 @dataclass(frozen=True)
-class Slot:
+class BlueprintSlot:
     """The place of a tensor in a module: in `_parameters`, in `_buffers`, or (kind "") a plain
     attribute."""
 
@@ -82,7 +82,7 @@ class Target:
     """
 
     name: str
-    slots: list[Slot]
+    slots: list[BlueprintSlot]
     blank: Tensor
 
     @property
@@ -256,7 +256,7 @@ class Blueprint:
             name = f"{prefix}{key}"
             blank = self._blank_parameter(parameter, name)
             copy._parameters[key] = blank
-            new = Target(name, [Slot(copy, "_parameters", key)], blank)
+            new = Target(name, [BlueprintSlot(copy, "_parameters", key)], blank)
             self.targets[name] = self._targets_by_id.setdefault(id(parameter), new)
             if self.targets[name] is new:
                 self._parameters_of.setdefault(id(copy), []).append(new)
@@ -266,7 +266,7 @@ class Blueprint:
         never targets."""
         copy._buffers.update(module._buffers)
         for slot, tensor in other_tensors(module):
-            here = Slot(copy, slot.kind, slot.key)
+            here = BlueprintSlot(copy, slot.kind, slot.key)
             if not tensor.is_meta:
                 here.put(torch.empty_like(tensor, device="meta"))
                 continue
@@ -381,14 +381,14 @@ def _required_arguments(function: Any) -> int | None:
     )
 
 
-def other_tensors(module: nn.Module) -> Iterator[tuple[Slot, Tensor]]:
+def other_tensors(module: nn.Module) -> Iterator[tuple[BlueprintSlot, Tensor]]:
     """Buffers, and meta tensors that a module keeps as plain attributes."""
     for key, buffer in list(module._buffers.items()):
         if buffer is not None:
-            yield Slot(module, "_buffers", key), buffer
+            yield BlueprintSlot(module, "_buffers", key), buffer
     for key, value in list(vars(module).items()):
         if isinstance(value, Tensor) and value.is_meta:
-            yield Slot(module, "", key), value
+            yield BlueprintSlot(module, "", key), value
 
 
 def _with_ancestors(names: Iterable[str]) -> set[str]:

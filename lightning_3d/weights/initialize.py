@@ -26,13 +26,13 @@ from lightning_3d.parallel.undone import isolated_generators
 from lightning_3d.weights.blueprint import (
     BUILD_IN_MEMORY,
     Blueprint,
-    Slot,
+    BlueprintSlot,
     Target,
     other_tensors,
     seed_of,
 )
 from lightning_3d.weights.pretrained import Stored, stored_values
-from lightning_3d.weights.stored import Reader
+from lightning_3d.weights.stored import StoredReader
 
 if TYPE_CHECKING:
     from lightning_3d.parallel.mesh import Mesh
@@ -94,7 +94,7 @@ def initialize(
         rebuilt = {name: slots for name, slots in buffers.items() if name not in stored}
         blueprint.prepare([*drawn, *rebuilt])
         _fill_buffers(rebuilt, blueprint, seed, prefix, torch.device(device or "cpu"))
-        reader = Reader()
+        reader = StoredReader()
         for name in buffers.keys() - rebuilt.keys():
             _read_buffer(buffers[name], reader, stored[name], device or "cpu")
         for name, parameter in homes.items():
@@ -178,11 +178,11 @@ def _require_shape(local: Tensor, parameter: nn.Parameter, name: str) -> None:
         )
 
 
-def _buffers_on_meta(module: nn.Module) -> dict[str, list[Slot]]:
+def _buffers_on_meta(module: nn.Module) -> dict[str, list[BlueprintSlot]]:
     """By first name: the places of every buffer, and of every plain attribute that is a tensor, on
     meta."""
     names: dict[int, str] = {}
-    slots: dict[str, list[Slot]] = {}
+    slots: dict[str, list[BlueprintSlot]] = {}
     for prefix, owner in module.named_modules():
         for slot, tensor in other_tensors(owner):
             if tensor.is_meta:
@@ -192,7 +192,7 @@ def _buffers_on_meta(module: nn.Module) -> dict[str, list[Slot]]:
 
 
 def _fill_buffers(
-    buffers: dict[str, list[Slot]],
+    buffers: dict[str, list[BlueprintSlot]],
     blueprint: Blueprint,
     seed: int,
     prefix: str,
@@ -227,7 +227,7 @@ def _fill_buffers(
 
 
 def _read_buffer(
-    places: list[Slot], reader: Reader, stored: Stored, device: torch.device | str
+    places: list[BlueprintSlot], reader: StoredReader, stored: Stored, device: torch.device | str
 ) -> None:
     """Fill a buffer that is saved with the weights; every rank that has its module holds it
     unsharded."""
@@ -268,7 +268,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _refuse_buffer(name: str, slot: Slot) -> None:
+def _refuse_buffer(name: str, slot: BlueprintSlot) -> None:
     owner = type(slot.module).__name__
     raise ConfigError(
         f"The buffer '{name}' of shape {tuple(slot.get().shape)} is on the meta device, and no"

@@ -27,7 +27,7 @@ from lightning_3d.errors import CheckpointError, listed
 from lightning_3d.models.pretrained_config import refuse_shapes
 from lightning_3d.models.safetensors_folder import FLOATS, StoredTensor, find_folder, read_tensors
 from lightning_3d.parallel.sharding import replicated
-from lightning_3d.weights.stored import Reader, StoredValue, Tiling
+from lightning_3d.weights.stored import StoredReader, StoredValue, Tiling
 
 M = TypeVar("M", bound=nn.Module)
 _MARK = "_lightning_3d_pretrained"
@@ -74,7 +74,7 @@ def load_pretrained(model: M, path: str | os.PathLike[str], *, strict: bool = Tr
     # PEFT's wrapper has no weights of its own
     target: nn.Module = inner() if callable(inner) else model
     mark = Pretrained(find_folder(path), strict)
-    reader = Reader()
+    reader = StoredReader()
     for name, stored in _match(target, mark).items():
         tensor = _tensor(target, name)
         if not tensor.is_meta:

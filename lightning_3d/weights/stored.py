@@ -21,7 +21,7 @@ from lightning_3d.parallel.sharding import Box, ShardSpec
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A stored tensor and its offset in the parameter. Missing leading dimensions have size 1."""
 
     tensor: StoredTensor
@@ -56,12 +56,12 @@ class StoredValue:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
     @classmethod
     def of(cls, tensor: StoredTensor) -> StoredValue:
         """Describe a parameter that is stored as one tensor."""
-        return cls(tensor.shape, (Piece(tensor, (0,) * len(tensor.shape)),))
+        return cls(tensor.shape, (StoredPiece(tensor, (0,) * len(tensor.shape)),))
 
     @property
     def name(self) -> str:
@@ -109,14 +109,14 @@ class Tiling:
                 f"The files lack some parts of '{name}': they have {counts}, but the numbers must"
                 " be equal. Copy or download them again."
             )
-        pieces: list[Piece] = []
+        pieces: list[StoredPiece] = []
         edge = 0
         for tensors in columns.values():
             for index, tensor in enumerate(tensors):
                 offset = [index] * self.stacked + [0] * len(tensor.shape)
                 if self.dim is not None:
                     offset[self.dim] += edge
-                pieces.append(Piece(tensor, tuple(offset)))
+                pieces.append(StoredPiece(tensor, tuple(offset)))
             edge += pieces[-1].shape[self.dim] if self.dim is not None else 0
         shape = tuple(
             max(piece.offset[dim] + piece.shape[dim] for piece in pieces)
@@ -133,7 +133,7 @@ class Tiling:
         return StoredValue(shape, tuple(pieces))
 
 
-class Reader:
+class StoredReader:
     """Reads parts of stored tensors. Keeps the last file open."""
 
     def __init__(self) -> None:

@@ -27,8 +27,8 @@ from lightning_3d.app.config.files import conf_folder
 from lightning_3d.app.runs.check import check_for
 from lightning_3d.app.runs.metrics_file import read_rows
 from lightning_3d.app.runs.resumed_keys import differences, refused_changes, require_resumable
-from lightning_3d.app.training.resumed import follow_configuration
 from lightning_3d.app.training.run import train
+from lightning_3d.app.training.run_record import follow_configuration
 from lightning_3d.app.training.schedules import make_scheduler
 from lightning_3d.checkpoint import describe_optimizer, restore_hyper_parameters
 from lightning_3d.errors import ConfigError, Lightning3DError

@@ -37,9 +37,9 @@ from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.errors import CheckpointError, StorageError
-from lightning_3d.storage import lease
+from lightning_3d.storage import lock
 from lightning_3d.storage.checkpoint_names import checkpoints_in
-from lightning_3d.storage.lease import Lease
+from lightning_3d.storage.lock import Lease
 from lightning_3d.storage.remote_path import RemotePath, place
 
 SHARD = "__0_0.distcp"
@@ -322,13 +322,13 @@ def test_what_is_not_ours_stays(bucket: RemotePath) -> None:
 HOLD = """
 import sys, time
 import object_store
-from lightning_3d.storage import lease
+from lightning_3d.storage import lock
 from lightning_3d.storage.remote_path import RemotePath
 object_store.register()
-lease._RENEWED_SECONDS = 0.1
+lock._RENEWED_SECONDS = 0.1
 if len(sys.argv) > 2:
-    lease._machine = lambda: sys.argv[2]
-lock = lease.Lease(RemotePath(sys.argv[1]), 0)
+    lock._machine = lambda: sys.argv[2]
+lock = lock.Lease(RemotePath(sys.argv[1]), 0)
 print("held", flush=True)
 time.sleep(600)
 """
@@ -370,7 +370,7 @@ def test_f37_two_runs_cannot_write_to_one_folder(
 def test_f37_a_run_that_was_killed_elsewhere_is_found_dead(
     bucket: RemotePath, other_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "_DEAD_SECONDS", 2.0)
+    monkeypatch.setattr(lock, "_DEAD_SECONDS", 2.0)
     other_run.kill()
     other_run.wait()
     Lease(bucket, patience_seconds=0).release()
@@ -380,7 +380,7 @@ def test_f37_a_run_that_was_killed_elsewhere_is_found_dead(
 def test_f37_a_run_that_was_taken_for_dead_writes_no_more(
     bucket: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "_RENEWED_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "_RENEWED_SECONDS", 0.1)
     store = CheckpointStore(CheckpointOptions(asynchronous=False))
     store.hold([str(bucket)])
     save_at(bucket / "a", 1, store)

@@ -7,8 +7,7 @@ import torch
 from plain_checkpoints import PlainState
 from torch import Tensor
 
-from lightning_3d.checkpoint import CheckpointStore, SaveMode, load_full_state_dict
-from lightning_3d.checkpoint import host_buffers as staging
+from lightning_3d.checkpoint import CheckpointStore, SaveMode, load_full_state_dict, writing
 from lightning_3d.checkpoint.resharding import flat_range
 from lightning_3d.checkpoint.writing import _describe, _offer, _one_writer_each
 from lightning_3d.errors import CheckpointError
@@ -90,7 +89,7 @@ def test_f33_training_goes_on_where_there_is_no_memory_for_copies(
 
     store, state = CheckpointStore(), {"a": torch.ones(1000)}
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "host_memory", refuse)
+        patch.setattr(writing, "host_memory", refuse)
         assert save(tmp_path / "1", 1, state, store)
         with pytest.warns(
             UserWarning,

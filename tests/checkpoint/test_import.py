@@ -25,7 +25,7 @@ from torch import nn
 from lightning_3d.app.cli.import_ import run as command
 from lightning_3d.checkpoint import load_full_state_dict, read_manifest
 from lightning_3d.checkpoint.conversion import convert
-from lightning_3d.checkpoint.conversion.parameter_order import find_names
+from lightning_3d.checkpoint.conversion.lightning_file import find_names
 from lightning_3d.checkpoint.folder import read_trainer_state
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.errors import CheckpointError

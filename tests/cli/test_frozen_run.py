@@ -221,7 +221,7 @@ def test_run_that_goes_on_keeps_its_configuration(
             config,
             plan_run(OmegaConf.create(config)),
             None,
-            job.Place(path.parent, "step_5", folder),
+            job.JobPlace(path.parent, "step_5", folder),
         )
         == 0
     )

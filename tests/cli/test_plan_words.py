@@ -19,7 +19,7 @@ from lightning_3d.app.config.compose import compose
 from lightning_3d.app.config.machine import choose_precision
 from lightning_3d.app.config.plan_run import RunPlan, check_keys, plan_run
 from lightning_3d.app.config.run_config import complete_run
-from lightning_3d.app.planner.advice import Advice, machine_of, plan
+from lightning_3d.app.planner.advice import PlannerAdvice, machine_of, plan
 from lightning_3d.options.blocks import BlockOptions
 
 ONE_NODE = [
@@ -67,7 +67,7 @@ CASES = {
 
 def checked(words: list[str]) -> RunPlan:
     return plan_run(
-        compose([*words, "trainer.dry=true", "cluster.accelerator=gpu"]), None, Advice()
+        compose([*words, "trainer.dry=true", "cluster.accelerator=gpu"]), None, PlannerAdvice()
     )
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from lightning_3d.app.config.compose import looks_like_layout
 from lightning_3d.app.config.files import conf_folder
 from lightning_3d.app.config.keys import data_options
 from lightning_3d.app.config.machine import visible_gpus
 from lightning_3d.app.config.plan_run import RunPlan, check_keys, plan_run
-from lightning_3d.app.config.sources import looks_like_layout
 from lightning_3d.app.runs.folder import RunFolder
 from lightning_3d.app.training.data import DATA_MODULES, _parameters
 from lightning_3d.app.training.run import make_strategy

@@ -368,7 +368,7 @@ def compiled(recipe: Recipe, **strategy: Any) -> parity.Part:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         patch.setattr(
-            "lightning_3d.parallel.blocks.compilation.importlib.util.find_spec", lambda name: name
+            "lightning_3d.parallel.blocks.wrap.importlib.util.find_spec", lambda name: name
         )
         part = parity.train_on_rank(recipe, compile=True, self_check="never", **strategy)
     assert torch_compat.graph_breaks() == before

@@ -8,9 +8,9 @@ from lightning_3d.app.doctor.findings import (
     UNKNOWN,
     WARNING,
     WRONG,
-    Finding,
-    Place,
-    Places,
+    DoctorFinding,
+    RankPlace,
+    RankPlaces,
     alike,
     slow_ones,
 )
@@ -27,7 +27,7 @@ def test_ranks_are_named_with_their_hosts() -> None:
 
 
 def test_the_host_of_a_rank_that_never_answered_is_that_of_its_neighbors() -> None:
-    places = Places([Place(0, "a", 0), Place(1, "a", 1), Place(2, "b", 0)], 6, 2)
+    places = RankPlaces([RankPlace(0, "a", 0), RankPlace(1, "a", 1), RankPlace(2, "b", 0)], 6, 2)
     assert places.describe([3]) == "rank 3 (b)"
     assert places.describe([5]) == "rank 5 (node 2)"
 
@@ -62,14 +62,15 @@ def test_slow_ones_are_far_below_the_median() -> None:
 def test_the_table_has_the_worst_first_and_is_narrow() -> None:
     report = Report(setup_of(), gathered(all_ranks()).places)
     long = "a very long sentence about " + "many " * 40 + "ranks"
+    bad = DoctorFinding("bad", WRONG, long, (1,), long)
     report.findings["GPUs"] = [
-        Finding("fine", OK, "1"),
-        Finding("bad", WRONG, long, (1,), long),
-        Finding("so so", WARNING, "2"),
+        DoctorFinding("fine", OK, "1"),
+        bad,
+        DoctorFinding("so so", WARNING, "2"),
     ]
     text = show(report)
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.index("bad") < text.index("so so") < text.index("fine")
     assert "1 wrong, 1 warning, 0 unknown, 1 ok" in text and report.exit_code == 1
-    report.findings["GPUs"] = [Finding("so so", WARNING, "2")]
+    report.findings["GPUs"] = [DoctorFinding("so so", WARNING, "2")]
     assert report.exit_code == 0, "warnings are not failures"

@@ -7,7 +7,7 @@ import pytest
 from doctored import SMI, all_ranks, gathered, named, setup_of
 
 from lightning_3d.app.doctor import compute, gpus, links, nvidia_smi, versions
-from lightning_3d.app.doctor.check import Gathered
+from lightning_3d.app.doctor.check import GatheredAnswers
 from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG
 
 
@@ -19,7 +19,7 @@ def smi(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def of_machine(smi: pytest.MonkeyPatch, **faults: object) -> Gathered:
+def of_machine(smi: pytest.MonkeyPatch, **faults: object) -> GatheredAnswers:
     """What four ranks gather about their GPUs."""
     smi.setenv(
         "CUDASIM_SMI",

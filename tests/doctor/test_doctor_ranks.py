@@ -14,7 +14,7 @@ from doctored import setup_of, with_measure
 from ranks import run_ranks
 
 from lightning_3d.app.doctor import collectives, compute, environment, file_system, host, versions
-from lightning_3d.app.doctor.board import Board, Unreachable
+from lightning_3d.app.doctor.board import DoctorBoard, Unreachable
 from lightning_3d.app.doctor.check import Check, Facts, Room, Setup
 from lightning_3d.app.doctor.examination import Report, dismiss, examine
 from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG
@@ -29,7 +29,7 @@ def examined(setup: Setup, checks: list[Check], wake: bool = False) -> Found | i
     """On each rank: the report of rank 0 as data, with its text; elsewhere the exit code."""
     me = outside_rank()
     assert me is not None
-    board = Board(me.rank, setup.limit)
+    board = DoctorBoard(me.rank, setup.limit)
     report = examine(setup, checks, me, board)
     if not isinstance(report, Report):
         return report
@@ -255,11 +255,11 @@ def without_rank_0(limit: float) -> str:
     me = outside_rank()
     assert me is not None
     if me.rank == 0:
-        Board(0, limit).post("here/0", {"host": "node7"})
+        DoctorBoard(0, limit).post("here/0", {"host": "node7"})
         return ""
     with pytest.raises(Unreachable) as caught, pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_3d.app.doctor.examination._LEAD_SECONDS", 0.5)
-        examine(setup_of("dp2", "cpu", limit=limit), [], me, Board(me.rank, limit))
+        examine(setup_of("dp2", "cpu", limit=limit), [], me, DoctorBoard(me.rank, limit))
     return str(caught.value)
 
 
@@ -272,7 +272,7 @@ def test_ranks_do_not_wait_for_ever_for_rank_0() -> None:
 def without_a_store() -> str:
     os.environ["MASTER_PORT"] = "1"
     with pytest.raises(Unreachable) as caught:
-        Board(1, 1.0, serve=False)
+        DoctorBoard(1, 1.0, serve=False)
     return str(caught.value)
 
 

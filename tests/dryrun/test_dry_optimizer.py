@@ -25,7 +25,7 @@ def dry_steps(
 ) -> list[tuple[Any, Any, int, int]]:
     """For each (group `optimizer`, options of the strategy, for GPUs): (`fused`, `foreach`, most
     bytes, parameters)."""
-    from lightning_3d.app.dryrun.run import DryStrategy, Job, dry_run
+    from lightning_3d.app.dryrun.run import DryJob, DryStrategy, dry_run
     from lightning_3d.app.training.module import CausalLM
     from lightning_3d.layout import Layout
 
@@ -43,7 +43,7 @@ def dry_steps(
             made.append(kind(layout, micro_batch_size=ROWS, **options))
             return made[0]
 
-        job = Job(
+        job = DryJob(
             module=lambda optimizer=optimizer: CausalLM(MODEL, optimizer),  # type: ignore[misc]
             strategy=strategy,
             batch=lambda count: dict.fromkeys(

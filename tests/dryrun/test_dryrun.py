@@ -317,13 +317,13 @@ def real_rank(cell: Cell) -> Seen:
 
 
 def dry_rank(cell: Cell, rank: int, **options: Any) -> Any:
-    from lightning_3d.app.dryrun.run import Job, dry_run
+    from lightning_3d.app.dryrun.run import DryJob, dry_run
     from lightning_3d.layout.resolve import resolve_layout
 
     layout, schedule = resolve_layout(cell.layout, cell.schedule, cell.vp)
     rows = cell.recipe.global_batch // cell.dp
     batch = {key: value[:rows] for key, value in data_of(cell).items()}
-    job = Job(
+    job = DryJob(
         module=lambda: module_of(cell),
         strategy=lambda kind: kind(**strategy_arguments(cell)),
         batch=lambda micro_batches: {key: value.clone() for key, value in batch.items()},

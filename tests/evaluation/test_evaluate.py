@@ -20,7 +20,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 
 from lightning_3d.app.cli.evaluate import evaluate_rank
 from lightning_3d.app.config.compose import compose, plain
-from lightning_3d.app.evaluation.engine import Engine
+from lightning_3d.app.evaluation.engine import EvaluationEngine
 from lightning_3d.app.evaluation.generation import Sampling, choose, generate, probabilities
 from lightning_3d.app.evaluation.job import check
 from lightning_3d.app.evaluation.session import Session
@@ -134,7 +134,7 @@ def continued(
 ) -> list[list[int]]:
     session = Session(config, None)
     return session.work(
-        lambda trainer: generate(Engine(trainer, session.max_length), prompts, sampling)
+        lambda trainer: generate(EvaluationEngine(trainer, session.max_length), prompts, sampling)
     )
 
 
@@ -197,7 +197,9 @@ def continued_if_it_fits(
     session = Session(config, None)
     session.require_fits(prompt, sampling.max_new_tokens)
     return session.work(
-        lambda trainer: generate(Engine(trainer, session.max_length), [prompt], sampling)[0]
+        lambda trainer: generate(EvaluationEngine(trainer, session.max_length), [prompt], sampling)[
+            0
+        ]
     )
 
 
@@ -261,7 +263,7 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
 
 def scored(config: dict[str, Any], rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
     session = Session(config, None)
-    return session.work(lambda trainer: Engine(trainer, session.max_length).score(rows))
+    return session.work(lambda trainer: EvaluationEngine(trainer, session.max_length).score(rows))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d.app.config.compose import plain
 from lightning_3d.app.config.plan_run import plan_run
-from lightning_3d.app.evaluation.engine import Engine
+from lightning_3d.app.evaluation.engine import EvaluationEngine
 from lightning_3d.app.evaluation.generation import Sampling, generate
 from lightning_3d.app.evaluation.job import check
 from lightning_3d.app.evaluation.session import Session
@@ -154,7 +154,9 @@ def evaluated(config: dict[str, Any], checkpoint: str) -> tuple[float, int, list
     [found] = session.losses()
     assert not any(hasattr(session.module, name) for name in OTHER.values())
     text = session.work(
-        lambda trainer: generate(Engine(trainer, 32), [list(b"def ")], Sampling(max_new_tokens=NEW))
+        lambda trainer: generate(
+            EvaluationEngine(trainer, 32), [list(b"def ")], Sampling(max_new_tokens=NEW)
+        )
     )[0]
     return found.loss, found.tokens, text
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_3d.health.hang_verdict import judge
-from lightning_3d.health.rank_report import GroupState, LastCollective, RankReport
+from lightning_3d.health.rank_report import GroupState, LastCollective, RankStatus
 from lightning_3d.health.time_limits import seconds_allowed
 from lightning_3d.ranks.heartbeat import BETWEEN, SAVING, STARTING, STEP, Heartbeat
 
@@ -23,10 +23,10 @@ def calls(*kinds: str, pending: bool = True) -> tuple[LastCollective, ...]:
 
 def report(
     rank: int, *, blocked: bool = True, overdue: bool = True, waits_for: Any = None, **groups: Any
-) -> RankReport:
+) -> RankStatus:
     """Groups are `name=(ranks, calls)`."""
     states = {name: GroupState(name, ranks, last) for name, (ranks, last) in groups.items()}
-    return RankReport(
+    return RankStatus(
         rank,
         f"node{rank}",
         "training step 7: reduce",
@@ -39,9 +39,9 @@ def report(
     )
 
 
-def text(*reports: RankReport, silent: dict[int, str] | None = None) -> str:
+def text(*reports: RankStatus, silent: dict[int, str] | None = None) -> str:
     found = judge(
-        {each.rank: RankReport.from_json(each.to_json()) for each in reports}, silent or {}
+        {each.rank: RankStatus.from_json(each.to_json()) for each in reports}, silent or {}
     )
     assert found.certain
     return found.text

@@ -12,7 +12,7 @@ import yaml
 from lightning_3d.app.cli import launch
 from lightning_3d.app.launchers import dstack, skypilot
 from lightning_3d.app.launchers.options import DstackOptions, SkyPilotOptions, read_options
-from lightning_3d.app.launchers.target import Target
+from lightning_3d.app.launchers.target import LaunchTarget
 from lightning_3d.errors import ConfigError
 
 AWKWARD = (
@@ -25,17 +25,17 @@ AWKWARD = (
     "+h=$HOME",
     "+i=\\,;&|",
 )
-TARGET = Target("tune", 2, 4, 4, AWKWARD, None, "NVIDIA H100 SXM")
-ALONE = Target("tune", 1, 4, 4, ("a=1",), None, "NVIDIA A100 80GB SXM")
-CORES = Target("tune", 2, 4, 0, ("a=1",), None)
+TARGET = LaunchTarget("tune", 2, 4, 4, AWKWARD, None, "NVIDIA H100 SXM")
+ALONE = LaunchTarget("tune", 1, 4, 4, ("a=1",), None, "NVIDIA A100 80GB SXM")
+CORES = LaunchTarget("tune", 2, 4, 0, ("a=1",), None)
 RUNS = {"runs": "/mnt/runs"}
 
 
-def skypilot_task(target: Target = TARGET, **options: Any) -> dict[str, Any]:
+def skypilot_task(target: LaunchTarget = TARGET, **options: Any) -> dict[str, Any]:
     return yaml.safe_load(skypilot.render(target, SkyPilotOptions(**{"volumes": RUNS, **options})))
 
 
-def dstack_task(target: Target = TARGET, **options: Any) -> dict[str, Any]:
+def dstack_task(target: LaunchTarget = TARGET, **options: Any) -> dict[str, Any]:
     return yaml.safe_load(dstack.render(target, DstackOptions(**{"volumes": RUNS, **options})))
 
 
@@ -270,13 +270,13 @@ def test_what_dstack_would_not_take_is_refused(options: dict[str, Any], message:
 
 
 def test_unknown_gpu_and_folder_of_the_machine() -> None:
-    unknown = Target("tune", 1, 4, 4, (), None, "NVIDIA L40S")
+    unknown = LaunchTarget("tune", 1, 4, 4, (), None, "NVIDIA L40S")
     with pytest.raises(
         ConfigError,
         match="launch.gpu must be given, because the name of NVIDIA L40S .* sky show-gpus",
     ):
         skypilot_task(unknown)
-    named = Target("tune", 1, 4, 4, ("hydra.run.dir=/nfs/a",), "/nfs/a", "NVIDIA H100 SXM")
+    named = LaunchTarget("tune", 1, 4, 4, ("hydra.run.dir=/nfs/a",), "/nfs/a", "NVIDIA H100 SXM")
     assert "volumes" not in skypilot_task(named, volumes={}), (
         "a machine may have a shared file system"
     )

@@ -20,8 +20,8 @@ from lightning_3d.app.launchers.options import (
     split,
 )
 from lightning_3d.app.launchers.submit import as_yaml
-from lightning_3d.app.launchers.target import Target, find_target
-from lightning_3d.app.runs.check import Machine
+from lightning_3d.app.launchers.target import LaunchTarget, find_target
+from lightning_3d.app.runs.check import CheckedMachine
 from lightning_3d.app.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.errors import ConfigError, Lightning3DError
 
@@ -36,18 +36,18 @@ IN_PODS = KubernetesOptions(image="registry/train:1", volumes={"runs": "/mnt/run
 
 
 @pytest.fixture(scope="module")
-def large() -> Target:
-    return find_target(LARGE, Machine.REMOTE_NODES)
+def large() -> LaunchTarget:
+    return find_target(LARGE, CheckedMachine.REMOTE_NODES)
 
 
-def target_of(*overrides: str) -> Target:
-    return Target("run", 2, 4, 4, overrides, None)
+def target_of(*overrides: str) -> LaunchTarget:
+    return LaunchTarget("run", 2, 4, 4, overrides, None)
 
 
-def test_target_is_the_cluster_of_the_configuration(large: Target) -> None:
+def test_target_is_the_cluster_of_the_configuration(large: LaunchTarget) -> None:
     assert (large.nodes, large.ranks_per_node, large.gpus_per_node) == (32, 8, 8)
     assert large.name == "llama3-70b-256xa100"
-    cpu = find_target(CPU, Machine.COUNTED_NODES)
+    cpu = find_target(CPU, CheckedMachine.COUNTED_NODES)
     assert (cpu.nodes, cpu.ranks_per_node, cpu.gpus_per_node, cpu.name) == (
         2,
         2,
@@ -76,21 +76,21 @@ def test_target_is_the_cluster_of_the_configuration(large: Target) -> None:
 )
 def test_what_cannot_be_launched_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(Lightning3DError, match=message):
-        find_target(overrides, Machine.COUNTED_NODES)
+        find_target(overrides, CheckedMachine.COUNTED_NODES)
 
 
 @pytest.mark.slow
 def test_weights_that_only_the_nodes_see_are_looked_at_there() -> None:
     weights = "model.pretrained=/mnt/models/Mistral-7B-v0.1"
-    assert weights in find_target([*ADAPTERS, weights], Machine.REMOTE_NODES).arguments()
+    assert weights in find_target([*ADAPTERS, weights], CheckedMachine.REMOTE_NODES).arguments()
     with pytest.raises(Lightning3DError, match="There is no folder /mnt/models/Mistral-7B-v0.1"):
-        find_target([*ADAPTERS, weights], Machine.COUNTED_NODES)
+        find_target([*ADAPTERS, weights], CheckedMachine.COUNTED_NODES)
     with pytest.raises(ConfigError, match="but it does not exist here"):
-        find_target([*ADAPTERS, weights, "model=pretrained"], Machine.REMOTE_NODES)
+        find_target([*ADAPTERS, weights, "model=pretrained"], CheckedMachine.REMOTE_NODES)
 
 
 def test_torchrun_on_one_node_needs_no_cluster() -> None:
-    target = find_target(["cluster=local", "parallelism=tp2_dp2"], Machine.NODES)
+    target = find_target(["cluster=local", "parallelism=tp2_dp2"], CheckedMachine.NODES)
     words = shlex.split(torchrun.render(target, TorchrunOptions()))
     assert (
         "--standalone" in words
@@ -99,7 +99,7 @@ def test_torchrun_on_one_node_needs_no_cluster() -> None:
     )
 
 
-def test_torchrun_on_several_nodes(large: Target) -> None:
+def test_torchrun_on_several_nodes(large: LaunchTarget) -> None:
     words = shlex.split(torchrun.render(large, TorchrunOptions(endpoint="10.0.0.1", restarts=2)))
     assert {
         "--nnodes=32",
@@ -163,7 +163,7 @@ def test_shell_passes_overrides_on_as_they_were(tmp_path: Path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-def test_slurm_script(large: Target) -> None:
+def test_slurm_script(large: LaunchTarget) -> None:
     options = SlurmOptions(
         partition="gpu",
         account="me",
@@ -194,7 +194,8 @@ def test_slurm_script(large: Target) -> None:
 
 def test_slurm_script_without_gpus_and_with_a_folder_of_the_users() -> None:
     target = find_target(
-        [*CPU, "hydra.run.dir=/runs/mine", "trainer.auto_resume=false"], Machine.COUNTED_NODES
+        [*CPU, "hydra.run.dir=/runs/mine", "trainer.auto_resume=false"],
+        CheckedMachine.COUNTED_NODES,
     )
     script = slurm.render(target, SlurmOptions(requeue=False))
     assert "gpus" not in script and "--no-requeue" in script
@@ -210,7 +211,9 @@ def test_slurm_script_without_gpus_and_with_a_folder_of_the_users() -> None:
         SlurmOptions(env={"A B": "1"}),
     ],
 )
-def test_values_that_a_script_cannot_hold_are_refused(large: Target, options: SlurmOptions) -> None:
+def test_values_that_a_script_cannot_hold_are_refused(
+    large: LaunchTarget, options: SlurmOptions
+) -> None:
     with pytest.raises(ConfigError, match="launch."):
         slurm.render(large, options)
 
@@ -241,7 +244,7 @@ def expanded(words: list[str], variables: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("make", [kubernetes.jobset, kubernetes.pytorchjob])
-def test_pods_are_nodes(large: Target, make: Any) -> None:
+def test_pods_are_nodes(large: LaunchTarget, make: Any) -> None:
     manifest = yaml.safe_load(as_yaml(make(large, IN_PODS)))
     pod = pod_of(manifest)
     (container,) = pod["containers"]
@@ -265,7 +268,7 @@ def test_pods_are_nodes(large: Target, make: Any) -> None:
     ]
 
 
-def test_jobset(large: Target) -> None:
+def test_jobset(large: LaunchTarget) -> None:
     manifest = kubernetes.jobset(large, IN_PODS)
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (group,) = manifest["spec"]["replicatedJobs"]
@@ -311,7 +314,7 @@ def test_pod_0_of_a_jobset_hosts_the_rendezvous(index: int, tmp_path: Path) -> N
     assert words[words.index("train") + 1 :][: len(AWKWARD)] == AWKWARD
 
 
-def test_pytorchjob(large: Target) -> None:
+def test_pytorchjob(large: LaunchTarget) -> None:
     manifest = kubernetes.pytorchjob(
         large, KubernetesOptions(image="x", volumes={"runs": "/mnt"}, restarts=3, namespace="ml")
     )
@@ -335,7 +338,7 @@ def test_pytorchjob(large: Target) -> None:
     )
 
 
-def test_other_options_of_pods(large: Target) -> None:
+def test_other_options_of_pods(large: LaunchTarget) -> None:
     options = KubernetesOptions(
         image="x",
         volumes={"runs": "/mnt"},
@@ -381,7 +384,7 @@ def test_other_options_of_pods(large: Target) -> None:
     ],
 )
 def test_what_kubernetes_would_not_take_is_refused(
-    large: Target, options: KubernetesOptions, message: str
+    large: LaunchTarget, options: KubernetesOptions, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         kubernetes.jobset(large, options)
@@ -390,7 +393,7 @@ def test_what_kubernetes_would_not_take_is_refused(
 def test_names_made_by_kubernetes_are_labels() -> None:
     """The longest it makes: pods of a JobSet have five letters behind, services of a PyTorchJob
     none."""
-    long = Target("a" * 80, 1000, 8, 8, (), None)
+    long = LaunchTarget("a" * 80, 1000, 8, 8, (), None)
     assert len(f"{kubernetes.jobset(long, IN_PODS)['metadata']['name']}-node-0-999-abcde") == 63
     assert len(f"{kubernetes.pytorchjob(long, IN_PODS)['metadata']['name']}-worker-999") == 63
 

@@ -9,10 +9,10 @@ import yaml
 
 from lightning_3d.app.launchers import kubernetes, trainjob
 from lightning_3d.app.launchers.options import KubernetesOptions, TrainJobOptions
-from lightning_3d.app.launchers.target import Target
+from lightning_3d.app.launchers.target import LaunchTarget
 from lightning_3d.errors import ConfigError
 
-TARGET = Target("tune", 4, 8, 8, ("a=1",), None)
+TARGET = LaunchTarget("tune", 4, 8, 8, ("a=1",), None)
 RUNS = {"runs": "/mnt/runs"}
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from versions import since_transformers
 
 from lightning_3d.app.dryrun.gpu_attention import gpu_attention
-from lightning_3d.app.planner.architecture import Architecture, Kind
+from lightning_3d.app.planner.architecture import Architecture, BlockKind
 from lightning_3d.app.planner.block_costs import work_of
 from lightning_3d.app.planner.block_memory import block_activations, block_bytes
 from lightning_3d.app.planner.constants import OURS
@@ -178,12 +178,9 @@ def test_a_stage_of_dense_blocks_needs_what_its_own_blocks_do() -> None:
     has none."""
     one = job("deepseek_v3", "pp4_dp8_ep8", **TINY_DEEPSEEK)
     stages = stages_of(one)
-    assert one.model.kinds == (Kind(False), Kind(True)) and [stage.counts for stage in stages] == [
-        (3, 0),
-        (0, 2),
-        (0, 2),
-        (0, 1),
-    ]
+    assert one.model.kinds == (BlockKind(False), BlockKind(True)) and [
+        stage.counts for stage in stages
+    ] == [(3, 0), (0, 2), (0, 2), (0, 1)]
     experts = 256 * 3 * 2048 * 7168
     assert [parameters_of(one, stage)[1] for stage in stages] == [
         0,
@@ -202,7 +199,7 @@ def test_a_stage_of_dense_blocks_needs_what_its_own_blocks_do() -> None:
 def test_windows_save_the_attention_of_their_own_blocks() -> None:
     one = Job(Architecture.from_config(fields("gpt_oss_tiny")), Layout(), 1024, 64, 1)
     window, whole = (
-        work_of(one, MACHINE).blocks[one.model.kinds.index(Kind(True, reach))]
+        work_of(one, MACHINE).blocks[one.model.kinds.index(BlockKind(True, reach))]
         for reach in (64, None)
     )
     # of a head, that the window leaves out

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d.app.planner.architecture import Architecture
 from lightning_3d.app.planner.block_costs import _hidden_states, work_of
 from lightning_3d.app.planner.constants import OURS
-from lightning_3d.app.planner.data_traffic import data_traffic
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import ONE, Efficiency, Machine, gather
 from lightning_3d.app.planner.stack import Overlap
 from lightning_3d.app.planner.step_time import step_of
+from lightning_3d.app.planner.tables import data_traffic
 from lightning_3d.layout import Layout
 from lightning_3d.options.blocks import BlockOptions
 from lightning_3d.options.zero import ZeroOptions

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.planner_accuracy.software import MEGATRON
 from lightning_3d.app.planner.architecture import Architecture
-from lightning_3d.app.planner.block_costs import Part, nodes_of_a_token, work_of
+from lightning_3d.app.planner.block_costs import CostPart, nodes_of_a_token, work_of
 from lightning_3d.app.planner.constants import OURS
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Efficiency, Machine, gather
@@ -32,7 +32,7 @@ MACHINE = Machine(
 )
 
 
-def block(model: Architecture, layout: str, machine: Machine = MACHINE) -> Part:
+def block(model: Architecture, layout: str, machine: Machine = MACHINE) -> CostPart:
     [found] = work_of(Job(model, Layout.parse(layout), 4096, 64, 1), machine).blocks
     return found
 

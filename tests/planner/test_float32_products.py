@@ -118,11 +118,6 @@ def test_a_profile_that_multiplied_in_another_way_is_refused(tmp_path: Path) -> 
         ConfigError, match=f"measured with {SETTING}=high, but the run uses highest"
     ):
         job_of(run_of(f"profile={path}"), "fp32")
-    path = tmp_path / "older.json"
-    path.write_text(json.dumps(made(precision="fp32")))
-    assert job_of(run_of(f"profile={path}"), "fp32").precision == "fp32", (
-        "earlier versions measured with torch's setting"
-    )
 
 
 def test_a_run_sets_what_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +125,7 @@ def test_a_run_sets_what_the_planner_counts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "set_float32_matmul_precision", set_names.append)
     config = {"seed": 0, "cluster": {"accelerator": "cpu"}}
     prepare(config | {"trainer": {"float32_matmul_precision": None}})
-    prepare(config | {"trainer": {}})  # a configuration of an earlier version
+    prepare(config | {"trainer": {}})
     assert set_names == []
     prepare(config | {"trainer": {"float32_matmul_precision": "high"}})
     assert set_names == ["high"]

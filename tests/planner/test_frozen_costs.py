@@ -13,7 +13,7 @@ from composed_configs import composed, dry
 from ranks import run_ranks
 
 from lightning_3d.app.config.plan_run import plan_run
-from lightning_3d.app.planner.advice import Advice, job_of
+from lightning_3d.app.planner.advice import PlannerAdvice, job_of
 from lightning_3d.app.planner.block_costs import work_of
 from lightning_3d.app.planner.block_memory import block_bytes
 from lightning_3d.app.planner.exposed_messages import exposed_in_frozen
@@ -295,12 +295,12 @@ def test_a_teacher_that_does_not_fit_is_refused_before_ranks_start(
         "parallelism=dp8",
         "parallelism.zero_stage=1",
     ]
-    Advice().refuse(
+    PlannerAdvice().refuse(
         plan_run(composed(*words)).run, "fp32", plan_run(composed(*words)).layout, "1F1B", 1
     )
     small = [*words, "cluster.memory=20e9"]
     with pytest.raises(LayoutError, match="dp8 needs about .* on its fullest rank"):
-        plan_run(composed(*small), None, Advice())
+        plan_run(composed(*small), None, PlannerAdvice())
 
 
 def test_a_teacher_of_an_unknown_family_or_without_a_name_gives_a_warning(tmp_path: Path) -> None:
@@ -317,7 +317,9 @@ def test_a_teacher_of_an_unknown_family_or_without_a_name_gives_a_warning(tmp_pa
             f"objective.teacher={teacher}",
             "data=tokens",
         )
-        plan = plan_run(composed(*words, "parallelism=dp8", "cluster=h100_1x8"), None, Advice())
+        plan = plan_run(
+            composed(*words, "parallelism=dp8", "cluster=h100_1x8"), None, PlannerAdvice()
+        )
         assert any(says in warning for warning in plan.warnings)
 
 

@@ -38,14 +38,14 @@ from lightning_3d.app.planner.architecture import Architecture
 from lightning_3d.app.planner.block_costs import work_of
 from lightning_3d.app.planner.block_memory import block_activations
 from lightning_3d.app.planner.choices import Fixed, node_shard_size, schedules, shapes
-from lightning_3d.app.planner.data_traffic import data_traffic
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import ONE, Group, Machine, gather, group, shard_groups
 from lightning_3d.app.planner.memory import least_memory, memory_of
 from lightning_3d.app.planner.search import Candidate, search
 from lightning_3d.app.planner.stack import Footprint, Overlap, Stack
 from lightning_3d.app.planner.stages import Stage, parameters_of, shard_ranks, stages_of
-from lightning_3d.app.planner.step_time import Step, least_seconds, stage_seconds, step_of
+from lightning_3d.app.planner.step_time import PredictedStep, least_seconds, stage_seconds, step_of
+from lightning_3d.app.planner.tables import data_traffic
 from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout import Layout
 from lightning_3d.layout.shard_size import require_possible
@@ -472,7 +472,7 @@ def test_a_host_runs_ahead_as_far_as_the_gpu_does_not_wait_for_it(
     second."""
     run = published(PUBLISHED[4])
     host = waits + run.job.stack.host.step
-    step = Step(
+    step = PredictedStep(
         seconds=2.0,
         compute=0.75,
         communication=0.25,

@@ -8,7 +8,7 @@ from lightning_3d.app.config.compose import compose
 from lightning_3d.app.config.plan_run import check_keys
 from lightning_3d.app.config.run_config import CompleteRun, complete_run
 from lightning_3d.app.planner.advice import (
-    Advice,
+    PlannerAdvice,
     faster_chunked,
     faster_compiled,
     faster_overlapped,
@@ -69,7 +69,7 @@ def test_compiled_blocks_are_suggested_where_they_help() -> None:
     run = complete_run(
         check_keys(compose([*words, "data=tokens", "trainer.dry=true", "parallelism.zero_stage=1"]))
     )
-    warnings = Advice().refuse(
+    warnings = PlannerAdvice().refuse(
         run, "bf16", Layout.parse(planner_bytes.JOBS[0].layout), "Interleaved1F1B", 1
     )
     assert "Use parallelism.loss_chunks=auto parallelism.compile=true (" in warnings[0]

@@ -224,42 +224,6 @@ def test_refusals_are_as_shown() -> None:
         assert done.code == 2 and not done.left
 
 
-def messages() -> Iterator[str]:
-    """Every string of the package, with `.*` for what is filled in, and for what is between two
-    strings."""
-    for file in (REPOSITORY / "lightning_3d").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(
-                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
-                )  # type: ignore[misc]
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
-@pytest.mark.slow
-def test_messages_are_those_of_the_code() -> None:
-    """In docs/troubleshooting.md: of a block of text each line, of a table the first column."""
-    page = REPOSITORY / "docs" / "troubleshooting.md"
-    quoted = re.findall(r"^\| `(.*?)` \|", page.read_text(), re.MULTILINE)
-    for block in ALL:
-        quoted += (
-            block.text.splitlines()
-            if block.page == "docs/troubleshooting.md" and block.language == "text"
-            else []
-        )
-    assert len(quoted) > 10
-    texts = set(messages())
-    long = [text for text in texts if len(re.findall("[a-z]", text)) > 10]
-    plain = "\n".join(text.replace("\0", "...") for text in texts)
-    for message in quoted:
-        likely = (text for text in long if all(part in message for part in text.split("\0")))
-        found = message in plain or any(
-            re.search(".+?".join(map(re.escape, text.split("\0"))), message) for text in likely
-        )
-        assert found, f"no code says {message!r}"
-
-
 # Python
 
 

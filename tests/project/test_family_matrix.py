@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from family_configs import NO_REFERENCE, families, is_held_out, tiny_config
 from family_matrix import LAYOUTS, Matrix, main
-from family_page import page
 from family_training import Difference, Reference, Run, judge
 
 
@@ -152,44 +151,6 @@ def test_a_third_of_the_families_is_held_out(monkeypatch: pytest.MonkeyPatch) ->
     tried.clear()
     main(["--held-out", "without"])
     assert tried == [family for family in known if family not in held]
-
-
-def test_the_page_counts_families_that_are_held_out() -> None:
-    assert is_held_out("llama") and not is_held_out("mistral")
-    numbers = {"loss": "1e-7", "norm": "2e-7"}
-    rows = [
-        {"family": "llama", "layout": "tp2", "verdict": "exact", "detail": "", **numbers},
-        {
-            "family": "mistral",
-            "layout": "tp2",
-            "verdict": "refused",
-            "detail": "PlanError: no",
-            **numbers,
-        },
-        {
-            "family": "git",
-            "layout": "tp2",
-            "verdict": "no reference",
-            "detail": "an image",
-            **numbers,
-        },
-    ]
-    text = page(rows, {"with padding": [{**rows[0], "verdict": "WRONG"}]})
-    assert "| tp2 | 1 | 1 | 1 | 1 of 1 | 0 of 1 |" in text
-    assert "| with padding | tp2 | 0 | 0 | 0 | 1 |" in text
-
-
-def test_the_page_calls_only_families_without_experts_dense() -> None:
-    refused = {"layout": "ep2_dp2", "verdict": "refused", "detail": "PlanError: no"}
-    text = page(
-        [{"family": family, **refused} for family in ("llama", "gpt2", "dbrx", "llama4")], {}
-    )
-    assert "(they have no experts): `gpt2`, `llama`." in text
-    assert (
-        "| dbrx | refused |" in text
-        and "| llama4 | refused |" in text
-        and "- **dbrx** ep2_dp2: no" in text
-    )
 
 
 def test_every_family_has_a_tiny_configuration() -> None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from lightning_3d.ranks.attempts import name_attempt
+from lightning_3d.ranks.meeting_store import name_attempt
 
 
 def names(

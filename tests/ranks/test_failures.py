@@ -18,7 +18,7 @@ from processes import wait_until
 from ranks import run_ranks
 from torch.distributed import TCPStore
 
-from lightning_3d.app.cli.exit_codes import guarded
+from lightning_3d.app.cli.options import guarded
 from lightning_3d.errors import LayoutError
 from lightning_3d.ranks.boards import FolderBoard, LocalBoard, StoreBoard
 from lightning_3d.ranks.failure import Failure, exit_code_of, is_lost_peer

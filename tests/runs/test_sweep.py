@@ -26,7 +26,7 @@ from lightning_3d.app.runs.frozen_config import frozen_text
 from lightning_3d.app.runs.status import RunStatus, read_status
 from lightning_3d.app.runs.sweep import local_engine as engine
 from lightning_3d.app.runs.sweep.folder import SweepFolder
-from lightning_3d.app.runs.sweep.jobs import Checked, Entry, Job, Skipped
+from lightning_3d.app.runs.sweep.jobs import Checked, Entry, SkippedJob, SweepJob
 from lightning_3d.app.runs.sweep.local_engine import (
     Began,
     Ended,
@@ -36,19 +36,23 @@ from lightning_3d.app.runs.sweep.local_engine import (
     LocalEngine,
     interruptible,
 )
-from lightning_3d.app.runs.sweep.results import Outcome, check_metric, read_numbers, reason_in_log
-from lightning_3d.app.runs.sweep.sweep import Sweep
-from lightning_3d.app.runs.sweep.table import format_table, swept_keys
+from lightning_3d.app.runs.sweep.results import (
+    JobOutcome,
+    check_metric,
+    read_numbers,
+    reason_in_log,
+)
+from lightning_3d.app.runs.sweep.sweep import Sweep, format_table, swept_keys
 from lightning_3d.errors import ConfigError
 
 METRICS = "step,loss,grad_norm,lr,tokens,tokens_per_second,step_seconds,val_loss\n"
 
 
-def job(sweep: Path, number: int, script: str = "exit 0", **config: object) -> Job:
+def job(sweep: Path, number: int, script: str = "exit 0", **config: object) -> SweepJob:
     """A job that is a line of shell, run in its folder."""
     folder = sweep / str(number)
     frozen = {"run_folder": str(folder), "number": number, **config}
-    return Job(
+    return SweepJob(
         number,
         (f"number={number}", "fixed=1"),
         folder,
@@ -98,7 +102,7 @@ def test_every_job_runs_and_a_failed_one_stops_no_other(tmp_path: Path) -> None:
 def test_what_cannot_run_is_said_before_the_first_job_starts(tmp_path: Path) -> None:
     done, said = run(
         tmp_path / "s",
-        [job(tmp_path / "s", 0), Skipped(1, ("number=1", "fixed=1"), "tp 3 does not fit.")],
+        [job(tmp_path / "s", 0), SkippedJob(1, ("number=1", "fixed=1"), "tp 3 does not fit.")],
     )
     assert said.index("job 1 skipped: number=1: tp 3 does not fit.") < said.index(
         "[1/1] job 0: number=0"
@@ -108,7 +112,8 @@ def test_what_cannot_run_is_said_before_the_first_job_starts(tmp_path: Path) -> 
 
 def test_sweep_without_a_valid_job_leaves_nothing(tmp_path: Path) -> None:
     done, said = run(
-        tmp_path / "a" / "s", [Skipped(0, ("x=1",), "wrong"), Skipped(1, ("x=2",), "wrong too")]
+        tmp_path / "a" / "s",
+        [SkippedJob(0, ("x=1",), "wrong"), SkippedJob(1, ("x=2",), "wrong too")],
     )
     assert done.exit_code == 2 and "wrong too" in said
     assert list(tmp_path.iterdir()) == []
@@ -122,7 +127,7 @@ def test_jobs_that_are_only_checked_leave_nothing(tmp_path: Path) -> None:
 
 def test_jobs_do_not_share_folders(tmp_path: Path) -> None:
     one = job(tmp_path / "s", 0)
-    other = Job(1, one.overrides, one.folder, one.config, one.command)
+    other = SweepJob(1, one.overrides, one.folder, one.config, one.command)
     with pytest.raises(
         ConfigError, match="Jobs 0 and 1 would both write into .*Set hydra.sweep.subdir"
     ):
@@ -131,7 +136,7 @@ def test_jobs_do_not_share_folders(tmp_path: Path) -> None:
 
 
 def test_folder_that_cannot_be_made_is_one_jobs_problem(tmp_path: Path) -> None:
-    long = Job(1, ("number=1",), tmp_path / "s" / ("x" * 300), {}, ("true",))
+    long = SweepJob(1, ("number=1",), tmp_path / "s" / ("x" * 300), {}, ("true",))
     done, said = run(tmp_path / "s", [job(tmp_path / "s", 0), long])
     assert statuses(done) == ["finished", "skipped"] and "File name too long" in said
 
@@ -139,7 +144,7 @@ def test_folder_that_cannot_be_made_is_one_jobs_problem(tmp_path: Path) -> None:
 def test_environment_and_working_folder_of_a_job(tmp_path: Path) -> None:
     plain = job(tmp_path / "s", 0)
     command = ("sh", "-c", "echo $WORD; pwd")
-    where = Job(
+    where = SweepJob(
         0,
         (),
         plain.folder,
@@ -294,7 +299,7 @@ def test_killed_job_is_named(tmp_path: Path) -> None:
 
 def test_command_that_does_not_exist_fails_its_job_only(tmp_path: Path) -> None:
     plain = job(tmp_path / "s", 0)
-    wrong = Job(0, ("number=0",), plain.folder, plain.config, ("/no/such/program",))
+    wrong = SweepJob(0, ("number=0",), plain.folder, plain.config, ("/no/such/program",))
     done, said = run(tmp_path / "s", [wrong, job(tmp_path / "s", 1)])
     assert (
         statuses(done) == ["failed", "finished"]
@@ -377,7 +382,7 @@ def test_terminal_shows_the_last_line_of_the_running_job(tmp_path: Path) -> None
 class InterruptedEngine:
     """The first job finishes, a signal comes in the second."""
 
-    def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
+    def run(self, jobs: Sequence[SweepJob]) -> Generator[Event, None, None]:
         yield Began(jobs[0])
         yield Ended(jobs[0], 0)
         yield Began(jobs[1])
@@ -459,13 +464,13 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
         "step_seconds": 0.4,
         "seconds": 12.5,
     }
-    outcome = Outcome(0, (), "finished", numbers=numbers)
+    outcome = JobOutcome(0, (), "finished", numbers=numbers)
     assert (outcome.objective(None), outcome.objective("loss"), outcome.objective("seconds")) == (
         3.25,
         3.5,
         12.5,
     )
-    assert Outcome(0, (), "finished", numbers={"loss": 1.0}).objective(None) == 1.0
+    assert JobOutcome(0, (), "finished", numbers={"loss": 1.0}).objective(None) == 1.0
     assert read_numbers(tmp_path / "nothing") == {}
 
 
@@ -505,7 +510,7 @@ def test_reason_is_read_from_what_a_job_printed(log: str, reason: str, tmp_path:
 
 def test_swept_keys_are_columns() -> None:
     outcomes = [
-        Outcome(n, ("+a.x=1", f"b.lr={n}", "c=[1,2]", f"d.lr={n}"), "finished") for n in range(2)
+        JobOutcome(n, ("+a.x=1", f"b.lr={n}", "c=[1,2]", f"d.lr={n}"), "finished") for n in range(2)
     ]
     assert swept_keys(outcomes) == ["b.lr", "d.lr"]
     assert swept_keys(outcomes[:1], known=["a.x"]) == ["a.x"]
@@ -513,13 +518,13 @@ def test_swept_keys_are_columns() -> None:
 
 def test_table_is_aligned_and_fits() -> None:
     outcomes = [
-        Outcome(
+        JobOutcome(
             0,
             ("parallelism=tp2_pp2_dp2_with_a_long_name", "optimizer.lr=1e-3"),
             "finished",
             numbers={"loss": 2.5, "seconds": 3725},
         ),
-        Outcome(11, ("parallelism=dp8", "optimizer.lr=1e-4"), "skipped", reason="no"),
+        JobOutcome(11, ("parallelism=dp8", "optimizer.lr=1e-4"), "skipped", reason="no"),
     ]
     wide = format_table(outcomes, ["parallelism", "optimizer.lr"], 200).splitlines()
     assert wide[1].split() == ["job", "parallelism", "lr", "status", "loss", "time"]
@@ -570,7 +575,7 @@ def test_a_closed_terminal_does_not_end_a_sweep_under_nohup() -> None:
 def test_a_result_that_cannot_be_compared_is_a_failure_for_a_sweeper(
     value: float | None, usable: bool
 ) -> None:
-    outcome = Outcome(
+    outcome = JobOutcome(
         0, ("x=1",), "finished", 0, numbers={} if value is None else {"val_loss": value}
     )
     for sweeper, status in (

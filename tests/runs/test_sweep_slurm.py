@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_3d.app.runs.check import Machine, check_for
-from lightning_3d.app.runs.sweep.jobs import Job
+from lightning_3d.app.runs.check import CheckedMachine, check_for
+from lightning_3d.app.runs.sweep.jobs import SweepJob
 from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Interrupted, interruptible
 from lightning_3d.app.runs.sweep.slurm_engine import SlurmEngine, SlurmResources, run_task
 from lightning_3d.errors import ConfigError
@@ -23,9 +23,9 @@ pytest.importorskip("submitit")
 CLUSTER = {"cluster": {"nodes": 1, "gpus_per_node": 0}}
 
 
-def job(folder: Path, number: int, script: str, **more: Any) -> Job:
+def job(folder: Path, number: int, script: str, **more: Any) -> SweepJob:
     (folder / str(number)).mkdir()
-    return Job(
+    return SweepJob(
         number,
         (),
         folder / str(number),
@@ -35,7 +35,7 @@ def job(folder: Path, number: int, script: str, **more: Any) -> Job:
     )
 
 
-def events(jobs: list[Job], at_once: int | None = None) -> list[Any]:
+def events(jobs: list[SweepJob], at_once: int | None = None) -> list[Any]:
     return list(SlurmEngine(SlurmResources(executor="local"), at_once, poll_seconds=0.1).run(jobs))
 
 
@@ -85,7 +85,7 @@ def test_job_that_is_being_submitted_is_cancelled_too(
     """sbatch takes a while, and may have handed the job over when the user gives up."""
     cancelled = []
 
-    def submit(self: SlurmEngine, job: Job) -> Any:
+    def submit(self: SlurmEngine, job: SweepJob) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
         return SimpleNamespace(cancel=lambda check: cancelled.append(job.number), done=lambda: True)
@@ -155,8 +155,8 @@ def test_jobs_are_checked_for_other_machines_than_this() -> None:
         ]
     )
     assert (
-        check_for(config, Machine.COUNTED_NODES).accelerator == "gpu"
+        check_for(config, CheckedMachine.COUNTED_NODES).accelerator == "gpu"
         and config.trainer.dry is False
     )
     with pytest.raises(ConfigError, match="size of the cluster .* is unknown"):
-        check_for(compose([]), Machine.COUNTED_NODES)
+        check_for(compose([]), CheckedMachine.COUNTED_NODES)

@@ -18,7 +18,7 @@ from lightning_3d.app.runs.folder import RunFolder, in_progress
 from lightning_3d.app.runs.status import FAILED, FINISHED, RUNNING, RunStatus
 from lightning_3d.app.runs.sweep.folder import SweepFolder
 from lightning_3d.errors import CheckpointError, ConfigError
-from lightning_3d.storage.holder import Holder, moment
+from lightning_3d.storage.holder import LockHolder, moment
 from lightning_3d.storage.lock import FileLock, FolderLock, is_held
 
 WORKS = """
@@ -60,7 +60,7 @@ def test_a_folder_in_which_another_process_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with other_run(tmp_path) as process:
-        me = Holder.this_process()
+        me = LockHolder.this_process()
         since = (
             rf"process {process.pid} of {me.user} on {me.host}, since"
             rf" {time.strftime('%Y')}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -156,17 +156,17 @@ def test_a_folder_without_locks_is_judged_by_the_process(tmp_path: Path) -> None
 
 def test_what_no_lock_says() -> None:
     assert (
-        Holder.of({"process": "x", "host": "h"}) is None
-        and Holder.of(None) is None
-        and Holder.of({"host": "h"}) is None
+        LockHolder.of({"process": "x", "host": "h"}) is None
+        and LockHolder.of(None) is None
+        and LockHolder.of({"host": "h"}) is None
     )
-    elsewhere = Holder.of({"process": 3, "host": "node7", "beat": 1})
+    elsewhere = LockHolder.of({"process": 3, "host": "node7", "beat": 1})
     assert elsewhere is not None and elsewhere.describe() == "process 3 on node7"
     assert (
         elsewhere.what_to_do("wait more")
         == "Wait until it ends, stop it (kill 3 on node7), or wait more."
     )
-    assert Holder.of(Holder.this_process().facts()) is not None
+    assert LockHolder.of(LockHolder.this_process().facts()) is not None
 
 
 def test_a_forked_rank_neither_has_nor_frees_the_lock_of_its_parent(tmp_path: Path) -> None:
@@ -194,5 +194,5 @@ def test_a_file_system_without_locks_stops_nobody(
     monkeypatch.setattr("fcntl.flock", flock)
     assert FileLock(tmp_path / "lock").acquire() and FileLock(tmp_path / "lock").acquire()
     assert is_held(tmp_path / "lock") is None
-    named = Holder.read(tmp_path / "lock")
+    named = LockHolder.read(tmp_path / "lock")
     assert named is not None and named.process == os.getpid()

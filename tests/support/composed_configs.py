@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from lightning_3d.app.config.files import conf_folder, recipes_folder
 from lightning_3d.app.config.plan_run import RunPlan, plan_run
-from lightning_3d.app.planner.advice import Advice
+from lightning_3d.app.planner.advice import PlannerAdvice
 
 
 def composed(*overrides: str, folder: Path | None = None, with_hydra: bool = False) -> DictConfig:
@@ -28,7 +28,7 @@ ON_GPUS = [name for name in RECIPES if not name.endswith("cpu")]
 def dry(*overrides: str) -> tuple[DictConfig, RunPlan]:
     """A configuration and what it means, as far as this machine can say."""
     config = composed(*overrides, "trainer.dry=true")
-    return config, plan_run(config, None, Advice())
+    return config, plan_run(config, None, PlannerAdvice())
 
 
 def dry_peak(*words: str) -> Counter[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.app.config.cluster import ClusterConfig, Link, PeakFlops
-from lightning_3d.app.doctor.check import Check, Gathered, Setup
-from lightning_3d.app.doctor.findings import Finding, Place, Places
+from lightning_3d.app.doctor.check import Check, GatheredAnswers, Setup
+from lightning_3d.app.doctor.findings import DoctorFinding, RankPlace, RankPlaces
 from lightning_3d.layout.layout import Layout
 
 H100 = ClusterConfig(
@@ -45,14 +45,14 @@ def gathered(
     setup: Setup | None = None,
     per_host: int = 2,
     earlier: Mapping[str, Any] | None = None,
-) -> Gathered:
+) -> GatheredAnswers:
     """Facts of ranks that fill hosts node0, node1, ... in order."""
-    places = Places(
-        [Place(rank, f"node{rank // per_host}", rank % per_host) for rank in facts],
+    places = RankPlaces(
+        [RankPlace(rank, f"node{rank // per_host}", rank % per_host) for rank in facts],
         max(facts) + 1,
         per_host,
     )
-    return Gathered(
+    return GatheredAnswers(
         setup or setup_of(), places, {rank: dict(one) for rank, one in facts.items()}, earlier or {}
     )
 
@@ -62,7 +62,7 @@ def all_ranks(count: int = 4, **facts: Any) -> dict[int, dict[str, Any]]:
     return {rank: dict(facts) for rank in range(count)}
 
 
-def named(findings: Sequence[Finding], name: str) -> Finding:
+def named(findings: Sequence[DoctorFinding], name: str) -> DoctorFinding:
     """The finding of this name."""
     found = [finding for finding in findings if finding.name == name]
     assert found, f"there is no {name!r} among {[finding.name for finding in findings]}"

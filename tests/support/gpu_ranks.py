@@ -1,5 +1,5 @@
 """Functions on ranks that use real GPUs. With more ranks than GPUs they share them, see
-`lightning_3d.app.selftest.workers`."""
+`lightning_3d.app.verification.workers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parity import ACCELERATOR, Cell, Part
 from reference import Noise, Recipe, Run
 
 from lightning_3d.app.config.machine import visible_gpus
-from lightning_3d.app.selftest.workers import Workers
+from lightning_3d.app.verification.workers import Workers
 
 _pools: dict[int, Workers] = {}
 _SIZES = (4, 8)

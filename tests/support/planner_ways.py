@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from lightning_3d.app.planner.choices import Fixed, fitting, more_recomputed, ways
 from lightning_3d.app.planner.job import Job
-from lightning_3d.app.planner.rank_memory import Memory
+from lightning_3d.app.planner.rank_memory import RankMemory
 
 
-def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, Memory]]:
+def fits(job: Job, room: float, fixed: Fixed) -> Iterator[tuple[Job, RankMemory]]:
     """Yield a job that fits in `room` bytes with each useful ZeRO stage, with the least
     recomputation with which it does."""
     for each in ways(job, fixed):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_3d.app.selftest import rank
+from lightning_3d.app.verification import cell_ranks
 from lightning_3d.parallel import gloo_exchange
 
 
@@ -33,7 +33,7 @@ def _enlarged(plain: Any) -> Any:
 
 def raise_learning_rate() -> None:
     """Train ranks with a learning rate that is a tenth too large."""
-    rank.LEARNING_RATE *= 1.1
+    cell_ranks.LEARNING_RATE *= 1.1
 
 
 def hang_in_tp() -> None:
@@ -47,14 +47,14 @@ def fail_in_tp() -> None:
 
 
 def _before_tp(fault: Any) -> None:
-    plain = rank._fit
+    plain = cell_ranks._fit
 
     def fit(cell: Any, layout: str, *arguments: Any, **more: Any) -> Any:
         if layout.startswith("tp") and os.environ["RANK"] == "1":
             fault()
         return plain(cell, layout, *arguments, **more)
 
-    rank._fit = fit
+    cell_ranks._fit = fit
 
 
 def _raise(error: Exception) -> None:

@@ -7,8 +7,7 @@ import pytest
 from conversations import TEMPLATE, a_tokenizer, write
 
 from lightning_3d.app.training.data import make_data_module
-from lightning_3d.app.training.data.best_fit import best_fit, first_fit
-from lightning_3d.errors import ConfigError, DataError
+from lightning_3d.app.training.data.padded import best_fit
 
 LENGTH = 64
 
@@ -39,7 +38,7 @@ def by_search(lengths: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_best_fit_is_within_its_bound_and_pads_less_than_the_naive_packing(seed: int) -> None:
+def test_best_fit_is_within_its_bound(seed: int) -> None:
     least = 200
     lengths = pieces(least, seed)
     samples = best_fit(lengths, LENGTH)
@@ -49,12 +48,8 @@ def test_best_fit_is_within_its_bound_and_pads_less_than_the_naive_packing(seed:
     assert all(sum(lengths[document] for document in sample) <= LENGTH for sample in samples)
     assert samples == by_search(lengths)
     assert len(samples) <= 11 / 9 * least + 4
-    padding, naive = (
-        1 - sum(lengths) / (LENGTH * len(packed(lengths, LENGTH)))
-        for packed in (best_fit, first_fit)
-    )
+    padding = 1 - sum(lengths) / (LENGTH * len(samples))
     assert padding <= 1 - 1 / (11 / 9 + 4 / least)
-    assert padding < naive
 
 
 def test_documents_that_fill_a_sample_and_none_at_all() -> None:
@@ -111,27 +106,4 @@ def test_conversations_keep_to_themselves_and_the_share_of_padding_is_printed(
             assert labels[start] == -100
     assert len(seen) == 60
     assert data.padding_share() == padding / tokens
-    assert (
-        f"{100 * padding / tokens:.2f} % of the tokens of samples are padding"
-        " (data.packing=best_fit)" in printed
-    )
-
-
-def test_the_packing_is_part_of_the_order_of_samples(tokenizer: Path, tmp_path: Path) -> None:
-    before, data = (
-        conversations(tmp_path, tokenizer, packing=packing) for packing in ("first_fit", "best_fit")
-    )
-    assert data.padding_share() < before.padding_share()
-    samples = [sample["input_ids"].tolist() for sample in data.train_set]
-    assert samples == [
-        sample["input_ids"].tolist() for sample in conversations(tmp_path, tokenizer).train_set
-    ]
-    # of an earlier version
-    state = {"epoch": 0, "samples": 2, "global_batch_size": 2, "seed": 0, "sequence_length": LENGTH}
-    before.resume_from({**state, "train_samples": len(before.train_set)})
-    with pytest.raises(DataError, match="packing was first_fit and is now best_fit"):
-        data.resume_from({**state, "train_samples": len(data.train_set)})
-    with pytest.raises(
-        ConfigError, match="data.packing must be best_fit or first_fit; got 'bestfit'. Did you mean"
-    ):
-        conversations(tmp_path, tokenizer, packing="bestfit")
+    assert f"{100 * padding / tokens:.2f} % of the tokens of samples are padding" in printed

@@ -24,10 +24,9 @@ from lightning_3d.app.runs.check import check_shapes
 from lightning_3d.app.runs.metrics_file import read_rows
 from lightning_3d.app.training.callbacks import MetricsCSV
 from lightning_3d.app.training.data import make_data_module
-from lightning_3d.app.training.data.blend_sources import ENDLESS, BlendPlan
+from lightning_3d.app.training.data.blend_sources import ENDLESS, BlendPlan, Interleaving
 from lightning_3d.app.training.data.file_check import check_files
 from lightning_3d.app.training.data.indexed_file import pack_index
-from lightning_3d.app.training.data.interleaving import Interleaving
 from lightning_3d.app.training.data.token_file import write_tokens
 from lightning_3d.app.training.module import CausalLM
 from lightning_3d.errors import ConfigError, DataError

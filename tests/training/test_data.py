@@ -13,7 +13,7 @@ from data_modules import trainer_of
 
 from lightning_3d.app.config.files import conf_folder
 from lightning_3d.app.training.data import DATA_MODULES, _parameters, make_data_module
-from lightning_3d.app.training.data.base import KEYED, LISTED, PackedDataModule
+from lightning_3d.app.training.data.base import ORDER, PackedDataModule
 from lightning_3d.app.training.data.byte_tokens import SEPARATOR, VOCAB_SIZE
 from lightning_3d.app.training.data.documents import IGNORE_INDEX
 from lightning_3d.app.training.data.entropy import entropy
@@ -262,7 +262,7 @@ def resumed(replicas: int, rank: int, **state: Any) -> Any:
         "global_batch_size": 8,
         "seed": 1,
         "sequence_length": 8,
-        "order": KEYED,
+        "order": ORDER,
         **state,
     }
     data.resume_from({"train_samples": 100, **state})
@@ -282,35 +282,13 @@ def test_the_epochs_after_the_resumed_one_are_whole() -> None:
     assert first_tokens(data, epoch=1) == first_tokens(as_rank(Counting(), 1, 0), epoch=1)
 
 
-def test_a_run_of_an_older_version_keeps_its_order() -> None:
-    """A position without `order` is of a version that shuffled with torch: it is the same in the
-    rest of the epoch and in later ones."""
-    expected = {}
-    for epoch in (0, 1, 2):
-        listed = torch.randperm(100, generator=torch.Generator().manual_seed(1 + epoch)).mul(8)
-        expected[epoch] = listed[:96].reshape(12, 8).tolist()
-    assert first_tokens(as_rank(Counting(), 1, 0)) != expected[0]
-    old = {
-        "epoch": 0,
-        "samples": 24,
-        "global_batch_size": 8,
-        "seed": 1,
-        "sequence_length": 8,
-        "train_samples": 100,
-    }
-    data = as_rank(Counting(), 1, 0)
-    data.resume_from(old)
-    assert first_tokens(data) == expected[0][3:] and first_tokens(data, epoch=1) == expected[1]
-    assert data.position_state()["order"] == LISTED
-    again = as_rank(Counting(), 2, 1)
-    again.resume_from({**old, "epoch": 2, "samples": 16, "order": LISTED})
-    assert first_tokens(again, epoch=2) == [row[1::2] for row in expected[2][2:]]
-    with pytest.raises(DataError, match="order of samples is of kind 9, which this version"):
+def test_a_position_in_an_unknown_kind_of_order_is_refused() -> None:
+    with pytest.raises(DataError, match="order of samples is of kind 9"):
         resumed(1, 0, order=9)
 
 
 def test_new_positions_say_which_order_they_are_in() -> None:
-    assert resumed(1, 0, samples=24).position_state()["order"] == KEYED
+    assert resumed(1, 0, samples=24).position_state()["order"] == ORDER
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,7 @@ def test_packing_keeps_conversations_whole() -> None:
         for place, size in enumerate(generator.integers(1, 17, 200))
     ]
     tokens, targets = (
-        values.reshape(-1, 16)
-        for values in pack([marked(*example) for example in examples], "first_fit", 16, 0)
+        values.reshape(-1, 16) for values in pack([marked(*example) for example in examples], 16, 0)
     )
     for place, (ids, which) in enumerate(examples):
         rows, columns = np.nonzero(tokens == place + 1)

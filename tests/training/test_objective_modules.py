@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d.app.training.data import make_data_module
-from lightning_3d.app.training.distillation import DistilledLM, divergence
-from lightning_3d.app.training.objective import make_module
+from lightning_3d.app.training.objective import DistilledLM, divergence, make_module
 from lightning_3d.app.training.preference import PreferenceLM
 from lightning_3d.errors import ConfigError
 

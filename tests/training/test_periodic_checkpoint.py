@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_3d import PeriodicCheckpoint
 from lightning_3d.app.config.save_interval import best_interval
-from lightning_3d.app.training.callbacks.periodic_checkpoint import interval
-from lightning_3d.app.training.callbacks.save_times import SaveTimes
+from lightning_3d.app.training.callbacks.periodic_checkpoint import SaveTimes, interval
 from lightning_3d.app.training.module import CausalLM
 
 

@@ -236,11 +236,11 @@ def _rank(setup: Setup, work: str) -> None:
 def _examine(setup: Setup, me: OutsideRank, show: Any) -> int:
     """Run all checks on this rank; rank 0 shows the report before the others end. Returns the exit
     code."""
-    from lightning_3d.app.doctor.board import Board
+    from lightning_3d.app.doctor.board import DoctorBoard
     from lightning_3d.app.doctor.checks import CHECKS
     from lightning_3d.app.doctor.examination import Report, dismiss, examine
 
-    board = Board(me.rank, setup.limit)
+    board = DoctorBoard(me.rank, setup.limit)
     found = examine(setup, CHECKS, me, board)
     if isinstance(found, Report):
         show(found)

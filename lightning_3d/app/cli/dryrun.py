@@ -28,7 +28,7 @@ from lightning_3d.storage.numbers import show_bytes, show_memory
 
 if TYPE_CHECKING:
     from lightning_3d.app.dryrun.rank_report import RankReport
-    from lightning_3d.app.dryrun.run import Job
+    from lightning_3d.app.dryrun.run import DryJob
     from lightning_3d.app.dryrun.timeline import Bar
 
 COMMAND = Command(
@@ -54,7 +54,7 @@ COMMAND.word("rank=N[,N...]", "global ranks to run; default: the first rank of e
 
 
 @dataclass(frozen=True)
-class Options:
+class DryRunOptions:
     """The command line: options of this command, and the overrides of the run."""
 
     ranks: tuple[int, ...] | None
@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> int:
     return COMMAND.run(arguments, lambda options, words: _run(_options(options, words)))
 
 
-def read_options(arguments: Sequence[str]) -> Options:
+def read_options(arguments: Sequence[str]) -> DryRunOptions:
     """Read a command line.
 
     Raises:
@@ -78,10 +78,10 @@ def read_options(arguments: Sequence[str]) -> Options:
     return _options(*COMMAND.parse(arguments))
 
 
-def _options(options: Namespace, words: Sequence[str]) -> Options:
+def _options(options: Namespace, words: Sequence[str]) -> DryRunOptions:
     ranks = [_ranks(word.removeprefix("rank=")) for word in words if word.startswith("rank=")]
     overrides = tuple(word for word in words if not word.startswith("rank="))
-    return Options(
+    return DryRunOptions(
         ranks[-1] if ranks else None, options.json, options.timeline, options.whole, overrides
     )
 
@@ -95,7 +95,7 @@ def _ranks(value: str) -> tuple[int, ...]:
         ) from None
 
 
-def _run(options: Options) -> int:
+def _run(options: DryRunOptions) -> int:
     config, plan = check_shapes(options.overrides)
     teacher = plan.run.objective.teacher_fields(plan.model["config"]["vocab_size"])
     layout = plan.layout
@@ -115,9 +115,9 @@ def _run(options: Options) -> int:
 
     with task("importing torch and Transformers"):
         from lightning_3d.app.dryrun.run import dry_run
-        from lightning_3d.app.dryrun.shapes import Found
+        from lightning_3d.app.dryrun.shapes import FoundResult
 
-        job, found = job_of(config, plan, teacher, whole=options.whole), Found()
+        job, found = job_of(config, plan, teacher, whole=options.whole), FoundResult()
     reports = []
     for rank in _last_first(ranks, layout):
         started = time.monotonic()
@@ -159,12 +159,12 @@ def job_of(
     teacher: Mapping[str, Any] | None = None,
     *,
     whole: bool = False,
-) -> Job:
+) -> DryJob:
     """Build the job of a configuration. `teacher` has `model_type` and the fields of the
     teacher's."""
     import torch
 
-    from lightning_3d.app.dryrun.run import DryStrategy, Job
+    from lightning_3d.app.dryrun.run import DryJob, DryStrategy
     from lightning_3d.app.training.objective import make_module
     from lightning_3d.app.training.objects import strategy_class
     from lightning_3d.app.training.run import quiet
@@ -184,7 +184,7 @@ def job_of(
         shape = (micro_batches * plan.micro_batch_size, config["data"]["sequence_length"])
         return {key: torch.zeros(shape, dtype=torch.int64) for key in plan.run.objective.batch_keys}
 
-    return Job(
+    return DryJob(
         module=lambda: make_module(
             {**groups, "model": {**config["model"], "pretrained": None}}, teacher
         ),
@@ -201,7 +201,7 @@ def job_of(
     )
 
 
-def timeline_of(job: Job, reports: Sequence[RankReport]) -> list[list[Bar]] | None:
+def timeline_of(job: DryJob, reports: Sequence[RankReport]) -> list[list[Bar]] | None:
     """Place the actions of all pipeline ranks in time, each as long as its measured operations;
     None unless every stage was run."""
     from lightning_3d.app.dryrun.timeline import place

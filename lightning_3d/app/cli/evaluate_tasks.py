@@ -32,7 +32,7 @@ from lightning_3d.ranks.progress import task
 if TYPE_CHECKING:
     from lightning_3d.app.evaluation.ranks_together import RanksTogether
     from lightning_3d.app.evaluation.session import Session
-    from lightning_3d.app.evaluation.task_results import TaskResults
+    from lightning_3d.app.evaluation.tasks import TaskResults
 
 FOLDER = "lm_eval"
 """Folder for results in the folder of a run."""
@@ -189,7 +189,7 @@ def evaluate_tasks_rank(
 ) -> None:
     """Evaluate tasks in one rank. Rank 0 runs lm-eval, prints the results and writes the files."""
     prepare_rank(config)
-    from lightning_3d.app.evaluation.engine import Engine
+    from lightning_3d.app.evaluation.engine import EvaluationEngine
     from lightning_3d.app.evaluation.ranks_together import run_together
     from lightning_3d.app.evaluation.session import Session
 
@@ -200,7 +200,7 @@ def evaluate_tasks_rank(
     place = outside_rank()  # the Trainer does not know its rank before it works
     evaluate = _evaluation(session, text, request) if place is None or place.rank == 0 else None
     results = session.work(
-        lambda trainer: run_together(Engine(trainer, session.max_length), text, evaluate)
+        lambda trainer: run_together(EvaluationEngine(trainer, session.max_length), text, evaluate)
     )
     if results is not None:
         print(results.table(), flush=True)
@@ -220,7 +220,7 @@ def _evaluation(
         pickle.loads(found) if found is not None else find_tasks(Tasks(**request["tasks"]))
     )
     from lightning_3d.app.evaluation.task_model import TaskLM, positions_of
-    from lightning_3d.app.evaluation.task_results import TaskResults
+    from lightning_3d.app.evaluation.tasks import TaskResults
 
     length = request["max_length"] or positions_of(session.module.config, text)
     session.require_length(length)

@@ -120,7 +120,7 @@ def _run(options: Namespace, overrides: Sequence[str], outside: OutsideRank | No
 def generate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[str, Any]) -> None:
     """Generate in one rank. Rank 0 prints the text."""
     prepare_rank(config)
-    from lightning_3d.app.evaluation.engine import Engine
+    from lightning_3d.app.evaluation.engine import EvaluationEngine
     from lightning_3d.app.evaluation.generation import Sampling, generate
     from lightning_3d.app.evaluation.session import Session
 
@@ -130,7 +130,9 @@ def generate_rank(config: dict[str, Any], checkpoint: str | None, request: dict[
     session = Session(config, checkpoint, average=request.get("average", False))
     session.require_fits(prompt, sampling.max_new_tokens)
     new = session.work(
-        lambda trainer: generate(Engine(trainer, session.max_length), [prompt], sampling)[0]
+        lambda trainer: generate(EvaluationEngine(trainer, session.max_length), [prompt], sampling)[
+            0
+        ]
     )
     if session.trainer.is_global_zero:
         print(request["prompt"] + text.decode(new), flush=True)

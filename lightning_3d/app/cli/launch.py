@@ -27,13 +27,13 @@ from lightning_3d.app.launchers.options import (
     read_options,
     split,
 )
-from lightning_3d.app.launchers.target import Target, find_target
-from lightning_3d.app.runs.check import Machine
+from lightning_3d.app.launchers.target import LaunchTarget, find_target
+from lightning_3d.app.runs.check import CheckedMachine
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 
 @dataclass(frozen=True)
-class Kind:
+class LauncherKind:
     """A launcher.
 
     Attributes:
@@ -46,60 +46,60 @@ class Kind:
 
     meaning: str
     options: type[Options]
-    render: Callable[[Target, Any], str]
-    submit: Callable[[Target, Any], int]
-    machine: Machine
+    render: Callable[[LaunchTarget, Any], str]
+    submit: Callable[[LaunchTarget, Any], int]
+    machine: CheckedMachine
 
 
 KINDS = {
-    "torchrun": Kind(
+    "torchrun": LauncherKind(
         "run torchrun on this node; you start the same command on every node",
         TorchrunOptions,
         torchrun.render,
         torchrun.submit,
-        Machine.NODES,
+        CheckedMachine.NODES,
     ),
-    "slurm": Kind(
+    "slurm": LauncherKind(
         "submit a job with sbatch; srun starts the ranks in it",
         SlurmOptions,
         slurm.render,
         slurm.submit,
-        Machine.COUNTED_NODES,
+        CheckedMachine.COUNTED_NODES,
     ),
-    "jobset": Kind(
+    "jobset": LauncherKind(
         "create a JobSet on Kubernetes with kubectl",
         KubernetesOptions,
         kubernetes.render_jobset,
         kubernetes.submit_jobset,
-        Machine.REMOTE_NODES,
+        CheckedMachine.REMOTE_NODES,
     ),
-    "trainjob": Kind(
+    "trainjob": LauncherKind(
         "create a TrainJob of Kubeflow Trainer v2 with kubectl",
         TrainJobOptions,
         trainjob.render,
         trainjob.submit,
-        Machine.REMOTE_NODES,
+        CheckedMachine.REMOTE_NODES,
     ),
-    "pytorchjob": Kind(
+    "pytorchjob": LauncherKind(
         "create a PyTorchJob of the Kubeflow training operator v1 with kubectl",
         KubernetesOptions,
         kubernetes.render_pytorchjob,
         kubernetes.submit_pytorchjob,
-        Machine.REMOTE_NODES,
+        CheckedMachine.REMOTE_NODES,
     ),
-    "skypilot": Kind(
+    "skypilot": LauncherKind(
         "rent the nodes with SkyPilot (sky launch) and start torchrun on them",
         SkyPilotOptions,
         skypilot.render,
         skypilot.submit,
-        Machine.REMOTE_NODES,
+        CheckedMachine.REMOTE_NODES,
     ),
-    "dstack": Kind(
+    "dstack": LauncherKind(
         "rent or reuse the nodes with dstack (dstack apply) and start torchrun on them",
         DstackOptions,
         dstack.render,
         dstack.submit,
-        Machine.REMOTE_NODES,
+        CheckedMachine.REMOTE_NODES,
     ),
 }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_3d.app.config.run_config import CompleteRun
     from lightning_3d.app.planner.machine import Machine
     from lightning_3d.app.planner.scaling import Series
-    from lightning_3d.app.planner.search import Found
+    from lightning_3d.app.planner.search import SearchResult
 
 COMMAND = Command(
     "plan",
@@ -178,7 +178,7 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
     return code
 
 
-def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> None:
+def _show(run: CompleteRun, precision: str, found: SearchResult, machine: Machine) -> None:
     """Print the fastest layouts, and memory, messages and warnings of the first."""
     from lightning_3d.app.planner.advice import (
         faster_chunked,
@@ -216,7 +216,7 @@ def _show(run: CompleteRun, precision: str, found: Found, machine: Machine) -> N
 def _write(
     folder: Path,
     run: CompleteRun,
-    found: Found,
+    found: SearchResult,
     machine: Machine,
     title: str,
     command: str,

@@ -94,7 +94,7 @@ def starter(machine: Machine, cluster: ClusterConfig) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """Measurements of a run of a few steps.
 
     Attributes:
@@ -172,7 +172,7 @@ def _of_memory(predicted: float, measured: float | None) -> list[str]:
 
 def measure(
     overrides: Sequence[str], one: Candidate, steps: int, start: Sequence[str], folder: Path
-) -> Measured:
+) -> MeasuredRun:
     """Run `lightning-3d train` with the layout of a candidate: one step to warm up, some timed
     ones, and a traced one."""
     last = steps + 2
@@ -211,21 +211,21 @@ def measure(
     code, output, errors = _finished(command, alone=not start)
     rows = read_rows(folder / "metrics.csv")
     if not code and not rows and start:
-        return Measured(
+        return MeasuredRun(
             failure=(
                 f"it trained, but {folder} has no numbers: the folder of --out must be on storage"
                 " that all nodes share"
             )
         )
     if code or not rows:
-        return Measured(
+        return MeasuredRun(
             failure=(
                 f"exit code {code}:"
                 f" {(errors.strip() or output.strip() or 'no output')[-_LAST_WORDS:]}"
             )
         )
     timed = column(rows[1:-1], "step_seconds")
-    return Measured(statistics.median(timed), next(iter(column(rows[-1:], "memory")), None))
+    return MeasuredRun(statistics.median(timed), next(iter(column(rows[-1:], "memory")), None))
 
 
 def _finished(command: Sequence[str], *, alone: bool) -> tuple[int, str, str]:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from lightning_3d.app.cli.options import Command
 from lightning_3d.app.config.plan_run import plan_run
-from lightning_3d.app.planner.advice import Advice
+from lightning_3d.app.planner.advice import PlannerAdvice
 from lightning_3d.app.runs.ending import CommandLine
 from lightning_3d.app.runs.folder import CONFIG_FILE, RunFolder
 from lightning_3d.app.runs.frozen_config import move_to, read_frozen
@@ -78,7 +78,7 @@ def _run(path: Path, options: Namespace, outside: OutsideRank | None) -> int:
         config = move_to(config, Path(options.folder).absolute())
     elif Path(config["run_folder"]).resolve() != path.parent.resolve():
         config = _moved(config, path.absolute(), resumes=options.resume is not None)
-    plan = plan_run(OmegaConf.create(config), outside, Advice())
+    plan = plan_run(OmegaConf.create(config), outside, PlannerAdvice())
     require_resumable(config["trainer"].get("resume"), config)
     if config["trainer"].get("dry"):
         show_plan(plan, outside)

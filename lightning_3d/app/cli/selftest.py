@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_3d.app.cli.options import Command
 from lightning_3d.app.config.machine import visible_gpus
-from lightning_3d.app.selftest.cells import Cell, all_cells, chosen
+from lightning_3d.app.verification.cells import Cell, all_cells, chosen
 from lightning_3d.errors import ConfigError, plural
 
 COMMAND = Command(
@@ -63,18 +63,18 @@ def _run(options: Namespace, words: Sequence[str]) -> int:
         raise ConfigError(
             f"--output must be a file in an existing folder; there is no folder {path.parent}."
         )
-    from lightning_3d.app.selftest import report, session
-    from lightning_3d.app.selftest.workers import CallFailed, CallHung
+    from lightning_3d.app.verification import session, verdicts
+    from lightning_3d.app.verification.workers import CallFailed, CallHung
 
     try:
         finished = session.run(cells, ranks, gpus, 60.0 * options.minutes)
     except (CallFailed, CallHung) as error:
         print(f"lightning_3d: the ranks did not start: {error}", file=sys.stderr, flush=True)
         return 1
-    report.write(finished, path)
-    print(report.table(finished))
+    verdicts.write(finished, path)
+    print(verdicts.table(finished))
     print(f"Wrote {path}.")
-    return int(report.is_wrong(finished))
+    return int(verdicts.is_wrong(finished))
 
 
 def _place(ranks: int | None, words: Sequence[str]) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from lightning_3d.app.runs.sweep.local_engine import Interrupted, interruptible
 from lightning_3d.app.runs.sweep.sweep import Sweep
 from lightning_3d.app.training.data.file_check import check_files
 from lightning_3d.app.training.dry import show_plan
-from lightning_3d.app.training.job import Place, find_place, run_job
+from lightning_3d.app.training.job import JobPlace, find_place, run_job
 from lightning_3d.errors import ConfigError, Lightning3DError, is_full
 from lightning_3d.ranks.environment import OutsideRank, outside_rank, print_once, refuse
 from lightning_3d.ranks.output import survive_output
@@ -149,7 +149,7 @@ class BeforeRun(Callback):
     def __init__(self) -> None:
         self.outside = outside_rank()
         self.plan: RunPlan | None = None
-        self.place: Place | None = None
+        self.place: JobPlace | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the configuration and choose the folder. Ends the process itself, because Hydra
@@ -259,7 +259,7 @@ class TrainJob:
         self.outside = outside
         self.command = command
         self.plan: RunPlan | None = None
-        self.place: Place | None = None
+        self.place: JobPlace | None = None
         self.exit_code = 0
         self.sweep: Sweep | None = None
         self.signals = contextlib.ExitStack()

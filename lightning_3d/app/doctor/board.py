@@ -27,7 +27,7 @@ class Unreachable(Lightning3DError):
     exit_code = 1
 
 
-class Board:
+class DoctorBoard:
     """Values that all ranks can post and read.
 
     No call waits inside the store, whose connection serves one call at a time: waiting means asking
@@ -78,7 +78,7 @@ class Board:
         from torch.distributed import PrefixStore
 
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"groups {restarts}", Board(rank, seconds, serve=False)._server)
+        return PrefixStore(f"groups {restarts}", DoctorBoard(rank, seconds, serve=False)._server)
 
     def post(self, key: str, value: Any) -> None:
         """Post a value of JSON."""

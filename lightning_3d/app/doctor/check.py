@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from lightning_3d.app.config.cluster import ClusterConfig
-from lightning_3d.app.doctor.board import Board
-from lightning_3d.app.doctor.findings import Finding, Places
+from lightning_3d.app.doctor.board import DoctorBoard
+from lightning_3d.app.doctor.findings import DoctorFinding, RankPlaces
 from lightning_3d.layout.layout import Layout
 
 Facts = dict[str, Any]
@@ -55,7 +55,7 @@ class Room:
     rank: int
     world_size: int
     local_rank: int
-    board: Board
+    board: DoctorBoard
     leaders: list[int] = field(default_factory=list)
     present: list[int] = field(default_factory=list)
     now: str = ""
@@ -99,7 +99,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredAnswers:
     """What rank 0 judges.
 
     Attributes:
@@ -110,7 +110,7 @@ class Gathered:
     """
 
     setup: Setup
-    places: Places
+    places: RankPlaces
     facts: Mapping[int, Facts]
     earlier: Mapping[str, Mapping[int, Facts]] = field(default_factory=dict)
 
@@ -136,5 +136,5 @@ class Check:
 
     name: str
     measure: Callable[[Room], Facts]
-    judge: Callable[[Gathered], Sequence[Finding]]
+    judge: Callable[[GatheredAnswers], Sequence[DoctorFinding]]
     together: bool = False

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from lightning_3d.app.doctor import links_rate, nvidia_smi
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room
-from lightning_3d.app.doctor.findings import Finding
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room
+from lightning_3d.app.doctor.findings import DoctorFinding
 
 _SMALL = 4096
 _LARGE = {"cpu": 1 << 20, "cuda": 1 << 27, "simulated": 1 << 16}
@@ -196,7 +196,7 @@ def _entry(case: _Case, size: int, seconds: float) -> Facts:
     }
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Judge each collective against the other groups and the datasheet, then the pairs."""
     return links_rate.judge(gathered)
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from lightning_3d.app.doctor import nvidia_smi
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room
-from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, slow_ones
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, DoctorFinding, slow_ones
 from lightning_3d.app.doctor.gpus import POWER_CAP, is_simulated, number, reasons_finding, uuid_of
 from lightning_3d.app.planner.advice import machine_of
 
@@ -82,7 +82,7 @@ def _busy_row(room: Room, work: Callable[[], Any], count: int) -> nvidia_smi.Row
     return row
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Compare the speeds of all ranks, with each other and with the cluster's datasheet."""
     rates = {rank: float(facts["rate"]) for rank, facts in gathered.facts.items()}
     places = gathered.places
@@ -99,11 +99,13 @@ def judge(gathered: Gathered) -> list[Finding]:
             "Another process, heat or a power limit slows it down; look at it, or leave this host"
             " out."
         )
-        findings.append(Finding("slow rank", verdict if real else WARNING, words, (rank,), advice))
+        findings.append(
+            DoctorFinding("slow rank", verdict if real else WARNING, words, (rank,), advice)
+        )
     spread = (
         f"{_flops(min(rates.values()))} to {_flops(max(rates.values()))}, median {_flops(median)}"
     )
-    findings.append(Finding("matrix product", OK, spread))
+    findings.append(DoctorFinding("matrix product", OK, spread))
     return [*findings, *_against_datasheet(gathered, median, real), *_under_load(gathered)]
 
 
@@ -111,35 +113,37 @@ def _flops(rate: float) -> str:
     return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
-def _against_datasheet(gathered: Gathered, median: float, real: bool) -> list[Finding]:
+def _against_datasheet(gathered: GatheredAnswers, median: float, real: bool) -> list[DoctorFinding]:
     if not real:
         return []
     machine = machine_of(gathered.setup.cluster)
     if machine is None:
         advice = "Name the cluster to compare with its datasheet, for example cluster=h100."
-        return [Finding("datasheet", UNKNOWN, "the cluster states no speed", advice=advice)]
+        return [DoctorFinding("datasheet", UNKNOWN, "the cluster states no speed", advice=advice)]
     share = median / (machine.peak * machine.efficiency.matmul)
     words = (
         f"{share:.0%} of the {_flops(machine.peak * machine.efficiency.matmul)} that {machine.gpu}"
         " reaches"
     )
     if share >= _SLOW:
-        return [Finding("datasheet", OK, words)]
+        return [DoctorFinding("datasheet", OK, words)]
     advice = (
         "Check that the cluster's name is right, and look at power limits and clocks (nvidia-smi -q"
         " -d CLOCK,POWER)."
     )
-    return [Finding("datasheet", WARNING if share >= _TOO_SLOW else WRONG, words, advice=advice)]
+    return [
+        DoctorFinding("datasheet", WARNING if share >= _TOO_SLOW else WRONG, words, advice=advice)
+    ]
 
 
-def _under_load(gathered: Gathered) -> list[Finding]:
+def _under_load(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Judge the clocks of GPUs that work."""
     rows = {rank: facts["row"] for rank, facts in gathered.facts.items() if facts.get("row")}
     if not rows:
         return (
             []
             if gathered.setup.accelerator == "cpu"
-            else [Finding("clock under load", UNKNOWN, "nvidia-smi does not tell")]
+            else [DoctorFinding("clock under load", UNKNOWN, "nvidia-smi does not tell")]
         )
     shares = {}
     for rank, row in rows.items():
@@ -150,11 +154,11 @@ def _under_load(gathered: Gathered) -> list[Finding]:
     # that is enough.
     findings = [reasons_finding("events under load", rows, gathered.places, usual=POWER_CAP)]
     if not shares:
-        return [Finding("clock under load", UNKNOWN, "the driver does not tell"), *findings]
+        return [DoctorFinding("clock under load", UNKNOWN, "the driver does not tell"), *findings]
     low = tuple(rank for rank, share in shares.items() if share < _LOW_CLOCK)
     words = f"at least {min(shares.values()):.0%} of the maximum"
     if not low:
-        return [Finding("clock under load", OK, words), *findings]
+        return [DoctorFinding("clock under load", OK, words), *findings]
     least = min(low, key=lambda rank: shares[rank])
     words = (
         f"{rows[least]['clock']} of {rows[least]['max_clock']} MHz on"
@@ -163,7 +167,7 @@ def _under_load(gathered: Gathered) -> list[Finding]:
     advice = (
         "Look at cooling, power limit and fixed clocks of this GPU (nvidia-smi -q -d CLOCK,POWER)."
     )
-    return [Finding("clock under load", WRONG, words, low, advice), *findings]
+    return [DoctorFinding("clock under load", WRONG, words, low, advice), *findings]
 
 
 CHECK = Check("compute", measure, judge)

@@ -14,8 +14,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room
-from lightning_3d.app.doctor.findings import OK, WARNING, WRONG, Finding, alike
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room
+from lightning_3d.app.doctor.findings import OK, WARNING, WRONG, DoctorFinding, alike
 from lightning_3d.ranks.supervisor import cores
 
 _WATCHED = re.compile(
@@ -124,7 +124,7 @@ def watched(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(environment.items()) if _WATCHED.fullmatch(name)}
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Name harmful variables, then those that differ."""
     places, variables = gathered.places, gathered.values("variables")
     findings = []
@@ -136,7 +136,9 @@ def judge(gathered: Gathered) -> list[Finding]:
                 name == "NCCL_IB_DISABLE" and len(places.hosts) == 1
             )
             advice = f"Unset {name}, unless you know that this machine needs it."
-            findings.append(Finding(name, WARNING if harmless else verdict, words, ranks, advice))
+            findings.append(
+                DoctorFinding(name, WARNING if harmless else verdict, words, ranks, advice)
+            )
     for name in sorted({name for own in variables.values() for name in own} - {*_OF_ONE_RANK}):
         finding = alike(
             name,
@@ -146,7 +148,7 @@ def judge(gathered: Gathered) -> list[Finding]:
         )
         if finding.verdict != OK:
             findings.append(
-                Finding(
+                DoctorFinding(
                     name,
                     finding.verdict,
                     finding.measured,
@@ -157,7 +159,9 @@ def judge(gathered: Gathered) -> list[Finding]:
     findings += _too_many_threads(gathered)
     count = len({name for own in variables.values() for name in own})
     return findings or [
-        Finding("variables", OK, f"{count} set that have to do with communication; none is harmful")
+        DoctorFinding(
+            "variables", OK, f"{count} set that have to do with communication; none is harmful"
+        )
     ]
 
 
@@ -166,7 +170,7 @@ def _verdict(name: str) -> str:
     return WRONG if name.startswith("NCCL_") and not name.startswith("NCCL_DEBUG") else WARNING
 
 
-def _too_many_threads(gathered: Gathered) -> list[Finding]:
+def _too_many_threads(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Find hosts whose ranks together have more threads than two for each core."""
     findings = []
     for host, ranks in gathered.places.hosts.items():
@@ -177,7 +181,7 @@ def _too_many_threads(gathered: Gathered) -> list[Finding]:
             best = max(1, there // len(own))
             words = f"{len(own)} ranks with {threads} threads on {there} cores of {host}"
             findings.append(
-                Finding(
+                DoctorFinding(
                     "OMP_NUM_THREADS", WARNING, words, tuple(own), f"Set OMP_NUM_THREADS={best}."
                 )
             )

@@ -13,9 +13,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from lightning_3d.app.doctor.board import Board, Unreachable
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room, Setup
-from lightning_3d.app.doctor.findings import UNKNOWN, WRONG, Finding, Place, Places, worst
+from lightning_3d.app.doctor.board import DoctorBoard, Unreachable
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room, Setup
+from lightning_3d.app.doctor.findings import (
+    UNKNOWN,
+    WRONG,
+    DoctorFinding,
+    RankPlace,
+    RankPlaces,
+    worst,
+)
 from lightning_3d.app.doctor.time_limit import TimeLimit, within
 from lightning_3d.ranks.environment import OutsideRank
 from lightning_3d.ranks.progress import task
@@ -41,8 +48,8 @@ class Report:
     """
 
     setup: Setup
-    places: Places
-    findings: dict[str, list[Finding]] = field(default_factory=dict)
+    places: RankPlaces
+    findings: dict[str, list[DoctorFinding]] = field(default_factory=dict)
     facts: dict[str, dict[int, Facts]] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
     hung: set[int] = field(default_factory=set)
@@ -54,7 +61,9 @@ class Report:
         return int(any(worst(findings) == WRONG for findings in self.findings.values()))
 
 
-def examine(setup: Setup, checks: Sequence[Check], me: OutsideRank, board: Board) -> Report | int:
+def examine(
+    setup: Setup, checks: Sequence[Check], me: OutsideRank, board: DoctorBoard
+) -> Report | int:
     """Run the checks together with all other ranks.
 
     Args:
@@ -71,14 +80,15 @@ def examine(setup: Setup, checks: Sequence[Check], me: OutsideRank, board: Board
     """
     room = Room(setup, me.rank, me.world_size, me.local_rank, board)
     board.post(
-        f"here/{me.rank}", asdict(Place(me.rank, os.uname().nodename, me.local_rank, os.getpid()))
+        f"here/{me.rank}",
+        asdict(RankPlace(me.rank, os.uname().nodename, me.local_rank, os.getpid())),
     )
     if me.rank > 0:
         return _follow(room, checks)
     return _Lead(room, me.local_world_size).run(checks)
 
 
-def dismiss(board: Board, report: Report) -> None:
+def dismiss(board: DoctorBoard, report: Report) -> None:
     """Post the exit code, and wait a moment until the ranks that answered have read it: rank 0 may
     serve the board."""
     board.post("exit code", report.exit_code)
@@ -129,7 +139,9 @@ class _Lead:
         keys = {f"here/{rank}": rank for rank in range(room.world_size)}
         with task("waiting for all ranks"):
             posts = room.board.wait_for_all(keys, room.setup.limit)
-        places = Places([Place(**post) for post in posts.values()], room.world_size, per_host)
+        places = RankPlaces(
+            [RankPlace(**post) for post in posts.values()], room.world_size, per_host
+        )
         self._report = Report(room.setup, places)
         self._report.silent = {rank: "" for key, rank in keys.items() if key not in posts}
         room.board.post("leaders", places.leaders())
@@ -155,12 +167,12 @@ class _Lead:
                 why = (
                     f"not measured, because {report.places.describe(lacking)} did not answer before"
                 )
-                report.findings[check.name] = [Finding(check.name, UNKNOWN, why)]
+                report.findings[check.name] = [DoctorFinding(check.name, UNKNOWN, why)]
         report.findings = {"ranks": self._presence(), **report.findings}
         report.seconds = time.monotonic() - self._started
         return report
 
-    def _check(self, check: Check) -> list[Finding]:
+    def _check(self, check: Check) -> list[DoctorFinding]:
         report, limit = self._report, self._room.setup.limit
         keys = {
             f"{check.name}/{rank}": rank
@@ -178,10 +190,12 @@ class _Lead:
         report.facts[check.name] = facts
         findings = self._failed(check, posts)
         if facts and not (check.together and len(facts) < self._room.world_size):
-            findings += check.judge(Gathered(self._room.setup, report.places, facts, report.facts))
+            findings += check.judge(
+                GatheredAnswers(self._room.setup, report.places, facts, report.facts)
+            )
         return findings
 
-    def _failed(self, check: Check, posts: Mapping[int, Facts]) -> list[Finding]:
+    def _failed(self, check: Check, posts: Mapping[int, Facts]) -> list[DoctorFinding]:
         """Name the ranks on which a check did not end, or failed."""
         places, findings = self._report.places, []
         for key, meaning, advice in (
@@ -201,7 +215,7 @@ class _Lead:
             for value, ranks in values.items():
                 words = meaning.format(limit=self._room.setup.limit, value=value)
                 findings.append(
-                    Finding(
+                    DoctorFinding(
                         check.name,
                         WRONG,
                         f"the check {words} ({places.describe(ranks)})",
@@ -211,7 +225,7 @@ class _Lead:
                 )
         return findings
 
-    def _presence(self) -> list[Finding]:
+    def _presence(self) -> list[DoctorFinding]:
         """Name the ranks that never answered, and those that stopped answering."""
         report = self._report
         places, world = report.places, self._room.world_size
@@ -221,7 +235,7 @@ class _Lead:
             f" host{'s' * (len(hosts) != 1)}"
         )
         if not report.silent:
-            return [Finding("answers", "ok", here)]
+            return [DoctorFinding("answers", "ok", here)]
         findings = []
         for when in sorted(set(report.silent.values())):
             ranks = tuple(sorted(rank for rank, at in report.silent.items() if at == when))
@@ -235,6 +249,6 @@ class _Lead:
                 " host out."
             )
             findings.append(
-                Finding("answers", WRONG, f"{places.describe(ranks)} {since}", ranks, advice)
+                DoctorFinding("answers", WRONG, f"{places.describe(ranks)} {since}", ranks, advice)
             )
         return findings

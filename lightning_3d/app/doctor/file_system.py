@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room
-from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, DoctorFinding
 from lightning_3d.storage.lock import FileLock, is_held
 from lightning_3d.storage.numbers import show_bytes
 
@@ -149,19 +149,19 @@ def _speed(room: Room, folder: Path) -> Facts:
     return {"write": size / (wrote - started), "read": size / read, "free": free}
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Judge what the ranks saw of rank 0's files, then the speed of each host."""
     error = (gathered.facts.get(0) or {}).get("error")
     if error:
         advice = "Name a folder in which runs may be written: --folder FOLDER."
-        return [Finding("folder", WRONG, f"rank 0 cannot write: {error}", (0,), advice)]
+        return [DoctorFinding("folder", WRONG, f"rank 0 cannot write: {error}", (0,), advice)]
     findings = [_seen(gathered)]
     if len(gathered.facts) > 1 and findings[0].verdict != WRONG:
         findings += [_locks(gathered), _renames(gathered)]
     return [*findings, *_speeds(gathered), _free(gathered)]
 
 
-def _seen(gathered: Gathered) -> Finding:
+def _seen(gathered: GatheredAnswers) -> DoctorFinding:
     others = {rank: facts for rank, facts in gathered.facts.items() if rank > 0}
     blind = tuple(rank for rank, facts in others.items() if not facts["seen"])
     folder = gathered.setup.folder
@@ -170,7 +170,7 @@ def _seen(gathered: Gathered) -> Finding:
         advice = (
             "Put runs on a shared file system, mounted at the same path on all hosts (--folder)."
         )
-        return Finding("shared folder", WRONG, words, blind, advice)
+        return DoctorFinding("shared folder", WRONG, words, blind, advice)
     latest = max((facts["seconds"] for facts in others.values()), default=0.0)
     words = (
         f"{folder}: all ranks see a new file within {max(latest, 0.001):.2g} s"
@@ -180,13 +180,13 @@ def _seen(gathered: Gathered) -> Finding:
     if latest > _LATE_SECONDS:
         late = tuple(rank for rank, facts in others.items() if facts["seconds"] > _LATE_SECONDS)
         advice = "Mount it with short caches for folders (NFS: acdirmax, lookupcache=positive)."
-        return Finding(
+        return DoctorFinding(
             "shared folder", WARNING, f"{words} ({gathered.places.describe(late)})", late, advice
         )
-    return Finding("shared folder", OK, words)
+    return DoctorFinding("shared folder", OK, words)
 
 
-def _locks(gathered: Gathered) -> Finding:
+def _locks(gathered: GatheredAnswers) -> DoctorFinding:
     """On a file system without locks a run cannot notice that another run uses its folder."""
     held = {rank: facts.get("held") for rank, facts in gathered.facts.items() if rank > 0}
     advice = (
@@ -199,19 +199,19 @@ def _locks(gathered: Gathered) -> Finding:
             f"{gathered.places.describe(free)} cannot see that rank 0 holds a lock: locks are local"
             " to each host"
         )
-        return Finding("locks", WARNING, words, free, advice)
+        return DoctorFinding("locks", WARNING, words, free, advice)
     if any(value is None for value in held.values()) or not gathered.facts[0].get("locked"):
         ranks = tuple(rank for rank, value in held.items() if value is None)
-        return Finding("locks", WARNING, "this file system has no locks", ranks, advice)
-    return Finding("locks", OK, "all ranks see a lock that rank 0 holds")
+        return DoctorFinding("locks", WARNING, "this file system has no locks", ranks, advice)
+    return DoctorFinding("locks", OK, "all ranks see a lock that rank 0 holds")
 
 
-def _renames(gathered: Gathered) -> Finding:
+def _renames(gathered: GatheredAnswers) -> DoctorFinding:
     torn = {rank: facts.get("torn") for rank, facts in gathered.facts.items() if rank > 0}
     bad = tuple(rank for rank, what in torn.items() if what)
     count = gathered.facts[0].get("renames", 0)
     if not bad:
-        return Finding(
+        return DoctorFinding(
             "renames", OK, f"{count} replacements of a file while all ranks read it: always whole"
         )
     words = f"{gathered.places.describe(bad)} read a file that rank 0 replaced: {torn[bad[0]]}"
@@ -219,17 +219,17 @@ def _renames(gathered: Gathered) -> Finding:
         "Replacing a file is not atomic here: status files may be unreadable for a moment. Use"
         " another file system."
     )
-    return Finding("renames", WARNING, words, bad, advice)
+    return DoctorFinding("renames", WARNING, words, bad, advice)
 
 
-def _speeds(gathered: Gathered) -> list[Finding]:
+def _speeds(gathered: GatheredAnswers) -> list[DoctorFinding]:
     findings = []
     hosts = gathered.of_hosts()
     failed = {rank: facts["write_error"] for rank, facts in hosts.items() if "write_error" in facts}
     for rank, why in failed.items():
         words = f"{gathered.places.host(rank)} cannot write: {why}"
         findings.append(
-            Finding(
+            DoctorFinding(
                 "write",
                 WRONG,
                 words,
@@ -246,16 +246,18 @@ def _speeds(gathered: Gathered) -> list[Finding]:
             )
             words += " (may come from the cache of the kernel)" if name == "read" else ""
             advice = "Save checkpoints less often, or to a faster file system." if slow else ""
-            findings.append(Finding(f"{name} speed", WARNING if slow else OK, words, slow, advice))
+            findings.append(
+                DoctorFinding(f"{name} speed", WARNING if slow else OK, words, slow, advice)
+            )
     return findings
 
 
-def _free(gathered: Gathered) -> Finding:
+def _free(gathered: GatheredAnswers) -> DoctorFinding:
     free = {
         rank: int(facts["free"]) for rank, facts in gathered.of_hosts().items() if "free" in facts
     }
     if not free:
-        return Finding("free space", UNKNOWN, "no host can tell")
+        return DoctorFinding("free space", UNKNOWN, "no host can tell")
     least = min(free.values())
     enough = least >= _FREE_BYTES[gathered.setup.accelerator]
     advice = (
@@ -263,7 +265,7 @@ def _free(gathered: Gathered) -> Finding:
         if enough
         else "Remove old runs: a checkpoint of an 8B model with its optimizer state has 112 GB."
     )
-    return Finding("free space", OK if enough else WARNING, show_bytes(least), (), advice)
+    return DoctorFinding("free space", OK if enough else WARNING, show_bytes(least), (), advice)
 
 
 CHECK = Check("file system", measure, judge)

@@ -16,7 +16,7 @@ VERDICTS = (WRONG, WARNING, UNKNOWN, OK)
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """A result of a check.
 
     Attributes:
@@ -35,7 +35,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The process of a rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
     process: int = 0
 
 
-class Places:
+class RankPlaces:
     """The processes of all ranks.
 
     Args:
@@ -60,7 +60,7 @@ class Places:
         per_host: number of ranks on each host, to guess the host of a rank that never answered.
     """
 
-    def __init__(self, places: Iterable[Place], world_size: int, per_host: int) -> None:
+    def __init__(self, places: Iterable[RankPlace], world_size: int, per_host: int) -> None:
         self.by_rank = {place.rank: place for place in places}
         self.world_size, self._per_host = world_size, max(1, per_host)
 
@@ -122,8 +122,13 @@ def most_common(values: Mapping[int, Any]) -> tuple[Any, dict[Any, list[int]]]:
 
 
 def alike(
-    name: str, values: Mapping[int, Any], places: Places, *, verdict: str = WRONG, advice: str = ""
-) -> Finding:
+    name: str,
+    values: Mapping[int, Any],
+    places: RankPlaces,
+    *,
+    verdict: str = WRONG,
+    advice: str = "",
+) -> DoctorFinding:
     """Find whether a value is the same on all ranks; else name the ranks with another one.
 
     Args:
@@ -135,16 +140,18 @@ def alike(
     """
     known = {rank: value for rank, value in values.items() if value is not None}
     if not known:
-        return Finding(name, UNKNOWN, "no rank can tell")
+        return DoctorFinding(name, UNKNOWN, "no rank can tell")
     usual, others = most_common(known)
     lacking = [rank for rank in values if values[rank] is None]
     if lacking:
         others = {**others, "none": lacking}
     if not others:
-        return Finding(name, OK, f"{usual}")
+        return DoctorFinding(name, OK, f"{usual}")
     odd = tuple(sorted(rank for ranks in others.values() for rank in ranks))
     differing = listed(f"{value} on {places.describe(ranks)}" for value, ranks in others.items())
-    return Finding(name, verdict, f"{usual}, but {differing}", odd, advice.format(usual=usual))
+    return DoctorFinding(
+        name, verdict, f"{usual}, but {differing}", odd, advice.format(usual=usual)
+    )
 
 
 def slow_ones(
@@ -163,6 +170,6 @@ def slow_ones(
     }
 
 
-def worst(findings: Sequence[Finding]) -> str:
+def worst(findings: Sequence[DoctorFinding]) -> str:
     """Return the worst verdict; ok if there is no finding."""
     return min((finding.verdict for finding in findings), key=VERDICTS.index, default=OK)

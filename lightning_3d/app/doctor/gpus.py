@@ -6,8 +6,16 @@ from __future__ import annotations
 import os
 
 from lightning_3d.app.doctor import nvidia_smi
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room
-from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, Places, alike
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room
+from lightning_3d.app.doctor.findings import (
+    OK,
+    UNKNOWN,
+    WARNING,
+    WRONG,
+    DoctorFinding,
+    RankPlaces,
+    alike,
+)
 from lightning_3d.app.planner.profile_file import gpu_types
 from lightning_3d.storage.numbers import gibibytes
 
@@ -50,17 +58,17 @@ def uuid_of(number: int) -> str | None:
     return str(uuid) if uuid is not None else None
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Judge each property of the GPUs of all ranks."""
     if gathered.setup.accelerator != "gpu":
-        return [Finding("GPUs", OK, "the ranks run on CPUs")]
+        return [DoctorFinding("GPUs", OK, "the ranks run on CPUs")]
     rows = {rank: facts["row"] for rank, facts in gathered.facts.items() if "row" in facts}
     lacking = [rank for rank in gathered.facts if rank not in rows]
     places, findings = gathered.places, []
     if lacking:
         advice = "Install nvidia-smi there, or pass it into the container."
         findings.append(
-            Finding(
+            DoctorFinding(
                 "nvidia-smi",
                 UNKNOWN,
                 f"no answer on {places.describe(lacking)}",
@@ -77,7 +85,7 @@ def judge(gathered: Gathered) -> list[Finding]:
     ]
     if is_simulated(gathered):
         findings.append(
-            Finding(
+            DoctorFinding(
                 "simulated GPU",
                 WARNING,
                 "the GPUs are simulated: speeds and times say nothing about a real GPU",
@@ -101,7 +109,7 @@ def judge(gathered: Gathered) -> list[Finding]:
     ]
 
 
-def _as_stated(gathered: Gathered, names: dict[int, str | None]) -> list[Finding]:
+def _as_stated(gathered: GatheredAnswers, names: dict[int, str | None]) -> list[DoctorFinding]:
     """Find GPUs of another type than those of the cluster, whose datasheet would not apply."""
     cluster = gathered.setup.cluster
     stated = set(gpu_types(cluster.gpu or ""))
@@ -116,18 +124,11 @@ def _as_stated(gathered: Gathered, names: dict[int, str | None]) -> list[Finding
         f"{names[other[0]]} on {gathered.places.describe(other)}, but the cluster {cluster.name}"
         f" has {cluster.gpu}"
     )
-    return [
-        Finding(
-            "cluster",
-            WARNING,
-            words,
-            other,
-            "Name the cluster that you have (cluster=...): bandwidths are compared with it.",
-        )
-    ]
+    advice = "Name the cluster that you have (cluster=...): bandwidths are compared with it."
+    return [DoctorFinding("cluster", WARNING, words, other, advice)]
 
 
-def is_simulated(gathered: Gathered) -> bool:
+def is_simulated(gathered: GatheredAnswers) -> bool:
     """Check whether a GPU calls itself simulated."""
     facts = gathered.earlier.get("GPUs") or gathered.facts
     return any(nvidia_smi.names_simulated([one["row"]]) for one in facts.values() if one.get("row"))
@@ -152,19 +153,21 @@ def _pick(rows: dict[int, nvidia_smi.Row], name: str) -> dict[int, int]:
     return {rank: value for rank, value in values.items() if value is not None}
 
 
-def _free(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
+def _free(rows: dict[int, nvidia_smi.Row], places: RankPlaces) -> DoctorFinding:
     used = _pick(rows, "used")
     if not used:
-        return Finding("free memory", UNKNOWN, "no rank can tell")
+        return DoctorFinding("free memory", UNKNOWN, "no rank can tell")
     taken = tuple(rank for rank, mib in used.items() if mib > _USED_MIB)
     most = max(used, key=lambda rank: used[rank])
     if not taken:
-        return Finding("free memory", OK, f"at most {gibibytes(used[most] * _MIB)} of a GPU in use")
+        return DoctorFinding(
+            "free memory", OK, f"at most {gibibytes(used[most] * _MIB)} of a GPU in use"
+        )
     words = (
         f"{gibibytes(used[most] * _MIB)} in use on {places.describe([most])}; more than 1 GiB on"
         f" {places.describe(taken)}"
     )
-    return Finding(
+    return DoctorFinding(
         "free memory",
         WARNING,
         words,
@@ -173,15 +176,15 @@ def _free(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
     )
 
 
-def _ecc(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
+def _ecc(rows: dict[int, nvidia_smi.Row], places: RankPlaces) -> DoctorFinding:
     errors = _pick(rows, "ecc")
     if not errors:
-        return Finding("ECC errors", UNKNOWN, "these GPUs do not count them, or ECC is off")
+        return DoctorFinding("ECC errors", UNKNOWN, "these GPUs do not count them, or ECC is off")
     bad = tuple(rank for rank, count in errors.items() if count)
     if not bad:
-        return Finding("ECC errors", OK, "none uncorrected since the last reset")
+        return DoctorFinding("ECC errors", OK, "none uncorrected since the last reset")
     words = f"{max(errors.values())} uncorrected on {places.describe(bad)}"
-    return Finding(
+    return DoctorFinding(
         "ECC errors",
         WRONG,
         words,
@@ -190,15 +193,15 @@ def _ecc(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
     )
 
 
-def _cool(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
+def _cool(rows: dict[int, nvidia_smi.Row], places: RankPlaces) -> DoctorFinding:
     degrees = _pick(rows, "temperature")
     if not degrees:
-        return Finding("temperature", UNKNOWN, "no rank can tell")
+        return DoctorFinding("temperature", UNKNOWN, "no rank can tell")
     hot = tuple(rank for rank, value in degrees.items() if value >= _HOT_DEGREES)
     if not hot:
-        return Finding("temperature", OK, f"at most {max(degrees.values())} C")
+        return DoctorFinding("temperature", OK, f"at most {max(degrees.values())} C")
     words = f"{max(degrees.values())} C on {places.describe(hot)}"
-    return Finding(
+    return DoctorFinding(
         "temperature",
         WARNING,
         words,
@@ -207,15 +210,15 @@ def _cool(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
     )
 
 
-def _clocks(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
+def _clocks(rows: dict[int, nvidia_smi.Row], places: RankPlaces) -> DoctorFinding:
     """Judge the reasons for a low clock at rest: an idle GPU may have a low clock, but no
     slowdown."""
     return reasons_finding("clock events", rows, places)
 
 
 def reasons_finding(
-    name: str, rows: dict[int, nvidia_smi.Row], places: Places, usual: int = 0
-) -> Finding:
+    name: str, rows: dict[int, nvidia_smi.Row], places: RankPlaces, usual: int = 0
+) -> DoctorFinding:
     """Judge the reasons for which the clocks of some GPUs are lowered.
 
     Args:
@@ -224,7 +227,7 @@ def reasons_finding(
     bits = {rank: number(row["reasons"], 16) for rank, row in rows.items()}
     known = {rank: value & ~usual for rank, value in bits.items() if value is not None}
     if not known:
-        return Finding(name, UNKNOWN, "the driver does not tell why clocks are low")
+        return DoctorFinding(name, UNKNOWN, "the driver does not tell why clocks are low")
     for reasons, verdict, advice in (
         (
             BAD_REASONS,
@@ -244,18 +247,18 @@ def reasons_finding(
         ranks = tuple(rank for rank, words in low.items() if words)
         if ranks:
             words = sorted({word for rank in ranks for word in low[rank]})
-            return Finding(
+            return DoctorFinding(
                 name, verdict, f"{' and '.join(words)} on {places.describe(ranks)}", ranks, advice
             )
-    return Finding(name, OK, "no slowdown")
+    return DoctorFinding(name, OK, "no slowdown")
 
 
-def _mig(rows: dict[int, nvidia_smi.Row], places: Places) -> Finding:
+def _mig(rows: dict[int, nvidia_smi.Row], places: RankPlaces) -> DoctorFinding:
     on = tuple(rank for rank, row in rows.items() if (row["mig"] or "").lower() == "enabled")
     if not on:
-        return Finding("MIG", OK, "off")
+        return DoctorFinding("MIG", OK, "off")
     advice = "NCCL does not connect slices of one GPU. Turn MIG off: nvidia-smi -mig 0."
-    return Finding("MIG", WARNING, f"on for {places.describe(on)}", on, advice)
+    return DoctorFinding("MIG", WARNING, f"on for {places.describe(on)}", on, advice)
 
 
 CHECK = Check("GPUs", measure, judge)

@@ -10,8 +10,8 @@ import time
 from contextlib import closing, suppress
 from typing import Any
 
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room
-from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, DoctorFinding
 from lightning_3d.app.doctor.time_limit import TimeLimit
 from lightning_3d.errors import listed
 from lightning_3d.storage.numbers import show_memory
@@ -146,7 +146,7 @@ def _connect(address: Any) -> str:
     return ""
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Judge limits, shared memory, ports, connections and clocks."""
     return [
         *_limits(gathered),
@@ -157,7 +157,7 @@ def judge(gathered: Gathered) -> list[Finding]:
     ]
 
 
-def _limits(gathered: Gathered) -> list[Finding]:
+def _limits(gathered: GatheredAnswers) -> list[DoctorFinding]:
     places, findings = gathered.places, []
     gpu = gathered.setup.accelerator == "gpu"
     for key, name, least, wrong, advice in (
@@ -189,30 +189,34 @@ def _limits(gathered: Gathered) -> list[Finding]:
             else show_memory(lowest)
         )
         if not low:
-            findings.append(Finding(name, OK, shown))
+            findings.append(DoctorFinding(name, OK, shown))
             continue
         verdict = WRONG if lowest is not None and lowest < wrong else WARNING
-        findings.append(Finding(name, verdict, f"{shown} on {places.describe(low)}", low, advice))
+        findings.append(
+            DoctorFinding(name, verdict, f"{shown} on {places.describe(low)}", low, advice)
+        )
     return findings
 
 
-def _shared_memory(gathered: Gathered) -> Finding:
+def _shared_memory(gathered: GatheredAnswers) -> DoctorFinding:
     places, values = gathered.places, gathered.values("shm")
     known = {rank: one["free"] for rank, one in values.items() if one is not None}
     if not known:
-        return Finding("/dev/shm", WARNING, "there is none", advice="Mount a tmpfs at /dev/shm.")
+        return DoctorFinding(
+            "/dev/shm", WARNING, "there is none", advice="Mount a tmpfs at /dev/shm."
+        )
     low = tuple(rank for rank, free in known.items() if free < _SHM)
     least = min(known.values())
     if not low:
-        return Finding("/dev/shm", OK, f"{show_memory(least)} free")
+        return DoctorFinding("/dev/shm", OK, f"{show_memory(least)} free")
     verdict = WRONG if least < _LITTLE_SHM else WARNING
     advice = "Start the container with --ipc=host or --shm-size=16g, or remove files there."
-    return Finding(
+    return DoctorFinding(
         "/dev/shm", verdict, f"{show_memory(least)} free on {places.describe(low)}", low, advice
     )
 
 
-def _ports(gathered: Gathered) -> Finding:
+def _ports(gathered: GatheredAnswers) -> DoctorFinding:
     """Only ranks on rank 0's host listen at these ports, but any host may be the first one of the
     next run."""
     places = gathered.places
@@ -222,7 +226,7 @@ def _ports(gathered: Gathered) -> Finding:
     }
     busy = {rank: numbers for rank, numbers in taken.items() if numbers}
     if not busy:
-        return Finding("ports", OK, f"{listed(map(str, _PORTS))} can be used")
+        return DoctorFinding("ports", OK, f"{listed(map(str, _PORTS))} can be used")
     words = listed(
         f"{listed(numbers)} in use on {places.host(rank)}" for rank, numbers in busy.items()
     )
@@ -230,10 +234,10 @@ def _ports(gathered: Gathered) -> Finding:
         "End the program that listens there (ss -ltnp), or set MASTER_PORT (torchrun --master-port)"
         " to another port."
     )
-    return Finding("ports", WARNING, words, tuple(busy), advice)
+    return DoctorFinding("ports", WARNING, words, tuple(busy), advice)
 
 
-def _connections(gathered: Gathered) -> list[Finding]:
+def _connections(gathered: GatheredAnswers) -> list[DoctorFinding]:
     places, hosts = gathered.places, gathered.of_hosts()
     if len(hosts) == 1:
         return []
@@ -245,11 +249,13 @@ def _connections(gathered: Gathered) -> list[Finding]:
                 "Open all ports between the hosts, and set NCCL_SOCKET_IFNAME and"
                 " GLOO_SOCKET_IFNAME to their network."
             )
-            findings.append(Finding("connections", WRONG, words, (rank, int(other)), advice))
-    return findings or [Finding("connections", OK, f"all {len(hosts)} hosts reach each other")]
+            findings.append(DoctorFinding("connections", WRONG, words, (rank, int(other)), advice))
+    return findings or [
+        DoctorFinding("connections", OK, f"all {len(hosts)} hosts reach each other")
+    ]
 
 
-def _clocks(gathered: Gathered) -> list[Finding]:
+def _clocks(gathered: GatheredAnswers) -> list[DoctorFinding]:
     places = gathered.places
     others = {
         rank: one["clock"]
@@ -260,7 +266,11 @@ def _clocks(gathered: Gathered) -> list[Finding]:
         return []
     lacking = [rank for rank, clock in others.items() if clock is None]
     findings = (
-        [Finding("clocks", UNKNOWN, f"not measured on {places.describe(lacking)}", tuple(lacking))]
+        [
+            DoctorFinding(
+                "clocks", UNKNOWN, f"not measured on {places.describe(lacking)}", tuple(lacking)
+            )
+        ]
         if lacking
         else []
     )
@@ -271,14 +281,14 @@ def _clocks(gathered: Gathered) -> list[Finding]:
     if not off:
         largest = max((abs(clock["offset"]) for clock in known.values()), default=0.0)
         return findings or [
-            Finding("clocks", OK, f"at most {largest * 1e3:.3g} ms from that of rank 0")
+            DoctorFinding("clocks", OK, f"at most {largest * 1e3:.3g} ms from that of rank 0")
         ]
     furthest = max(off, key=lambda rank: abs(known[rank]["offset"]))
     verdict = WRONG if abs(known[furthest]["offset"]) > _LARGE_OFFSET else WARNING
     words = f"{known[furthest]['offset']:+.3g} s from that of rank 0 on {places.describe(off)}"
     return [
         *findings,
-        Finding("clocks", verdict, words, off, "Start a time service there (chronyd, ntpd)."),
+        DoctorFinding("clocks", verdict, words, off, "Start a time service there (chronyd, ntpd)."),
     ]
 
 

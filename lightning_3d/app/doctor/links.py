@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from lightning_3d.app.doctor import nvidia_smi
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room
-from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, alike
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, DoctorFinding, alike
 from lightning_3d.errors import listed
 from lightning_3d.layout.layout import AXES
 
@@ -73,13 +73,13 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Judge links, ports and interfaces of each host, then name what each axis uses."""
     findings = [*_gpu_links(gathered), *_ports(gathered), *_interfaces(gathered)]
     return [*findings, *_axes(gathered)]
 
 
-def _gpu_links(gathered: Gathered) -> list[Finding]:
+def _gpu_links(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Compare the links between the GPUs of each host, with each other and with the cluster."""
     if gathered.setup.accelerator != "gpu":
         return []
@@ -93,7 +93,7 @@ def _gpu_links(gathered: Gathered) -> list[Finding]:
     if not any(kinds.values()):
         alone = all(len(ranks) == 1 for ranks in places.hosts.values())
         words = "one rank on each host" if alone else "nvidia-smi topo -m does not tell"
-        return [Finding("between GPUs", OK if alone else UNKNOWN, words)]
+        return [DoctorFinding("between GPUs", OK if alone else UNKNOWN, words)]
     for rank, used in kinds.items():
         fast = {kind for kind in used if kind and kind.startswith("NV")}
         words = f"{listed(sorted(map(str, used)))} on {places.host(rank)}"
@@ -103,14 +103,14 @@ def _gpu_links(gathered: Gathered) -> list[Finding]:
                 "Only some pairs have NVLink: keep a tensor-parallel group within those (nvidia-smi"
                 " topo -m)."
             )
-            findings.append(Finding("between GPUs", WARNING, words, ranks, advice))
+            findings.append(DoctorFinding("between GPUs", WARNING, words, ranks, advice))
         elif used and not fast and (gathered.setup.cluster.nvlink_gpus or 1) > 1:
             advice = (
                 f"The cluster {gathered.setup.cluster.name} has NVLink: look at nvidia-smi nvlink"
                 " --status and the fabric manager."
             )
             findings.append(
-                Finding("between GPUs", WRONG, f"no NVLink, but {words}", ranks, advice)
+                DoctorFinding("between GPUs", WRONG, f"no NVLink, but {words}", ranks, advice)
             )
     if findings:
         return findings
@@ -122,7 +122,7 @@ def _gpu_links(gathered: Gathered) -> list[Finding]:
     ]
 
 
-def _ports(gathered: Gathered) -> list[Finding]:
+def _ports(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Look for InfiniBand ports that are down, slower than others, or missing on a host."""
     hosts = gathered.of_hosts()
     places, findings = gathered.places, []
@@ -141,7 +141,7 @@ def _ports(gathered: Gathered) -> list[Finding]:
                 " bandwidth."
             )
             findings.append(
-                Finding(
+                DoctorFinding(
                     "InfiniBand", WARNING, words, tuple(places.hosts[places.host(rank)]), advice
                 )
             )
@@ -158,7 +158,7 @@ def _ports_text(found: dict[str, dict[str, str | None]]) -> str:
     return listed(f"{rates.count(rate)} x {rate}" for rate in sorted(set(rates))) or "no port"
 
 
-def _interfaces(gathered: Gathered) -> list[Finding]:
+def _interfaces(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Judge Ethernet, which several hosts without InfiniBand have to use."""
     hosts = gathered.of_hosts()
     texts = {rank: _interfaces_text(facts["net"]) for rank, facts in hosts.items()}
@@ -183,7 +183,9 @@ def _interfaces(gathered: Gathered) -> list[Finding]:
             "Keep tp, cp and ep within a host, and use pp between hosts; or use hosts with"
             " InfiniBand or RoCE."
         )
-        return [Finding("network", WARNING, f"{texts[min(texts)]}, no InfiniBand", (), advice)]
+        return [
+            DoctorFinding("network", WARNING, f"{texts[min(texts)]}, no InfiniBand", (), advice)
+        ]
     return [finding]
 
 
@@ -199,7 +201,7 @@ def _interfaces_text(found: dict[str, dict[str, str | None]]) -> str:
     return listed(words) or "no interface"
 
 
-def _axes(gathered: Gathered) -> list[Finding]:
+def _axes(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Name the links that each axis uses, as the layout places its ranks."""
     findings = []
     layout, places = gathered.setup.layout, gathered.places
@@ -220,12 +222,12 @@ def _axes(gathered: Gathered) -> list[Finding]:
         )
         width = "within a host" if all(map(places.share_host, members)) else "between hosts"
         findings.append(
-            Finding(f"{axis} uses", verdict, f"{listed(sorted(used))} ({width})", (), advice)
+            DoctorFinding(f"{axis} uses", verdict, f"{listed(sorted(used))} ({width})", (), advice)
         )
     return findings
 
 
-def _between(gathered: Gathered, first: int, second: int) -> str:
+def _between(gathered: GatheredAnswers, first: int, second: int) -> str:
     """Name the link between two ranks."""
     if not gathered.places.share_host((first, second)):
         return "the network"
@@ -234,7 +236,7 @@ def _between(gathered: Gathered, first: int, second: int) -> str:
     return _link(gathered, first, second) or "an unknown link"
 
 
-def _link(gathered: Gathered, first: int, second: int) -> str | None:
+def _link(gathered: GatheredAnswers, first: int, second: int) -> str | None:
     """Return the name that nvidia-smi has for the link between the GPUs of two ranks of a host:
     NV18, PIX, ..."""
     host = gathered.places.hosts.get(gathered.places.host(first), [first])

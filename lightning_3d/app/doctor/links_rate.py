@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_3d.app.doctor.check import Gathered
-from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, Finding, slow_ones
+from lightning_3d.app.doctor.check import GatheredAnswers
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, WARNING, WRONG, DoctorFinding, slow_ones
 from lightning_3d.app.doctor.gpus import is_simulated
 from lightning_3d.app.planner.advice import machine_of
 from lightning_3d.app.planner.machine import MESSAGES, Group, Machine, ring_rate
@@ -45,12 +45,12 @@ def rate(name: str, ranks: int, size: float, seconds: float) -> float:
     return MESSAGES[name](ranks)[1] * size / max(seconds, 1e-9)
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Judge the collectives of each axis, then pairs of neighbors."""
     entries = [one for facts in gathered.facts.values() for one in facts["collectives"]]
     if not entries:
         return [
-            Finding(
+            DoctorFinding(
                 "collectives",
                 OK,
                 f"the layout {gathered.setup.layout} has one rank, which sends nothing",
@@ -67,7 +67,7 @@ def judge(gathered: Gathered) -> list[Finding]:
     return [*findings, *_pairs(gathered, real)]
 
 
-def _least(gathered: Gathered, real: bool) -> float:
+def _least(gathered: GatheredAnswers, real: bool) -> float:
     """Return the share of the median that is worth a warning. Times of simulated GPUs say
     nothing."""
     return _SLOW if real else _SLOW_CPU if gathered.setup.accelerator == "cpu" else 0.0
@@ -79,14 +79,14 @@ def _sizes(found: Mapping[tuple[Key, int], Any], key: Key) -> tuple[int, int]:
 
 
 def _of_case(
-    gathered: Gathered,
+    gathered: GatheredAnswers,
     key: Key,
     tiny: int,
     small: Mapping[tuple[int, ...], float],
     size: int,
     large: Mapping[tuple[int, ...], float],
     real: bool,
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     """Judge one collective of one axis in all its groups."""
     axis, name = key
     rates = {ranks: rate(name, len(ranks), size, seconds) for ranks, seconds in large.items()}
@@ -103,7 +103,9 @@ def _of_case(
             " these hosts."
         )
         findings.append(
-            Finding(f"{title}, slow group", verdict if real else WARNING, words, ranks, advice)
+            DoctorFinding(
+                f"{title}, slow group", verdict if real else WARNING, words, ranks, advice
+            )
         )
     worst = min(rates, key=lambda ranks: rates[ranks])
     latency = max(small.values())
@@ -113,7 +115,7 @@ def _of_case(
     )
     verdict, expected, advice = _against_datasheet(gathered, rates[worst], worst, real)
     findings.append(
-        Finding(
+        DoctorFinding(
             title,
             verdict,
             f"{words}{expected}",
@@ -142,7 +144,7 @@ def time_text(seconds: float) -> str:
 
 
 def _against_datasheet(
-    gathered: Gathered, value: float, ranks: tuple[int, ...], real: bool
+    gathered: GatheredAnswers, value: float, ranks: tuple[int, ...], real: bool
 ) -> tuple[str, str, str]:
     """Return (verdict, words, advice) of a bandwidth against the share of the datasheet that
     software reaches."""
@@ -167,15 +169,15 @@ def _against_datasheet(
     return (WARNING if share >= _TOO_SLOW else WRONG), words, advice
 
 
-def expected_rate(machine: Machine, gathered: Gathered, ranks: Sequence[int]) -> float:
+def expected_rate(machine: Machine, gathered: GatheredAnswers, ranks: Sequence[int]) -> float:
     """Return the bytes a second that should leave each rank of a group."""
     on_host = Counter(gathered.places.host(rank) for rank in ranks)
     return ring_rate(machine, Group(len(ranks), max(on_host.values())))
 
 
 def _late(
-    gathered: Gathered, title: str, name: str, small: Mapping[tuple[int, ...], float]
-) -> list[Finding]:
+    gathered: GatheredAnswers, title: str, name: str, small: Mapping[tuple[int, ...], float]
+) -> list[DoctorFinding]:
     """Find groups whose small messages are too late for any healthy link."""
     findings = []
     for ranks, seconds in small.items():
@@ -186,11 +188,11 @@ def _late(
                 "Look at NCCL_NET and NCCL_IB_DISABLE: TCP has such latencies. Or a CPU is busy on"
                 " one of these hosts."
             )
-            findings.append(Finding(f"{title}, latency", WARNING, words, ranks, advice))
+            findings.append(DoctorFinding(f"{title}, latency", WARNING, words, ranks, advice))
     return findings
 
 
-def _pairs(gathered: Gathered, real: bool) -> list[Finding]:
+def _pairs(gathered: GatheredAnswers, real: bool) -> list[DoctorFinding]:
     """Compare neighbors within hosts, and between hosts; name the rank that all slow pairs have in
     common."""
     pairs = {
@@ -213,7 +215,7 @@ def _pairs(gathered: Gathered, real: bool) -> list[Finding]:
         )
         words += f", lowest {_rate_text(min(rates.values()))}"
         findings.append(
-            Finding(title, OK, words)
+            DoctorFinding(title, OK, words)
             if not slow
             else _slow_pairs(gathered, title, rates, slow, real)
         )
@@ -221,12 +223,12 @@ def _pairs(gathered: Gathered, real: bool) -> list[Finding]:
 
 
 def _slow_pairs(
-    gathered: Gathered,
+    gathered: GatheredAnswers,
     title: str,
     rates: Mapping[Any, float],
     slow: Mapping[Any, tuple[str, float]],
     real: bool,
-) -> Finding:
+) -> DoctorFinding:
     shared = set.intersection(*(set(pair) for pair in slow))
     verdict = WRONG if real and any(one == WRONG for one, _ in slow.values()) else WARNING
     words = ", ".join(
@@ -243,4 +245,4 @@ def _slow_pairs(
         ranks = tuple(sorted({rank for pair in slow for rank in pair}))
         words = f"{gathered.places.describe(ranks)}: ranks {words}"
         advice = "Look at the link between these ranks: adapters, cables, and switches."
-    return Finding(title, verdict, words, ranks, advice)
+    return DoctorFinding(title, verdict, words, ranks, advice)

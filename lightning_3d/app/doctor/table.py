@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from lightning_3d.app.doctor.examination import Report
-from lightning_3d.app.doctor.findings import OK, UNKNOWN, VERDICTS, WARNING, WRONG, Finding
+from lightning_3d.app.doctor.findings import OK, UNKNOWN, VERDICTS, WARNING, WRONG, DoctorFinding
 from lightning_3d.errors import listed, plural
 
 WIDTH = 100
@@ -44,7 +44,7 @@ def _heading(report: Report) -> str:
     return "\n".join(textwrap.wrap(f"{text}, cluster {setup.cluster.name}", WIDTH))
 
 
-def _lines(finding: Finding) -> list[str]:
+def _lines(finding: DoctorFinding) -> list[str]:
     """Wrap what was measured and what to do under the third column."""
     start = f"  {finding.verdict.ljust(_VERDICT)}{finding.name.ljust(_NAME)}"
     if not finding.name or len(finding.name) >= _NAME:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_3d.app.doctor import nvidia_smi
-from lightning_3d.app.doctor.check import Check, Facts, Gathered, Room
-from lightning_3d.app.doctor.findings import UNKNOWN, WARNING, WRONG, Finding, alike
+from lightning_3d.app.doctor.check import Check, Facts, GatheredAnswers, Room
+from lightning_3d.app.doctor.findings import UNKNOWN, WARNING, WRONG, DoctorFinding, alike
 
 _PACKAGES = ("lightning", "deepspeed", "transformers")
 _OF_GPUS = ("cuda", "nccl", "driver")
@@ -44,7 +44,7 @@ def _quietly(read: Callable[[], str]) -> str | None:
         return None
 
 
-def judge(gathered: Gathered) -> list[Finding]:
+def judge(gathered: GatheredAnswers) -> list[DoctorFinding]:
     """Compare the versions of all ranks. Two drivers may differ: each host has its own, and NCCL
     does not compare them."""
     findings = []
@@ -58,7 +58,7 @@ def judge(gathered: Gathered) -> list[Finding]:
                 if name == "driver"
                 else "Install a build of torch for CUDA."
             )
-            findings.append(Finding(name, UNKNOWN, "no rank can tell", advice=advice))
+            findings.append(DoctorFinding(name, UNKNOWN, "no rank can tell", advice=advice))
             continue
         verdict = WARNING if name in ("python", "driver") else WRONG
         findings.append(

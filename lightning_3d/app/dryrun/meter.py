@@ -32,7 +32,7 @@ _FRESH, _FRESH_SENT = "fresh", "fresh and sent"
 
 
 @dataclass(eq=False)
-class _Entry:
+class _MeterEntry:
     """A storage that is alive."""
 
     bytes: int
@@ -74,11 +74,11 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _MeterEntry] = {}
         self._bytes: Counter[str] = Counter()
         self._alive = self._peak = 0
         self._number = 0
-        self._fresh: dict[int, _Entry] = {}
+        self._fresh: dict[int, _MeterEntry] = {}
         self._snapshot = 0  # the number of the latest storage at the peak, while that is open
         self.usage = Usage()
 
@@ -182,13 +182,13 @@ class Meter(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
         key = storage._cdata
         self._number += 1
-        entry = self._entries[key] = _Entry(storage.nbytes(), category, self._number)
+        entry = self._entries[key] = _MeterEntry(storage.nbytes(), category, self._number)
         entry.reference = weakref.ref(storage, lambda reference: self._freed(key, entry))
         if category in (_FRESH, _FRESH_SENT):
             self._fresh[key] = entry
         self._count(category, entry.bytes)
 
-    def _freed(self, key: int, entry: _Entry) -> None:
+    def _freed(self, key: int, entry: _MeterEntry) -> None:
         if self._entries.get(key) is entry:
             del self._entries[key]
             self._fresh.pop(key, None)
@@ -205,7 +205,7 @@ class Meter(TorchDispatchMode):
         self.usage.peak, self._peak = +self._bytes, self._alive
         self._snapshot = self._number
 
-    def _move(self, key: int, entry: _Entry, category: str) -> None:
+    def _move(self, key: int, entry: _MeterEntry, category: str) -> None:
         """Move a storage to another category, also in the peak if it was alive there since the last
         `settle`."""
         self._bytes[entry.category] -= entry.bytes

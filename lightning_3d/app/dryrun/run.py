@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_3d.app.dryrun.gpu_attention import gpu_attention
 from lightning_3d.app.dryrun.rank_report import Measured, RankReport
-from lightning_3d.app.dryrun.shapes import Found, ShapeMeter, alone
+from lightning_3d.app.dryrun.shapes import FoundResult, ShapeMeter, alone
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule, rank_of_stage
 from lightning_3d.options.zero import NONE
@@ -52,7 +52,7 @@ class DryStrategy(Lightning3DStrategy):
 
     _shape_only = True
     meter: ShapeMeter
-    found: Found
+    found: FoundResult
     report: RankReport
     micro_batches: tuple[int, ...]
     for_gpus: bool
@@ -228,7 +228,7 @@ class _Environment(ClusterEnvironment):
 
 
 @dataclass(frozen=True)
-class Job:
+class DryJob:
     """A training job for a dry run.
 
     Attributes:
@@ -273,7 +273,7 @@ class Job:
         ]
 
 
-def representative(job: Job, index: int) -> tuple[int, bool]:
+def representative(job: DryJob, index: int) -> tuple[int, bool]:
     """Find how many micro-batches a rank must run to pass through every state of a whole step.
 
     The state of a rank consists of its next action, the number of micro-batches of each stage that
@@ -320,7 +320,7 @@ def _states(actions: Sequence[Action]) -> set[Any]:
     return seen
 
 
-def dry_run(job: Job, rank: int, found: Found | None = None) -> RankReport:
+def dry_run(job: DryJob, rank: int, found: FoundResult | None = None) -> RankReport:
     """Run one rank of a job without values, in this process, which must have no process groups.
 
     Args:
@@ -329,7 +329,7 @@ def dry_run(job: Job, rank: int, found: Found | None = None) -> RankReport:
         found: facts from ranks of the same pipeline that ran before. Missing facts from the first
             and last stage are added.
     """
-    found = Found() if found is None else found
+    found = FoundResult() if found is None else found
     layout = job.layout
     pipeline = layout.group_of(rank, "pp")
     first, last = pipeline[0], pipeline[_owner_of_last(job)]
@@ -340,31 +340,31 @@ def dry_run(job: Job, rank: int, found: Found | None = None) -> RankReport:
     return _run(job, rank, found, f"running rank {rank}")
 
 
-def _owner_of_last(job: Job) -> int:
+def _owner_of_last(job: DryJob) -> int:
     """Return the index in the pipeline of the rank with the last stage."""
     v_shaped = find_schedule(job.schedule).v_shaped and job.layout.pp > 1
     return rank_of_stage(job.layout.pp * job.layout.vp - 1, job.layout.pp, job.layout.vp, v_shaped)
 
 
-class _Known(BaseException):
+class _KnownShapes(BaseException):
     """Exception that ends a run which was started to find out one fact."""
 
 
-def _run_until_known(job: Job, rank: int, found: Found, wanted: str) -> None:
+def _run_until_known(job: DryJob, rank: int, found: FoundResult, wanted: str) -> None:
     """Run a rank only for facts that others need: the first rank for the shape of messages, the
     last one for what is logged."""
 
     def stop(what: str) -> None:
         if what == wanted:
-            raise _Known
+            raise _KnownShapes
 
     found.known = stop
-    with suppress(_Known):
+    with suppress(_KnownShapes):
         _run(job, rank, found, f"finding what other ranks receive from rank {rank}")
     found.known = lambda what: None
 
 
-def _run(job: Job, rank: int, found: Found, what: str) -> RankReport:
+def _run(job: DryJob, rank: int, found: FoundResult, what: str) -> RankReport:
     layout = job.layout
     report = RankReport(rank, layout.coordinates(rank))
     pipeline = layout.group_of(rank, "pp")

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
 from lightning_3d.app.config.sample import AUTO
-from lightning_3d.app.evaluation.engine import Engine
+from lightning_3d.app.evaluation.engine import EvaluationEngine
 from lightning_3d.app.evaluation.generation import Sampling, generate
 from lightning_3d.app.evaluation.losses import SetLosses
 from lightning_3d.app.evaluation.prompt import max_length, require_known_ids
@@ -122,7 +122,7 @@ class Evaluation(SetLosses):
         text = open_text(str(name), ())
         tokens = text.encode(prompt)
         require_known_ids(tokens, module.config.vocab_size, "data.tokenizer=FOLDER")
-        limit = Engine(trainer, max_length(module.config)).longest
+        limit = EvaluationEngine(trainer, max_length(module.config)).longest
         if limit is not None and len(tokens) >= limit:
             raise ConfigError(
                 f"sample.prompt has {plural(len(tokens), 'token')}, and the model takes at most"
@@ -165,7 +165,7 @@ class Evaluation(SetLosses):
     def _sample(
         self, trainer: pl.Trainer, module: pl.LightningModule, text: Text
     ) -> dict[str, Any]:
-        engine = Engine(trainer, max_length(module.config))
+        engine = EvaluationEngine(trainer, max_length(module.config))
         wanted = self._options["max_new_tokens"]
         room = wanted if engine.longest is None else min(wanted, engine.longest - len(self._prompt))
         with showing_average(trainer), _predicting(trainer, module):

@@ -21,7 +21,7 @@ PADDING = 0
 """Token after the end of a row. Causal attention never sees it."""
 
 
-class Engine:
+class EvaluationEngine:
     """The evaluation forward of a strategy, for rows of token ids. Collective.
 
     Rows are padded at their end, to a length that context- and tensor-parallel ranks can split.

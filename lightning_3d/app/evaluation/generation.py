@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_3d.app.evaluation.engine import Engine
+from lightning_3d.app.evaluation.engine import EvaluationEngine
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sampling:
 
 
 def generate(
-    engine: Engine,
+    engine: EvaluationEngine,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     ends: Callable[[Sequence[int]], bool] | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from lightning_3d.app.evaluation.engine import Engine
+from lightning_3d.app.evaluation.engine import EvaluationEngine
 from lightning_3d.app.evaluation.generation import Sampling, generate
 from lightning_3d.app.evaluation.text import Text
 
@@ -17,7 +17,7 @@ it. `HFLM` has the same number."""
 
 
 def run_together(
-    engine: Engine, text: Text, program: Callable[[RanksTogether], T] | None
+    engine: EvaluationEngine, text: Text, program: Callable[[RanksTogether], T] | None
 ) -> T | None:
     """Run a program on rank 0, and compute on all ranks what it asks for. Collective.
 
@@ -48,7 +48,7 @@ class RanksTogether:
         batch: texts that are computed at the same time.
     """
 
-    def __init__(self, engine: Engine, text: Text) -> None:
+    def __init__(self, engine: EvaluationEngine, text: Text) -> None:
         self._engine, self._text, self.batch = engine, text, engine.batch
         self._works: dict[str, Callable[..., Any]] = {
             "score": engine.score,
@@ -66,7 +66,7 @@ class RanksTogether:
         self._engine.broadcast(None)
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[tuple[float, bool]]:
-        """Score the ends of rows, see `Engine.score`. On rank 0 only."""
+        """Score the ends of rows, see `EvaluationEngine.score`. On rank 0 only."""
         return list(self._ask("score", rows))
 
     def generate(

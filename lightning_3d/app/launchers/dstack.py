@@ -18,7 +18,7 @@ from lightning_3d.app.launchers.node_script import (
 )
 from lightning_3d.app.launchers.options import DstackOptions
 from lightning_3d.app.launchers.submit import as_yaml, hand_file_to
-from lightning_3d.app.launchers.target import Target, as_name
+from lightning_3d.app.launchers.target import LaunchTarget, as_name
 from lightning_3d.errors import ConfigError, listed
 
 _GPUS = {
@@ -33,7 +33,7 @@ _EVENTS = ("no-capacity", "interruption", "error")
 _DURATION = r"[0-9]+ *[smhdw]?"
 
 
-def task(target: Target, options: DstackOptions) -> dict[str, Any]:
+def task(target: LaunchTarget, options: DstackOptions) -> dict[str, Any]:
     """Build the task.
 
     Raises:
@@ -77,7 +77,7 @@ def task(target: Target, options: DstackOptions) -> dict[str, Any]:
     return {key: value for key, value in content.items() if value not in (None, {}, [])}
 
 
-def _resources(target: Target, options: DstackOptions) -> dict[str, Any]:
+def _resources(target: LaunchTarget, options: DstackOptions) -> dict[str, Any]:
     gpu = gpu_of(target, options.gpu, _GPUS, "launch.gpu=H100; dstack offer shows the catalog")
     if gpu is not None and not re.fullmatch(r"[A-Za-z][\w-]*(:[0-9.]+[GM]B(\.\.)?)?", gpu):
         raise ConfigError(
@@ -119,7 +119,7 @@ def _duration(key: str, value: str | None) -> str | None:
     return value
 
 
-def _name(target: Target, options: DstackOptions) -> str:
+def _name(target: LaunchTarget, options: DstackOptions) -> str:
     if options.name is None:
         return target.name[:_NAME].rstrip("-")
     near = as_name(options.name)[:_NAME].rstrip("-")
@@ -141,11 +141,11 @@ def _refuse_variables(text: str) -> None:
         )
 
 
-def render(target: Target, options: DstackOptions) -> str:
+def render(target: LaunchTarget, options: DstackOptions) -> str:
     return as_yaml(task(target, options))
 
 
-def submit(target: Target, options: DstackOptions) -> int:
+def submit(target: LaunchTarget, options: DstackOptions) -> int:
     """Run dstack apply, which shows offers and asks before it rents machines."""
     text = render(target, options)
     return hand_file_to(

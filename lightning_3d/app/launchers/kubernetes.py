@@ -7,10 +7,10 @@ from typing import Any
 from lightning_3d.app.launchers.options import KubernetesOptions
 from lightning_3d.app.launchers.pods import FIRST_POD_HOSTS, NODE, job_name, metadata, pod
 from lightning_3d.app.launchers.submit import as_yaml, hand_to
-from lightning_3d.app.launchers.target import Target
+from lightning_3d.app.launchers.target import LaunchTarget
 
 
-def jobset(target: Target, options: KubernetesOptions) -> dict[str, Any]:
+def jobset(target: LaunchTarget, options: KubernetesOptions) -> dict[str, Any]:
     """Build a JobSet (jobset.x-k8s.io/v1alpha2) with one indexed Job and a pod for each node.
 
     Its headless service gives pod 0 the name NAME-node-0-0.NAME.
@@ -45,7 +45,7 @@ def jobset(target: Target, options: KubernetesOptions) -> dict[str, Any]:
     }
 
 
-def pytorchjob(target: Target, options: KubernetesOptions) -> dict[str, Any]:
+def pytorchjob(target: LaunchTarget, options: KubernetesOptions) -> dict[str, Any]:
     """Build a PyTorchJob (kubeflow.org/v1) with a fixed number of workers and no master. Worker 0
     has a service of its name."""
     name = job_name(target, options, before="-worker-", after="")
@@ -75,17 +75,17 @@ def pytorchjob(target: Target, options: KubernetesOptions) -> dict[str, Any]:
     }
 
 
-def render_jobset(target: Target, options: KubernetesOptions) -> str:
+def render_jobset(target: LaunchTarget, options: KubernetesOptions) -> str:
     return as_yaml(jobset(target, options))
 
 
-def render_pytorchjob(target: Target, options: KubernetesOptions) -> str:
+def render_pytorchjob(target: LaunchTarget, options: KubernetesOptions) -> str:
     return as_yaml(pytorchjob(target, options))
 
 
-def submit_jobset(target: Target, options: KubernetesOptions) -> int:
+def submit_jobset(target: LaunchTarget, options: KubernetesOptions) -> int:
     return hand_to(["kubectl", "create", "-f", "-"], render_jobset(target, options))
 
 
-def submit_pytorchjob(target: Target, options: KubernetesOptions) -> int:
+def submit_pytorchjob(target: LaunchTarget, options: KubernetesOptions) -> int:
     return hand_to(["kubectl", "create", "-f", "-"], render_pytorchjob(target, options))

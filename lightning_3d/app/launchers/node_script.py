@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lightning_3d.app.launchers.options import CloudOptions
 from lightning_3d.app.launchers.run_folder import folder_in_a_volume
-from lightning_3d.app.launchers.target import Target
+from lightning_3d.app.launchers.target import LaunchTarget
 from lightning_3d.app.launchers.torchrun import torchrun_command
 from lightning_3d.errors import ConfigError
 
@@ -30,7 +30,7 @@ class NodeVariables:
 
 
 def node_script(
-    target: Target,
+    target: LaunchTarget,
     options: CloudOptions,
     variables: NodeVariables,
     *,
@@ -86,7 +86,7 @@ def node_script(
 
 
 def run_folder(
-    target: Target, volumes: Mapping[str, str], name: str, *, nodes_have_others: bool
+    target: LaunchTarget, volumes: Mapping[str, str], name: str, *, nodes_have_others: bool
 ) -> str:
     """Choose the run folder: in a volume, or the user's, where machines may have shared file
     systems of their own."""
@@ -96,7 +96,7 @@ def run_folder(
 
 
 def gpu_of(
-    target: Target, chosen: str | None, known: Mapping[str, str], example: str
+    target: LaunchTarget, chosen: str | None, known: Mapping[str, str], example: str
 ) -> str | None:
     """Choose the name of the GPU in a catalog. None: the nodes have no GPUs.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_3d.app.launchers.options import KubernetesOptions
 from lightning_3d.app.launchers.run_folder import folder_in_a_volume
-from lightning_3d.app.launchers.target import Target, as_name
+from lightning_3d.app.launchers.target import LaunchTarget, as_name
 from lightning_3d.app.launchers.torchrun import torchrun_command
 from lightning_3d.errors import ConfigError
 
@@ -44,7 +44,7 @@ def metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
 
 
 def pod(
-    target: Target,
+    target: LaunchTarget,
     options: KubernetesOptions,
     name: str,
     *,
@@ -112,13 +112,13 @@ def pod(
     return built | ({"nodeSelector": dict(options.node_selector)} if options.node_selector else {})
 
 
-def _run_folder(target: Target, options: KubernetesOptions, name: str) -> str:
+def _run_folder(target: LaunchTarget, options: KubernetesOptions, name: str) -> str:
     for claim in options.volumes:
         _require_label("launch.volumes", claim)
     return folder_in_a_volume(target, options.volumes, name, inside="the pod")
 
 
-def _resources(target: Target, options: KubernetesOptions) -> dict[str, Any]:
+def _resources(target: LaunchTarget, options: KubernetesOptions) -> dict[str, Any]:
     """Request all GPUs of the node, and the other resources that the options set."""
     asked = {"cpu": options.cpu, "memory": options.memory}
     requests = {key: _quantity(key, value) for key, value in asked.items() if value is not None}
@@ -126,7 +126,7 @@ def _resources(target: Target, options: KubernetesOptions) -> dict[str, Any]:
     return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
 
 
-def job_name(target: Target, options: KubernetesOptions, *, before: str, after: str) -> str:
+def job_name(target: LaunchTarget, options: KubernetesOptions, *, before: str, after: str) -> str:
     """Choose the name of the job, short enough for the names that Kubernetes derives from it."""
     room = _LABEL - len(f"{before}{target.nodes - 1}{after}")
     if options.namespace is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from lightning_3d.app.launchers.target import Target
+from lightning_3d.app.launchers.target import LaunchTarget
 from lightning_3d.errors import ConfigError
 
 
 def folder_in_a_volume(
-    target: Target, volumes: Mapping[str, str], name: str, *, inside: str
+    target: LaunchTarget, volumes: Mapping[str, str], name: str, *, inside: str
 ) -> str:
     """Choose the run folder: in a volume, where all nodes see it, also restarted ones.
 

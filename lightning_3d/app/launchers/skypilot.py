@@ -19,7 +19,7 @@ from lightning_3d.app.launchers.node_script import (
 )
 from lightning_3d.app.launchers.options import SkyPilotOptions
 from lightning_3d.app.launchers.submit import as_yaml, hand_file_to
-from lightning_3d.app.launchers.target import Target, as_name
+from lightning_3d.app.launchers.target import LaunchTarget, as_name
 from lightning_3d.errors import ConfigError, listed
 
 _GPUS = {
@@ -31,7 +31,7 @@ _GPUS = {
 _NODE = NodeVariables(rank="SKYPILOT_NODE_RANK", addresses="SKYPILOT_NODE_IPS")
 
 
-def task(target: Target, options: SkyPilotOptions) -> dict[str, Any]:
+def task(target: LaunchTarget, options: SkyPilotOptions) -> dict[str, Any]:
     """Build the task.
 
     Raises:
@@ -68,7 +68,7 @@ def task(target: Target, options: SkyPilotOptions) -> dict[str, Any]:
     return {key: value for key, value in content.items() if value not in (None, {}, [])}
 
 
-def _resources(target: Target, options: SkyPilotOptions) -> dict[str, Any]:
+def _resources(target: LaunchTarget, options: SkyPilotOptions) -> dict[str, Any]:
     gpu = gpu_of(target, options.gpu, _GPUS, "launch.gpu=H100; sky show-gpus shows the catalog")
     if gpu is not None and ":" in gpu:
         raise ConfigError(
@@ -96,7 +96,7 @@ def _disk(size: str | None) -> int | str | None:
     return int(size) if size is not None and size.isdigit() else size
 
 
-def _name(target: Target, options: SkyPilotOptions) -> str:
+def _name(target: LaunchTarget, options: SkyPilotOptions) -> str:
     if options.name is not None and options.name != as_name(options.name):
         raise ConfigError(
             "launch.name must start with a letter and have only lower-case letters, digits and"
@@ -105,7 +105,7 @@ def _name(target: Target, options: SkyPilotOptions) -> str:
     return options.name or target.name
 
 
-def command(target: Target, options: SkyPilotOptions) -> list[str]:
+def command(target: LaunchTarget, options: SkyPilotOptions) -> list[str]:
     """Build the command that submits the file, which is its last argument."""
     if absent := [name for name in options.secrets if name not in os.environ]:
         raise ConfigError(
@@ -121,11 +121,11 @@ def command(target: Target, options: SkyPilotOptions) -> list[str]:
     return [*start, *secrets, *options.sky]
 
 
-def render(target: Target, options: SkyPilotOptions) -> str:
+def render(target: LaunchTarget, options: SkyPilotOptions) -> str:
     return as_yaml(task(target, options))
 
 
-def submit(target: Target, options: SkyPilotOptions) -> int:
+def submit(target: LaunchTarget, options: SkyPilotOptions) -> int:
     """Run sky launch or sky jobs launch, which shows prices and asks before it rents machines."""
     text = render(target, options)
     return hand_file_to(command(target, options), text, suffix=".sky.yaml", package="skypilot")

@@ -8,13 +8,13 @@ import sys
 
 from lightning_3d.app.launchers.options import SlurmOptions
 from lightning_3d.app.launchers.submit import hand_to
-from lightning_3d.app.launchers.target import Target
+from lightning_3d.app.launchers.target import LaunchTarget
 from lightning_3d.errors import ConfigError
 
 _WORDS = ("partition", "account", "qos", "time", "memory", "output")
 
 
-def render(target: Target, options: SlurmOptions) -> str:
+def render(target: LaunchTarget, options: SlurmOptions) -> str:
     """Write the script.
 
     Raises:
@@ -43,7 +43,7 @@ def render(target: Target, options: SlurmOptions) -> str:
     return "\n".join([*lines, f"exec {shlex.join([*ranks, *arguments])}"]) + "\n"
 
 
-def directives(target: Target, options: SlurmOptions) -> list[str]:
+def directives(target: LaunchTarget, options: SlurmOptions) -> list[str]:
     """List the options of sbatch, without `#SBATCH`."""
     for key in (*_WORDS, "name"):
         _require_word(f"launch.{key}", getattr(options, key))
@@ -95,6 +95,6 @@ def _require_word(key: str, value: str | None) -> None:
         )
 
 
-def submit(target: Target, options: SlurmOptions) -> int:
+def submit(target: LaunchTarget, options: SlurmOptions) -> int:
     """Submit the script with sbatch."""
     return hand_to(["sbatch"], render(target, options))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_3d.app.runs.check import Machine, check_for
+from lightning_3d.app.runs.check import CheckedMachine, check_for
 from lightning_3d.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Target:
+class LaunchTarget:
     """A run on the nodes of its cluster.
 
     Attributes:
@@ -51,7 +51,7 @@ class Target:
         return ["train", *self.overrides, *added]
 
 
-def find_target(overrides: Sequence[str], machine: Machine) -> Target:
+def find_target(overrides: Sequence[str], machine: CheckedMachine) -> LaunchTarget:
     """Compose and check the configuration for the nodes of its cluster, which this machine need not
     be one of.
 
@@ -80,7 +80,7 @@ def find_target(overrides: Sequence[str], machine: Machine) -> Target:
         for line in overrides
         if line.lstrip("+").startswith("hydra.run.dir=")
     ]
-    return Target(
+    return LaunchTarget(
         name=_name(config, plan.layout.name),
         nodes=nodes,
         ranks_per_node=ranks // nodes,

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping
 
 from lightning_3d.app.launchers.options import TorchrunOptions
-from lightning_3d.app.launchers.target import Target
+from lightning_3d.app.launchers.target import LaunchTarget
 from lightning_3d.errors import ConfigError
 
 PORT = 29500
 
 
 def torchrun_command(
-    target: Target,
+    target: LaunchTarget,
     python: str,
     *,
     endpoint: str | None,
@@ -34,7 +34,7 @@ def torchrun_command(
         address: address of this node for the others; None: its host name.
         restarts: number of times that all ranks are restarted after a failure.
         meeting: settings of the c10d rendezvous.
-        folder: see `Target.arguments`.
+        folder: see `LaunchTarget.arguments`.
     """
     options = [
         f"--nnodes={target.nodes}",
@@ -62,7 +62,7 @@ def torchrun_command(
     ]
 
 
-def command_of(target: Target, options: TorchrunOptions) -> list[str]:
+def command_of(target: LaunchTarget, options: TorchrunOptions) -> list[str]:
     """Build the command for each node of the cluster.
 
     Raises:
@@ -102,12 +102,12 @@ def command_of(target: Target, options: TorchrunOptions) -> list[str]:
     )
 
 
-def render(target: Target, options: TorchrunOptions) -> str:
+def render(target: LaunchTarget, options: TorchrunOptions) -> str:
     """Write the command as a line of shell."""
     return f"{shlex.join(command_of(target, options))}\n"
 
 
-def submit(target: Target, options: TorchrunOptions) -> int:
+def submit(target: LaunchTarget, options: TorchrunOptions) -> int:
     """Replace this process by torchrun."""
     command = command_of(target, options)
     sys.stdout.flush()

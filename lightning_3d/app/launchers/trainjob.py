@@ -13,7 +13,7 @@ from typing import Any
 from lightning_3d.app.launchers.options import TrainJobOptions
 from lightning_3d.app.launchers.pods import FIRST_POD_HOSTS, NODE, job_name, metadata, pod
 from lightning_3d.app.launchers.submit import as_yaml, hand_to
-from lightning_3d.app.launchers.target import Target
+from lightning_3d.app.launchers.target import LaunchTarget
 from lightning_3d.errors import ConfigError, listed
 
 _VERSION = "trainer.kubeflow.org/v1alpha1"
@@ -30,7 +30,7 @@ _RESERVED = {
 _MANAGER = "lightning-3d.launch"
 
 
-def documents(target: Target, options: TrainJobOptions) -> list[dict[str, Any]]:
+def documents(target: LaunchTarget, options: TrainJobOptions) -> list[dict[str, Any]]:
     """Build the TrainJob, after its TrainingRuntime unless the cluster has one.
 
     Raises:
@@ -90,7 +90,7 @@ def _trainjob(options: TrainJobOptions, name: str, spec: dict[str, Any]) -> dict
 
 
 def _runtime(
-    target: Target, options: TrainJobOptions, name: str, node: dict[str, Any]
+    target: LaunchTarget, options: TrainJobOptions, name: str, node: dict[str, Any]
 ) -> dict[str, Any]:
     """Build the TrainingRuntime: what a TrainJob itself cannot set."""
     (container,) = node["containers"]
@@ -156,11 +156,11 @@ def _refuse_what_a_runtime_decides(options: TrainJobOptions) -> None:
         )
 
 
-def render(target: Target, options: TrainJobOptions) -> str:
+def render(target: LaunchTarget, options: TrainJobOptions) -> str:
     return as_yaml(*documents(target, options))
 
 
-def submit(target: Target, options: TrainJobOptions) -> int:
+def submit(target: LaunchTarget, options: TrainJobOptions) -> int:
     """Create the TrainJob, and create or update its runtime, which stays when a TrainJob is
     deleted."""
     return hand_to(["kubectl", "apply", "-f", "-"], render(target, options))

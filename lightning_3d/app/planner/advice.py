@@ -1,6 +1,6 @@
 """Answers of the planner about a run: what fits and what is fastest. Imports no torch.
 
-`plan_run` takes `Advice`, so that the checks of a configuration work without a planner.
+`plan_run` takes `PlannerAdvice`, so that the checks of a configuration work without a planner.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from lightning_3d.app.planner.profile_file import (
     require_same_gpu,
     stack_of_profile,
 )
-from lightning_3d.app.planner.rank_memory import Memory
-from lightning_3d.app.planner.search import Candidate, Found, search
+from lightning_3d.app.planner.rank_memory import RankMemory
+from lightning_3d.app.planner.search import Candidate, SearchResult, search
 from lightning_3d.app.planner.stack import Stack
 from lightning_3d.app.planner.step_time import step_of
 from lightning_3d.app.planner.tables import memory_table
@@ -334,7 +334,7 @@ def _measured_stack(run: CompleteRun, path: str, precision: str) -> Stack:
 
 
 @dataclass(frozen=True)
-class Advice:
+class PlannerAdvice:
     """Answers to the questions of `plan_run`."""
 
     def choose(self, run: CompleteRun, precision: str) -> dict[str, Any]:
@@ -458,8 +458,8 @@ class Advice:
         raise LayoutError(
             f"{layout.name} needs about {gibibytes(needed(job))} for its {plural(ranks, 'rank')} on"
             f" this machine, but only {gibibytes(there)} is"
-            f" free.\n{memory_table(Memory(**parts))}\n{advice}, or use GPUs (cluster=h100_1x8)."
-            " Use force=true to start anyway."
+            f" free.\n{memory_table(RankMemory(**parts))}\n{advice}, or use GPUs"
+            " (cluster=h100_1x8). Use force=true to start anyway."
         )
 
 
@@ -548,7 +548,7 @@ def need_less(
     )
 
 
-def plan(run: CompleteRun, precision: str, *, most: int = 5) -> Found:
+def plan(run: CompleteRun, precision: str, *, most: int = 5) -> SearchResult:
     """Search the fastest ways to train on the cluster, with the keys that the configuration fixes.
 
     Args:
@@ -752,7 +752,7 @@ def _faster_than(first: Candidate, job: Job, run: CompleteRun) -> Candidate | No
     return found[0] if found and found[0].step.seconds < below else None
 
 
-def faster_overlapped(run: CompleteRun, found: Found) -> Candidate | None:
+def faster_overlapped(run: CompleteRun, found: SearchResult) -> Candidate | None:
     """Return the fastest of the proposed layouts if parameters are gathered while the next forward
     runs (`zero_overlap_gather`).
 
@@ -814,7 +814,7 @@ def _nearest_with_room(job: Job, machine: Machine, risk: float) -> str:
     return nearest or f"Use more {machine.unit}s or a larger tp or pp"
 
 
-def _tight(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
+def _tight(job: Job, memory: RankMemory, machine: Machine, risk: float) -> str:
     """Return the warning about a layout that fits but is too likely to run out of memory."""
     advice = _nearest_with_room(job, machine, risk)
     return (
@@ -826,7 +826,7 @@ def _tight(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
     )
 
 
-def _too_large(job: Job, memory: Memory, machine: Machine, risk: float) -> str:
+def _too_large(job: Job, memory: RankMemory, machine: Machine, risk: float) -> str:
     """Return the message about a layout that does not fit, with the nearest options that do."""
     advice = _nearest_with_room(job, machine, risk)
     return (

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_3d.app.config.cluster import ClusterConfig
 from lightning_3d.app.config.plan import MEMORY_RISK, PlanOptions
 from lightning_3d.app.config.run_config import ParallelismConfig, RunConfig, complete_run
-from lightning_3d.app.planner.advice import Advice
+from lightning_3d.app.planner.advice import PlannerAdvice
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.batch_rules import check_batch, largest_micro_batch
 from lightning_3d.layout.given_stages import AUTO
@@ -82,7 +82,7 @@ def planned(
     )
     run = complete_run(asked)
     run.plan.check()
-    advice = Advice()
+    advice = PlannerAdvice()
     if layout == "auto":
         return options | advice.choose(run, precision)
     wanted = run.parallelism

@@ -19,7 +19,7 @@ _BLOCK = re.compile(r"(?:.+\.)?(?:layers|h)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WeightMatrix:
     """Weights of one matrix product, `outputs` x `inputs`. Tensor parallelism shards `outputs`
     (column), `inputs` (row), or neither."""
 
@@ -39,7 +39,7 @@ class Matrix:
         )
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """Kind of a block: whether its MLP is a mixture, and its attention window in tokens (None for
     the whole sequence)."""
 
@@ -103,7 +103,7 @@ class Architecture:
     ffn: int
     gated: bool
     tied: bool
-    attention: tuple[Matrix, ...]
+    attention: tuple[WeightMatrix, ...]
     query_width: int
     key_width: int
     mixtures: tuple[bool, ...] = ()
@@ -167,7 +167,10 @@ class Architecture:
             ffn=0 if experts else ffn,
             gated=gated,
             tied=tied,
-            attention=(Matrix(queries + 2 * keys, hidden), Matrix(hidden, queries, "row")),
+            attention=(
+                WeightMatrix(queries + 2 * keys, hidden),
+                WeightMatrix(hidden, queries, "row"),
+            ),
             query_width=queries,
             key_width=2 * keys,
             experts=experts,
@@ -302,20 +305,20 @@ class Architecture:
             default=0,
         )
 
-    def shared_mlp(self) -> tuple[Matrix, ...]:
+    def shared_mlp(self) -> tuple[WeightMatrix, ...]:
         """Return the matrices of the experts that see every token."""
         matrices = self.mlp(self.shared_ffn)
         return (
-            tuple(Matrix(one.outputs, one.inputs, "none") for one in matrices)
+            tuple(WeightMatrix(one.outputs, one.inputs, "none") for one in matrices)
             if self.whole_shared
             else matrices
         )
 
-    def mlp(self, width: int) -> tuple[Matrix, ...]:
+    def mlp(self, width: int) -> tuple[WeightMatrix, ...]:
         """Return the matrices of an MLP of this inner width."""
         return (
-            Matrix((2 if self.gated else 1) * width, self.hidden),
-            Matrix(self.hidden, width, "row"),
+            WeightMatrix((2 if self.gated else 1) * width, self.hidden),
+            WeightMatrix(self.hidden, width, "row"),
         )
 
     def mlp_size(self, width: int) -> int:
@@ -327,12 +330,12 @@ class Architecture:
         return self.mlp_size(self.expert_ffn)
 
     @cached_property
-    def _kind_of_block(self) -> tuple[Kind, ...]:
+    def _kind_of_block(self) -> tuple[BlockKind, ...]:
         mixtures = self.mixtures or (self.experts > 0,) * self.layers
-        return tuple(map(Kind, mixtures, self.windows or (None,) * self.layers))
+        return tuple(map(BlockKind, mixtures, self.windows or (None,) * self.layers))
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[BlockKind, ...]:
         """Different kinds of blocks, in the order in which they first occur."""
         return tuple(dict.fromkeys(self._kind_of_block))
 
@@ -346,7 +349,7 @@ class Architecture:
         """Number of blocks of each kind."""
         return tuple(map(self.pattern.count, range(len(self.kinds))))
 
-    def dense_parameters(self, kind: Kind) -> int:
+    def dense_parameters(self, kind: BlockKind) -> int:
         """Count the parameters of a block without its routed experts."""
         if kind.mixture:
             return (
@@ -358,7 +361,7 @@ class Architecture:
             )
         return self.attention_size + self.norms + self.mlp_size(self.ffn) + self.mlp_biases
 
-    def routed_parameters(self, kind: Kind) -> int:
+    def routed_parameters(self, kind: BlockKind) -> int:
         """Count the parameters of the routed experts of a block."""
         return self.experts * (self.expert_size + self.expert_biases) if kind.mixture else 0
 
@@ -384,7 +387,7 @@ class Architecture:
             for held, all_, experts in zip(whole, dense, routed, strict=True)
         )
 
-    def multiplied(self, kind: Kind) -> int:
+    def multiplied(self, kind: BlockKind) -> int:
         """Count the weights of a block that a token is multiplied with."""
         if kind.mixture:
             return (
@@ -411,10 +414,10 @@ class Architecture:
         )
 
     @cached_property
-    def joining(self) -> Matrix:
+    def joining(self) -> WeightMatrix:
         """The matrix with which a module of multi-token prediction joins hidden states and
         embedding; every tensor-parallel rank has it."""
-        return Matrix(self.hidden, 2 * self.hidden, "none")
+        return WeightMatrix(self.hidden, 2 * self.hidden, "none")
 
     @cached_property
     def joining_parameters(self) -> int:
@@ -423,7 +426,7 @@ class Architecture:
         return self.joining.size + 3 * self.hidden
 
     @staticmethod
-    def context(seq: int, kind: Kind) -> float:
+    def context(seq: int, kind: BlockKind) -> float:
         """Count the tokens that a token attends to, averaged over tokens: with a causal mask half
         of the sequence or window."""
         length = min(kind.window or seq, seq)
@@ -479,13 +482,13 @@ def _kept_by_latent_attention(
     return shapes.get("self_attn.q_a_layernorm.weight", (0,))[0] + expanded[1], expanded[0] - values
 
 
-def _matrix(name: str, shape: tuple[int, ...], whole: tuple[str, ...]) -> Matrix:
+def _matrix(name: str, shape: tuple[int, ...], whole: tuple[str, ...]) -> WeightMatrix:
     """Return a projection of attention as tensor parallelism shards it; down-projections of latent
     attention are replicated, and what is `whole` (`ModelSpec.whole`)."""
     # GPT-2 stores (inputs, outputs)
     outputs, inputs = reversed(shape) if "attn.c_" in name else shape
     if any(part in name for part in ("q_a_proj", "kv_a_proj")) or name.startswith(whole):
-        return Matrix(outputs, inputs, "none")
+        return WeightMatrix(outputs, inputs, "none")
     if any(part in name for part in ("o_proj", "attention.dense", "attn.c_proj")):
-        return Matrix(outputs, inputs, "row")
-    return Matrix(outputs, inputs)
+        return WeightMatrix(outputs, inputs, "row")
+    return WeightMatrix(outputs, inputs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import comb
 from typing import Any
 
-from lightning_3d.app.planner.architecture import Architecture, Kind, Matrix
+from lightning_3d.app.planner.architecture import Architecture, BlockKind, WeightMatrix
 from lightning_3d.app.planner.frozen import alone
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import (
@@ -34,7 +34,7 @@ of this package."""
 
 
 @dataclass(frozen=True)
-class Part:
+class CostPart:
     """Seconds of one part of the model: computation and exposed communication, forward and
     backward.
 
@@ -51,8 +51,8 @@ class Part:
     again: float = 0.0
     again_communication: float = 0.0
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
+    def __add__(self, other: CostPart) -> CostPart:
+        return CostPart(
             self.forward + other.forward,
             self.backward + other.backward,
             self.weights + other.weights,
@@ -62,8 +62,8 @@ class Part:
             self.again_communication + other.again_communication,
         )
 
-    def __mul__(self, times: float) -> Part:
-        return Part(
+    def __mul__(self, times: float) -> CostPart:
+        return CostPart(
             times * self.forward,
             times * self.backward,
             times * self.weights,
@@ -73,7 +73,7 @@ class Part:
             times * self.again_communication,
         )
 
-    def recomputed_twice(self) -> Part:
+    def recomputed_twice(self) -> CostPart:
         """Return the part where gradients of weights have a pass of their own, which repeats the
         forward again."""
         return replace(
@@ -83,7 +83,7 @@ class Part:
             backward_communication=self.backward_communication + self.again_communication,
         )
 
-    def halved(self, times: float) -> Part:
+    def halved(self, times: float) -> CostPart:
         """Return the part where the backward in two halves takes `times` as long as a whole one."""
         return replace(self, backward=times * self.backward, weights=times * self.weights)
 
@@ -98,7 +98,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockWork:
     """Seconds of all work of a job's ranks for one micro-batch.
 
     Attributes:
@@ -113,23 +113,23 @@ class Work:
             same blocks, embedding and head share it.
     """
 
-    blocks: tuple[Part, ...]
-    embedding: Part
-    head: Part
+    blocks: tuple[CostPart, ...]
+    embedding: CostPart
+    head: CostPart
     message: float
     host_block: float
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, counts: Iterable[int]) -> Part:
+    def of(self, counts: Iterable[int]) -> CostPart:
         """Return the seconds of so many blocks of each kind."""
         parts = zip(self.blocks, counts, strict=True)
-        return sum((part * count for part, count in parts if count), Part())
+        return sum((part * count for part, count in parts if count), CostPart())
 
 
-def work_of(job: Job, machine: Machine) -> Work:
+def work_of(job: Job, machine: Machine) -> BlockWork:
     """Predict the work of a job's ranks for one micro-batch."""
     head = _head(job, machine) * (1 + job.model.ahead) + _ahead(job, machine)
-    return Work(
+    return BlockWork(
         blocks=tuple(_recomputed(job, machine, kind) for kind in job.model.kinds),
         embedding=_embedding(job, machine),
         head=head + _frozen(job, machine),
@@ -155,12 +155,12 @@ def message_seconds(job: Job, machine: Machine) -> float:
     )
 
 
-def _frozen(job: Job, machine: Machine) -> Part:
+def _frozen(job: Job, machine: Machine) -> CostPart:
     """Predict the forward of a frozen second model. The host starts its kernels, too, a third of
     those of both passes."""
     second = alone(job)
     if second is None:
-        return Part()
+        return CostPart()
     work = work_of(second, machine)
     whole = work.of(second.model.counts) + work.embedding + work.head
     host = work.host_block * second.model.layers / 3
@@ -169,10 +169,12 @@ def _frozen(job: Job, machine: Machine) -> Part:
         if job.stack.host.computes
         else max(0.0, host - whole.forward - whole.forward_communication)
     )
-    return Part(forward=whole.forward + waits, forward_communication=whole.forward_communication)
+    return CostPart(
+        forward=whole.forward + waits, forward_communication=whole.forward_communication
+    )
 
 
-def _ahead(job: Job, machine: Machine) -> Part:
+def _ahead(job: Job, machine: Machine) -> CostPart:
     """Predict what modules of multi-token prediction have in addition to their blocks and heads:
     the matrices that join embeddings and hidden states, and one exchange of the tokens behind each
     chunk of a context-parallel rank (`parallel/context/following.py`)."""
@@ -182,17 +184,19 @@ def _ahead(job: Job, machine: Machine) -> Part:
         return part
     edges = 2 * layout.cp * model.ahead * job.micro_batch
     once = gather(machine, machine.group(layout, ("cp",)), edges * model.hidden * job.width)
-    return part + Part(forward_communication=once, backward_communication=once)
+    return part + CostPart(forward_communication=once, backward_communication=once)
 
 
-def products(job: Job, machine: Machine, matrices: Iterable[Matrix], tokens: float) -> Part:
+def products(
+    job: Job, machine: Machine, matrices: Iterable[WeightMatrix], tokens: float
+) -> CostPart:
     """Predict matrix products of `tokens` tokens with matrices that tensor parallelism shards."""
     return _products(job, machine, matrices, tokens, job.precision)
 
 
 def _expert_products(
-    job: Job, machine: Machine, matrices: Sequence[Matrix], rows: float, experts: int
-) -> Part:
+    job: Job, machine: Machine, matrices: Sequence[WeightMatrix], rows: float, experts: int
+) -> CostPart:
     """Predict matrix products of `rows` rows, which are divided among `experts` experts with such
     matrices."""
     precision = job.expert_precision
@@ -204,12 +208,12 @@ def _expert_products(
 def _products(
     job: Job,
     machine: Machine,
-    matrices: Iterable[Matrix],
+    matrices: Iterable[WeightMatrix],
     tokens: float,
     precision: str,
     copies: int = 1,
     starts: int = 1,
-) -> Part:
+) -> CostPart:
     """Predict matrix products in a precision with `copies` of matrices, `starts` of which start one
     after the other."""
     rate, bandwidth, kernel = (
@@ -228,10 +232,10 @@ def _products(
         inputs += work + activations + width * size + starts * kernel
         weights += work + activations + 2 * job.stack.footprint.gradient * size + starts * kernel
     weights *= job.trained
-    return Part(forward=forward, backward=inputs + weights, weights=weights)
+    return CostPart(forward=forward, backward=inputs + weights, weights=weights)
 
 
-def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
+def _attention(job: Job, machine: Machine, kind: BlockKind) -> CostPart:
     """Predict scores and values of one block. With a causal mask half of the products are needed; a
     backward pass has 2.5 times as many (FlashAttention-2, arXiv:2307.08691, section 3.1). Without a
     fused kernel the scores are written and read (`Stack.score_bytes`). A causal mask saves no
@@ -241,14 +245,14 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
     context = model.context(job.seq, kind)
     if job.stack.flash:
         forward = 4.0 * job.tokens * context * width / job.stack.attention_rate(machine)
-        part = Part(forward=forward, backward=2.5 * forward)
+        part = CostPart(forward=forward, backward=2.5 * forward)
     else:
         scores = job.tokens * job.seq * model.heads / job.attention_tp / machine.memory_rate
         work = (
             4.0 * job.tokens * job.seq * width / machine.matmul_rate(job.stack.attention_precision)
         )
         forward, backward = job.stack.score_bytes
-        part = Part(forward=work + forward * scores, backward=2 * work + backward * scores)
+        part = CostPart(forward=work + forward * scores, backward=2 * work + backward * scores)
     if layout.cp > 1:
         kv = gather(
             machine,
@@ -258,17 +262,17 @@ def _attention(job: Job, machine: Machine, kind: Kind) -> Part:
         forward, backward = (
             (part.forward, part.backward) if job.stack.overlap.blocks else (0.0, 0.0)
         )
-        part += Part(
+        part += CostPart(
             forward_communication=max(0.0, kv - forward),
             backward_communication=max(0.0, 2 * kv - backward),
         )
         # results of a round join those before
         merged = (layout.cp - 1) * 3 * _WORD * job.tokens * width / machine.memory_rate
-        part += Part(forward=merged, backward=merged)
+        part += CostPart(forward=merged, backward=merged)
     return part
 
 
-def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
+def _elementwise(job: Job, machine: Machine, inner: float) -> CostPart:
     """Predict norms, residual sums, rotation of queries and keys, and the activation of an MLP of
     local inner width `inner`.
 
@@ -292,7 +296,7 @@ def _elementwise(job: Job, machine: Machine, inner: float) -> Part:
         # casts of the inputs of products
         traffic += 3 * job.tokens * (2 * model.hidden + rotated + inner)
     forward = traffic / machine.memory_rate
-    return Part(forward=forward, backward=2 * forward)
+    return CostPart(forward=forward, backward=2 * forward)
 
 
 def _rotated(job: Job) -> float:
@@ -300,7 +304,7 @@ def _rotated(job: Job) -> float:
     return (job.model.query_width + job.model.key_width / 2) / job.attention_tp
 
 
-def _tensor_parallel(job: Job, machine: Machine, kind: Kind) -> Part:
+def _tensor_parallel(job: Job, machine: Machine, kind: BlockKind) -> CostPart:
     """Predict the messages of tensor-parallel ranks of one block: a pair for attention and a pair
     for its MLP.
 
@@ -318,17 +322,17 @@ def _tensor_parallel(job: Job, machine: Machine, kind: Kind) -> Part:
     if job.sequence_parallel:
         return part
     _, _, gathered = _hidden_states(job, machine)
-    return part + Part(forward_communication=gathered, backward_communication=gathered)
+    return part + CostPart(forward_communication=gathered, backward_communication=gathered)
 
 
-def _pairs(job: Job, machine: Machine, count: int) -> Part:
+def _pairs(job: Job, machine: Machine, count: int) -> CostPart:
     """Predict `count` all-reduces of (batch, seq, hidden) forward and as many backward, or as many
     pairs of all-gather and reduce-scatter. With sequence parallelism the inputs of products are
     gathered once more in the backward pass (arXiv:2205.05198, section 4.2.2)."""
     summed, scattered, gathered = _hidden_states(job, machine)
     if not job.sequence_parallel:
-        return Part(forward_communication=count * summed, backward_communication=count * summed)
-    return Part(
+        return CostPart(forward_communication=count * summed, backward_communication=count * summed)
+    return CostPart(
         forward_communication=count * (gathered + scattered),
         backward_communication=count * (2 * gathered + scattered),
     )
@@ -357,7 +361,7 @@ def _hidden_states(job: Job, machine: Machine) -> tuple[float, float, float]:
     )
 
 
-def _mixture(job: Job, machine: Machine) -> Part:
+def _mixture(job: Job, machine: Machine) -> CostPart:
     """Predict router, shared experts, token exchange and routed experts of one block: top_k copies
     of each token are sent and come back (arXiv:2006.16668, section 2.2)."""
     model, layout = job.model, job.layout
@@ -368,25 +372,28 @@ def _mixture(job: Job, machine: Machine) -> Part:
     if not sharded:
         rows /= layout.tp
         unsharded = tuple(
-            Matrix(matrix.outputs, matrix.inputs, "none") for matrix in model.mlp(model.expert_ffn)
+            WeightMatrix(matrix.outputs, matrix.inputs, "none")
+            for matrix in model.mlp(model.expert_ffn)
         )
         part = _expert_products(job, machine, unsharded, rows, local)
         inner: float = model.expert_ffn * rows / job.tokens
     else:
         part = _expert_products(job, machine, model.mlp(model.expert_ffn), rows, local)
         inner = model.expert_ffn * model.top_k / layout.tp
-    shared = products(job, machine, model.shared_mlp(), job.tokens) if model.shared_ffn else Part()
+    shared = (
+        products(job, machine, model.shared_mlp(), job.tokens) if model.shared_ffn else CostPart()
+    )
     moved = 4 * rows * model.hidden * job.width / machine.memory_rate  # permutation there and back
     sent = job.tokens / layout.tp if layout.ep > 1 else job.tokens
     part += (
         shared
-        + Part(forward=moved, backward=2 * moved)
+        + CostPart(forward=moved, backward=2 * moved)
         + _token_exchange(job, machine, sent, shared)
     )
     return part + _elementwise(job, machine, inner)
 
 
-def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> Part:
+def _token_exchange(job: Job, machine: Machine, tokens: float, shared: CostPart) -> CostPart:
     """Predict the exposed exchange of tokens with the ranks that have their experts, there and
     back, forward and backward.
 
@@ -403,7 +410,7 @@ def _token_exchange(job: Job, machine: Machine, tokens: float, shared: Part) -> 
     first, inside = job.stack.exchange_seconds(
         machine, ranks, model.top_k * row, crossing, job.layout.tp
     )
-    return Part(
+    return CostPart(
         forward_communication=2 * (first + inside) - min(first, shared.forward),
         backward_communication=2 * (first + inside) - min(first, shared.backward),
     )
@@ -435,7 +442,7 @@ def expert_group(job: Job, machine: Machine) -> Group:
     return machine.expert_groups(job.layout, job.layout.dp)[0]
 
 
-def _block(job: Job, machine: Machine, kind: Kind) -> Part:
+def _block(job: Job, machine: Machine, kind: BlockKind) -> CostPart:
     """Predict a block without recomputation."""
     model = job.model
     part = (
@@ -452,7 +459,7 @@ def _block(job: Job, machine: Machine, kind: Kind) -> Part:
     )
 
 
-def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
+def _recomputed(job: Job, machine: Machine, kind: BlockKind) -> CostPart:
     """Predict a block with recomputation, averaged over blocks: the backward pass of one in
     `recompute_every` repeats a part of its forward."""
     block = _block(job, machine, kind)
@@ -462,7 +469,7 @@ def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
         repeated, communicated = _selected(job, machine, kind), 0.0
     else:
         return block
-    again = Part(
+    again = CostPart(
         backward=repeated,
         again=repeated,
         backward_communication=communicated,
@@ -471,7 +478,7 @@ def _recomputed(job: Job, machine: Machine, kind: Kind) -> Part:
     return block + again * (1 / job.recompute_every)
 
 
-def _selected(job: Job, machine: Machine, kind: Kind) -> float:
+def _selected(job: Job, machine: Machine, kind: BlockKind) -> float:
     """Return the forward seconds of what `recompute=selective` repeats. Ours: the element-wise
     operations of a block and attention without a fused kernel, but nothing of mixtures that
     exchange tokens and of attention that shares out sequences (`EXPENSIVE` in
@@ -501,28 +508,28 @@ def _selected(job: Job, machine: Machine, kind: Kind) -> float:
     )
 
 
-def _embedding(job: Job, machine: Machine) -> Part:
+def _embedding(job: Job, machine: Machine) -> CostPart:
     """Predict the embedding: rows are read and written, and the backward pass adds to the
     gradient's rows. Tensor-parallel ranks, each with a part of the vocabulary, sum what they have
     found; with sequence parallelism they gather the gradient of their parts."""
     rows = 2 * job.width * job.tokens * job.model.hidden / machine.memory_rate
     summed, scattered, gathered = _hidden_states(job, machine)
-    part = Part(forward=rows, backward=2 * rows)
+    part = CostPart(forward=rows, backward=2 * rows)
     if not job.sequence_parallel:
-        return part + Part(forward_communication=summed)
-    return part + Part(
+        return part + CostPart(forward_communication=summed)
+    return part + CostPart(
         forward_communication=scattered if job.stack.scatters_embedding else summed,
         backward_communication=gathered,
     )
 
 
-def _loss(job: Job, machine: Machine) -> Part:
+def _loss(job: Job, machine: Machine) -> CostPart:
     """Predict the loss, whose passes over the logits are bound by memory."""
     moved, forward = job.stack.traffic.logit, _LOSS_FORWARD
     if job.layout.tp > 1 and job.stack.traffic.sharded_logit is not None:
         moved, forward = job.stack.traffic.sharded_logit, _SHARDED_LOSS_FORWARD
     seconds = job.tokens * job.model.vocab / job.layout.tp * moved / machine.memory_rate
-    return Part(forward=seconds * forward, backward=seconds * (1 - forward))
+    return CostPart(forward=seconds * forward, backward=seconds * (1 - forward))
 
 
 def _bytes_of_summed_products(job: Job) -> int:
@@ -538,13 +545,13 @@ def _bytes_of_summed_products(job: Job) -> int:
     )
 
 
-def _head(job: Job, machine: Machine) -> Part:
+def _head(job: Job, machine: Machine) -> CostPart:
     """Predict the output head, sharded by vocabulary, and the loss. Tensor-parallel ranks sum the
     gradient of its input; with sequence parallelism they gather that input first."""
     model = job.model
-    head = products(job, machine, (Matrix(model.vocab, model.hidden),), job.tokens)
+    head = products(job, machine, (WeightMatrix(model.vocab, model.hidden),), job.tokens)
     part = head + _loss(job, machine)
-    part += Part(
+    part += CostPart(
         forward=_bytes_of_summed_products(job)
         * model.vocab
         / job.layout.tp
@@ -552,7 +559,7 @@ def _head(job: Job, machine: Machine) -> Part:
         / machine.memory_rate
     )
     summed, _, gathered = _hidden_states(job, machine)
-    return part + Part(
+    return part + CostPart(
         forward_communication=gathered if job.sequence_parallel else 0.0,
         backward_communication=summed,
     )

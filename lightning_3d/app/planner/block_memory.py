@@ -15,7 +15,7 @@ more, and with sequence parallelism only the inputs of the norms: 4 h / t instea
 
 from __future__ import annotations
 
-from lightning_3d.app.planner.architecture import Kind
+from lightning_3d.app.planner.architecture import BlockKind
 from lightning_3d.app.planner.job import Job
 from lightning_3d.models.spec import Kept
 
@@ -29,7 +29,7 @@ def block_bytes(job: Job) -> BlockBytes:
     return tuple(_of_kind(job, kind) for kind in job.model.kinds)
 
 
-def _of_kind(job: Job, kind: Kind) -> tuple[float, float]:
+def _of_kind(job: Job, kind: BlockKind) -> tuple[float, float]:
     """Return what a block keeps and recomputes: with full recomputation all of what it keeps
     otherwise (its input is not part of that: norms keep a copy in float32), with selective
     recomputation what is cheap."""
@@ -41,7 +41,7 @@ def _of_kind(job: Job, kind: Kind) -> tuple[float, float]:
     return kept, whole if job.recompute == "full" else _recomputed_at_once(job, kind, whole - least)
 
 
-def _recomputed_at_once(job: Job, kind: Kind, cheap: float) -> float:
+def _recomputed_at_once(job: Job, kind: BlockKind, cheap: float) -> float:
     """Return which of the `cheap` bytes of a block live together: all of them, or the most of a
     part where parts are recomputed one by one, because a backward frees those of its part before
     the next begins. Such parts are two norms, and attention or an MLP."""
@@ -56,12 +56,12 @@ def _recomputed_at_once(job: Job, kind: Kind, cheap: float) -> float:
     return min(cheap, max(norm, cheap - 2 * norm))
 
 
-def _exchanges(job: Job, kind: Kind) -> bool:
+def _exchanges(job: Job, kind: BlockKind) -> bool:
     """Return whether a block sends tokens to experts of other ranks."""
     return kind.mixture and job.layout.ep > 1
 
 
-def _least_kept(job: Job, kind: Kind, whole: float) -> float:
+def _least_kept(job: Job, kind: BlockKind, whole: float) -> float:
     """Return the bytes that a recomputed block keeps of the `whole` ones."""
     model, layout = job.model, job.layout
     if job.recompute == "full":
@@ -72,7 +72,7 @@ def _least_kept(job: Job, kind: Kind, whole: float) -> float:
     return job.stack.selective_bytes(whole, job.tokens * core / layout.tp / 2)
 
 
-def _kept_by_selection(job: Job, kind: Kind) -> float:
+def _kept_by_selection(job: Job, kind: BlockKind) -> float:
     """Bytes of one micro-batch that a block keeps with our `recompute=selective`: its input, the
     results of products and fused attention, and the sum behind attention
     (`parallel/blocks/kept_results.py`). Where experts exchange tokens or attention shares out
@@ -104,7 +104,7 @@ def _results_of_attention(job: Job) -> float:
     )
 
 
-def _results_of_mlp(job: Job, kind: Kind) -> float:
+def _results_of_mlp(job: Job, kind: BlockKind) -> float:
     """Bytes of a token that selective recomputation keeps of an MLP, or of a mixture whose experts
     have all tokens. The products of experts are scaled by their weights, so that the last ones are
     kept, too."""
@@ -118,7 +118,7 @@ def _results_of_mlp(job: Job, kind: Kind) -> float:
     )
 
 
-def block_activations(job: Job, kind: Kind) -> float:
+def block_activations(job: Job, kind: BlockKind) -> float:
     """Bytes of one micro-batch that a block without recomputation keeps."""
     return job.tokens * (_kept_by_attention(job) + _kept_by_mlp(job, kind))
 
@@ -137,7 +137,7 @@ def _kept_by_attention(job: Job) -> float:
     return kept / tp + (2 * width + unfused) * model.latent + gathered
 
 
-def _kept_by_mlp(job: Job, kind: Kind) -> float:
+def _kept_by_mlp(job: Job, kind: BlockKind) -> float:
     """Bytes of a token that both norms of a block and its MLP or mixture keep."""
     model, layout, footprint, width = job.model, job.layout, job.stack.footprint, job.width
     family = model.kept if job.stack.transformers else Kept()
@@ -170,7 +170,7 @@ def _kept_by_mlp(job: Job, kind: Kind) -> float:
     )
 
 
-def _cast_inputs(job: Job, kind: Kind) -> float:
+def _cast_inputs(job: Job, kind: BlockKind) -> float:
     """Bytes of a token that a block keeps in addition with autocast: norms are in float32, also
     what they keep, and each product has a copy of its input in 16 bits. A compiler makes one copy
     for all."""

@@ -11,7 +11,7 @@ from itertools import product
 from lightning_3d.app.planner.fitting_stages import fitting_job
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Machine, on_one_node
-from lightning_3d.app.planner.memory import Memory, memory_within
+from lightning_3d.app.planner.memory import RankMemory, memory_within
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout.layout import Layout, divisors
 from lightning_3d.layout.schedules import SCHEDULES, find_schedule, predicted_bubble
@@ -253,7 +253,7 @@ def more_recomputed(job: Job, fixed: Fixed) -> Job | None:
     return None if level is None else job.but(recompute=level)
 
 
-def fitting(job: Job, room: float, fixed: Fixed) -> tuple[Job, Memory] | None:
+def fitting(job: Job, room: float, fixed: Fixed) -> tuple[Job, RankMemory] | None:
     """Return a job and its memory, with other stages where the user lets the planner choose them;
     None if it needs more than `room` bytes."""
     if fixed.fit_stages and job.layout.pp > 1:

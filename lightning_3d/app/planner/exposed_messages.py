@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_3d.app.planner.block_costs import Part, work_of
+from lightning_3d.app.planner.block_costs import CostPart, work_of
 from lightning_3d.app.planner.frozen import alone
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Group, Machine, all_reduce, gather, reduce_scatter
@@ -52,7 +52,9 @@ def _tiers(job: Job, machine: Machine, held: Sequence[tuple[float, float]]) -> l
     return tiers
 
 
-def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float, float]) -> Part:
+def exposed_in_block(
+    job: Job, machine: Machine, block: CostPart, held: tuple[float, float]
+) -> CostPart:
     """Return the exposed messages of a block, if ZeRO gathers its parameters or reduces its
     gradients for every micro-batch.
 
@@ -67,7 +69,7 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
         and (once := stack.exposed_gather(machine, ranks, job.number * sum(held))) is not None
     ):
         again = 1 + (job.recompute == "full") + job.reduces_often
-        return Part(forward_communication=once, backward_communication=again * once)
+        return CostPart(forward_communication=once, backward_communication=again * once)
     whole = scatter = 0.0
     for tier in tiers:
         if job.gathers_often:
@@ -79,18 +81,18 @@ def exposed_in_block(job: Job, machine: Machine, block: Part, held: tuple[float,
         block.forward + block.forward_communication,
         block.backward + block.backward_communication,
     )
-    return Part(
+    return CostPart(
         forward_communication=max(_LATE * whole, whole - hidden * forward),
         backward_communication=max(_LATE * (whole + scatter), whole + scatter - hidden * backward),
     )
 
 
-def exposed_in_frozen(job: Job, machine: Machine) -> Part:
+def exposed_in_frozen(job: Job, machine: Machine) -> CostPart:
     """Return the exposed gathers of a frozen second model in one micro-batch, where ZeRO 3 gathers
     its blocks one at a time."""
     second = alone(job)
     if second is None or not job.gathers_frozen_often:
-        return Part()
+        return CostPart()
     ranks, _ = machine.shard_groups(job.layout, job.shards)
     hidden = _HIDDEN if job.stack.overlap.blocks else 0.0
     exposed = 0.0
@@ -101,7 +103,7 @@ def exposed_in_frozen(job: Job, machine: Machine) -> Part:
         exposed += count * max(
             _LATE * whole, whole - hidden * (block.forward + block.forward_communication)
         )
-    return Part(forward_communication=exposed)
+    return CostPart(forward_communication=exposed)
 
 
 def exposed_in_step(

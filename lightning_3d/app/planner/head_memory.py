@@ -74,9 +74,9 @@ def _of_pairs(job: Job) -> LossBytes:
 
 
 def _of_teacher(job: Job, kept: float, logits: float) -> LossBytes:
-    """Distillation (`app/training/distillation.py`): what cross-entropy keeps, the log-softmax of
-    both models, and meanwhile the logits of both and three results of their divergence.
-    Cross-entropy that tensor parallelism shards keeps the logits themselves."""
+    """Distillation (`app/training/objective.py`): what cross-entropy keeps, the log-softmax of both
+    models, and meanwhile the logits of both and three results of their divergence. Cross-entropy
+    that tensor parallelism shards keeps the logits themselves."""
     whole = job.width * job.tokens * job.model.vocab
     kept += 2 * whole
     own = 0.0 if job.layout.tp > 1 else job.width * logits

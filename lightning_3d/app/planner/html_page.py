@@ -11,7 +11,7 @@ from lightning_3d.app.planner.machine import Machine
 from lightning_3d.app.planner.memory_risk import largest_share
 from lightning_3d.app.planner.scaling import Series
 from lightning_3d.app.planner.scaling_figure import scaling_card
-from lightning_3d.app.planner.search import Candidate, Found
+from lightning_3d.app.planner.search import Candidate, SearchResult
 from lightning_3d.app.planner.step_time import step_of
 from lightning_3d.app.planner.tables import (
     COMPARED,
@@ -56,7 +56,7 @@ _PARETO_NOTE = (
 
 
 def page(
-    found: Found,
+    found: SearchResult,
     machine: Machine,
     title: str,
     style: str = "",
@@ -137,7 +137,7 @@ def _tiles(first: Candidate, machine: Machine) -> str:
     return f'<div class="tiles">{content}</div>'
 
 
-def _table(found: Found, machine: Machine) -> str:
+def _table(found: SearchResult, machine: Machine) -> str:
     names = (
         "",
         "layout",
@@ -187,7 +187,7 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
-def _pareto(found: Found, machine: Machine, risk: float) -> str:
+def _pareto(found: SearchResult, machine: Machine, risk: float) -> str:
     width, height, left, right, top, bottom = 1100, 340, 76, 24, 28, 44
     sizes = [one.memory.total / 2**30 for one in found.seen]
     speeds = [tokens_per_second(one) for one in found.seen]

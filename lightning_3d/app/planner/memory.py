@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_3d.app.planner.block_memory import block_bytes
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.moments import Moment, RankMoments, moments_of
-from lightning_3d.app.planner.rank_memory import Memory, Rank, RankBytes, StagesOfRank
+from lightning_3d.app.planner.rank_memory import Rank, RankBytes, RankMemory, StagesOfRank
 from lightning_3d.app.planner.stages import (
     Stage,
     one_block,
@@ -24,14 +24,14 @@ from lightning_3d.layout.pipeline_orders import first_forwards
 from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 
 
-def memory_of(job: Job) -> Memory:
+def memory_of(job: Job) -> RankMemory:
     """Return the memory of the rank that needs most."""
     memory = memory_within(job, inf)
     assert memory is not None
     return memory
 
 
-def memory_within(job: Job, room: float) -> Memory | None:
+def memory_within(job: Job, room: float) -> RankMemory | None:
     """Return the memory of the rank that needs most; None, as soon as it is known, if a rank needs
     more than `room` bytes."""
     ranks, blocks, most = RankBytes(job), block_bytes(job), None
@@ -62,7 +62,7 @@ def _covers(more: StagesOfRank, less: StagesOfRank) -> bool:
     return all(any(moment.covers(other) for moment in more.moments) for other in less.moments)
 
 
-def memory_of_all(job: Job) -> Memory:
+def memory_of_all(job: Job) -> RankMemory:
     """Return the memory of all ranks together, each at its peak, for a host that runs them all."""
     pipelines, blocks, of_job = (
         job.layout.world_size // job.layout.pp,
@@ -70,7 +70,7 @@ def memory_of_all(job: Job) -> Memory:
         RankBytes(job),
     )
     ranks = [asdict(of_job.memory(own, blocks)) for own in stages_in_flight(job)]
-    return Memory(**{name: pipelines * sum(rank[name] for rank in ranks) for name in ranks[0]})
+    return RankMemory(**{name: pipelines * sum(rank[name] for rank in ranks) for name in ranks[0]})
 
 
 def stages_in_flight(job: Job) -> list[StagesOfRank]:

@@ -63,8 +63,7 @@ class Profile:
         precision: precision of the measurements: fp32, fp64 or bf16.
         operations: measurements, each with its `kind` and `seconds`.
         context: bytes of a GPU that are neither free nor the allocator's.
-        float32_matmul: what `torch.get_float32_matmul_precision` returned; profiles of earlier
-            versions were measured with torch's default.
+        float32_matmul: what `torch.get_float32_matmul_precision` returned.
     """
 
     device: str

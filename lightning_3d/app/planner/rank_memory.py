@@ -47,7 +47,7 @@ class StagesOfRank(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank at its peak, by category. `other`: collectives, the allocator, CUDA."""
 
     weights: float
@@ -78,7 +78,7 @@ class Need(NamedTuple):
     loss: float = 0.0
 
 
-def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> Memory:
+def memory_of_rank(job: Job, own: StagesOfRank, blocks: BlockBytes) -> RankMemory:
     """Memory of one rank.
 
     Args:
@@ -101,7 +101,7 @@ class RankBytes:
         self.stages = StagesOfJob(job)
         self._ranks: dict[tuple[Stage, ...], Rank] = {}
 
-    def memory(self, own: StagesOfRank, blocks: BlockBytes) -> Memory:
+    def memory(self, own: StagesOfRank, blocks: BlockBytes) -> RankMemory:
         """Return the memory of one rank. `blocks`: what `block_bytes` returns."""
         return self.rank(own.stages).memory(own.moments, blocks)
 
@@ -158,7 +158,7 @@ class Rank:
             job, of_job.at_end or any(stage.embedding or stage.head for stage in stages)
         )
 
-    def memory(self, moments: Sequence[Moment], blocks: BlockBytes) -> Memory:
+    def memory(self, moments: Sequence[Moment], blocks: BlockBytes) -> RankMemory:
         """Return the memory at the moment that needs most. `blocks`: what `block_bytes` returns."""
         at_head = self._of_job.beside_head if self._loss.peak else (0.0, 0.0)
         beside = self._of_job.beside_blocks
@@ -183,7 +183,7 @@ class Rank:
         other = (footprint.allocator - 1) * max(
             need.activations + need.loss for need in needs
         ) + footprint.context
-        return Memory(
+        return RankMemory(
             self._weights + most.weights,
             most.gradients,
             self._optimizer,

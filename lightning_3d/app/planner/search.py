@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from lightning_3d.app.planner.block_costs import Work
+from lightning_3d.app.planner.block_costs import BlockWork
 from lightning_3d.app.planner.choices import (
     Fixed,
     degrees,
@@ -33,9 +33,9 @@ from lightning_3d.app.planner.choices import (
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Machine
 from lightning_3d.app.planner.memory import memory_of
-from lightning_3d.app.planner.rank_memory import Memory
+from lightning_3d.app.planner.rank_memory import RankMemory
 from lightning_3d.app.planner.shared_costs import SharedCosts
-from lightning_3d.app.planner.step_time import Step, least_span, step_of
+from lightning_3d.app.planner.step_time import PredictedStep, least_span, step_of
 
 MOST_SIMULATED = 30
 """Most candidates that are simulated."""
@@ -49,12 +49,12 @@ class Candidate:
     """A way to train, its step and the memory of its fullest rank."""
 
     job: Job
-    step: Step
-    memory: Memory
+    step: PredictedStep
+    memory: RankMemory
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Attributes:
@@ -83,7 +83,7 @@ def search(
     limit: int = MOST_SIMULATED,
     room: float | None = None,
     below: float = inf,
-) -> Found:
+) -> SearchResult:
     """Find the fastest candidates with different degrees of parallelism.
 
     Args:
@@ -118,11 +118,11 @@ class _Way(NamedTuple):
     """
 
     job: Job
-    step: Step
-    grouped: tuple[Job, Step] | None
+    step: PredictedStep
+    grouped: tuple[Job, PredictedStep] | None
 
 
-_Item = Job | _Unpriced | _Way | tuple[Job, Memory] | Candidate
+_Item = Job | _Unpriced | _Way | tuple[Job, RankMemory] | Candidate
 """What the queue holds: a shape (a job without a schedule), a job with one, a way to run it, one
 that fits, or a candidate whose step is known."""
 
@@ -146,7 +146,7 @@ class _Search:
         self._known: list[Candidate] = []
         self._expanded = 0
 
-    def run(self, most: int, limit: int, below: float) -> Found:
+    def run(self, most: int, limit: int, below: float) -> SearchResult:
         """Take the first of the queue until `most` layouts are found; see `search`."""
         while self._queue and len(self._best) < most:
             bound, number, item = heapq.heappop(self._queue)
@@ -173,7 +173,7 @@ class _Search:
                 self._best.setdefault(degrees(one.job), one)
         ordered = tuple(sorted(self._best.values(), key=lambda one: one.step.seconds))
         simulated, known = tuple(self._simulated), tuple(self._known)
-        return Found(ordered, simulated, simulated + known, self._shapes, self._expanded)
+        return SearchResult(ordered, simulated, simulated + known, self._shapes, self._expanded)
 
     def _is_found(self, job: Job) -> bool:
         """Return whether a faster candidate with the same degrees is known. (Of layouts without a
@@ -280,14 +280,16 @@ class _Search:
                 each if job.layout.pp == 1 else (each.job, each.memory),
             )
 
-    def _simulate(self, job: Job, memory: Memory) -> None:
+    def _simulate(self, job: Job, memory: RankMemory) -> None:
         one = Candidate(job, step_of(job, self._machine, work=self._costs.work(job)), memory)
         if one.step.waiting <= self._fixed.max_bubble:
             self._simulated.append(one)
             self._push(one.step.seconds, one)
 
 
-def _in_shard_groups(job: Job, step: Step, machine: Machine, work: Work) -> tuple[Job, Step] | None:
+def _in_shard_groups(
+    job: Job, step: PredictedStep, machine: Machine, work: BlockWork
+) -> tuple[Job, PredictedStep] | None:
     """Return a job with the largest shard groups that are each on one node, and a lower bound of
     its step, if dp spans nodes and they save time.
 

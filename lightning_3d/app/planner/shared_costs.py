@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from lightning_3d.app.planner.block_costs import Work, message_seconds, work_of
+from lightning_3d.app.planner.block_costs import BlockWork, message_seconds, work_of
 from lightning_3d.app.planner.choices import Fixed, degrees, fitting
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.machine import Machine
 from lightning_3d.app.planner.memory import (
     LeastBytes,
-    Memory,
+    RankMemory,
     first_in_flight,
     first_stages,
     least_bytes,
@@ -50,21 +50,21 @@ class SharedCosts:
             room,
             room * (1 + _ROUNDING),
         )
-        self._works: dict[Hashable, Work] = {}
-        self._common: dict[Hashable, tuple[Work, float]] = {}
+        self._works: dict[Hashable, BlockWork] = {}
+        self._common: dict[Hashable, tuple[BlockWork, float]] = {}
         self._least: dict[Hashable, str | None] = {}
         self._of_degrees: dict[Hashable, LeastBytes] = {}
         self._kept: dict[Hashable, float] = {}
         self._first: dict[Hashable, tuple[float, float]] = {}
         self._groups: dict[Layout, int] = {}
         self._numbers: dict[Hashable, int] = {}
-        self._fitting: dict[Hashable, tuple[Job, Memory] | None] = {}
+        self._fitting: dict[Hashable, tuple[Job, RankMemory] | None] = {}
 
     def least_seconds(self, shape: Job) -> float:
         """Return `least_seconds` of a job."""
         return least_of(shape, self._of_ranks(shape)[1])
 
-    def work(self, job: Job) -> Work:
+    def work(self, job: Job) -> BlockWork:
         """Return `work_of` a job."""
         key = degrees(job), job.layout.order, job.micro_batch, job.sequence_parallel, job.recompute
         if key not in self._works:
@@ -75,7 +75,7 @@ class SharedCosts:
             self._works[key] = replace(self._of_ranks(job)[0], message=message, host_block=host)
         return self._works[key]
 
-    def _of_ranks(self, job: Job) -> tuple[Work, float]:
+    def _of_ranks(self, job: Job) -> tuple[BlockWork, float]:
         """Return the work of any job whose ranks do the same, and its `busy_seconds`."""
         key = self._communicating(job.layout), job.micro_batch, job.sequence_parallel, job.recompute
         if key not in self._common:
@@ -153,7 +153,7 @@ class SharedCosts:
         blocks = first_in_flight(way) * min(stage.blocks for stage in own)
         return passing + blocks * self._least_kept(way, way.recompute) <= self._most
 
-    def fitting(self, way: Job) -> tuple[Job, Memory] | None:
+    def fitting(self, way: Job) -> tuple[Job, RankMemory] | None:
         """Return `fitting` of a job."""
         key = (way.schedule, way.recompute, way.zero, way.layout.vp, _without_order(way))
         if key not in self._fitting:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from lightning_3d.app.planner.architecture import Architecture, Kind
+from lightning_3d.app.planner.architecture import Architecture, BlockKind
 from lightning_3d.app.planner.job import Job
 from lightning_3d.app.planner.stack import Split
 from lightning_3d.layout.balance import Cost
@@ -89,7 +89,7 @@ def block_work(model: Architecture) -> tuple[Cost, ...]:
     )
 
 
-def _weights(model: Architecture, kind: Kind) -> int:
+def _weights(model: Architecture, kind: BlockKind) -> int:
     return model.multiplied(kind) + (model.experts * model.expert_biases if kind.mixture else 0)
 
 

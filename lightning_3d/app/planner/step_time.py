@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-from lightning_3d.app.planner.block_costs import Part, Work, work_of
+from lightning_3d.app.planner.block_costs import BlockWork, CostPart, work_of
 from lightning_3d.app.planner.exposed_messages import (
     exposed_in_block,
     exposed_in_frozen,
@@ -25,7 +25,7 @@ from lightning_3d.app.planner.stages import (
     stage_kinds,
     stages_of,
 )
-from lightning_3d.app.planner.timeline import StageSeconds, Timeline, play
+from lightning_3d.app.planner.timeline import PredictedTimeline, StageSeconds, play
 from lightning_3d.layout.pipeline_orders import training_order
 from lightning_3d.layout.schedules import find_schedule, predicted_bubble, stages_of_rank
 
@@ -36,7 +36,7 @@ from 5.5 to 6.1 %."""
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """A predicted step.
 
     Attributes:
@@ -60,7 +60,7 @@ class Step:
     bubble: float
     data: float
     optimizer: float
-    timeline: Timeline | None = None
+    timeline: PredictedTimeline | None = None
     waiting: float = 0.0
 
 
@@ -71,7 +71,7 @@ def _smooth_max(a: float, b: float) -> float:
     return largest * ((a / largest) ** _SHARPNESS + (b / largest) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
 
-def _stage_part(work: Work, stage: Stage, halves: float | None) -> Part:
+def _stage_part(work: BlockWork, stage: Stage, halves: float | None) -> CostPart:
     """Return the seconds of a stage for one micro-batch.
 
     Args:
@@ -87,7 +87,7 @@ def _stage_part(work: Work, stage: Stage, halves: float | None) -> Part:
     return part if halves is None or stage.embedding else part.recomputed_twice().halved(halves)
 
 
-def _with_late(job: Job, machine: Machine, work: Work) -> Work:
+def _with_late(job: Job, machine: Machine, work: BlockWork) -> BlockWork:
     """Add to each block, and to a frozen second model, the exposed communication where ZeRO gathers
     parameters or reduces gradients for every micro-batch."""
     if not job.sends_often:
@@ -104,7 +104,7 @@ def least_seconds(job: Job, machine: Machine) -> float:
     return least_of(job, busy_seconds(job, work_of(job, machine)))
 
 
-def busy_seconds(job: Job, work: Work) -> float:
+def busy_seconds(job: Job, work: BlockWork) -> float:
     """Return the seconds of all stages for one micro-batch."""
     whole = work.of(job.model.counts) + work.embedding + work.head
     return sum(whole.seconds()) - whole.weights
@@ -121,8 +121,8 @@ def step_of(
     *,
     pipeline: str = "simulate",
     keep: bool = False,
-    work: Work | None = None,
-) -> Step:
+    work: BlockWork | None = None,
+) -> PredictedStep:
     """Predict a step.
 
     Args:
@@ -175,7 +175,7 @@ def step_of(
         ],
         key=sum,
     )
-    return Step(
+    return PredictedStep(
         seconds=span + data + optimizer + job.stack.host.step,
         compute=compute,
         communication=communication,
@@ -199,7 +199,7 @@ class _Seconds(NamedTuple):
             rank: (forward and backward together, gradients of weights).
     """
 
-    gpu: dict[Stage, Part]
+    gpu: dict[Stage, CostPart]
     played: dict[Stage, StageSeconds]
     each: list[StageSeconds]
     ranks: dict[tuple[int, tuple[int, ...]], tuple[list[float], list[float]]]
@@ -219,7 +219,7 @@ class _Seconds(NamedTuple):
         return self.ranks[key]
 
 
-def _seconds_of(job: Job, machine: Machine, work: Work) -> _Seconds:
+def _seconds_of(job: Job, machine: Machine, work: BlockWork) -> _Seconds:
     """Return the seconds of the stages of a job. All jobs of this work with as many stages have
     them in common."""
     late, splits = _with_late(job, machine, work), job.splits_backward
@@ -241,7 +241,7 @@ def _seconds_of(job: Job, machine: Machine, work: Work) -> _Seconds:
     return seconds
 
 
-def stage_seconds(job: Job, machine: Machine, work: Work) -> list[StageSeconds]:
+def stage_seconds(job: Job, machine: Machine, work: BlockWork) -> list[StageSeconds]:
     """Return the seconds of every stage for a micro-batch.
 
     Args:
@@ -250,7 +250,7 @@ def stage_seconds(job: Job, machine: Machine, work: Work) -> list[StageSeconds]:
     return _seconds_of(job, machine, work).each
 
 
-def least_span(job: Job, machine: Machine, work: Work) -> float:
+def least_span(job: Job, machine: Machine, work: BlockWork) -> float:
     """Return a lower bound of the seconds for all orders of the schedule's actions, before
     gradients are reduced.
 
@@ -297,7 +297,7 @@ def _least_span(
     )
 
 
-def _with_host(part: Part, host: float, *, adds: bool) -> StageSeconds:
+def _with_host(part: CostPart, host: float, *, adds: bool) -> StageSeconds:
     """Return the seconds of a stage with a host that needs `host` seconds to start the kernels of
     both passes, a third of it forward.
 

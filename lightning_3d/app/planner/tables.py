@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_3d.app.planner.data_traffic import data_traffic
+from lightning_3d.app.planner.frozen import frozen_weights
 from lightning_3d.app.planner.job import Job
-from lightning_3d.app.planner.machine import Machine
+from lightning_3d.app.planner.machine import Group, Machine
 from lightning_3d.app.planner.memory_risk import fit_probability
-from lightning_3d.app.planner.rank_memory import Memory
-from lightning_3d.app.planner.search import Candidate, Found
-from lightning_3d.app.planner.step_time import Step
+from lightning_3d.app.planner.rank_memory import RankMemory
+from lightning_3d.app.planner.search import Candidate, SearchResult
+from lightning_3d.app.planner.stages import parameters_of, stages_of
+from lightning_3d.app.planner.step_time import PredictedStep
+from lightning_3d.layout.schedules import find_schedule, stages_of_rank
 from lightning_3d.storage.numbers import gibibytes
 
 PARTS = ("compute", "communication", "host", "bubble", "data", "optimizer")
-"""Parts of a step's seconds, by their names in `Step`."""
+"""Parts of a step's seconds, by their names in `PredictedStep`."""
 
 _MEANING = {
     "compute": "computation",
@@ -32,13 +34,13 @@ COMPARED = "compared with the first"
 """Heading of what `compare` returns."""
 
 
-def memory_table(memory: Memory) -> str:
+def memory_table(memory: RankMemory) -> str:
     """List the bytes of a rank by their use, one line each."""
     rows = {**asdict(memory), "all": memory.total}
     return "\n".join(f"  {name:<12} {gibibytes(size):>11}" for name, size in rows.items())
 
 
-def margin(memory: Memory, machine: Machine) -> str:
+def margin(memory: RankMemory, machine: Machine) -> str:
     """Describe the share of a GPU that a rank is predicted to fill, and what stays free."""
     free, fits = machine.memory - memory.total, fit_probability(memory.total, machine.memory)
     return (
@@ -165,11 +167,11 @@ def _signed(value: float) -> str:
     return f"{round(value, 1) + 0.0:+.1f}"
 
 
-def _seconds(step: Step, part: str) -> float:
+def _seconds(step: PredictedStep, part: str) -> float:
     return float(getattr(step, part))
 
 
-def found_table(found: Found, machine: Machine) -> str:
+def found_table(found: SearchResult, machine: Machine) -> str:
     """Return a table of the best candidates, one row each."""
     settings, sizes = (
         ("layout", "schedule", "micro-batch", "ZeRO", "recompute"),
@@ -246,3 +248,71 @@ def table(head: Sequence[str], rows: Table) -> list[str]:
         for row in cells
     ]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+# Bytes that data-parallel ranks send in a step, inside nodes and between them.
+
+
+@dataclass(frozen=True)
+class DataTraffic:
+    """Bytes that a rank sends in a step, on average over the ranks of a node.
+
+    Attributes:
+        inside: to ranks of the same node.
+        between: to other nodes.
+    """
+
+    inside: float = 0.0
+    between: float = 0.0
+
+    def __add__(self, other: DataTraffic) -> DataTraffic:
+        return DataTraffic(self.inside + other.inside, self.between + other.between)
+
+
+def data_traffic(job: Job, machine: Machine) -> DataTraffic:
+    """Return the traffic of gradients and parameters of the rank with the most parameters, without
+    experts that ep splits, and of a frozen second model.
+
+    Collectives are rings: of n ranks, each passes on (n - 1) / n of the bytes of an all-gather or a
+    reduce-scatter, and twice as many of an all-reduce. In a ring over several nodes, one of the
+    ranks of a node sends to the next node.
+    """
+    most = max(_parameters(job, rank) for rank in range(job.layout.pp))
+    return sum(
+        (_passed(ranks, size) for ranks, size in _collectives(job, machine, most)), DataTraffic()
+    )
+
+
+def _parameters(job: Job, rank: int) -> float:
+    """Count the parameters of a pipeline rank, without experts that ep splits."""
+    layout, stages = job.layout, stages_of(job)
+    v_shaped = layout.pp > 1 and find_schedule(job.schedule).v_shaped
+    held = [
+        parameters_of(job, stages[index])
+        for index in stages_of_rank(rank, layout.pp, layout.vp, v_shaped)
+    ]
+    return sum(dense + (routed if layout.ep == 1 else 0.0) for dense, routed in held)
+
+
+def _collectives(job: Job, machine: Machine, parameters: float) -> Iterator[tuple[Group, float]]:
+    """Yield (ranks, bytes that are gathered or scattered over them in a step)."""
+    layout, stack = job.layout, job.stack
+    everyone = machine.group(layout, ("dp", "cp"))
+    inside, replicas = machine.shard_groups(layout, job.shards)
+    gradients = stack.reduced_bytes * parameters * job.trained
+    if job.zero == 0:
+        yield everyone, 2 * gradients
+        return
+    times = job.micro_batches if job.reduces_often else 1
+    yield everyone if job.is_uneven else inside, times * gradients * (1 if job.scatters else 2)
+    if not job.is_uneven:
+        yield replicas, 2 * gradients / inside.size
+    yield inside, frozen_weights(job).gathered
+    times = 2 * job.micro_batches if job.gathers_often else 1
+    yield inside, times * job.number * parameters * (1 if job.zero == 3 else job.trained)
+
+
+def _passed(ranks: Group, size: float) -> DataTraffic:
+    passed = (ranks.size - 1) / ranks.size * size
+    between = passed / ranks.local if ranks.nodes > 1 else 0.0
+    return DataTraffic(passed - between, between)

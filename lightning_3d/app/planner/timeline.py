@@ -28,7 +28,7 @@ class StageSeconds:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PredictedTimeline:
     """A played step.
 
     Attributes:
@@ -95,7 +95,7 @@ def play(
     *,
     back: float | None = None,
     keep: bool = False,
-) -> Timeline:
+) -> PredictedTimeline:
     """Play an order: an action starts when its rank is free and what it needs has arrived from the
     neighbouring stage.
 
@@ -140,4 +140,4 @@ def play(
         clock[rank], busy[rank] = now, worked
     if any(done < len(actions) for done, actions in zip(position, order, strict=True)):
         raise ValueError("The order of actions deadlocks, because ranks wait for each other.")
-    return Timeline(max(clock), tuple(busy), tuple(clock), tuple(events))
+    return PredictedTimeline(max(clock), tuple(busy), tuple(clock), tuple(events))

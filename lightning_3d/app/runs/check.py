@@ -13,14 +13,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lightning_3d.app.config.compose import plain
 from lightning_3d.app.config.objective import REQUIRED as TEACHER_REQUIRED
 from lightning_3d.app.config.plan_run import RunPlan, plan_run
-from lightning_3d.app.planner.advice import Advice
+from lightning_3d.app.planner.advice import PlannerAdvice
 from lightning_3d.app.runs.resumed_keys import groups_of, require_resumable
 from lightning_3d.errors import ConfigError, LayoutError, listed, plural
 from lightning_3d.models.pretrained_config import REQUIRED, TAKEN
 from lightning_3d.ranks.environment import OutsideRank
 
 
-class Machine(Enum):
+class CheckedMachine(Enum):
     """Machine for which a run is checked."""
 
     THIS = auto()
@@ -37,13 +37,16 @@ class Machine(Enum):
 
 
 def check_for(
-    config: DictConfig, machine: Machine = Machine.THIS, outside: OutsideRank | None = None
+    config: DictConfig,
+    machine: CheckedMachine = CheckedMachine.THIS,
+    outside: OutsideRank | None = None,
 ) -> RunPlan:
     """Check a configuration for a machine, which need not be this one. The configuration is not
     changed.
 
     Args:
-        outside: this process as a rank that torchrun or SLURM started; only for `Machine.THIS`.
+        outside: this process as a rank that torchrun or SLURM started; only for
+            `CheckedMachine.THIS`.
 
     Raises:
         Lightning3DError: what `lightning-3d train trainer.dry=true` reports; for nodes also missing
@@ -69,12 +72,12 @@ def check_shapes(overrides: Sequence[str]) -> tuple[dict[str, Any], RunPlan]:
     """
     from lightning_3d.app.config.compose import compose
 
-    config = _as_seen_from(compose(overrides), Machine.NONE)
+    config = _as_seen_from(compose(overrides), CheckedMachine.NONE)
     plan = _plan(config, None)
     return plan.freeze(plain(config)), plan
 
 
-_NODES = (Machine.NODES, Machine.COUNTED_NODES, Machine.REMOTE_NODES)
+_NODES = (CheckedMachine.NODES, CheckedMachine.COUNTED_NODES, CheckedMachine.REMOTE_NODES)
 
 
 def _plan(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
@@ -85,25 +88,25 @@ def _plan(config: DictConfig, outside: OutsideRank | None) -> RunPlan:
                 f"{override} names several layouts, but a run uses one. To run each of them, use -m"
                 " parallelism=A,B."
             )
-    return plan_run(config, outside, Advice())
+    return plan_run(config, outside, PlannerAdvice())
 
 
-def _as_seen_from(config: DictConfig, machine: Machine) -> DictConfig:
+def _as_seen_from(config: DictConfig, machine: CheckedMachine) -> DictConfig:
     """Return a copy of the configuration without the parts that cannot be checked here; for this
     machine, the configuration itself."""
-    if machine is Machine.THIS:
+    if machine is CheckedMachine.THIS:
         return config
     config = copy.deepcopy(config)
     with read_write(config), open_dict(config):
         if config.get("trainer") is not None:
             config.trainer.dry = True  # before the rest: a dry run needs no GPUs and no data here
-        if machine is Machine.NONE:
+        if machine is CheckedMachine.NONE:
             config.run_folder = ""  # nothing is written
         _leave_out_files(config, machine)
     return config
 
 
-def _leave_out_files(config: DictConfig, machine: Machine) -> None:
+def _leave_out_files(config: DictConfig, machine: CheckedMachine) -> None:
     """Remove from a configuration the files that the machine does not need, or that only the nodes
     can see and check.
 
@@ -111,10 +114,10 @@ def _leave_out_files(config: DictConfig, machine: Machine) -> None:
         ConfigError: the architecture of the model is in one of them.
     """
     data, model = config.get("data"), config.get("model")
-    if machine is Machine.NONE and data is not None and data.get("name") is not None:
+    if machine is CheckedMachine.NONE and data is not None and data.get("name") is not None:
         for key in OmegaConf.missing_keys(data):  # with the name of the group in front
             data[key.rpartition(".")[2]] = None
-    if machine is not Machine.REMOTE_NODES:
+    if machine is not CheckedMachine.REMOTE_NODES:
         return
     if config.get("trainer") is not None:
         config.trainer.resume = None
@@ -152,10 +155,10 @@ def _require_complete(config: DictConfig) -> None:
         )
 
 
-def _check_nodes(plan: RunPlan, machine: Machine) -> None:
+def _check_nodes(plan: RunPlan, machine: CheckedMachine) -> None:
     """Raise ConfigError or LayoutError if the ranks do not fit on the nodes."""
     cluster, ranks = plan.run.cluster, plan.layout.world_size
-    if machine is not Machine.NODES and cluster.gpus_per_node is None:
+    if machine is not CheckedMachine.NODES and cluster.gpus_per_node is None:
         raise ConfigError(
             f"The size of the cluster {cluster.name} is unknown. Use a cluster with a known number"
             f" of nodes and GPUs, such as cluster=h100_{max(1, ranks // 8)}x8, or nodes without"

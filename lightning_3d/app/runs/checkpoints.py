@@ -18,7 +18,7 @@ import yaml
 
 from lightning_3d.app.config.stored_paths import absolute
 from lightning_3d.errors import ConfigError, plural
-from lightning_3d.storage.checkpoint_names import Found, found_in, recover_all
+from lightning_3d.storage.checkpoint_names import FoundCheckpoints, found_in, recover_all
 from lightning_3d.storage.json_file import replace_text
 from lightning_3d.storage.remote_path import Place, place
 
@@ -49,7 +49,7 @@ def note_places(folder: Path, places: Iterable[str]) -> None:
         replace_text(folder / _RUN_FILE, json.dumps(known) + "\n")
 
 
-def own_checkpoints(folder: Path) -> list[Found]:
+def own_checkpoints(folder: Path) -> list[FoundCheckpoints]:
     """Find the complete checkpoints of the run in a folder, wherever they are, most steps first.
 
     All in the run folder are its own, also copied ones. Elsewhere, those are that have its id.
@@ -59,7 +59,7 @@ def own_checkpoints(folder: Path) -> list[Found]:
             answer.
     """
     own = _read(folder)["id"]
-    found: list[Found] = []
+    found: list[FoundCheckpoints] = []
     try:
         for where in _places(folder):
             inside = _is_inside(where, folder)

@@ -20,7 +20,7 @@ from lightning_3d.app.runs.resumed_keys import describe, refused_changes
 from lightning_3d.app.runs.status import RUNNING, STATUS_FILE, RunStatus, read_status
 from lightning_3d.errors import ConfigError
 from lightning_3d.storage.checkpoint_names import steps_of
-from lightning_3d.storage.holder import Holder, moment
+from lightning_3d.storage.holder import LockHolder, moment
 from lightning_3d.storage.json_file import replace_text
 from lightning_3d.storage.lock import is_held, keep
 from lightning_3d.storage.remote_path import place
@@ -326,11 +326,11 @@ def _hold(path: Path, patience: float = 0.0) -> None:
         raise ConfigError(_in_progress(path, holder_of(path), "set another folder"))
 
 
-def holder_of(path: Path) -> Holder | None:
+def holder_of(path: Path) -> LockHolder | None:
     """Return the process that works, or worked last, in a run folder; None if it is not known."""
-    holder, status = Holder.read(path / _LOCK), read_status(path)
+    holder, status = LockHolder.read(path / _LOCK), read_status(path)
     return holder or (
-        Holder(status.pid, status.host, since=status.started) if status is not None else None
+        LockHolder(status.pid, status.host, since=status.started) if status is not None else None
     )
 
 
@@ -351,7 +351,7 @@ def in_progress(path: Path) -> bool | None:
     return holder.exists if holder.is_here else None
 
 
-def _in_progress(path: Path, holder: Holder | None, other: str) -> str:
+def _in_progress(path: Path, holder: LockHolder | None, other: str) -> str:
     """Explain that a folder is in use, and what to do."""
     if holder is None:
         return f"{path} belongs to a run that is in progress. Wait until it ends, or {other}."

@@ -7,13 +7,10 @@ import configparser
 import importlib.util
 import netrc
 import os
-import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from lightning_3d.errors import ConfigError, install
 from lightning_3d.storage.user_cache import home
@@ -80,31 +77,6 @@ def is_offline(offline: bool) -> bool:
         or mode in _NOT_ONLINE
         or os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true")
     )
-
-
-def require_host(tries: int = 3, pause: float = 2.0) -> None:
-    """Fail at once if the server cannot be reached; wandb itself would take a minute and a half.
-
-    With a proxy or a slow network, leave the check to wandb.
-
-    Raises:
-        OSError: the host name cannot be resolved, or the host or the network refuses the
-            connection.
-    """
-    parts = urlsplit(_url())
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    if parts.scheme in getproxies() and not proxy_bypass(host):
-        return
-    for left in reversed(range(tries)):
-        try:
-            socket.create_connection((host, port), timeout=10).close()
-            return
-        except TimeoutError:
-            return
-        except OSError as error:
-            if not left:
-                raise OSError(f"Cannot reach {_url()}: {error.strerror or error}.") from error
-            time.sleep(pause)
 
 
 def _url() -> str:

@@ -45,7 +45,7 @@ from lightning_3d.ranks.supervisor import Outcome, can_fork, cores, launch
 
 
 @dataclass(frozen=True)
-class Place:
+class JobPlace:
     """The place of a run, the same on all ranks.
 
     Attributes:
@@ -63,7 +63,7 @@ class Place:
 
 def find_place(
     outside: OutsideRank | None, plan: RunPlan, take: Callable[[Path | None], RunFolder]
-) -> Place:
+) -> JobPlace:
     """Take the run folder on rank 0 and broadcast it; the clocks of other ranks would give it
     another name.
 
@@ -94,7 +94,7 @@ def find_place(
 
     if outside is None:
         folder = take_checked(None)
-        return Place(folder.path, folder.resume, folder)
+        return JobPlace(folder.path, folder.resume, folder)
     set_master_address(outside)
     board = connect_board(outside.rank, outside.world_size, run.trainer.rendezvous_timeout)
     reporter = FailureReporter(board, outside.rank, outside.world_size)
@@ -115,14 +115,14 @@ def find_place(
         found = json.loads(board.broadcast("run_folder", json.dumps(found), outside.rank))
     if "refused" in found:
         raise ConfigError(str(found["refused"]))
-    return Place(Path(str(found["folder"])), found["resume"], taken, reporter)
+    return JobPlace(Path(str(found["folder"])), found["resume"], taken, reporter)
 
 
 def run_job(
     config: dict[str, Any],
     plan: RunPlan,
     outside: OutsideRank | None,
-    place: Place,
+    place: JobPlace,
     command: CommandLine | None = None,
 ) -> int:
     """Train, and return the exit code.

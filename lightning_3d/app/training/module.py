@@ -27,7 +27,6 @@ from lightning_3d.app.training.document_trial import require_separate_documents
 from lightning_3d.app.training.optimizers import decay_of, make_optimizer, try_optimizer
 from lightning_3d.app.training.parameter_groups import NamedGroup, find_groups
 from lightning_3d.app.training.schedules import make_scheduler
-from lightning_3d.app.training.scores import score_rows
 from lightning_3d.compat.transformers_masks import give_positions_to_masks
 from lightning_3d.errors import ConfigError, did_you_mean
 from lightning_3d.models.multi_token import predict_ahead
@@ -389,3 +388,25 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
+
+
+# Scores of rows of tokens, from the logits of a causal language model.
+
+
+def score_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    """Score rows of tokens. The log-softmax is computed in float32 or wider.
+
+    Args:
+        logits: (rows, sequence, vocabulary).
+        targets: (rows, sequence).
+
+    Returns:
+        (rows, 2) of float64: the log-probability of the targets, and 1.0 where each of them is the
+            most probable token.
+    """
+    counted = targets != IGNORE_INDEX
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    chosen = scores.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    total = torch.where(counted, chosen.double(), 0.0).sum(-1)
+    greedy = ((scores.argmax(-1) == targets) | ~counted).all(-1)
+    return torch.stack([total, greedy.double()], -1)

@@ -69,7 +69,6 @@ def prepare(config: Mapping[str, Any]) -> None:
             f"This machine has GPUs, but torch {torch.__version__} cannot use them. Install a build"
             " with CUDA, or run on the CPU with cluster=local_cpu."
         )
-    # a configuration of an earlier version has none
     if (name := config["trainer"].get("float32_matmul_precision")) is not None:
         torch.set_float32_matmul_precision(name)
     seed_everything(config["seed"], verbose=False)
@@ -112,7 +111,6 @@ def make_strategy(config: Mapping[str, Any]) -> Lightning3DStrategy:
 def _strategy_entry(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the group `parallelism`, with the arguments of the strategy that other groups set."""
     more = {"seed": config["seed"], "fp8": config["precision"]["name"] == "fp8"}
-    # a configuration of an earlier version has none
     every = config["trainer"].get("trace_every_n_steps")
     more |= {"trace_every_n_steps": every} if every is not None else {}
     nonfinite = config["trainer"].get("nonfinite", STOP)
@@ -139,7 +137,6 @@ def make_trainer(config: Mapping[str, Any], more: Sequence[Callback] = ()) -> Tr
     entries = {name: entry for name, entry in with_full_speed(config).items() if entry is not None}
     named: dict[str, Callback] = dict(zip(entries, make_objects("callbacks", entries), strict=True))
     callbacks: list[Callback] = [*named.values(), *more]
-    # a configuration of an earlier version has none
     if (decay := options.get("average_decay")) is not None:
         callbacks.append(ExponentialAverage(decay))
     if (every := options.get("evaluate_every")) is not None:

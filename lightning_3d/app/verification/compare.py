@@ -20,15 +20,16 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_3d.app.verification.differences import Comparison, compare
+from lightning_3d.app.verification.rank_rows import RankRows
 from lightning_3d.errors import ConfigError, listed, plural
 from lightning_3d.options.blocks import SUPPORTED
-from lightning_3d.parallel.nested import count_rows, rows_of, tensors_of
+from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.ranks.progress import task
 from lightning_3d.ranks.role import NUDGED, ONE, RANKS, Role
 from lightning_3d.ranks.supervisor import can_fork, launch
 from lightning_3d.strategy.recorded.attach import attach
 from lightning_3d.strategy.recorded.records import Records
-from lightning_3d.strategy.silent_trainer import Batches, silence, silent_trainer
+from lightning_3d.strategy.silent_trainer import silence, silent_trainer
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 PRECISIONS = ("32-true", "64-true")
@@ -79,7 +80,7 @@ def verify(
             "verify needs a layout in strategy, for example strategy={'layout': 'tp2_pp2_dp2'}."
         )
     _check_batches(batches, layout.dp)
-    run = _Run(module, dict(strategy), list(batches), precision, clip, strategy_class)
+    run = _VerifiedRun(module, dict(strategy), list(batches), precision, clip, strategy_class)
     with tempfile.TemporaryDirectory(prefix="lightning_3d_verify_") as folder:
         _start(_on_rank, (run, folder), layout.world_size, Path(folder))
         _start(_on_one, (run, folder), 1, Path(folder))
@@ -104,7 +105,7 @@ _RESULT = "comparison.pt"
 
 
 @dataclass(frozen=True)
-class _Run:
+class _VerifiedRun:
     """Training job that all processes run."""
 
     module: pl.LightningModule
@@ -133,26 +134,13 @@ def _start(job: Any, arguments: tuple[Any, ...], count: int, folder: Path) -> No
         raise kind(str(outcome.message).removeprefix("lightning_3d: "))
 
 
-class _Data(pl.LightningDataModule):
-    """Data module with the rows of each batch that belong to one of `ranks` data-parallel ranks."""
-
-    def __init__(self, run: _Run, ranks: int) -> None:
-        super().__init__()
-        self._batches, self._ranks = run.batches, ranks
-
-    def train_dataloader(self) -> Batches:
-        assert self.trainer is not None
-        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
-        return Batches(
-            [
-                rows_of(batch, slice(place["rank"], None, self._ranks), count_rows(batch))
-                for batch in self._batches
-            ]
-        )
-
-
 def _fit(
-    run: _Run, module: pl.LightningModule, ranks: int, role: Role, what: str, **arguments: Any
+    run: _VerifiedRun,
+    module: pl.LightningModule,
+    ranks: int,
+    role: Role,
+    what: str,
+    **arguments: Any,
 ) -> None:
     """Train on all batches, with the rows of one of `ranks` data-parallel ranks. `what` names the
     run for the user."""
@@ -165,14 +153,14 @@ def _fit(
             **arguments,
         )
         attach(trainer, role)
-        trainer.fit(module, datamodule=_Data(run, ranks))
+        trainer.fit(module, datamodule=RankRows(lambda epoch: run.batches, ranks))
 
 
-def _role(run: _Run, name: str, folder: str) -> Role:
+def _role(run: _VerifiedRun, name: str, folder: str) -> Role:
     return Role(name, Path(folder), len(run.batches))
 
 
-def _on_rank(run: _Run, folder: str) -> None:
+def _on_rank(run: _VerifiedRun, folder: str) -> None:
     """Train one rank."""
     strategy = run.strategy_class(**{**run.strategy, "seed": run.seed})
     # ranks on GPUs have it by default, and they are what matters
@@ -193,7 +181,7 @@ def _on_rank(run: _Run, folder: str) -> None:
     )
 
 
-def _on_one(run: _Run, folder: str) -> None:
+def _on_one(run: _VerifiedRun, folder: str) -> None:
     """Train in this process, and compare with the records of the ranks."""
     for name in (ONE, NUDGED):
         role = _role(run, name, folder)

@@ -2,7 +2,7 @@
 folders.
 
 `lightning_file`, `fsdp_folder` and `deepspeed_folder` each return a `Foreign`, whose tensors are
-read later. `safe_unpickler` reads files of `torch.save` without running code. `parameter_order`
+read later. `safe_unpickler` reads files of `torch.save` without running code. `lightning_file` also
 finds the parameter names, which a plain optimizer state does not contain.
 """
 

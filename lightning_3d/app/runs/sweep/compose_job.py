@@ -17,7 +17,7 @@ from lightning_3d.app.config.compose import hydra_config, plain
 from lightning_3d.app.config.explain import explain, is_composition_error
 from lightning_3d.app.config.plan_run import RunPlan
 from lightning_3d.app.runs.folder import CONFIG_FILE
-from lightning_3d.app.runs.sweep.jobs import Checked, Entry, Job, Skipped
+from lightning_3d.app.runs.sweep.jobs import Checked, Entry, SkippedJob, SweepJob
 from lightning_3d.app.runs.wandb_access import SWEEP_VARIABLE
 from lightning_3d.errors import Lightning3DError
 
@@ -88,7 +88,7 @@ def compose_job(
     except Exception as error:
         if not is_composition_error(error):
             raise
-        return Skipped(number, key, str(explain(error))), None
+        return SkippedJob(number, key, str(explain(error))), None
 
 
 def _entry(
@@ -103,7 +103,7 @@ def _entry(
         try:
             plan = run(config)
         except Lightning3DError as error:
-            return Skipped(number, overrides, str(error))
+            return SkippedJob(number, overrides, str(error))
         if config.trainer.dry:
             return Checked(number, overrides, plan.describe())
         frozen, ranks = plan.freeze(plain(config)), plan.layout.world_size
@@ -123,7 +123,7 @@ def _entry(
     environment[SWEEP_VARIABLE] = f"{sweep.parent.name}/{sweep.name}"
     if "WANDB_RUN_GROUP" not in os.environ:
         environment.setdefault("WANDB_RUN_GROUP", environment[SWEEP_VARIABLE])
-    return Job(
+    return SweepJob(
         number, overrides, folder, frozen, command, ranks, environment, chdir, _hydra_files(config)
     )
 

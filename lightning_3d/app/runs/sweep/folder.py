@@ -21,9 +21,9 @@ from lightning_3d.app.runs.folder import (
 from lightning_3d.app.runs.frozen_config import frozen_text, move_to
 from lightning_3d.app.runs.resumed_keys import describe, differences, refused_changes
 from lightning_3d.app.runs.status import FINISHED, RUNNING, read_status
-from lightning_3d.app.runs.sweep.jobs import LOG_FILE, Job
+from lightning_3d.app.runs.sweep.jobs import LOG_FILE, SweepJob
 from lightning_3d.errors import ConfigError
-from lightning_3d.storage.holder import Holder
+from lightning_3d.storage.holder import LockHolder
 from lightning_3d.storage.lock import FileLock
 
 LOCK_FILE = ".sweep_lock"
@@ -73,7 +73,7 @@ class SweepFolder:
                     " another folder."
                 )
                 raise ConfigError(said) from error
-        other, holder = "set hydra.sweep.dir to another folder", Holder.read(path / LOCK_FILE)
+        other, holder = "set hydra.sweep.dir to another folder", LockHolder.read(path / LOCK_FILE)
         if holder is None:
             raise ConfigError(
                 f"Another sweep is in progress in {path}. Wait until it ends, or {other}."
@@ -114,7 +114,7 @@ class SweepFolder:
         self.lock = None
 
 
-def is_finished(job: Job) -> bool:
+def is_finished(job: SweepJob) -> bool:
     """Check whether an earlier start of the sweep finished this very job.
 
     Raises:
@@ -143,7 +143,7 @@ def is_finished(job: Job) -> bool:
     )
 
 
-def prepare(sweep: Path, job: Job) -> Path | None:
+def prepare(sweep: Path, job: SweepJob) -> Path | None:
     """Prepare the folder of a job: it then holds the configuration and nothing of an earlier run.
 
     The files of an earlier run that did not finish are moved to `earlier/` in the sweep's folder,
@@ -171,7 +171,7 @@ def prepare(sweep: Path, job: Job) -> Path | None:
     return moved
 
 
-def _resumes(job: Job) -> bool:
+def _resumes(job: SweepJob) -> bool:
     """Check whether the job would resume an earlier attempt in its folder."""
     trainer, old = job.config.get("trainer"), _config_in(job.folder)
     if not (isinstance(trainer, dict) and trainer.get("auto_resume") and isinstance(old, dict)):

@@ -18,13 +18,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_3d.app.runs.check import Machine, check_for
+from lightning_3d.app.runs.check import CheckedMachine, check_for
 from lightning_3d.errors import listed
 
 if TYPE_CHECKING:
     from lightning_3d.app.config.plan_run import RunPlan
-    from lightning_3d.app.runs.sweep.local_engine import Engine
-    from lightning_3d.app.runs.sweep.results import Outcome
+    from lightning_3d.app.runs.sweep.local_engine import JobEngine
+    from lightning_3d.app.runs.sweep.results import JobOutcome
 
 
 class SweepLauncher(Launcher):
@@ -38,14 +38,14 @@ class SweepLauncher(Launcher):
         machine: where the engine runs the jobs.
     """
 
-    machine = Machine.THIS
+    machine = CheckedMachine.THIS
 
     def __init__(self, metric: Any = None) -> None:
         self._single = isinstance(metric, str) or not isinstance(metric, Sequence)
         self._metrics = [metric] if self._single else list(metric)
 
     @abstractmethod
-    def engine(self) -> Engine:
+    def engine(self) -> JobEngine:
         """Make the engine that starts the jobs."""
 
     def check(self, config: DictConfig) -> RunPlan:
@@ -104,7 +104,7 @@ class SweepLauncher(Launcher):
             for outcome, (_, config) in zip(outcomes, composed, strict=True)
         ]
 
-    def _returned(self, outcome: Outcome, config: DictConfig | None) -> JobReturn:
+    def _returned(self, outcome: JobOutcome, config: DictConfig | None) -> JobReturn:
         """Return the result of a job for the sweeper."""
         from lightning_3d.app.runs.status import FINISHED
         from lightning_3d.app.runs.sweep.compose_job import JobFailed, task_config

@@ -11,7 +11,7 @@ LOG_FILE = "job.log"
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class SweepJob:
     """A run that an engine can start: a folder with a frozen configuration, and the command that
     trains from it.
 
@@ -44,7 +44,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedJob:
     """A job that cannot run, and the reason."""
 
     number: int
@@ -61,4 +61,4 @@ class Checked:
     description: str
 
 
-Entry = Job | Skipped | Checked
+Entry = SweepJob | SkippedJob | Checked

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
-from lightning_3d.app.runs.sweep.jobs import Job
+from lightning_3d.app.runs.sweep.jobs import SweepJob
 from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.ranks.failure import silent_end
 from lightning_3d.ranks.process_ties import belong_to
@@ -33,7 +33,7 @@ class Began:
     """Event: a job was started or submitted. `where` gives the user details, such as the number of
     a SLURM job."""
 
-    job: Job
+    job: SweepJob
     where: str = ""
 
 
@@ -41,14 +41,14 @@ class Began:
 class Going:
     """Event: a job is still running, so its progress can be shown."""
 
-    job: Job
+    job: SweepJob
 
 
 @dataclass(frozen=True)
 class Ended:
     """Event: a job has ended. `reason` explains the exit code if the engine knows more."""
 
-    job: Job
+    job: SweepJob
     exit_code: int
     reason: str | None = None
 
@@ -56,10 +56,10 @@ class Ended:
 Event = Began | Going | Ended
 
 
-class Engine(Protocol):
+class JobEngine(Protocol):
     """Interface of an engine, which starts jobs and reports what happens to them."""
 
-    def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
+    def run(self, jobs: Sequence[SweepJob]) -> Generator[Event, None, None]:
         """Run all jobs, in any order and as many at once as the engine chooses. Yields one `Began`
         and one `Ended` for each, and any number of `Going` between them. A job that fails does not
         stop the others.
@@ -128,9 +128,9 @@ class LocalEngine:
         check_sizes(**{"hydra.launcher.jobs_at_once": at_once})
         self._at_once = at_once
 
-    def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
+    def run(self, jobs: Sequence[SweepJob]) -> Generator[Event, None, None]:
         waiting = deque(jobs)
-        running: dict[Job, subprocess.Popen[bytes]] = {}  # jobs compare by identity
+        running: dict[SweepJob, subprocess.Popen[bytes]] = {}  # jobs compare by identity
         try:
             while waiting or running:
                 while waiting and (self._at_once is None or len(running) < self._at_once):
@@ -161,7 +161,7 @@ class LocalEngine:
             raise
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
+def _start(job: SweepJob) -> subprocess.Popen[bytes]:
     """Start a job in its own process group, so that a Ctrl-C at the terminal reaches it only
     through the sweep."""
     parent = os.getpid()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_3d.app.runs.metrics_file import column, read_rows
 from lightning_3d.app.runs.status import FAILED, FINISHED, INTERRUPTED, read_status
-from lightning_3d.app.runs.sweep.jobs import Checked, Entry, Job, Skipped
+from lightning_3d.app.runs.sweep.jobs import Checked, Entry, SkippedJob, SweepJob
 from lightning_3d.errors import ConfigError, did_you_mean, listed
 
 SKIPPED = "skipped"
@@ -41,7 +41,7 @@ _AFTER_THE_REASON = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """One row of the table.
 
     Attributes:
@@ -70,9 +70,9 @@ class Outcome:
     layout: str = ""
 
     @classmethod
-    def of(cls, entry: Entry) -> Outcome:
+    def of(cls, entry: Entry) -> JobOutcome:
         """Return the outcome of an entry that has not run."""
-        if isinstance(entry, Skipped):
+        if isinstance(entry, SkippedJob):
             return cls(entry.number, entry.overrides, SKIPPED, 2, entry.reason)
         if isinstance(entry, Checked):
             return cls(entry.number, entry.overrides, CHECKED, 0, entry.description)
@@ -86,7 +86,7 @@ class Outcome:
             layout=str(layout or ""),
         )
 
-    def ended(self, exit_code: int, reason: str = "") -> Outcome:
+    def ended(self, exit_code: int, reason: str = "") -> JobOutcome:
         """Return the outcome of the same job after its end, with the numbers in its folder."""
         assert self.folder is not None
         status = (
@@ -112,9 +112,9 @@ class Outcome:
         return self.numbers.get(metric)
 
 
-def finished_before(job: Job) -> Outcome:
+def finished_before(job: SweepJob) -> JobOutcome:
     """Return the outcome of a job that an earlier start of the sweep finished."""
-    return replace(Outcome.of(job).ended(0), before=True)
+    return replace(JobOutcome.of(job).ended(0), before=True)
 
 
 def check_metric(name: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_3d.app.runs.slurm_request import SlurmRequest
 from lightning_3d.app.runs.status import read_status
-from lightning_3d.app.runs.sweep.jobs import Job
+from lightning_3d.app.runs.sweep.jobs import SweepJob
 from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Event, Going, Interrupted
 from lightning_3d.errors import ConfigError, install
 from lightning_3d.layout.sizes import check_number, check_sizes
@@ -47,7 +47,7 @@ class SlurmResources(SlurmRequest):
     sbatch: dict[str, Any] = field(default_factory=dict)
     executor: str = "slurm"
 
-    def parameters(self, job: Job) -> dict[str, Any]:
+    def parameters(self, job: SweepJob) -> dict[str, Any]:
         """Parameters of submitit's executor for a job."""
         nodes = int(job.config["cluster"]["nodes"])
         asked = {
@@ -118,10 +118,10 @@ class SlurmEngine:
         self._at_once = at_once
         self._poll_seconds = poll_seconds
 
-    def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
+    def run(self, jobs: Sequence[SweepJob]) -> Generator[Event, None, None]:
         waiting = deque(jobs)
-        running: dict[Job, Any] = {}  # jobs compare by identity
-        gone: dict[Job, float] = {}
+        running: dict[SweepJob, Any] = {}  # jobs compare by identity
+        gone: dict[SweepJob, float] = {}
         try:
             while waiting or running:
                 while waiting and (self._at_once is None or len(running) < self._at_once):
@@ -159,7 +159,7 @@ class SlurmEngine:
             self._cancel(running)
             raise
 
-    def _submit_into(self, running: dict[Job, Any], job: Job) -> None:
+    def _submit_into(self, running: dict[SweepJob, Any], job: SweepJob) -> None:
         """Submit in a thread, which no signal interrupts, so that a job that SLURM accepted is
         cancelled however the sweep ends."""
         failed: list[Exception] = []
@@ -182,7 +182,7 @@ class SlurmEngine:
         if failed:
             raise failed[0]
 
-    def _submit(self, job: Job) -> Any:
+    def _submit(self, job: SweepJob) -> Any:
         executor = self._submitit.AutoExecutor(
             folder=job.folder / SUBMITIT_FOLDER, cluster=self._resources.executor
         )
@@ -195,7 +195,7 @@ class SlurmEngine:
             job.work_folder and str(job.work_folder),
         )
 
-    def _alive(self, running: Mapping[Job, Any]) -> set[Job]:
+    def _alive(self, running: Mapping[SweepJob, Any]) -> set[SweepJob]:
         """Return the jobs that are queued or running."""
         if self._resources.executor != "slurm":
             return {job for job, submitted in running.items() if not submitted.done()}
@@ -214,7 +214,7 @@ class SlurmEngine:
         queued = set(done.stdout.split())
         return {job for job, submitted in running.items() if submitted.job_id in queued}
 
-    def _cancel(self, running: Mapping[Job, Any]) -> None:
+    def _cancel(self, running: Mapping[SweepJob, Any]) -> None:
         for submitted in running.values():
             submitted.cancel(check=False)
         deadline = time.monotonic() + _CANCEL_SECONDS
@@ -222,7 +222,7 @@ class SlurmEngine:
             time.sleep(0.5)
 
 
-def _ended(job: Job, submitted: Any, since: float) -> Ended | None:
+def _ended(job: SweepJob, submitted: Any, since: float) -> Ended | None:
     """Return how a job ended that left the queue; None while its result may not be visible here
     yet."""
     codes = [_code_of(submitted.task(number)) for number in range(submitted.num_tasks)]

@@ -4,14 +4,16 @@ them."""
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from lightning_3d.app.runs.report.sweep import write_sweep_report
+from lightning_3d.app.runs.report.sweep import SWEEP_FILE, write_sweep_report
 from lightning_3d.app.runs.status import (
     FAILED,
     FINISHED,
@@ -21,17 +23,19 @@ from lightning_3d.app.runs.status import (
     read_status,
 )
 from lightning_3d.app.runs.sweep.folder import SweepFolder, is_finished, prepare
-from lightning_3d.app.runs.sweep.jobs import Entry, Job, Skipped
-from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Engine, Going, Interrupted
+from lightning_3d.app.runs.sweep.jobs import Entry, SkippedJob, SweepJob
+from lightning_3d.app.runs.sweep.local_engine import Began, Ended, Going, Interrupted, JobEngine
 from lightning_3d.app.runs.sweep.results import (
     CHECKED,
+    METRICS,
     NOT_STARTED,
     SKIPPED,
-    Outcome,
+    JobOutcome,
     finished_before,
 )
-from lightning_3d.app.runs.sweep.table import assigned, format_table, swept_keys, write_csv
 from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.storage.json_file import replace_text
+from lightning_3d.storage.numbers import show_memory
 
 
 class Sweep:
@@ -50,13 +54,13 @@ class Sweep:
     def __init__(
         self,
         folder: SweepFolder,
-        engine: Engine,
+        engine: JobEngine,
         *,
         keys: Sequence[str] = (),
         out: TextIO | None = None,
     ) -> None:
         self.folder = folder
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, JobOutcome] = {}
         self.has_results = False
         self._engine = engine
         self._known = tuple(keys)
@@ -72,7 +76,7 @@ class Sweep:
             return Lightning3DError.exit_code if statuses else 0
         return int(not statuses <= {FINISHED, SKIPPED, CHECKED})
 
-    def run(self, entries: Sequence[Entry]) -> list[Outcome]:
+    def run(self, entries: Sequence[Entry]) -> list[JobOutcome]:
         """Run a batch of jobs. Problems are reported before the first job starts; jobs that have
         finished do not run again.
 
@@ -107,12 +111,12 @@ class Sweep:
         """True once there is a job to run."""
         return any(outcome.folder is not None for outcome in self.outcomes.values())
 
-    def _plan(self, entries: Sequence[Entry]) -> list[Job]:
+    def _plan(self, entries: Sequence[Entry]) -> list[SweepJob]:
         """Prepare the folders of the jobs, and return the jobs to run."""
         _require_own_folders(entries)
-        outcomes = {entry.number: Outcome.of(entry) for entry in entries}
+        outcomes = {entry.number: JobOutcome.of(entry) for entry in entries}
         jobs = []
-        for job in (entry for entry in entries if isinstance(entry, Job)):
+        for job in (entry for entry in entries if isinstance(entry, SweepJob)):
             if is_finished(job):
                 outcomes[job.number] = finished_before(job)
             else:
@@ -120,11 +124,13 @@ class Sweep:
         self.outcomes |= outcomes
         return [job for job in jobs if self._prepare(job)]
 
-    def _prepare(self, job: Job) -> bool:
+    def _prepare(self, job: SweepJob) -> bool:
         try:
             moved = prepare(self.folder.path, job)
         except ConfigError as error:
-            self.outcomes[job.number] = Outcome.of(Skipped(job.number, job.overrides, str(error)))
+            self.outcomes[job.number] = JobOutcome.of(
+                SkippedJob(job.number, job.overrides, str(error))
+            )
             return False
         if moved is not None:
             self._say(
@@ -133,7 +139,7 @@ class Sweep:
             )
         return True
 
-    def _run(self, jobs: Sequence[Job]) -> None:
+    def _run(self, jobs: Sequence[SweepJob]) -> None:
         begun = 0
         with contextlib.closing(self._engine.run(jobs)) as events:
             for event in events:
@@ -184,10 +190,10 @@ class Sweep:
             write_csv(self.folder.path, outcomes, swept_keys(outcomes, self._known))
             write_sweep_report(self.folder.path)
 
-    def _sorted(self) -> list[Outcome]:
+    def _sorted(self) -> list[JobOutcome]:
         return [self.outcomes[number] for number in sorted(self.outcomes)]
 
-    def _show_plan(self, entries: Sequence[Entry], jobs: Sequence[Job]) -> None:
+    def _show_plan(self, entries: Sequence[Entry], jobs: Sequence[SweepJob]) -> None:
         batch = [self.outcomes[entry.number] for entry in entries]
         counts = {
             "to run": len(jobs),
@@ -221,7 +227,7 @@ class Sweep:
             or "no overrides"
         )
 
-    def _show_progress(self, job: Job) -> None:
+    def _show_progress(self, job: SweepJob) -> None:
         """On a terminal, show the job's last line, overwriting the previous one."""
         out = self._out or sys.stdout
         if not out.isatty() or not job.log.is_file():
@@ -267,7 +273,7 @@ class Sweep:
         print(text, file=out, flush=True)
 
 
-def _numbers(outcome: Outcome) -> str:
+def _numbers(outcome: JobOutcome) -> str:
     missing = (
         "no numbers: it wrote no metrics.csv (add the callback"
         " lightning_3d.app.training.callbacks.MetricsCSV)"
@@ -291,7 +297,7 @@ def _numbers(outcome: Outcome) -> str:
 def _require_own_folders(entries: Sequence[Entry]) -> None:
     """Raise ConfigError if two jobs would write into one folder."""
     taken: dict[Path, int] = {}
-    for job in (entry for entry in entries if isinstance(entry, Job)):
+    for job in (entry for entry in entries if isinstance(entry, SweepJob)):
         other = taken.setdefault(job.folder, job.number)
         if other != job.number:
             raise ConfigError(
@@ -299,3 +305,115 @@ def _require_own_folders(entries: Sequence[Entry]) -> None:
                 " hydra.sweep.subdir to a name that differs between jobs, for example"
                 " ${hydra:job.num}."
             )
+
+
+# The comparison at the end of a sweep: `sweep.csv`, and a plain table that fits the terminal.
+
+_FEWEST_CHARACTERS = 6
+_GAP = "  "
+
+
+def assigned(overrides: Iterable[str]) -> dict[str, str]:
+    """Split overrides into keys and values: `+a.b=1` is `a.b` and `1`."""
+    pairs = (override.partition("=") for override in overrides)
+    return {key.lstrip("+~"): value for key, _, value in pairs}
+
+
+def swept_keys(outcomes: Sequence[JobOutcome], known: Iterable[str] = ()) -> list[str]:
+    """List the keys that the command line sweeps or in which jobs differ, in the order of the
+    command line."""
+    jobs = [assigned(outcome.overrides) for outcome in outcomes]
+    keys = list(dict.fromkeys(key for job in jobs for key in job))
+    return [key for key in keys if key in known or len({job.get(key) for job in jobs}) > 1]
+
+
+def write_csv(folder: Path, outcomes: Sequence[JobOutcome], keys: Sequence[str]) -> Path:
+    """Write `sweep.csv` atomically: one row per job, with full values. An empty cell is a number
+    that does not exist."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["job", *keys, "layout", "status", "exit_code", "reason", *METRICS, "folder"])
+    for outcome in outcomes:
+        values = assigned(outcome.overrides)
+        numbers = [
+            f"{outcome.numbers[name]:.9g}" if name in outcome.numbers else "" for name in METRICS
+        ]
+        code = "" if outcome.exit_code is None else outcome.exit_code
+        swept = [values.get(key, "") for key in keys]
+        rows.writerow(
+            [
+                outcome.number,
+                *swept,
+                outcome.layout,
+                outcome.status,
+                code,
+                outcome.reason,
+                *numbers,
+                outcome.folder or "",
+            ]
+        )
+    path = folder / SWEEP_FILE
+    replace_text(path, text.getvalue())
+    return path
+
+
+def format_table(outcomes: Sequence[JobOutcome], keys: Sequence[str], width: int) -> str:
+    """Write the jobs as lines of at most `width` characters; columns that do not fit are
+    narrowed."""
+    columns = [("job", [str(outcome.number) for outcome in outcomes])]
+    columns += [
+        (_short(key, keys), [assigned(outcome.overrides).get(key, "") for outcome in outcomes])
+        for key in keys
+    ]
+    columns.append(("status", [outcome.status for outcome in outcomes]))
+    for name, title, form in _SHOWN:
+        cells = [
+            form(outcome.numbers[name]) if name in outcome.numbers else "" for outcome in outcomes
+        ]
+        if any(cells):
+            columns.append((title, cells))
+    widths = _fitted(
+        [max(len(title), *(len(cell) for cell in cells)) for title, cells in columns], width
+    )
+    lines = [[title for title, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
+    text = [
+        _GAP.join(_truncated(cell, size) for cell, size in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    rule = "-" * max(len(line) for line in text)
+    return "\n".join([rule, text[0], rule, *text[1:], rule])
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+_SHOWN = (
+    ("loss", "loss", lambda value: f"{value:.5f}"),
+    ("val_loss", "val loss", lambda value: f"{value:.5f}"),
+    ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
+    ("step_seconds", "s/step", lambda value: f"{value:.3f}"),
+    ("bubble", "bubble", lambda value: f"{100 * value:.1f} %"),
+    ("memory", "memory", show_memory),
+    ("seconds", "time", _duration),
+)
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """Shorten a key to its last part, if no other key ends in it."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def _fitted(widths: list[int], total: int) -> list[int]:
+    """Narrow the widest column until all fit; no column becomes narrower than a few characters."""
+    widths = list(widths)
+    while sum(widths) + len(_GAP) * (len(widths) - 1) > total and max(widths) > _FEWEST_CHARACTERS:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _truncated(cell: str, size: int) -> str:
+    return cell.ljust(size) if len(cell) <= size else cell[: size - 1] + "…"

@@ -3,6 +3,9 @@ checkpoints."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,16 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.app.config.save_interval import AUTO, HOURS_BETWEEN_FAILURES, check_save_interval
-from lightning_3d.app.training.callbacks.save_times import SaveTimes
+from lightning_3d.app.config.save_interval import (
+    AUTO,
+    HOURS_BETWEEN_FAILURES,
+    best_interval,
+    check_save_interval,
+)
 from lightning_3d.layout.sizes import check_sizes
 from lightning_3d.storage.remote_path import place
 
@@ -251,3 +259,50 @@ def _ends_after_this_batch(trainer: pl.Trainer) -> bool:
         and trainer.current_epoch + 1 >= trainer.max_epochs
     )
     return last_epoch and bool(loop.epoch_loop.batch_progress.is_last_batch)
+
+
+# Measures steps and saves of a fit, and chooses the interval between saves from them.
+
+_CHANGE = 1.2
+"""A new interval is used, and reported, only if it differs by this factor from the present one."""
+
+
+class SaveTimes:
+    """The times of steps and saves on this rank.
+
+    Args:
+        hours_between_failures: hours that one rank is expected to run until it ends the job.
+    """
+
+    def __init__(self, hours_between_failures: float) -> None:
+        self._hours = hours_between_failures
+        self._began, self._first_step = 0.0, 0
+        self._saving = 0.0
+        self._last = 0.0
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Begin to measure, at the start of a fit."""
+        self._began, self._first_step, self._saving = time.monotonic(), trainer.global_step, 0.0
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure a save: how long it holds up training, also while it waits for the end of the
+        save before."""
+        start = time.monotonic()
+        yield
+        self._last = time.monotonic() - start
+        self._saving += self._last
+
+    def choose(self, trainer: pl.Trainer, present: int) -> int:
+        """Return the best interval after a save, the same on all ranks. Collective: the times of
+        rank 0 count."""
+        steps = trainer.global_step - self._first_step
+        if steps < 1:
+            return present
+        step_seconds = (time.monotonic() - self._began - self._saving) / steps
+        found = best_interval(step_seconds, self._last, trainer.world_size, self._hours)
+        chosen = int(trainer.strategy.broadcast(found.steps))
+        if max(chosen, present) < _CHANGE * min(chosen, present):
+            return present
+        rank_zero_info(found.words)
+        return chosen

@@ -17,15 +17,16 @@ from typing_extensions import override
 from lightning_3d.app.config.data_counts import check_data_counts
 from lightning_3d.app.training.data.entropy import Entropy, entropy
 from lightning_3d.app.training.data.loaders import (
-    Batches,
     GlobalBatchSampler,
     GlobalOrderSampler,
     Loader,
+    SampleBatches,
     TrainLoader,
+    read_ahead,
+    rows_ahead,
 )
 from lightning_3d.app.training.data.packing import PackedDataset, Samples, Tokens, spread
 from lightning_3d.app.training.data.permutation import Permutation
-from lightning_3d.app.training.data.read_ahead import read_ahead, rows_ahead
 from lightning_3d.compat.lightning_data import (
     begin_after_ended_epoch,
     count_epoch_again,
@@ -41,9 +42,8 @@ FULL_SCAN = 1 << 30
 Each sample is also checked when it is read."""
 
 
-LISTED, KEYED = 1, 2
-"""Kinds of order, as a saved position names them: torch's permutation of a list, which older
-versions used, and a `Permutation`."""
+ORDER = 2
+"""Kind of the order of samples, as a saved position names it: that of `Permutation`."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,6 @@ class PackedDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.train_set: Samples | None = None
         self.val_set: PackedDataset | None = None
-        self._order_kind = KEYED
         self._restored: dict[str, Any] | None = None
         self._begun: Reading | None = None
         self._entropy: Entropy | None = None
@@ -304,7 +303,7 @@ class PackedDataModule(LightningDataModule):
             self._require_validation()
             ramped = GlobalBatchSampler(self._batches_of, **order)
             loader = TrainLoader(
-                Batches(self.train_set), sampler=ramped, **{**options, "batch_size": None}
+                SampleBatches(self.train_set), sampler=ramped, **{**options, "batch_size": None}
             )
         else:
             loader = TrainLoader(
@@ -328,12 +327,7 @@ class PackedDataModule(LightningDataModule):
     def _order(self, epoch: int, places: Iterator[int]) -> Iterator[int]:
         """Yield the samples at these places of the order of an epoch."""
         assert self.train_set is not None
-        if self._order_kind == KEYED:
-            return Permutation(len(self.train_set), self.seed, epoch).follow(places)
-        listed = torch.randperm(
-            len(self.train_set), generator=torch.Generator().manual_seed(self.seed + epoch)
-        ).tolist()
-        return (listed[place] for place in places)
+        return Permutation(len(self.train_set), self.seed, epoch).follow(places)
 
     def _begin(self, number: int) -> tuple[int, int]:
         """Note that reading begins in Lightning's epoch `number`. Return the epoch of the order,
@@ -407,7 +401,7 @@ class PackedDataModule(LightningDataModule):
         """Position of training: epoch of the order and samples of it that were used, and what that
         order depends on."""
         epoch, samples = self._place()
-        return {"epoch": epoch, "samples": samples, **self._same_order(), "order": self._order_kind}
+        return {"epoch": epoch, "samples": samples, **self._same_order(), "order": ORDER}
 
     # The position in the data
 
@@ -511,8 +505,7 @@ class PackedDataModule(LightningDataModule):
         return {"train_samples": len(self.train_set)}
 
     def resume_from(self, state: dict[str, Any]) -> None:
-        """Restore a position that `position_state` returned. A run that began with a listed order
-        keeps it in all its epochs.
+        """Restore a position that `position_state` returned.
 
         Raises:
             DataError: this data module has a different order of samples.
@@ -529,12 +522,11 @@ class PackedDataModule(LightningDataModule):
                 f" {'; '.join(different)}. Use the checkpoint's values, or start a new run from the"
                 " checkpoint's weights."
             )
-        kind = state.get("order", LISTED)
-        if kind not in (LISTED, KEYED):
+        kind = state.get("order")
+        if kind != ORDER:
             raise DataError(
                 f"The checkpoint's order of samples is of kind {kind}, which this version of"
                 " lightning_3d does not know. Resume with the version that wrote it, or start a"
                 " new run from the checkpoint's weights."
             )
-        self._order_kind = kind
         self._restored, self._begun = dict(state), None

@@ -86,7 +86,8 @@ class HuggingFaceText(PaddedDataModule):
                 "data.packing must be best_fit, or null for samples of consecutive tokens; got"
                 f" {packing!r}."
             )
-        super().__init__(packing=packing, **kwargs)
+        super().__init__(**kwargs)
+        self.packing = packing
         if not 0 <= val_fraction < 1:
             raise ConfigError(
                 f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}."
@@ -115,7 +116,7 @@ class HuggingFaceText(PaddedDataModule):
                 tokens, vocab_size, separator = self._tokenize(split)
                 write_tokens(path, tokens, vocab_size=vocab_size, document_separator=separator)
             if self.packing is not None:
-                self._write_samples(split, self.packing)
+                self._write_samples(split)
 
     @override
     def load_tokens(self) -> tuple[Tokens, Tokens | None]:
@@ -160,7 +161,7 @@ class HuggingFaceText(PaddedDataModule):
         name = f"{path.stem}_{self.packing}_{self.sequence_length}"
         return path.with_name(f"{name}.bin"), path.with_name(f"{name}_marks.bin")
 
-    def _write_samples(self, split: str, packing: str) -> None:
+    def _write_samples(self, split: str) -> None:
         """Pack the documents of the token file of a split, if they are not packed yet."""
         paths = self.sample_paths(split)
         if all(path.is_file() and index_path(path).is_file() for path in paths):
@@ -171,11 +172,7 @@ class HuggingFaceText(PaddedDataModule):
             np.asarray(values), index.document_separator, self.sequence_length
         )
         ids, marks = pack(
-            mark_targets(documents),
-            packing,
-            self.sequence_length,
-            index.document_separator,
-            values.dtype,
+            mark_targets(documents), self.sequence_length, index.document_separator, values.dtype
         )
         write_tokens(paths[1], marks, vocab_size=2 * PADDING)
         write_tokens(paths[0], ids, vocab_size=index.vocab_size)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_3d.app.training.data.best_fit import PACKINGS
 from lightning_3d.app.training.data.entropy import Entropy
 from lightning_3d.app.training.data.huggingface import is_local, load_split, state_of
 from lightning_3d.app.training.data.packing import Tokens, smallest_dtype
@@ -26,7 +25,7 @@ from lightning_3d.app.training.data.padded import (
     pack,
 )
 from lightning_3d.app.training.data.token_file import index_path, open_tokens, write_tokens
-from lightning_3d.errors import ConfigError, DataError, did_you_mean, listed, plural
+from lightning_3d.errors import ConfigError, DataError, listed, plural
 from lightning_3d.storage.user_cache import default_cache
 
 _TOKENIZER = (".json", ".jinja", ".model", ".txt")
@@ -49,13 +48,11 @@ class Instructions(PaddedDataModule):
         tokenizer: folder of a tokenizer, or name on the hub; needs a chat template for rows with
             `messages`.
         max_examples: number of examples to use, the first ones of each split; None for all.
-        packing: which conversations share a sample: `best_fit`, or `first_fit` as earlier versions
-            did.
         **kwargs: see `PackedDataModule`.
     """
 
     tokenizer: str
-    packing: str
+    packing = "best_fit"
 
     def __init__(
         self,
@@ -67,16 +64,10 @@ class Instructions(PaddedDataModule):
         val_split: str | None = None,
         val_fraction: float = 0.01,
         max_examples: int | None = None,
-        packing: str = "best_fit",
         cache_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        if packing not in PACKINGS:
-            raise ConfigError(
-                f"data.packing must be {listed(PACKINGS, last='or')}; got"
-                f" {packing!r}.{did_you_mean(str(packing), PACKINGS)}"
-            )
-        super().__init__(packing=packing, **kwargs)
+        super().__init__(**kwargs)
         if not 0 <= val_fraction < 1:
             raise ConfigError(
                 f"data.val_fraction must be at least 0 and less than 1; got {val_fraction}."
@@ -121,7 +112,7 @@ class Instructions(PaddedDataModule):
             state_of(self.path),
         ]
         # The tokenizer may be in the folder of the weights, among many other files.
-        sources += [self.packing, "marks"]  # files of earlier versions mark targets only
+        sources += ["best_fit", "marks"]
         sources += [
             self.tokenizer,
             [
@@ -138,10 +129,6 @@ class Instructions(PaddedDataModule):
         name = f"split '{split}' of {self.path}"
         self._marks[name] = targets
         return Tokens(tokens, name)
-
-    @override
-    def resume_from(self, state: dict[str, Any]) -> None:
-        super().resume_from({"packing": "first_fit", **state})  # earlier versions had no other
 
     @override
     def entropy(self) -> Entropy | None:
@@ -182,7 +169,7 @@ class Instructions(PaddedDataModule):
         padding = (
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         )
-        packed = pack([marked(*example) for example in kept], self.packing, length, padding)
+        packed = pack([marked(*example) for example in kept], length, padding)
         vocab_size = max(len(tokenizer), int(packed[0].max()) + 1)
         return packed[0].astype(smallest_dtype(vocab_size - 1)), packed[1], vocab_size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.app.training.data.base import PackedDataModule
-from lightning_3d.app.training.data.best_fit import PACKINGS
 from lightning_3d.app.training.data.documents import IGNORE_INDEX
 from lightning_3d.app.training.data.packing import PackedDataset, Tokens, spread
 from lightning_3d.app.training.data.permutation import Permutation
@@ -33,14 +33,15 @@ class PaddedDataModule(PackedDataModule):
     the global batch.
 
     Args:
-        packing: which documents share a sample, one of `PACKINGS`; None: samples are consecutive
-            tokens, without padding.
         **kwargs: see `PackedDataModule`.
     """
 
-    def __init__(self, *, packing: str | None = None, **kwargs: Any) -> None:
+    packing: str | None = None
+    """Which documents share a sample, `best_fit`; None: samples are consecutive tokens, without
+    padding."""
+
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.packing = packing
         self._marks: dict[str, np.ndarray] = {}
 
     @override
@@ -70,8 +71,7 @@ class PaddedDataModule(PackedDataModule):
         share = self.padding_share()
         if share is not None:
             print(
-                f"lightning_3d: {100 * share:.2f} % of the tokens of samples are padding"
-                f" (data.packing={self.packing})",
+                f"lightning_3d: {100 * share:.2f} % of the tokens of samples are padding",
                 file=sys.stderr,
             )
 
@@ -146,25 +146,24 @@ def mark_targets(documents: Sequence[np.ndarray]) -> list[Document]:
 
 
 def pack(
-    documents: Sequence[Document], packing: str, length: int, padding: int, dtype: Any = np.uint32
+    documents: Sequence[Document], length: int, padding: int, dtype: Any = np.uint32
 ) -> tuple[np.ndarray, np.ndarray]:
     """Put documents into samples.
 
     Args:
         documents: of at most `length` tokens each.
-        packing: one of `PACKINGS`.
         padding: id of padding.
         dtype: type of the ids.
 
     Returns:
         (tokens, marks), both (samples * length,).
     """
-    samples = PACKINGS[packing]([len(ids) for ids, _ in documents], length)
-    # the last samples, which may be held out, would be those of the shortest documents
-    if packing == "best_fit":
-        samples = [
-            samples[place] for place in Permutation(len(samples), 0, 0).follow(range(len(samples)))
-        ]
+    samples = best_fit([len(ids) for ids, _ in documents], length)
+    # Without this shuffling, the last samples, which may be held out, would be those of the
+    # shortest documents.
+    samples = [
+        samples[place] for place in Permutation(len(samples), 0, 0).follow(range(len(samples)))
+    ]
     return lay_out(documents, samples, length, padding, dtype)
 
 
@@ -191,3 +190,41 @@ def lay_out(
         if start < length:
             marks[row, start] |= BEGINS
     return tokens.reshape(-1), marks.reshape(-1)
+
+
+# Which whole documents share a sample.
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put each document, the longest first, into the fullest sample that has room, or into a new
+    one (best-fit decreasing).
+
+    It needs at most 11/9 of the least possible number of samples, plus 4 (Johnson, Demers, Ullman,
+    Garey and Graham, "Worst-case performance bounds for simple one-dimensional packing algorithms",
+    1974). Memory is proportional to the number of documents.
+
+    Args:
+        lengths: tokens of each document, at most `capacity`.
+        capacity: tokens of a sample.
+
+    Returns:
+        The documents of each sample, rising.
+    """
+    samples: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # samples with exactly this room; the first one is taken
+    rooms = 0  # bit r is set where a sample has room r
+    for document in np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist():
+        size = int(lengths[document])
+        enough = rooms >> size
+        if enough:
+            room = size + (enough & -enough).bit_length() - 1
+            sample = heappop(by_room[room])
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, sample = capacity, len(samples)
+            samples.append([])
+        samples[sample].append(document)
+        heappush(by_room.setdefault(room - size, []), sample)
+        rooms |= 1 << (room - size)
+    return [sorted(sample) for sample in samples]

@@ -57,7 +57,7 @@ class TokenizerIdentity:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPlace:
     """A place in the sources.
 
     Attributes:
@@ -116,9 +116,9 @@ class Manifest:
     tokens: int = 0
     documents: int = 0
     shards: tuple[Shard, ...] = field(default=())
-    next: Place | None = None
+    next: ShardPlace | None = None
 
-    def with_shard(self, shard: Shard, following: Place | None) -> Manifest:
+    def with_shard(self, shard: Shard, following: ShardPlace | None) -> Manifest:
         tokens, documents = self.tokens + shard.tokens, self.documents + shard.documents
         return replace(
             self, tokens=tokens, documents=documents, shards=(*self.shards, shard), next=following
@@ -166,7 +166,7 @@ def read_manifest(folder: Where) -> Manifest:
             raise ValueError("it has another version")
         entries["tokenizer"] = TokenizerIdentity(**entries["tokenizer"])
         entries["shards"] = tuple(_checked_shard(entry) for entry in entries["shards"])
-        entries["next"] = Place(**entries["next"]) if entries["next"] else None
+        entries["next"] = ShardPlace(**entries["next"]) if entries["next"] else None
         return Manifest(**entries)
     except FileNotFoundError:
         raise DataError(

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from lightning_3d.app.training.data.shard_manifest import (
     NAME,
     Manifest,
-    Place,
+    ShardPlace,
     check_shards,
     read_manifest,
 )
-from lightning_3d.app.training.data.tokenization.encoding import ByteEncoder, Encoder
-from lightning_3d.app.training.data.tokenization.pool import encoded_in_order
+from lightning_3d.app.training.data.tokenization.encoding import ByteEncoder, Encoded, Encoder
 from lightning_3d.app.training.data.tokenization.shard_writer import ShardWriter
-from lightning_3d.app.training.data.tokenization.sources import Batch, Source
-from lightning_3d.errors import ConfigError, DataError, plural
+from lightning_3d.app.training.data.tokenization.sources import Batch, TextSource
+from lightning_3d.errors import ConfigError, DataError, OutOfMemory, plural
 from lightning_3d.ranks.progress import task
 from lightning_3d.storage.lock import FileLock
 
@@ -48,7 +55,7 @@ class Tokenization:
 
 
 def tokenize(
-    sources: Sequence[Source],
+    sources: Sequence[TextSource],
     encoder: Encoder | ByteEncoder,
     folder: Path,
     *,
@@ -79,7 +86,7 @@ def tokenize(
     """
     settings: dict[str, Any] = {"column": column, "shard_tokens": shard_tokens}
     settings["sources"] = [state for source in sources for state in source.state()]
-    wanted = Manifest(False, encoder.dtype.name, encoder.identity, settings, next=Place())
+    wanted = Manifest(False, encoder.dtype.name, encoder.identity, settings, next=ShardPlace())
     with _hold(folder, patience_seconds):
         manifest = _earlier(folder, wanted) or wanted
         if manifest.next is None:
@@ -96,9 +103,9 @@ def tokenize(
 
 def _write_all(
     writer: ShardWriter,
-    sources: Sequence[Source],
+    sources: Sequence[TextSource],
     encoder: Encoder | ByteEncoder,
-    start: Place,
+    start: ShardPlace,
     processes: int,
 ) -> None:
     batches = _batches(sources, start)
@@ -109,15 +116,15 @@ def _write_all(
         writer.finish()
 
 
-def _batches(sources: Sequence[Source], start: Place) -> Iterator[Batch]:
+def _batches(sources: Sequence[TextSource], start: ShardPlace) -> Iterator[Batch]:
     here = sources[start.source :]
     return chain.from_iterable(
-        source.batches(start if source.number == start.source else Place(source.number))
+        source.batches(start if source.number == start.source else ShardPlace(source.number))
         for source in here
     )
 
 
-def _completed(manifest: Manifest, sources: Sequence[Source]) -> Manifest:
+def _completed(manifest: Manifest, sources: Sequence[TextSource]) -> Manifest:
     """Finish the manifest. Times of files no longer matter, and would differ between copies of
     them."""
     if not manifest.shards:
@@ -194,3 +201,74 @@ def _hold(folder: Path, patience_seconds: float) -> Iterator[None]:
         if new:
             with suppress(OSError):
                 folder.rmdir()
+
+
+# Work on batches in several processes, with the results in order and a bounded number of batches in
+# flight.
+
+_IN_FLIGHT = 4
+"""Batches per process that wait or are in work."""
+
+_encode: Callable[[Batch], Encoded]
+
+
+def encoded_in_order(
+    encode: Callable[[Batch], Encoded], batches: Iterator[Batch], processes: int
+) -> Iterator[tuple[ShardPlace, Encoded]]:
+    """Encode batches. Yields (place of the batch, its tokens) in the order of `batches`, whatever
+    the number of processes.
+
+    Args:
+        processes: 1 works in this process.
+
+    Raises:
+        OutOfMemory: a process was killed.
+    """
+    if processes == 1:
+        for batch in batches:
+            yield batch.place, encode(batch)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, _begin, (encode,))
+    pending: deque[tuple[ShardPlace, Future[Encoded]]] = deque()
+    try:
+        for batch in batches:
+            pending.append((batch.place, pool.submit(_work, batch)))
+            if len(pending) >= _IN_FLIGHT * processes:
+                yield _take(pending)
+        while pending:
+            yield _take(pending)
+    except BrokenProcessPool:
+        raise OutOfMemory(
+            "A process that tokenizes was killed, probably because memory ran out. Repeat the"
+            f" command with fewer processes than {processes} (--processes); it continues after the"
+            " last shard."
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _take(pending: deque[tuple[ShardPlace, Future[Encoded]]]) -> tuple[ShardPlace, Encoded]:
+    place, future = pending.popleft()
+    return place, future.result()
+
+
+def _begin(encode: Callable[[Batch], Encoded]) -> None:
+    """Prepare a process: it encodes with one thread, leaves Ctrl-C to its parent, and ends with it,
+    however that ends."""
+    global _encode
+    _encode = encode
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: Any) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def _work(batch: Batch) -> Encoded:
+    return _encode(batch)

@@ -11,8 +11,8 @@ import numpy as np
 from lightning_3d.app.training.data.indexed_file import pack_index
 from lightning_3d.app.training.data.shard_manifest import (
     Manifest,
-    Place,
     Shard,
+    ShardPlace,
     commit,
     replace_file,
 )
@@ -50,7 +50,7 @@ class ShardWriter:
     def _draft(self) -> Path:
         return self._folder / f".{self._name}.bin.partial"
 
-    def add(self, place: Place, encoded: Encoded) -> None:
+    def add(self, place: ShardPlace, encoded: Encoded) -> None:
         """Write the documents of a batch, except the first `place.skip`, which earlier shards
         have."""
         lengths = encoded.lengths
@@ -60,7 +60,7 @@ class ShardWriter:
             start = int(ends[done - 1]) if done else 0
             until = int(np.searchsorted(ends, start + self._limit - self._tokens, side="right"))
             if until <= done and self._tokens:
-                self._end_shard(Place(place.source, place.offset, place.record, done))
+                self._end_shard(ShardPlace(place.source, place.offset, place.record, done))
                 continue
             until = max(until, done + 1)
             self._write(encoded.tokens[start : int(ends[until - 1])], lengths[done:until])
@@ -76,7 +76,7 @@ class ShardWriter:
         self._tokens += len(tokens)
         self._largest = max(self._largest, int(tokens.max()))
 
-    def _end_shard(self, following: Place | None) -> None:
+    def _end_shard(self, following: ShardPlace | None) -> None:
         assert self._file is not None
         self._file.close()
         self._file = None

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from lightning_3d.app.training.data.shard_manifest import Place
+from lightning_3d.app.training.data.shard_manifest import ShardPlace
 from lightning_3d.errors import DataError, did_you_mean, install, listed
 
 HUB = "hf://"
@@ -35,7 +35,7 @@ class Batch:
         names: the source of each record, if they differ.
     """
 
-    place: Place
+    place: ShardPlace
     name: str
     records: Sequence[bytes | str | None]
     json_key: str | None = None
@@ -51,7 +51,7 @@ class Batch:
         )
 
 
-class Source(Protocol):
+class TextSource(Protocol):
     """Documents that are read in order. `number` is its index among all sources."""
 
     number: int
@@ -60,13 +60,13 @@ class Source(Protocol):
         """Describe the source, so that a later command finds out whether it is the same: name, size
         and time of each file."""
 
-    def batches(self, start: Place) -> Iterator[Batch]:
+    def batches(self, start: ShardPlace) -> Iterator[Batch]:
         """Read from a place that a batch of this source had."""
 
 
 def find_sources(
     words: Sequence[str], *, column: str, split: str, dataset: str | None
-) -> list[Source]:
+) -> list[TextSource]:
     """List the sources that words of the command line name: files, folders, globs and `hf://` data
     sets.
 
@@ -85,7 +85,7 @@ def find_sources(
             if word.startswith(HUB)
             else _files(word)
         )
-    sources: list[Source] = []
+    sources: list[TextSource] = []
     for is_text, group in groupby(
         found, key=lambda one: isinstance(one, Path) and _kind(one) == "text"
     ):
@@ -100,7 +100,7 @@ def find_sources(
     return sources
 
 
-def _source(found: Path | HubRows, column: str) -> Source:
+def _source(found: Path | HubRows, column: str) -> TextSource:
     if isinstance(found, HubRows):
         return found
     return ParquetRows(found, column) if _kind(found) == "parquet" else JsonLines(found, column)
@@ -198,15 +198,17 @@ class JsonLines:
     def state(self) -> list[Any]:
         return [_state_of(self._path)]
 
-    def batches(self, start: Place) -> Iterator[Batch]:
+    def batches(self, start: ShardPlace) -> Iterator[Batch]:
         return _reading(self._path, lambda: self._read(start))
 
-    def _read(self, start: Place) -> Iterator[Batch]:
+    def _read(self, start: ShardPlace) -> Iterator[Batch]:
         offset, record = start.offset, start.record
         with open_file(self._path) as file:
             _skip(file, offset)
             while lines := file.readlines(_BATCH_BYTES):
-                yield Batch(Place(self.number, offset, record), str(self._path), lines, self._key)
+                yield Batch(
+                    ShardPlace(self.number, offset, record), str(self._path), lines, self._key
+                )
                 offset, record = offset + sum(map(len, lines)), record + len(lines)
 
 
@@ -229,14 +231,14 @@ class TextFiles:
     def state(self) -> list[Any]:
         return [_state_of(path) for path in self._paths]
 
-    def batches(self, start: Place) -> Iterator[Batch]:
+    def batches(self, start: ShardPlace) -> Iterator[Batch]:
         texts: list[bytes] = []
         first = start.offset
         for index in range(first, len(self._paths)):
             texts.append(self._read(self._paths[index]))
             if sum(map(len, texts)) >= _BATCH_BYTES or index == len(self._paths) - 1:
                 names = [str(path) for path in self._paths[first : index + 1]]
-                yield Batch(Place(self.number, first, first), names[0], texts, names=names)
+                yield Batch(ShardPlace(self.number, first, first), names[0], texts, names=names)
                 texts, first = [], index + 1
 
     @staticmethod
@@ -265,10 +267,10 @@ class ParquetRows:
     def state(self) -> list[Any]:
         return [_state_of(self._path)]
 
-    def batches(self, start: Place) -> Iterator[Batch]:
+    def batches(self, start: ShardPlace) -> Iterator[Batch]:
         return _reading(self._path, lambda: self._read(start))
 
-    def _read(self, start: Place) -> Iterator[Batch]:
+    def _read(self, start: ShardPlace) -> Iterator[Batch]:
         with _import_pyarrow(self._path).parquet.ParquetFile(self._path) as file:
             row = 0
             for group in range(file.num_row_groups):
@@ -281,7 +283,7 @@ class ParquetRows:
                 ):
                     if row >= start.offset:
                         yield Batch(
-                            Place(self.number, row, row),
+                            ShardPlace(self.number, row, row),
                             str(self._path),
                             part.column(0).to_pylist(),
                         )
@@ -309,10 +311,10 @@ class HubRows:
     def state(self) -> list[Any]:
         return [[HUB + self._name, self._split, len(self._rows), self._rows._fingerprint]]
 
-    def batches(self, start: Place) -> Iterator[Batch]:
+    def batches(self, start: ShardPlace) -> Iterator[Batch]:
         for row in range(start.offset, len(self._rows), _BATCH_ROWS):
             texts = self._rows[row : row + _BATCH_ROWS][self._column]
-            yield Batch(Place(self.number, row, row), HUB + self._name, list(texts))
+            yield Batch(ShardPlace(self.number, row, row), HUB + self._name, list(texts))
 
 
 def _require_column(name: str, column: str, columns: Sequence[str]) -> None:

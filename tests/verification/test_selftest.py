@@ -9,16 +9,16 @@ import selftest_faults
 
 from lightning_3d.app.cli import selftest as command
 from lightning_3d.app.cli.main import main
-from lightning_3d.app.selftest import report, session, workers
-from lightning_3d.app.selftest.cells import Cell, all_cells, chosen
-from lightning_3d.app.selftest.judge import (
+from lightning_3d.app.verification import session, verdicts, workers
+from lightning_3d.app.verification.cells import Cell, all_cells, chosen
+from lightning_3d.app.verification.verdicts import (
     EXACT,
     FAILED,
     HANGS,
     NOT_REACHED,
     SKIPPED,
     WRONG,
-    Verdict,
+    CellVerdict,
     judge,
 )
 
@@ -34,8 +34,8 @@ def test_a_wrong_collective_is_found_and_written(
     finished = session.run(cells, 2, 0, 120.0, prepare=selftest_faults.enlarge_sums)
     assert [verdict.verdict for verdict in finished.verdicts] == [WRONG, SKIPPED]
     assert finished.verdicts[1].why == "needs 4 ranks"
-    assert report.is_wrong(finished)
-    report.write(finished, tmp_path / "found.json")
+    assert verdicts.is_wrong(finished)
+    verdicts.write(finished, tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert (
         found["wrong"]
@@ -43,7 +43,7 @@ def test_a_wrong_collective_is_found_and_written(
         and found["machine"]["libraries"]["torch"]
     )
     assert found["cells"][0]["verdict"] == WRONG and len(found["cells"][0]["losses"]) == 4
-    assert max(map(len, report.table(finished).splitlines())) <= report.WIDTH
+    assert max(map(len, verdicts.table(finished).splitlines())) <= verdicts.WIDTH
 
 
 @pytest.mark.slow
@@ -107,10 +107,10 @@ def test_nan_is_wrong_and_is_null_in_the_file(tmp_path: Path) -> None:
     assert judge(DP, (float("nan"), 0.0, 0.0)) == WRONG
     gpus = {"ranks": 2, "gpus": 2, "devices": ["Simulated GPU"] * 2, "simulated": True}
     machine = {"accelerator": "gpu", "libraries": {"torch": "2"}, **gpus}
-    finished = session.Session(machine, [Verdict(DP, WRONG, (float("nan"), 0.0, 0.0))])
-    report.write(finished, tmp_path / "nan.json")
+    finished = session.Session(machine, [CellVerdict(DP, WRONG, (float("nan"), 0.0, 0.0))])
+    verdicts.write(finished, tmp_path / "nan.json")
     assert json.loads((tmp_path / "nan.json").read_text())["cells"][0]["differences"][0] is None
-    assert report.table(finished).startswith("simulated GPU: 2 x Simulated GPU")
+    assert verdicts.table(finished).startswith("simulated GPU: 2 x Simulated GPU")
 
 
 def test_what_hardware_lacks_is_named() -> None:

@@ -42,7 +42,7 @@ class CallHung(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _WorkerCall:
     payload: bytes
     rank: int
     world_size: int
@@ -103,7 +103,10 @@ class Workers:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             context.set_forkserver_preload(
-                ["lightning_3d.app.selftest.rank", "transformers.models.llama.modeling_llama"]
+                [
+                    "lightning_3d.app.verification.cell_ranks",
+                    "transformers.models.llama.modeling_llama",
+                ]
             )
         for rank in range(self._count):
             here, there = context.Pipe()
@@ -134,7 +137,7 @@ class Workers:
         payload = pickle.dumps((function, arguments))
         for rank, (_, pipe) in enumerate(self._ranks[:ranks]):
             pipe.send(
-                _Call(
+                _WorkerCall(
                     payload,
                     rank,
                     ranks,
@@ -227,7 +230,7 @@ def _serve(
     os.environ.update(place)  # before CUDA starts
     import torch
 
-    import lightning_3d.app.selftest.rank  # noqa: F401 - what all calls need
+    import lightning_3d.app.verification.cell_ranks  # noqa: F401 - what all calls need
 
     os.environ[PROGRESS] = "0"  # the owner shows the progress
     torch.set_num_threads(1)
@@ -249,7 +252,7 @@ def _die_with_owner() -> None:
     os._exit(1)
 
 
-def _answer(call: _Call) -> tuple[bool, bytes | str]:
+def _answer(call: _WorkerCall) -> tuple[bool, bytes | str]:
     import torch
     import torch.distributed as dist
 
@@ -276,7 +279,7 @@ def _answer(call: _Call) -> tuple[bool, bytes | str]:
     return True, answer
 
 
-def _become_rank(call: _Call) -> None:
+def _become_rank(call: _WorkerCall) -> None:
     """Set what torchrun sets, so that a Trainer finds itself started. The owner serves the store,
     as torchrun's agent does."""
     node, local, on_node = (

@@ -11,27 +11,28 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.app.selftest.cells import CHECKPOINT, Cell, micro_batch
-from lightning_3d.app.selftest.models import (
+from lightning_3d.app.verification.cells import CHECKPOINT, Cell, micro_batch
+from lightning_3d.app.verification.rank_rows import RankRows
+from lightning_3d.app.verification.tiny_models import (
     LEARNING_RATE,
     SEED,
     STEPS,
     Recipe,
-    Result,
+    ReferenceResult,
     batches,
     build,
     train_plainly,
 )
 from lightning_3d.layout.layout import Layout
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.strategy.silent_trainer import Batches, silence
+from lightning_3d.strategy.silent_trainer import silence
 from lightning_3d.strategy.strategy import Lightning3DStrategy
 
 _PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true"}
 
 
 @dataclass(frozen=True)
-class Part:
+class RankResult:
     """Values of the steps on one rank, and its shards of the weights."""
 
     losses: list[float]
@@ -43,12 +44,12 @@ def recipe_of(cell: Cell) -> Recipe:
     return Recipe(cell.model, cell.layers, cell.precision)
 
 
-def reference(recipe: Recipe, accelerator: str) -> Result:
+def reference(recipe: Recipe, accelerator: str) -> ReferenceResult:
     """Train the reference in this process."""
     return train_plainly(recipe, "cuda:0" if accelerator == "gpu" else "cpu")
 
 
-def train(cell: Cell, accelerator: str, folder: str) -> Part:
+def train(cell: Cell, accelerator: str, folder: str) -> RankResult:
     """Train one rank of a cell. A checkpoint is saved after half of the steps, and a new Trainer
     resumes it in the other layout."""
     if cell.kind != CHECKPOINT:
@@ -57,7 +58,7 @@ def train(cell: Cell, accelerator: str, folder: str) -> Part:
     path = f"{folder}/checkpoint"
     first = _fit(cell, cell.layout, accelerator, epochs=1, save=path)
     second = _fit(cell, cell.resume, accelerator, epochs=2, resume=path)
-    return Part([*first.losses, *second.losses], [*first.norms, *second.norms], second.shards)
+    return RankResult([*first.losses, *second.losses], [*first.norms, *second.norms], second.shards)
 
 
 def attention(cell: Cell, accelerator: str, folder: str) -> tuple[float, float, float]:
@@ -112,23 +113,10 @@ class _Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
 
 
-class _Data(pl.LightningDataModule):
-    """The rows of a data-parallel rank; each epoch has half of the steps, so that a checkpoint ends
-    one."""
-
-    def __init__(self, dp: int) -> None:
-        super().__init__()
-        self._dp = dp
-
-    def train_dataloader(self) -> Batches:
-        assert self.trainer is not None
-        first = (self.trainer.current_epoch % 2) * STEPS // 2
-        place: Any = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {
-            "rank": 0
-        }
-        return Batches(
-            [batch[place["rank"] :: self._dp] for batch in batches()[first : first + STEPS // 2]]
-        )
+def _batches_of(epoch: int) -> list[Tensor]:
+    """Return the global batches of an epoch: half of the steps, so that a checkpoint ends one."""
+    first = (epoch % 2) * STEPS // 2
+    return batches()[first : first + STEPS // 2]
 
 
 class _Values(pl.Callback):
@@ -158,7 +146,7 @@ def _fit(
     epochs: int,
     save: str | None = None,
     resume: str | None = None,
-) -> Part:
+) -> RankResult:
     values, module = _Values(save), _Module(recipe_of(cell))
     size = Layout.parse(layout)
     options = {
@@ -188,9 +176,9 @@ def _fit(
             enable_model_summary=False,
             **place,
         )
-        trainer.fit(module, datamodule=_Data(size.dp), ckpt_path=resume)
+        trainer.fit(module, datamodule=RankRows(_batches_of, size.dp), ckpt_path=resume)
     shards = {
         name: (parameter.detach().cpu(), strategy.specs[name])
         for name, parameter in module.named_parameters()
     }
-    return Part(values.losses, values.norms, shards)
+    return RankResult(values.losses, values.norms, shards)

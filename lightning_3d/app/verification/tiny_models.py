@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_3d.app.selftest.cells import BF16, ROWS
+from lightning_3d.app.verification.cells import BF16, ROWS
 from lightning_3d.parallel.default_dtype import default_dtype
 from lightning_3d.weights.initialize import initialize
 
@@ -49,7 +49,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Result:
+class ReferenceResult:
     """Loss and gradient norm of each step, and the final weights by name, on the CPU."""
 
     losses: list[float]
@@ -85,7 +85,7 @@ def batches() -> list[Tensor]:
     ]
 
 
-def train_plainly(recipe: Recipe, device: str, rows: int = 2) -> Result:
+def train_plainly(recipe: Recipe, device: str, rows: int = 2) -> ReferenceResult:
     """Train on one rank in a plain loop with micro-batches of `rows` rows."""
     model = _initial(recipe).to(device)
     parameters = list(model.parameters())
@@ -112,7 +112,7 @@ def train_plainly(recipe: Recipe, device: str, rows: int = 2) -> Result:
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
-    return Result(
+    return ReferenceResult(
         losses,
         norms,
         {f"model.{name}": value.detach().cpu() for name, value in model.named_parameters()},
