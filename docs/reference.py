@@ -2,10 +2,11 @@
 
     python docs/reference.py
 
-rewrites each part of a page between `<!-- generated: NAME -->` and `<!-- end -->`. Types come from
-the structured configurations (`lightning_3d.app.config.run_config` and the options of launchers)
-and from the data modules. Defaults come from the files in `conf/`. Meanings are the comments next
-to the keys there, or the `Attributes:` of a dataclass.
+rewrites each part of a page between `<!-- generated: NAME -->` and `<!-- end -->`, and
+`conf/parallelism/base.yaml`. Options of the strategy come from `lightning_3d.options`. Other types
+come from the structured configurations (`lightning_3d.app.config.run_config` and the options of
+launchers) and from the data modules. Defaults come from the files in `conf/`. Meanings are the
+comments next to the keys there, or the `Attributes:` of a dataclass.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -34,7 +36,6 @@ from lightning_3d.app.config.plan import PlanOptions  # noqa: E402
 from lightning_3d.app.config.plan_run import check_keys  # noqa: E402
 from lightning_3d.app.config.run_config import (  # noqa: E402
     MODEL_KEYS,
-    ParallelismConfig,
     PrecisionConfig,
     RunConfig,
     TrainerConfig,
@@ -48,6 +49,12 @@ from lightning_3d.app.planner.step_time import step_of  # noqa: E402
 from lightning_3d.app.runs.sweep.slurm_engine import SlurmResources  # noqa: E402
 from lightning_3d.layout.layout import AXES  # noqa: E402
 from lightning_3d.layout.resolve import resolve_layout  # noqa: E402
+from lightning_3d.options.options import (
+    COMMAND_LINE_DEFAULTS,
+    Options,
+    command_line_default,
+    command_line_options,
+)
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 Row = tuple[str, str, str, str]
@@ -239,6 +246,68 @@ def nested_meaning(kind: type, key: str) -> str:
     return ": ".join(
         filter(None, (meanings(kind).get(name, "").rstrip("."), meanings(hint).get(inner, "")))
     )
+
+
+def parallelism() -> str:
+    """Keys of the group `parallelism`, which are options of the strategy."""
+    hints = get_type_hints(Options) | {"layout": str}
+    return table(
+        [
+            (
+                f"parallelism.{one.name}",
+                type_name(hints[one.name]),
+                written(command_line_default(one)),
+                one.metadata["help"],
+            )
+            for one in command_line_options()
+        ]
+    )
+
+
+def script_defaults() -> str:
+    """Defaults on the command line that differ from those of a script, with the reasons."""
+    scripts = {one.name: one.default for one in command_line_options()}
+    lines = ["| option | command line | script | reason |", "| --- | --- | --- | --- |"]
+    for name, (value, reason) in COMMAND_LINE_DEFAULTS.items():
+        lines.append(f"| `{name}` | {written(value)} | `{scripts[name]}` | {reason} |")
+    return "\n".join(lines)
+
+
+BASE = conf_folder() / "parallelism" / "base.yaml"
+
+
+def base_yaml() -> str:
+    """The file of the group `parallelism`: the keys with their defaults and meanings."""
+    lines = [
+        (
+            "# Defaults for every layout, written by `python docs/reference.py` from"
+            " lightning_3d/options."
+        ),
+        (
+            "# `parallelism=tp4_pp2_dp2` loads this file and sets `layout` to that name. Every"
+            " valid layout name works and"
+        ),
+        (
+            "# needs no file of its own. An app that builds its Trainer with Hydra uses"
+            " parallelism@trainer.strategy=tp4_pp2_dp2."
+        ),
+        "_target_: lightning_3d.Lightning3DStrategy",
+        "_convert_: all  # pass plain lists and dicts instead of OmegaConf containers",
+    ]
+    for one in command_line_options():
+        value = written(command_line_default(one)).strip("`")
+        key = f"{one.name}: {value}".ljust(27) + "  # "
+        below = " " * 29 + "# "
+        lines.append(
+            fill(
+                one.metadata["help"],
+                100,
+                initial_indent=key,
+                subsequent_indent=below,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(lines) + "\n"
 
 
 def by_option(group: str, types_of: Callable[[str], Mapping[str, str]]) -> str:
@@ -484,9 +553,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "model": model,
     "models": lambda: options_of("model"),
     "data": lambda: by_option("data", types_of_data),
-    "parallelism": lambda: structured(
-        "parallelism", ParallelismConfig, conf_folder() / "parallelism" / "base.yaml"
-    ),
+    "parallelism": parallelism,
+    "script_defaults": script_defaults,
     "cluster": lambda: structured(
         "cluster", ClusterConfig, conf_folder() / "cluster" / "local.yaml"
     ),
@@ -522,7 +590,8 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the pages that have generated parts."""
+    """Rewrite the pages that have generated parts, and the file of the group `parallelism`."""
+    BASE.write_text(base_yaml(), encoding="utf-8")
     for page in sorted(DOCS.glob("*.md")):
         before = page.read_text("utf-8")
         after = filled(before)

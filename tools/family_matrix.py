@@ -72,7 +72,7 @@ from family_training import (
 )
 from ranks import RankPool, RankTimeout
 
-from lightning_3d.options.self_check import MODES
+from lightning_3d.options.own_model import MODES
 from lightning_3d.strategy.self_check.remembered import VERIFIED, family_of, versions
 
 LAYOUTS = ("tp2", "pp2", "tp2_pp2", "zero3", "ep2_dp2", "cp2")

@@ -34,15 +34,7 @@ from lightning_3d.checkpoint.parameter_groups import (
 )
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.state import AVERAGE, MODEL, LocalState, OptimizerOwner, averaged
-from lightning_3d.checkpoint.store import (
-    BATCHES,
-    ORDERS,
-    PART,
-    PATH,
-    CheckpointOptions,
-    CheckpointStore,
-    SaveMode,
-)
+from lightning_3d.checkpoint.store import BATCHES, ORDERS, PART, PATH, CheckpointStore, SaveMode
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.zero.average import WeightAverage
 from lightning_3d.storage.remote_path import place
@@ -51,7 +43,6 @@ __all__ = [
     "BATCHES",
     "PART",
     "PATH",
-    "CheckpointOptions",
     "CheckpointStore",
     "LocalState",
     "Names",

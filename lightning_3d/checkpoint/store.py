@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -28,6 +27,7 @@ from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.state import CURRENT, CURRENT_STATE, LocalState, OptimizerOwner
 from lightning_3d.checkpoint.writing import Notes, Piece, TensorSave
 from lightning_3d.errors import CheckpointError, StorageError, StorageHangs, reason
+from lightning_3d.options.checkpoints import CheckpointOptions
 from lightning_3d.storage.checkpoint_names import MANIFEST, RUN, checkpoints_in
 from lightning_3d.storage.lock import FolderLock, Lease, hold
 from lightning_3d.storage.remote_path import Place, RemotePath, place
@@ -50,7 +50,6 @@ _NOT_TRAINER_STATE = ("state_dict", CURRENT_STATE, "hparams_type")
 """The ranks write the tensors that they hold; the last entry is the class of omegaconf containers,
 which are dicts here."""
 
-TIMEOUT_SECONDS = 1800.0
 """The default timeout of torch's collectives."""
 
 _PATIENCE_SECONDS = 600.0
@@ -67,26 +66,6 @@ _NO_END = timedelta(days=14)
 message."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """Options for saving and loading checkpoints.
-
-    Attributes:
-        verify: whether to compare every file with its hash before loading; each rank reads some of
-            the files once.
-        fall_back: whether to load the newest good checkpoint in the same folder if a checkpoint is
-            damaged.
-        asynchronous: whether to write `SaveMode.BACKGROUND` saves in the background, from host
-            copies. False: training waits for each.
-        timeout_seconds: time in seconds after which an unfinished save ends the run.
-    """
-
-    verify: bool = True
-    fall_back: bool = False
-    asynchronous: bool = True
-    timeout_seconds: float = TIMEOUT_SECONDS
 
 
 class SaveMode(Enum):
@@ -227,7 +206,7 @@ class CheckpointStore:
         facts = {**about, **facts, "optimizer_state": with_optimizer}
         tensors = TensorSave()
         self.outcome.step = int(checkpoint.get("global_step", 0))
-        later = self._options.asynchronous and mode is SaveMode.BACKGROUND
+        later = self._options.checkpoint_asynchronous and mode is SaveMode.BACKGROUND
         raised = _Raised.ALL if mode is SaveMode.REQUIRED else _Raised.ALL_BUT_STORAGE
         try:
             temporary, files = on_rank_zero(lambda: self._begin_in_time(final, state))
@@ -283,9 +262,11 @@ class CheckpointStore:
         pending = self._pending
         if pending is None:
             return True
-        if pending.ends_within(self._options.timeout_seconds):
+        if pending.ends_within(self._options.checkpoint_timeout_seconds):
             pending.require_peers()
-        through_rank_zero(lambda: pending.join(self._options.timeout_seconds), lambda parts: parts)
+        through_rank_zero(
+            lambda: pending.join(self._options.checkpoint_timeout_seconds), lambda parts: parts
+        )
         self._pending = None
         return self._settle(pending, raised)
 
@@ -294,7 +275,7 @@ class CheckpointStore:
         is raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.join(self._options.timeout_seconds)
+            pending.join(self._options.checkpoint_timeout_seconds)
             self._settle(pending, _Raised.NONE)
 
     def _settle(self, pending: BackgroundSave, raised: _Raised) -> bool:
@@ -318,7 +299,7 @@ class CheckpointStore:
     def _begin_in_time(self, final: Place, state: Mapping[str, Any]) -> tuple[Place, folder.Files]:
         return in_time(
             lambda: self._begin(final, state),
-            self._options.timeout_seconds,
+            self._options.checkpoint_timeout_seconds,
             f"Starting checkpoint {final}",
         )
 
@@ -362,7 +343,7 @@ class CheckpointStore:
         where = place(path)
         is_checkpoint = where.is_dir() and not where.is_symlink() and not where.name.startswith(".")
         if self._pending is not None and self._pending.path == where:
-            self._pending.join(self._options.timeout_seconds)
+            self._pending.join(self._options.checkpoint_timeout_seconds)
         if is_checkpoint and not folder.another_is_as_new(where):
             self._postponed.add(where)
             if self._pending is None:
@@ -386,7 +367,9 @@ class CheckpointStore:
         try:
             return self._load(wanted)
         except CheckpointError as error:
-            others = on_rank_zero(lambda: _others(wanted)) if self._options.fall_back else []
+            others = (
+                on_rank_zero(lambda: _others(wanted)) if self._options.checkpoint_fall_back else []
+            )
             for other in others:
                 try:
                     loaded = self._load(other)
@@ -398,7 +381,7 @@ class CheckpointStore:
 
     def _load(self, path: Place) -> dict[str, Any]:
         manifest = on_rank_zero(lambda: folder.read_manifest(path))
-        if self._options.verify:
+        if self._options.checkpoint_verify:
             _verify(path, folder.files_of(manifest))
         return {
             **folder.read_trainer_state(path, manifest),

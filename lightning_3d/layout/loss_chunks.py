@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from lightning_3d.errors import ConfigError
-
 AUTO = "auto"
 MOST_CHUNKS = 8
 LARGE_CHUNK = 2**26
@@ -17,19 +15,6 @@ weight's gradient, while it adds up in float32."""
 _IN_CACHE = 2**22
 """Logits of a piece on a CPU at the most: in float32 they fit its cache, and its allocator keeps
 their memory."""
-
-
-def check_loss_chunks(chunks: int | str) -> None:
-    """Refuse a value of `loss_chunks` that cannot be used.
-
-    Raises:
-        ConfigError: it is neither "auto" nor a whole number from 1 on.
-    """
-    if chunks != AUTO and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
-        raise ConfigError(
-            "loss_chunks must be auto or a whole number of at least 1 (1 computes the loss at"
-            f" once); got {chunks!r}."
-        )
 
 
 def count_chunks(chunks: int | str, tokens: int, vocabulary: int, hidden: int, width: int) -> int:

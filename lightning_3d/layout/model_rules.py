@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from lightning_3d.errors import ConfigError, LayoutError, did_you_mean, listed
+from lightning_3d.errors import ConfigError, LayoutError, listed
 from lightning_3d.layout.batch_rules import check_micro_batches
 from lightning_3d.layout.given_stages import given_stages
 from lightning_3d.layout.layout import Layout, divisors
@@ -22,16 +22,6 @@ from lightning_3d.layout.sizes import check_sizes
 CP_KINDS = ("ring", "ulysses")
 """Kinds of context parallelism: `ring` passes keys and values around, `ulysses` exchanges tokens
 for heads."""
-
-
-def check_cp_kind(kind: str) -> str:
-    """Return `kind`; raise ConfigError if it is not one of `CP_KINDS`."""
-    if kind not in CP_KINDS:
-        raise ConfigError(
-            f"cp_kind must be {listed(CP_KINDS, last='or')}; got"
-            f' "{kind}".{did_you_mean(str(kind), CP_KINDS)}'
-        )
-    return kind
 
 
 def _check_ulysses(layout: Layout, heads: int | None, cp_kind: str) -> None:

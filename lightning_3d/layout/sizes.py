@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
+from typing import Any
 
 from lightning_3d.errors import ConfigError
 
@@ -48,3 +50,18 @@ def check_number(name: str, value: float, *, least: float = 0.0, most: float | N
         raise ConfigError(f"{name} must be a number {limits}; got {value!r}.")
     if not is_finite(value) or value < least or (most is not None and value > most):
         raise ConfigError(f"{name} must be a finite number {limits}; got {value}.")
+
+
+def require_number(what: str, value: Any, holds: Callable[[float], bool], wanted: str) -> None:
+    """Refuse a value that is not a finite number for which `holds` is true. `wanted` describes such
+    numbers."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and is_finite(value)
+    if not number or not holds(value):
+        raise ConfigError(f"{what} must be a number {wanted}; got {value!r}.")
+
+
+def check_decay(key: str, decay: object) -> None:
+    """Refuse a decay of an average of weights that is not a number of at least 0 and below 1.
+    Raises ConfigError."""
+    wanted = "of at least 0 and below 1, for example 0.999"
+    require_number(key, decay, lambda value: 0 <= value < 1, wanted)

@@ -4,10 +4,12 @@ parallelism. Pure: no torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_3d.errors import ConfigError, LayoutError, did_you_mean
+from lightning_3d.errors import ConfigError, LayoutError
 from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.options.schema import SPEED, OptionGroup, one_of, option, options_of
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -16,78 +18,76 @@ SUPPORTED = "supported"
 default."""
 
 
-@dataclass(frozen=True)
-class BlockOptions:
-    """Options of a model's blocks: arguments of `Lightning3DStrategy` and keys of the group
-    `parallelism`.
+def _check_every(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be at least 1 (1 recomputes every block); got {value}.")
 
-    Attributes:
-        recompute: part of a block that the backward pass recomputes instead of keeping it. "none":
-            nothing. "selective": everything but the results of matrix products, fused attention and
-            tensor-parallel sums, or everything but `recompute_keep`. "full": everything; only the
-            block's input is kept. (Korthikanti et al., "Reducing Activation Recomputation in Large
-            Transformer Models", arXiv:2205.05198.)
-        recompute_every: number n of neighbouring blocks of which the first is recomputed; 1
-            recomputes every block.
-        recompute_keep: with "selective", names of ATen operators, such as "mm", whose results are
-            kept; everything else in a block is recomputed. The results of tensor-parallel
-            communication are always kept.
-        offload_activations: whether to keep what the backward pass of a block needs in host memory.
-        compile: whether to run `torch.compile` on each block.
-        sequence_parallel: with tp > 1, whether to split the sequence over the ranks between the
-            sharded layers of a block (Megatron's sequence parallelism, the same paper, section
-            4.2.2). `SUPPORTED`: yes for Transformers models whose blocks support it. None: the
-            same, unless the ranks communicate through gloo, where it is slower
-            (`parallel.tensor.sequence_parallel.pays_off`).
+
+def _check_keep(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        raise ConfigError(f'{name} must be a list; got "{value}". Use {name}=[{value}].')
+
+
+def _check_sequence_parallel(name: str, value: Any) -> None:
+    if value not in (True, False, None, SUPPORTED):
+        raise ConfigError(f"{name} must be true, false or null; got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(OptionGroup):
+    """Options of a model's blocks.
+
+    Recomputation and sequence parallelism: Korthikanti et al., "Reducing Activation Recomputation
+    in Large Transformer Models", arXiv:2205.05198. `sequence_parallel` may also be `SUPPORTED`: yes
+    for models whose blocks support it.
 
     Raises:
         ConfigError: a value is unknown, or options exclude each other.
     """
 
-    recompute: str = "none"
-    recompute_every: int = 1
-    recompute_keep: Sequence[str] | None = None
-    offload_activations: bool = False
-    compile: bool = False
-    sequence_parallel: bool | str | None = None
+    recompute: str = option(
+        "none",
+        "what to recompute in the backward instead of storing it. none recomputes nothing."
+        " selective stores the results of products, fused attention and tensor-parallel sums. full"
+        " stores only the input of a block and recomputes the rest",
+        one_of(*RECOMPUTE),
+    )
+    recompute_every: int = option(
+        1, "recompute one of every n blocks. 1 recomputes every block", _check_every
+    )
+    recompute_keep: Sequence[str] | None = option(
+        None,
+        "with recompute=selective, store the results of these operators, such as [mm, addmm], and"
+        " recompute the rest of the block",
+        _check_keep,
+    )
+    offload_activations: bool = option(
+        False, "true keeps in host memory the activations that the backward of a block needs"
+    )
+    compile: bool = option(False, "true applies torch.compile to each block", beyond_torch=SPEED)
+    sequence_parallel: bool | None = option(
+        None,
+        "with tp above 1, true makes each tensor-parallel rank work on a part of the sequence"
+        " between sharded layers. null means true on GPUs if the model supports it, and false on"
+        " CPU, where it is slower",
+        _check_sequence_parallel,
+    )
 
-    def __post_init__(self) -> None:
-        if self.recompute not in RECOMPUTE:
-            hint = did_you_mean(str(self.recompute), RECOMPUTE)
-            raise ConfigError(
-                f'recompute must be none, selective or full; got "{self.recompute}".{hint}'
-            )
-        if (
-            isinstance(self.recompute_every, bool)
-            or not isinstance(self.recompute_every, int)
-            or self.recompute_every < 1
-        ):
-            raise ConfigError(
-                "recompute_every must be at least 1 (1 recomputes every block); got"
-                f" {self.recompute_every}."
-            )
+    def check_together(self) -> None:
+        """Refuse options that exclude each other."""
         if self.recompute_every > 1 and self.recompute == "none":
             raise ConfigError(
                 f"recompute_every={self.recompute_every} needs recompute=full or"
                 " recompute=selective."
             )
-        if isinstance(self.recompute_keep, str):
-            raise ConfigError(
-                f'recompute_keep must be a list; got "{self.recompute_keep}". Use'
-                f" recompute_keep=[{self.recompute_keep}]."
-            )
         if self.recompute_keep is not None:
             object.__setattr__(self, "recompute_keep", tuple(self.recompute_keep))
-        if self.sequence_parallel not in (True, False, None, SUPPORTED):
-            raise ConfigError(
-                f"sequence_parallel must be true, false or null; got {self.sequence_parallel!r}."
-            )
         if self.recompute_keep is not None and self.recompute != "selective":
             raise ConfigError(
                 f"recompute_keep needs recompute=selective; got recompute={self.recompute}."
             )
 
-    def require_suits(self, schedule: str, *, pp: int) -> None:
+    def require_schedule(self, schedule: str, *, pp: int) -> None:
         """Refuse options that a schedule cannot run.
 
         Raises:
@@ -113,7 +113,9 @@ class BlockOptions:
         """List options that differ in `other`, as `recompute=none, not full`. `sequence_parallel`
         counts only with tp > 1."""
         names = (
-            option.name for option in fields(self) if tp > 1 or option.name != "sequence_parallel"
+            entry.name
+            for entry in options_of(BlockOptions)
+            if tp > 1 or entry.name != "sequence_parallel"
         )
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         return [

@@ -4,84 +4,93 @@ no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.node_ranks import by_node
 from lightning_3d.layout.sizes import check_number, check_sizes
+from lightning_3d.options.schema import RESULT, OptionGroup, at_least, defaults_of, option
 
 GROUPED_ROW_BYTES = 16
 """Rows of weights in grouped matrix products are a multiple of this
 (`torch.nn.functional.grouped_mm`)."""
 
 
-@dataclass(frozen=True)
-class ExpertOptions:
-    """Options of mixtures of experts: arguments of `Lightning3DStrategy` and keys of the group
-    `parallelism`, with the prefix `moe_`.
+def _check_capacity(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if value <= 0:
+        raise ConfigError(
+            f"{name}={value:g} would drop every token. Use 1 or more, or null to drop none."
+        )
+    check_number(name, value)
 
-    Attributes:
-        aux_loss: coefficient of the load-balancing loss of the Switch Transformer
-            (arXiv:2101.03961, equation 4), averaged over layers. None: `router_aux_loss_coef` of a
-            model whose configuration has `output_router_logits`, else 0.
-        z_loss: coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE,
-            arXiv:2202.08906, equation 5), averaged over layers.
-        bias_update: amount by which a router's bias for choosing experts moves towards experts with
-            few tokens, after each optimizer step (arXiv:2408.15664); for models with such a bias
-            (DeepSeek-V3). 0 leaves it unchanged.
-        capacity_factor: most tokens that an expert accepts, as a multiple of its even share of a
-            rank's tokens of a micro-batch. First choices come before second ones, then earlier
-            tokens (GShard, arXiv:2006.16668); the expert skips the others. None: no limit.
-        node_size: ranks of a node for the exchange of tokens. If the ranks that share experts are
-            on several nodes, equally many on each, a token crosses once to each node on which it
-            has experts. None: the nodes of the run. At least ep: each token is sent straight to
-            each of its experts.
+
+def _check_node_ranks(name: str, value: Any) -> None:
+    check_sizes(**{name: value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions(OptionGroup):
+    """Options of mixtures of experts.
+
+    Load-balancing loss: Switch Transformer, arXiv:2101.03961, equation 4; router z-loss: ST-MoE,
+    arXiv:2202.08906, equation 5; both are averaged over layers. Bias update: arXiv:2408.15664.
+    Capacity: first choices come before second ones, then earlier tokens (GShard, arXiv:2006.16668).
 
     Raises:
         ConfigError: a number is out of range.
     """
 
-    aux_loss: float | None = None
-    z_loss: float = 0.0
-    bias_update: float = 0.0
-    capacity_factor: float | None = None
-    node_size: int | None = None
+    moe_aux_loss: float | None = option(
+        None,
+        "coefficient of the load-balancing loss in mixtures of experts. null uses the model's own"
+        " coefficient if the model sets output_router_logits, and 0 otherwise",
+        at_least(0, null=True),
+        beyond_torch=RESULT,
+    )
+    moe_z_loss: float = option(
+        0.0,
+        "coefficient of the router z-loss in mixtures of experts. This loss keeps router logits"
+        " small",
+        at_least(0),
+        beyond_torch=RESULT,
+    )
+    moe_bias_update: float = option(
+        0.0,
+        "how far the bias of an expert moves after each step, in models that balance the load with"
+        " a bias (DeepSeek-V3 uses 0.001)",
+        at_least(0),
+        beyond_torch=RESULT,
+    )
+    moe_capacity_factor: float | None = option(
+        None,
+        "largest number of tokens for one expert, as a multiple of its even share. The expert skips"
+        " the others. null skips no token",
+        _check_capacity,
+        beyond_torch=RESULT,
+    )
+    moe_node_size: int | None = option(
+        None,
+        "ranks of a node, for tokens that go to experts on several nodes: a token crosses once to"
+        " each of these nodes and is sent on there. null uses the nodes of the run. A number of at"
+        " least ep sends each token straight to each of its experts",
+        _check_node_ranks,
+    )
 
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("moe_aux_loss", self.aux_loss),
-            ("moe_z_loss", self.z_loss),
-            ("moe_bias_update", self.bias_update),
-        ):
-            if value is not None:
-                check_number(name, value)
-        if self.capacity_factor is not None:
-            if self.capacity_factor <= 0:
-                raise ConfigError(
-                    f"moe_capacity_factor={self.capacity_factor:g} would drop every token. Use 1 or"
-                    " more, or null to drop none."
-                )
-            check_number("moe_capacity_factor", self.capacity_factor)
-        if self.node_size is not None:
-            check_sizes(moe_node_size=self.node_size)
-
-    def require_suits(self, layout: Layout) -> None:
+    def require_nodes(self, layout: Layout) -> None:
         """Raise ConfigError for a `node_size` that splits ranks that share experts unevenly."""
-        if self.node_size is not None:
-            _check_node_size(layout, self.node_size)
+        if self.moe_node_size is not None:
+            _check_node_size(layout, self.moe_node_size)
 
     @property
-    def asked_for(self) -> list[str]:
+    def asked_of_experts(self) -> list[str]:
         """Names of the options that are set and therefore need a mixture of experts."""
-        values = {
-            "moe_aux_loss": self.aux_loss,
-            "moe_z_loss": self.z_loss,
-            "moe_bias_update": self.bias_update,
-        }
         return [
             name
-            for name, value in (values | {"moe_capacity_factor": self.capacity_factor}).items()
-            if value
+            for name in defaults_of(ExpertOptions, beyond_torch=[RESULT])
+            if getattr(self, name)
         ]
 
 

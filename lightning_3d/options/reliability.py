@@ -12,6 +12,9 @@ from lightning_3d.layout.sizes import check_number, check_sizes
 AUTO = "auto"
 IGNORE, REPORT, SKIP, RERUN = "ignore", "report", "skip", "rerun"
 SPIKES = (IGNORE, REPORT, SKIP, RERUN)
+STOP = "stop"
+NONFINITE = (STOP, SKIP, IGNORE)
+"""What to do when the loss or the gradient norm of a step is not finite."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ arXiv:1910.02054.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_3d.errors import LayoutError, did_you_mean
+from lightning_3d.errors import LayoutError
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.schedules import find_schedule
 from lightning_3d.layout.shard_size import check_shard_size
+from lightning_3d.options.schema import SPEED, OptionGroup, defaults_of, one_of, option
 
 STAGES = (0, 1, 2, 3)
 STEP, MICRO_BATCH = "step", "micro_batch"
@@ -21,55 +22,97 @@ NONE, OPTIMIZER, PARAMETERS = "none", "optimizer", "parameters"
 OFFLOAD = (NONE, OPTIMIZER, PARAMETERS)
 
 
+def _check_stage(name: str, value: Any) -> None:
+    if value not in STAGES:
+        raise LayoutError(f"{name} must be 0, 1, 2 or 3; got {value!r}.")
+
+
+_check_moment = one_of(STEP, MICRO_BATCH, null=True, error=LayoutError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroArguments(OptionGroup):
+    """Options of ZeRO as a user gives them. `ZeroOptions` has them settled and checked."""
+
+    zero_stage: int = option(
+        0,
+        "what to shard over the data-parallel ranks. 0 shards nothing (DeepSpeed is not used), 1"
+        " shards the optimizer state, 2 also shards gradients, and 3 also shards parameters",
+        _check_stage,
+    )
+    zero_reduce: str | None = option(
+        None,
+        "when to reduce gradients. step reduces them once per optimizer step. micro_batch (with"
+        " zero_stage 2 or 3) reduces them in every backward, so that a rank keeps 1/dp of them."
+        " null means micro_batch if zero_stage is 2 or 3 and pp is 1, and step otherwise",
+        _check_moment,
+    )
+    zero_gather: str | None = option(
+        None,
+        "when to gather parameters, with zero_stage 3. step gathers all parameters of a rank once"
+        " per batch. micro_batch gathers them block by block in every forward and backward. null"
+        " means step with zero-bubble schedules and DualPipeV, and micro_batch otherwise",
+        _check_moment,
+    )
+    zero_reduce_scatter: bool | None = option(
+        None,
+        "true sends each gradient only to the rank that updates its parameter (reduce-scatter"
+        " instead of all-reduce). null means true on GPUs and false on CPUs",
+    )
+    zero_offload: str = option(
+        NONE,
+        "what to keep in host memory. none keeps nothing there. optimizer keeps the optimizer state"
+        " and the fp32 master weights (zero_stage 1, 2 or 3). parameters also keeps each rank's"
+        " shard of the parameters (zero_stage 3)",
+        one_of(*OFFLOAD, error=LayoutError),
+    )
+    zero_shard_size: int | None = option(
+        None,
+        "number of neighboring data-parallel ranks that shard, such as those of a node. It must"
+        " divide dp. The groups of so many ranks hold replicas, so that parameters are gathered"
+        " within a group. With experts, ep must divide zero_shard_size * tp * cp. null shards over"
+        " all data-parallel ranks; with parallelism=auto, the planner chooses",
+    )
+    zero_overlap_gather: bool = option(
+        False,
+        "true begins the next forward while the parameters that the optimizer has updated are still"
+        " gathered. Each block waits only for its own parameters (zero_stage 1 or 2)",
+        beyond_torch=SPEED,
+    )
+
+
 @dataclass(frozen=True)
 class ZeroOptions:
-    """Options of ZeRO: arguments of `Lightning3DStrategy` and keys of the group `parallelism`, with
-    the prefix `zero_`.
+    """Options of ZeRO as ranks use them. Those that `resolve` fills in are None before.
+
+    Offload: ZeRO-Offload, arXiv:2101.06840. Shards over a part of the ranks: HSDP (Zhao et al.,
+    "PyTorch FSDP", arXiv:2304.11277, section 3.2.2). Overlapped gather: as Megatron-LM's
+    `--overlap-param-gather`. Reduce-scatter pays off on CUDA: between processes on one machine
+    gloo's all-reduce is faster.
 
     Attributes:
-        stage: what data-parallel ranks shard. 0: nothing, 1: optimizer state, 2: also gradients, 3:
-            also parameters.
-        reduce: when gradients are reduced. "step": once per optimizer step; a rank keeps whole
-            local gradients until then. "micro_batch": during every backward pass; a rank keeps 1 /
-            dp of them, and the traffic grows with the number of micro-batches. None: "micro_batch"
-            at stages 2 and 3 without a pipeline, else "step".
-        gather: when parameters are gathered at stage 3. "step": all parameters of a rank are
-            gathered before a batch and freed after it. "micro_batch": each block before its forward
-            and its backward pass, in every micro-batch. None: "step" where the schedule splits the
-            backward pass, which needs it, else "micro_batch". The blocks of frozen second models,
-            which run forward only, are gathered for each forward with such a schedule, too
-            (`gather_frozen`).
-        reduce_scatter: whether to send gradients only to the rank that uses them, in half the bytes
-            of an all-reduce. None: only on CUDA. (Between processes on one machine gloo's
-            all-reduce is faster.)
-        offload: what is kept in host memory. "none": nothing. "optimizer" (stages 1 to 3):
-            optimizer state and fp32 master weights; the optimizer's step runs on the CPU.
-            "parameters" (stage 3): also the shards of the parameters. (ZeRO-Offload,
-            arXiv:2101.06840.)
-        shard_size: number of neighbouring data-parallel ranks, a divisor of dp, that shard; the
-            groups of so many ranks hold replicas. Experts are sharded over the ranks of a group
-            that have the same ones, so ep must divide shard_size * tp * cp. None: all data-parallel
-            ranks shard. (HSDP: Zhao et al., "PyTorch FSDP", arXiv:2304.11277, section 3.2.2.)
-        overlap_gather: whether the next forward begins while the parameters that an optimizer step
-            has changed are still gathered (stages 1 and 2). A block waits only for its own. (As
-            Megatron-LM's `--overlap-param-gather`.)
-        gather_frozen: as `gather`, for frozen second models. Not a key: `resolve` sets it.
+        gather_frozen: as `gather`, for frozen second models. Their blocks run forward only, and are
+            gathered for each forward also with schedules that split the backward pass.
     """
 
-    stage: int = 0
-    reduce: str | None = None
-    gather: str | None = None
-    reduce_scatter: bool | None = None
-    offload: str = NONE
-    shard_size: int | None = None
-    overlap_gather: bool = False
+    stage: int = ZeroArguments.zero_stage
+    reduce: str | None = ZeroArguments.zero_reduce
+    gather: str | None = ZeroArguments.zero_gather
+    reduce_scatter: bool | None = ZeroArguments.zero_reduce_scatter
+    offload: str = ZeroArguments.zero_offload
+    shard_size: int | None = ZeroArguments.zero_shard_size
+    overlap_gather: bool = ZeroArguments.zero_overlap_gather
     gather_frozen: str | None = None
 
     @classmethod
-    def of(cls, parallelism: Any) -> ZeroOptions:
-        """Return the options that the group `parallelism` of a configuration has."""
-        names = [option.name for option in fields(cls) if option.name != "gather_frozen"]
-        return cls(**{name: getattr(parallelism, f"zero_{name}") for name in names})
+    def of(cls, arguments: Any) -> ZeroOptions:
+        """Return the options that `ZeroArguments` or the group `parallelism` have."""
+        return cls(
+            **{
+                name.removeprefix("zero_"): getattr(arguments, name)
+                for name in defaults_of(ZeroArguments)
+            }
+        )
 
     def resolve(self, schedule: str, pp: int) -> ZeroOptions:
         """Fill in the options that are None, except `reduce_scatter`, which depends on the device.
@@ -77,9 +120,14 @@ class ZeroOptions:
         Raises:
             LayoutError: an unknown stage or value, or options that the stage does not have.
         """
-        if self.stage not in STAGES:
-            raise LayoutError(f"zero_stage must be 0, 1, 2 or 3; got {self.stage!r}.")
-        self._check_words()
+        # checks each value
+        ZeroArguments(
+            **{
+                name: getattr(self, name.removeprefix("zero_"))
+                for name in defaults_of(ZeroArguments)
+            }
+        )
+        self._check_together()
         splits = find_schedule(schedule).split_backward and pp > 1
         if self.gather == MICRO_BATCH and splits:
             raise LayoutError(
@@ -115,11 +163,7 @@ class ZeroOptions:
             )
         return replace(self, shard_size=None) if size == layout.dp else self
 
-    def _check_words(self) -> None:
-        for key, value in (("zero_reduce", self.reduce), ("zero_gather", self.gather)):
-            if value not in (None, STEP, MICRO_BATCH):
-                hint = did_you_mean(str(value), (STEP, MICRO_BATCH))
-                raise LayoutError(f'{key} must be step or micro_batch; got "{value}".{hint}')
+    def _check_together(self) -> None:
         if self.reduce == MICRO_BATCH and self.stage < 2:
             raise LayoutError(
                 f"zero_reduce=micro_batch shards the gradients, but zero_stage={self.stage} needs"
@@ -129,11 +173,6 @@ class ZeroOptions:
             raise LayoutError(
                 f"zero_gather={self.gather} needs zero_stage=3; got {self.stage}, which gathers no"
                 " parameters."
-            )
-        if self.offload not in OFFLOAD:
-            hint = did_you_mean(str(self.offload), OFFLOAD)
-            raise LayoutError(
-                f'zero_offload must be none, optimizer or parameters; got "{self.offload}".{hint}'
             )
         needed = {OPTIMIZER: 1, PARAMETERS: 3}.get(self.offload, 0)
         if self.stage < needed:

@@ -18,6 +18,7 @@ from lightning_3d.layout.micro_batch_rows import MicroBatchRows
 from lightning_3d.options.loss import ACCUMULATE
 from lightning_3d.options.model import ModelOptions
 from lightning_3d.options.precision import precision_of
+from lightning_3d.options.script import SplitBatch
 from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.mesh import Mesh
@@ -44,7 +45,6 @@ from lightning_3d.strategy.step.known_values import KnownValues
 from lightning_3d.strategy.step.looks import epsilon_of
 from lightning_3d.strategy.step.loss_proof import LossProof
 from lightning_3d.strategy.step.loss_weights import weigh_loss
-from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.splitter import BatchSplitter
 from lightning_3d.strategy.step.tracer import StepTracer
 
@@ -184,7 +184,7 @@ def build(
         epsilon=epsilon_of(precision, fp8=options.fp8),
         keeps_parameters=options.zero.stage < 3,
         splits=not around.shape_only,
-        accumulates=options.model.loss.reduction == ACCUMULATE,
+        accumulates=options.model.loss.loss_reduction == ACCUMULATE,
     )
     return BuiltModel(
         module,
@@ -210,8 +210,12 @@ def proves_loss(options: BuildOptions, around: Surroundings) -> bool:
     """Return whether the first step compares the loss of a micro-batch with those of its parts. The
     capacity of experts depends on all tokens of a micro-batch, so that parts of it may keep other
     tokens."""
-    declared = options.model.loss.reduction is not None or options.sources.self_check == "never"
-    return not (declared or around.shape_only or options.model.experts.capacity_factor is not None)
+    declared = (
+        options.model.loss.loss_reduction is not None or options.sources.self_check == "never"
+    )
+    return not (
+        declared or around.shape_only or options.model.experts.moe_capacity_factor is not None
+    )
 
 
 def _assemble(

@@ -19,7 +19,7 @@ from lightning_3d.checkpoint import Names
 from lightning_3d.compat.lightning import around_hooks, steps_after_this_batch
 from lightning_3d.compat.lightning_data import evaluation_place
 from lightning_3d.layout.batch_rules import few_micro_batches
-from lightning_3d.options.nonfinite import IGNORE
+from lightning_3d.options.reliability import IGNORE
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.context import forget_masks
 from lightning_3d.parallel.mesh import Mesh

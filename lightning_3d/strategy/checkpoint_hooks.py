@@ -48,7 +48,7 @@ from lightning_3d.compat.lightning_fetchers import Position
 from lightning_3d.compat.lightning_signals import name_end
 from lightning_3d.compat.transformers import describe_models
 from lightning_3d.errors import ConfigError, NonFiniteError
-from lightning_3d.options.nonfinite import IGNORE
+from lightning_3d.options.reliability import IGNORE
 from lightning_3d.ranks.failure import ending_signal
 from lightning_3d.ranks.heartbeat import SAVING
 from lightning_3d.storage.checkpoint_names import AVERAGE_DECAY

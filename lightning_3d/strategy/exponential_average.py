@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.options.average import check_decay
+from lightning_3d.layout.sizes import check_decay
 from lightning_3d.parallel.zero.average import WeightAverage
 from lightning_3d.strategy.rank_hooks import RankHooks
 

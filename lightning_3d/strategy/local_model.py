@@ -174,10 +174,11 @@ class Partition:
                 f" cannot be partitioned again for stages={list(given)}. Use the same stages, or"
                 " save a checkpoint, rebuild the module and load it with ckpt_path=."
             )
-        if options.experts.node_size != self.options.experts.node_size:
+        if options.experts.moe_node_size != self.options.experts.moe_node_size:
             rank_zero_warn(
-                f"The experts of this module keep moe_node_size={self.options.experts.node_size} of"
-                " an earlier Trainer. Rebuild the module to change it."
+                "The experts of this module keep"
+                f" moe_node_size={self.options.experts.moe_node_size} of an earlier Trainer."
+                " Rebuild the module to change it."
             )
         if differences := self.options.blocks.differences(options.blocks, tp=layout.tp):
             rank_zero_warn(

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_3d.errors import NonFiniteError, listed
 from lightning_3d.health.loss_spikes import LossSpikes, Spike
-from lightning_3d.options.nonfinite import IGNORE, STOP, check_nonfinite
-from lightning_3d.options.reliability import REPORT, RERUN
+from lightning_3d.options.reliability import IGNORE, REPORT, RERUN, STOP
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +67,6 @@ class StepGuard:
         spikes: LossSpikes | None = None,
         on_spike: str = REPORT,
     ) -> None:
-        check_nonfinite("nonfinite", how)
         self.on_spike = on_spike
         self.how, self._most_skipped, self._spikes = how, most_skipped, spikes
         self.begin()

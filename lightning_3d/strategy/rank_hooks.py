@@ -59,7 +59,7 @@ class RankHooks(ParallelStrategy):
     @property
     def _node_size(self) -> int | None:
         """Ranks of each node, for the exchange of tokens between experts; None for one node."""
-        return self.options.experts.node_size or (
+        return self.options.experts.moe_node_size or (
             self.num_processes if self.num_nodes > 1 else None
         )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from inspect import signature
 from typing import Any, ParamSpec
 
 import lightning.pytorch as pl
@@ -23,34 +21,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.errors import ConfigError, listed
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.nested import tensors_of
 from lightning_3d.parallel.pipeline.absent_values import AbsentValue
-from lightning_3d.ranks.reporter import show_refusals_plainly
 from lightning_3d.strategy.exponential_average import average_of
 
 P = ParamSpec("P")
-
-
-def suggest_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate an `__init__`: an unknown keyword argument is refused with the nearest known one.
-    Its signature stays visible."""
-    known = [name for name in signature(init).parameters if name != "self"]
-
-    @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                show_refusals_plainly()
-                owner = type(args[0]).__name__
-                raise ConfigError(
-                    f'{owner} has no argument "{name}".{did_you_mean(name, known)} It has'
-                    f" {listed(known)}."
-                )
-        init(*args, **kwargs)
-
-    return checked
 
 
 def refuse_unsupported(trainer: pl.Trainer) -> None:

@@ -9,7 +9,7 @@ runs the user's step over micro-batches (`step`) and owns gradients and optimize
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -25,7 +24,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, name_groups
+from lightning_3d.checkpoint import CheckpointStore, name_groups
 from lightning_3d.compat.flight_recorder import record_collectives
 from lightning_3d.compat.lightning import (
     complete_outputs,
@@ -41,22 +40,16 @@ from lightning_3d.compat.lightning_fetchers import join_fetchers
 from lightning_3d.compat.lightning_launch import connect_process_group, subprocess_launcher
 from lightning_3d.compat.lightning_signals import obey_interrupt_alone, obey_signals_together
 from lightning_3d.compat.waits import count_waits
-from lightning_3d.errors import LayoutError
 from lightning_3d.health.held_memory import wait_for_memory
 from lightning_3d.health.loss_spikes import LossSpikes
 from lightning_3d.layout.elastic import whole_dp
 from lightning_3d.layout.layout import Layout
 from lightning_3d.layout.resolve import resolve_available
-from lightning_3d.layout.sizes import check_number
-from lightning_3d.options.blocks import BlockOptions
-from lightning_3d.options.experts import ExpertOptions
-from lightning_3d.options.loss import LossOptions
+from lightning_3d.options.checkpoints import CheckpointOptions
 from lightning_3d.options.model import ModelOptions
-from lightning_3d.options.nonfinite import STOP
-from lightning_3d.options.parallel_plan import check_plan
 from lightning_3d.options.precision import precision_of
 from lightning_3d.options.reliability import IGNORE, Reliability
-from lightning_3d.options.self_check import check_mode
+from lightning_3d.options.schema import accept
 from lightning_3d.options.zero import NONE, ZeroOptions
 from lightning_3d.parallel.blocks import Compilation
 from lightning_3d.parallel.pipeline import PipelineEngine
@@ -65,6 +58,7 @@ from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.ranks.heartbeat import BETWEEN, EVALUATING, STEP, Heartbeat
 from lightning_3d.ranks.loopback import GlooInterface
 from lightning_3d.ranks.reporter import show_refusals_plainly
+from lightning_3d.strategy.arguments import StrategyOptions
 from lightning_3d.strategy.build import BuildOptions, ModelSources, Surroundings, build
 from lightning_3d.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_3d.strategy.cpu_threads import agree_on_cpu_threads
@@ -90,12 +84,10 @@ from lightning_3d.strategy.refusals import (
     refuse_callbacks,
     refuse_surroundings,
     refuse_unsupported,
-    suggest_arguments,
 )
 from lightning_3d.strategy.replica_check import ReplicaCheck
 from lightning_3d.strategy.role_arguments import suit_role
 from lightning_3d.strategy.step import StepResult
-from lightning_3d.strategy.step.micro_batches import SplitBatch
 from lightning_3d.strategy.step.tracer import StepTracer
 from lightning_3d.strategy.streams import end_together
 from lightning_3d.strategy.surviving_loggers import survive_loggers
@@ -109,195 +101,53 @@ class Lightning3DStrategy(CheckpointHooks):
     The user's module needs no change. Its model is a Transformers causal LM, or any module with a
     parallel plan; its steps run once per micro-batch and stage.
 
-    Args:
-        layout: name such as "tp2_pp2_dp2", or a `Layout`. None: data parallelism over all ranks.
-            `lightning_3d.planned` can choose it.
-        micro_batch_size: rows of a micro-batch. None: the whole batch of a rank, split only if the
-            schedule needs several micro-batches.
-        schedule: name of a schedule of torch.distributed.pipelining without "Schedule", any case:
-            "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
-            "ZBVZeroBubble", "DualPipeV". None: 1F1B, or Interleaved1F1B when vp > 1.
-        vp: stages per pipeline rank. None: the vp of the layout, or the default of the schedule.
-        stages: number of blocks of each pipeline stage, in the order of the stages, such as [18,
-            21, 21, 20]. None: balanced by FLOPs and parameters.
-        zero_stage: what data-parallel ranks shard. 0: nothing (DeepSpeed is not used), 1: optimizer
-            state (by DeepSpeed), 2: also gradients, 3: also parameters.
-        zero_reduce, zero_gather, zero_reduce_scatter, zero_offload: when and how gradients are
-            reduced and parameters gathered, and what is kept in host memory, see `ZeroOptions`.
-        zero_shard_size: number of neighbouring data-parallel ranks that shard, such as those of a
-            node; a divisor of dp, such that ep divides zero_shard_size * tp * cp. The groups of so
-            many ranks hold replicas. None: all data-parallel ranks shard.
-        zero_overlap_gather: whether the next forward begins while the parameters of a step are
-            still gathered, with zero_stage 1 or 2.
-        cp_kind: how context-parallel ranks attend to each other's tokens, "ring" or "ulysses", see
-            `parallel.context`.
-        recompute, recompute_every, recompute_keep, offload_activations, compile, sequence_parallel:
-        what happens around the forward of
-            the model's blocks, see `BlockOptions`.
-        loss_chunks: n computes the loss that a causal LM of Transformers computes from labels with
-            1/n of the memory of its logits; "auto": 8, or fewer where the logits are small.
-        label_smoothing, z_loss: terms of that loss in training, see `LossOptions`.
-        loss_reduction: what the loss of a step is: "mean" (over its rows or target tokens), "sum"
-            (over its rows), or "accumulate", which takes the mean over micro-batches of any loss.
-            None: a mean, and where a batch is split the first step of a fit proves it.
-        fp8: whether linear layers of the model's blocks multiply in float8, see `strategy.float8`;
-            needs Trainer(precision="bf16-true").
-        moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor: how the load of experts is
-            balanced, see `ExpertOptions`.
-        moe_node_size: how tokens travel to their experts, see `ExpertOptions`.
-        checkpoint_verify, checkpoint_fall_back, checkpoint_asynchronous,
-        checkpoint_timeout_seconds: how checkpoints are loaded and
-            saved, see `CheckpointOptions`.
-        checkpoint_check_space: whether to refuse a fit before its first step when the checkpoints
-            of its callbacks do not fit on the local disk.
-        order: rank order, innermost axis first. None: ("tp", "cp", "pp", "dp").
-        plan: parallel plan for a model that declares none: {"tp": {pattern: style}, "pp": {module:
-            (inputs, outputs)}}. "auto" derives it from the flow of data through the model, and
-            trains only if the self-check passes.
-        self_check: when to compare the rewritten model with the whole one before its first forward
-            (with tp, pp, cp or ep above 1). "auto": unless this combination of model, plan, layout
-            and versions has passed before; "always"; "never". See docs/your_model.md.
-        elastic: name of the layout with all ranks, if `layout` is the smaller one of an elastic run
-            (`lightning_3d.fitting_layout`). Micro- batches then have the rows and random numbers
-            that they have with all ranks. Needs `micro_batch_size`.
-        pipeline_module: name of the submodule to parallelize, if several have a plan.
-        split_batch: function (batch, n) -> n micro-batches, for batches that cannot be split along
-            dimension 0.
-        trace_every_n_steps: trace every n-th optimizer step; `last_step.trace` then records what
-            each rank did when, and what it held in memory. None: only steps requested with
-            `trace_next_step()`.
-        nonfinite: what to do when the loss or the gradient norm of a step is not finite. "stop"
-            raises `NonFiniteError` on all ranks before the optimizer steps, "skip" skips the
-            optimizer step, "ignore" steps anyway.
-        seed: seed of weights initialized from the meta device and of dropout. None: the seed of
-            `seed_everything`, or 0.
-        timeout: timeout of collectives. None: 30 minutes.
-        reliability: what watches over the run between checkpoints, a `Reliability` or a mapping of
-            its attributes, such as {"hang_timeout": 300}.
-
-    Attributes:
+    Its arguments are the options of `StrategyOptions`; `help(Lightning3DStrategy.__init__)` lists
+    them.
 
     Raises:
         LayoutError, PlanError, ConfigError, DataError: the message says what is wrong and what
             works.
     """
 
-    @suggest_arguments
-    @suit_role
-    def __init__(
-        self,
-        layout: str | Layout | None = None,
-        *,
-        micro_batch_size: int | None = None,
-        schedule: str | None = None,
-        vp: int | None = None,
-        stages: Sequence[int] | None = None,
-        zero_stage: int = 0,
-        zero_reduce: str | None = None,
-        zero_gather: str | None = None,
-        zero_reduce_scatter: bool | None = None,
-        zero_offload: str = "none",
-        zero_shard_size: int | None = None,
-        zero_overlap_gather: bool = False,
-        cp_kind: str = "ring",
-        recompute: str = "none",
-        recompute_every: int = 1,
-        recompute_keep: Sequence[str] | None = None,
-        offload_activations: bool = False,
-        compile: bool = False,
-        sequence_parallel: bool | None = None,
-        loss_chunks: int | str = 1,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        loss_reduction: str | None = None,
-        fp8: bool = False,
-        moe_aux_loss: float | None = None,
-        moe_z_loss: float = 0.0,
-        moe_bias_update: float = 0.0,
-        moe_capacity_factor: float | None = None,
-        moe_node_size: int | None = None,
-        checkpoint_verify: bool = True,
-        checkpoint_fall_back: bool = False,
-        checkpoint_asynchronous: bool = True,
-        checkpoint_timeout_seconds: float = 1800.0,
-        checkpoint_check_space: bool = True,
-        order: Sequence[str] | None = None,
-        plan: dict[str, Any] | str | None = None,
-        pipeline_module: str | None = None,
-        self_check: str = "auto",
-        elastic: str | bool = False,
-        split_batch: SplitBatch | None = None,
-        trace_every_n_steps: int | None = None,
-        nonfinite: str = STOP,
-        seed: int | None = None,
-        timeout: timedelta | None = None,
-        reliability: Reliability | Mapping[str, Any] | None = None,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-    ) -> None:
-        show_refusals_plainly()
+    @accept(StrategyOptions, first=show_refusals_plainly)
+    def __init__(self, options: StrategyOptions) -> None:
+        options = suit_role(options)
         hush_tree_warning()
         find_last_at_urls()
-        super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        super().__init__(*options.of_lightning)
+        self.layout, self.schedule = resolve_available(
+            options.layout, options.schedule, options.vp, options.order
         )
-        if micro_batch_size is not None and micro_batch_size < 1:
-            raise LayoutError(f"micro_batch_size must be at least 1; got {micro_batch_size}.")
-        self.layout, self.schedule = resolve_available(layout, schedule, vp, order)
-        zero = ZeroOptions(
-            zero_stage,
-            zero_reduce,
-            zero_gather,
-            zero_reduce_scatter,
-            zero_offload,
-            zero_shard_size,
-            zero_overlap_gather,
-        )
-        blocks = BlockOptions(
-            recompute,
-            recompute_every,
-            recompute_keep,
-            offload_activations,
-            compile,
-            sequence_parallel,
-        )
-        experts = ExpertOptions(
-            moe_aux_loss, moe_z_loss, moe_bias_update, moe_capacity_factor, moe_node_size
-        )
-        loss = LossOptions(label_smoothing, z_loss, loss_reduction)
-        self.options = ModelOptions(
-            self.schedule, blocks, experts, cp_kind, stages, loss_chunks, loss
-        )
+        self.options = ModelOptions.read(options, self.schedule)
         self.options.require_suit(self.layout or Layout())
-        zero = zero.resolve(self.schedule, self.layout.pp if self.layout is not None else 1)
+        zero = ZeroOptions.of(options).resolve(
+            self.schedule, self.layout.pp if self.layout is not None else 1
+        )
         self.zero = zero.over(self.layout) if self.layout is not None else zero
-        self.fp8, self.micro_batch_size, self._split_batch = fp8, micro_batch_size, split_batch
-        self._whole_dp = whole_dp(elastic, self.layout, micro_batch_size)
+        self.fp8, self.micro_batch_size, self._split_batch = (
+            options.fp8,
+            options.micro_batch_size,
+            options.split_batch,
+        )
+        self._whole_dp = whole_dp(options.elastic, self.layout, options.micro_batch_size)
         self._last_step: StepResult | None = None
-        self.reliability = Reliability.of(reliability)
+        self.reliability = Reliability.of(options.reliability)
         self.heartbeat = Heartbeat()
         self._first_step = FirstStep()
         self._interface = GlooInterface()
-        self._tracer = StepTracer(trace_every_n_steps, self.heartbeat)
+        self._tracer = StepTracer(options.trace_every_n_steps, self.heartbeat)
         watched = self.reliability
         spikes = LossSpikes(watched.loss_spike_score) if watched.loss_spikes != IGNORE else None
-        self.guard = StepGuard(nonfinite, watched.nonfinite_in_a_row, spikes, watched.loss_spikes)
+        self.guard = StepGuard(
+            options.nonfinite, watched.nonfinite_in_a_row, spikes, watched.loss_spikes
+        )
         self._sources = ModelSources(
-            check_plan(plan, check_mode(self_check)), pipeline_module, self_check, seed
+            options.plan, options.pipeline_module, options.self_check, options.seed
         )
-        check_number("checkpoint_timeout_seconds", checkpoint_timeout_seconds, least=1)
-        self._store_options = CheckpointOptions(
-            checkpoint_verify,
-            checkpoint_fall_back,
-            checkpoint_asynchronous,
-            checkpoint_timeout_seconds,
-        )
+        self._store_options = CheckpointOptions.of(options)
         self._store = CheckpointStore(self._store_options)
-        self._check_space = checkpoint_check_space
-        self._timeout = timeout or timedelta(minutes=30)
+        self._check_space = options.checkpoint_check_space
+        self._timeout = options.timeout or timedelta(minutes=30)
 
     _shape_only = False
     """True where tensors have no values (a dry run)."""
@@ -398,7 +248,9 @@ class Lightning3DStrategy(CheckpointHooks):
         self._watch_ranks()
         self._connect_mesh(self._timeout)
         if trainer is not None:
-            self._watch_progress(trainer.default_root_dir, self._store_options.timeout_seconds)
+            self._watch_progress(
+                trainer.default_root_dir, self._store_options.checkpoint_timeout_seconds
+            )
         if trainer is not None and fitting:
             # Before Lightning calls `setup` of callbacks, where those that average copy the module:
             # it is still whole.

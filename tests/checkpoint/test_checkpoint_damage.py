@@ -24,7 +24,6 @@ from plain_checkpoints import PlainState, background, flip_bit, refusal, save, t
 
 from lightning_3d.app.training.run_record import same_run
 from lightning_3d.checkpoint import (
-    CheckpointOptions,
     CheckpointStore,
     SaveMode,
     folder,
@@ -36,6 +35,7 @@ from lightning_3d.checkpoint.hashes import FileSum, HashedFile
 from lightning_3d.checkpoint.store import BackgroundSave
 from lightning_3d.checkpoint.writing import METADATA_FILE, TensorSave
 from lightning_3d.errors import CheckpointError, StorageError
+from lightning_3d.options.checkpoints import CheckpointOptions
 from lightning_3d.storage.checkpoint_names import checkpoints_in
 from lightning_3d.storage.lock import FolderLock
 
@@ -92,17 +92,15 @@ def test_f30_one_flipped_bit_is_found(name: str, where: float, checkpoint: Path)
 def test_f30_without_hashes_the_reader_of_a_damaged_file_names_it(checkpoint: Path) -> None:
     flip_bit(checkpoint / TRAINER_TENSORS, 0.1)
     assert str(checkpoint / TRAINER_TENSORS) in refusal(
-        checkpoint, CheckpointStore(CheckpointOptions(verify=False))
+        checkpoint, CheckpointStore(CheckpointOptions(checkpoint_verify=False))
     )
 
 
 def test_f30_verification_can_be_left_out(checkpoint: Path) -> None:
     flip_bit(checkpoint / TRAINER_TENSORS, 1.0)
-    assert CheckpointStore(CheckpointOptions(verify=False)).load(checkpoint)["note"].tolist() != [
-        1.0,
-        1.0,
-        1.0,
-    ]
+    assert CheckpointStore(CheckpointOptions(checkpoint_verify=False)).load(checkpoint)[
+        "note"
+    ].tolist() != [1.0, 1.0, 1.0]
 
 
 FILES = [SHARD, METADATA_FILE, TRAINER, TRAINER_TENSORS]
@@ -215,9 +213,8 @@ def test_f34_a_pickle_with_code_is_not_run(
 
 def test_f29_weights_and_biases_goes_on_where_the_checkpoint_can_be_read(tmp_path: Path) -> None:
     checkpoint = {"global_step": 1, "epoch": 0, "state_dict": tensors(1), "wandb_run_id": "abc"}
-    CheckpointStore(CheckpointOptions(asynchronous=False)).save(
-        tmp_path / "a", checkpoint, PlainState(), None, {"layout": "tp1"}
-    )  # type: ignore[arg-type]
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
+    store.save(tmp_path / "a", checkpoint, PlainState(), None, {"layout": "tp1"})  # type: ignore[arg-type]
     logger = {"wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger"}}
     model = {"config": {"model_type": "llama"}}
     run = {
@@ -242,14 +239,14 @@ def test_f29_falls_back_only_if_asked(tmp_path: Path) -> None:
         UserWarning, match="step_3 is damaged.*Loading .*step_1 \\(step 1\\) instead"
     ):
         assert (
-            CheckpointStore(CheckpointOptions(fall_back=True)).load(tmp_path / "step_3")[
+            CheckpointStore(CheckpointOptions(checkpoint_fall_back=True)).load(tmp_path / "step_3")[
                 "global_step"
             ]
             == 1
         )
     flip_bit(tmp_path / "step_1" / SHARD)
     assert "step_3" in refusal(
-        tmp_path / "step_3", CheckpointStore(CheckpointOptions(fall_back=True))
+        tmp_path / "step_3", CheckpointStore(CheckpointOptions(checkpoint_fall_back=True))
     )
 
 
@@ -376,7 +373,7 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
     """As `ModelCheckpoint(save_top_k=1)` does it: save the next one, then remove the one before,
     whatever came of the save."""
     with small_disk():
-        store = CheckpointStore(CheckpointOptions(asynchronous=False))
+        store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
         assert save(tmp_path / "a", 1, store)
         with pytest.warns(UserWarning, match="could not be written"):
             assert not save(tmp_path / "b", 2, store, mode=SaveMode.BACKGROUND, numel=10_000)
@@ -396,7 +393,7 @@ def test_f40_the_only_good_one_is_not_removed(tmp_path: Path) -> None:
 def test_f40_the_newest_good_one_is_not_removed_for_an_older_one(tmp_path: Path) -> None:
     """That which a run was resumed from stays in its folder. It is no reason to remove what came
     after it before the next is written."""
-    store = CheckpointStore(CheckpointOptions(asynchronous=False))
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
     for name, step in (("resumed", 1), ("newest", 2)):
         save(tmp_path / name, step, store)
     with pytest.warns(UserWarning, match="newest complete checkpoint"):

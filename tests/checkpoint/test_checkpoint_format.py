@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_3d.checkpoint import (
-    CheckpointOptions,
     CheckpointStore,
     SaveMode,
     load_full_state_dict,
@@ -28,6 +27,7 @@ from lightning_3d.checkpoint import (
 from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.rng_state import GENERATORS
+from lightning_3d.options.checkpoints import CheckpointOptions
 
 
 class Sent(TorchDispatchMode):
@@ -217,7 +217,7 @@ def test_a_save_needs_one_copy_of_what_it_writes_at_the_most(
 
 def grow(asynchronous: bool, tmp_path: Path) -> tuple[int, int]:
     """Bytes by which three saves have raised the peak of this process, and what each wrote."""
-    store = CheckpointStore(CheckpointOptions(asynchronous=asynchronous))
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=asynchronous))
     save(tmp_path / "small", 0, store, mode=SaveMode.BACKGROUND)
     store.wait()
     weights = torch.ones(16, 2**20)

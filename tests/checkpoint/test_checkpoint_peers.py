@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from plain_checkpoints import save
 
-from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode, store
+from lightning_3d.checkpoint import CheckpointStore, SaveMode, store
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.errors import StorageError
+from lightning_3d.options.checkpoints import CheckpointOptions
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "at once"])
@@ -23,7 +24,7 @@ def test_f27_a_rank_that_lost_another_in_a_save_asks_nobody(
     def asked(*args: object) -> None:
         raise AssertionError("it waits for the others")
 
-    checkpoints = CheckpointStore(CheckpointOptions(asynchronous=asynchronous))
+    checkpoints = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=asynchronous))
     monkeypatch.setattr(TensorSave, "finish", lose)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         save(tmp_path / "a", 1, checkpoints, mode=SaveMode.BACKGROUND)

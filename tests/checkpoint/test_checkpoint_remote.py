@@ -24,7 +24,6 @@ from quick_runs import QUICK
 from ranks import run_ranks
 
 from lightning_3d.checkpoint import (
-    CheckpointOptions,
     CheckpointStore,
     SaveMode,
     folder,
@@ -37,6 +36,7 @@ from lightning_3d.checkpoint.reading import TensorFolder
 from lightning_3d.checkpoint.resharding import Slices
 from lightning_3d.checkpoint.writing import TensorSave
 from lightning_3d.errors import CheckpointError, StorageError
+from lightning_3d.options.checkpoints import CheckpointOptions
 from lightning_3d.storage import lock
 from lightning_3d.storage.checkpoint_names import checkpoints_in
 from lightning_3d.storage.lock import Lease
@@ -116,7 +116,7 @@ def test_a_copy_on_the_local_disk_is_as_good(bucket: RemotePath, tmp_path: Path)
 def test_only_needed_bytes_are_fetched(bucket: RemotePath) -> None:
     """Of 16 MB one row, and what says where it is."""
     weights = {"weight": torch.arange(4_000_000.0).view(4000, 1000)}
-    store = CheckpointStore(CheckpointOptions(asynchronous=False))
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
     store.save(str(bucket / "a"), {"global_step": 1, "state_dict": weights}, STATE, None, {})
     manifest = read_manifest(bucket / "a")
     tensors = TensorFolder(folder.contents(bucket / "a", manifest))
@@ -130,7 +130,7 @@ def test_only_needed_bytes_are_fetched(bucket: RemotePath) -> None:
 
 def test_many_small_tensors_take_few_requests(bucket: RemotePath) -> None:
     weights = {f"weight{i}": torch.full((50,), float(i)) for i in range(200)}
-    store = CheckpointStore(CheckpointOptions(asynchronous=False))
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
     store.save(str(bucket / "a"), {"global_step": 1, "state_dict": weights}, STATE, None, {})
     tensors = TensorFolder(folder.contents(bucket / "a", read_manifest(bucket / "a")))
     Bucket.requests.clear()
@@ -172,9 +172,9 @@ def test_f29_falls_back_if_asked(bucket: RemotePath) -> None:
         UserWarning, match="step_2 is damaged.*Loading .*step_1 \\(step 1\\) instead"
     ):
         assert (
-            CheckpointStore(CheckpointOptions(fall_back=True)).load(str(bucket / "step_2"))[
-                "global_step"
-            ]
+            CheckpointStore(CheckpointOptions(checkpoint_fall_back=True)).load(
+                str(bucket / "step_2")
+            )["global_step"]
             == 1
         )
 
@@ -286,7 +286,7 @@ def test_f27_a_kill_leaves_the_newest_complete_checkpoint(
     assert [found.name for found in checkpoints_in(bucket)] == (
         ["a"] if replaces or not committed else ["b", "a"]
     )
-    store = CheckpointStore(CheckpointOptions(asynchronous=False))
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
     store.hold([str(bucket)])
     save_at(bucket / "c", 3, store)
     store.close()
@@ -381,7 +381,7 @@ def test_f37_a_run_that_was_taken_for_dead_writes_no_more(
     bucket: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "_RENEWED_SECONDS", 0.1)
-    store = CheckpointStore(CheckpointOptions(asynchronous=False))
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
     store.hold([str(bucket)])
     save_at(bucket / "a", 1, store)
     marker = on_disk(bucket / ".lightning_3d.lock")
@@ -412,7 +412,7 @@ def test_f37_saves_elsewhere_take_turns(bucket: RemotePath) -> None:
 
 
 def test_the_only_good_one_is_not_removed(bucket: RemotePath) -> None:
-    store = CheckpointStore(CheckpointOptions(asynchronous=False))
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
     save_at(bucket / "a", 1, store)
     with pytest.warns(UserWarning, match="newest complete checkpoint"):
         store.remove(str(bucket / "a"))

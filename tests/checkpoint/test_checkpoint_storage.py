@@ -454,7 +454,8 @@ def test_f33_a_folder_that_cannot_be_made_in_time(
 ) -> None:
     from plain_checkpoints import save
 
-    from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode
+    from lightning_3d.checkpoint import CheckpointStore, SaveMode
+    from lightning_3d.options.checkpoints import CheckpointOptions
 
     gone = threading.Event()
     monkeypatch.setattr(folder, "begin", lambda *args, **kwargs: gone.wait(60))
@@ -464,7 +465,7 @@ def test_f33_a_folder_that_cannot_be_made_in_time(
         save(
             tmp_path / "a",
             1,
-            CheckpointStore(CheckpointOptions(timeout_seconds=0.2)),
+            CheckpointStore(CheckpointOptions(checkpoint_timeout_seconds=0.2)),
             mode=SaveMode.BACKGROUND,
         )
     gone.set()

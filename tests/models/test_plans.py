@@ -18,7 +18,7 @@ from transformers import (
 from lightning_3d.errors import LayoutError, PlanError
 from lightning_3d.models.parallel_plan import Cut, ParallelPlan, find_pipeline_module, read_plan
 from lightning_3d.models.plan_pairs import require_pairs
-from lightning_3d.options.parallel_plan import check_plan
+from lightning_3d.options.own_model import OwnModelOptions
 from lightning_3d.parallel.expert import expert_specs
 from lightning_3d.parallel.tensor import shard_specs
 
@@ -421,7 +421,7 @@ def test_a_plan_without_a_tensor_parallel_part_is_refused_with_tp() -> None:
 def test_a_plan_of_omegaconf_is_a_dictionary() -> None:
     """As Hydra passes it without `_convert_: all`."""
     given = OmegaConf.create({"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}})
-    plan = check_plan(given, "auto")
+    plan = OwnModelOptions(plan=given).plan
     assert (
         plan == {"tp": {"h.*.up": "colwise"}, "pp": {"h": [["x"], ["x"]]}}
         and type(plan["pp"]["h"][0]) is list
@@ -434,7 +434,7 @@ def test_a_plan_of_a_file_may_have_the_fields_of_a_cut() -> None:
         {"tp": {"transformer.h.*.attn.c_attn": entry, "transformer.h.*.attn.c_proj": "rowwise"}}
     )
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
-    found = read_plan(model, check_plan(given, "auto")).tp
+    found = read_plan(model, OwnModelOptions(plan=given).plan).tp
     assert found["transformer.h.*.attn.c_attn"] == Cut(
         "packed_colwise", units=4, parts=(32, 32, 32)
     )

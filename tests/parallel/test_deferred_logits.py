@@ -316,7 +316,7 @@ OF_WEIGHT = 2 * 4096 * 2 * 4
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "terms",
-    [LossOptions(), LossOptions(0.1), LossOptions(z_loss=1e-3)],
+    [LossOptions(), LossOptions(label_smoothing=0.1), LossOptions(z_loss=1e-3)],
     ids=["plain", "smoothed", "z-loss"],
 )
 @pytest.mark.parametrize("follow", [alone, capped])
@@ -338,7 +338,7 @@ def test_so_many_chunks_need_that_part_of_the_memory(chunks: int, dtype: torch.d
 
 
 def test_all_tensors_of_the_loss_of_a_sharded_vocabulary_need_an_eighth() -> None:
-    for terms in (LossOptions(), LossOptions(0.1, 1e-3)):
+    for terms in (LossOptions(), LossOptions(label_smoothing=0.1, z_loss=1e-3)):
         found = [
             run_ranks(peak_bytes, 2, alone, terms, torch.bfloat16, chunks, (2048, 2048))
             for chunks in (1, 8)

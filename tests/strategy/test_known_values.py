@@ -97,7 +97,7 @@ def test_flash_attention_reads_nothing_in_blocks(
         model, known = make()
         use_flash(model)
         if recompute:
-            process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"))
+            process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions(recompute="full"))
         batch = batch_of("llama", mask)
         found, reads = step(model, known, batch, rows=slice(1, 1 + rows))
         known.end()

@@ -18,10 +18,9 @@ from saving import check_checkpoints
 from sweeps import by_default
 from torch import Tensor
 
-from lightning_3d.app.config.run_config import TrainerConfig
 from lightning_3d.errors import ConfigError, NonFiniteError
 from lightning_3d.layout import Layout
-from lightning_3d.options.nonfinite import check_nonfinite
+from lightning_3d.options.options import Options
 from lightning_3d.ranks.failure import Failure
 from lightning_3d.strategy.nonfinite import Found, StepGuard
 
@@ -423,12 +422,10 @@ def test_a_run_that_only_skips_stops() -> None:
 
 
 def test_another_way_is_refused() -> None:
-    check_nonfinite("trainer.nonfinite", TrainerConfig.nonfinite)
     with pytest.raises(
-        ConfigError,
-        match="trainer.nonfinite must be stop, skip or ignore; got 'skp'. Did you mean \"skip\"?",
+        ConfigError, match='nonfinite must be stop, skip or ignore; got "skp". Did you mean "skip"?'
     ):
-        check_nonfinite("trainer.nonfinite", "skp")
+        Options("dp2", nonfinite="skp")
 
 
 def test_the_failure_is_shown_without_a_traceback() -> None:

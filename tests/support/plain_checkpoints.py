@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_3d.checkpoint import CheckpointOptions, CheckpointStore, SaveMode
+from lightning_3d.checkpoint import CheckpointStore, SaveMode
 from lightning_3d.checkpoint.resharding import whole
 from lightning_3d.checkpoint.state import MODEL
 from lightning_3d.errors import CheckpointError
+from lightning_3d.options.checkpoints import CheckpointOptions
 
 
 class PlainState:
@@ -39,7 +40,7 @@ def save(
         "state_dict": tensors(step, numel),
         "note": torch.ones(3),
     }
-    store = store or CheckpointStore(CheckpointOptions(asynchronous=False))
+    store = store or CheckpointStore(CheckpointOptions(checkpoint_asynchronous=False))
     return store.save(path, checkpoint, PlainState(), None, {"layout": "tp1"}, mode)  # type: ignore[arg-type]
 
 
@@ -57,6 +58,6 @@ def flip_bit(path: Path, where: float = 0.5) -> None:
 
 
 def background(folder: Path) -> CheckpointStore:
-    store = CheckpointStore(CheckpointOptions(asynchronous=True))
+    store = CheckpointStore(CheckpointOptions(checkpoint_asynchronous=True))
     store.hold([folder])
     return store

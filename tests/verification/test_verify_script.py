@@ -20,9 +20,10 @@ from lightning_3d.app.cli.verify import split_script
 from lightning_3d.app.verification.advice import COUNTED, PARTS, READING, ROWS, VALUES, WRITTEN
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
+from lightning_3d.options.options import Options
 from lightning_3d.ranks.role import ALONE, RANKS, Role, script_words
 from lightning_3d.strategy.recorded.arguments import trainer_arguments
-from lightning_3d.strategy.role_arguments import changed_arguments
+from lightning_3d.strategy.role_arguments import changed_options
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -319,7 +320,5 @@ def test_a_run_of_one_rank_keeps_what_the_script_declares_of_its_loss(tmp_path: 
     ranks = Role(RANKS, tmp_path, 3)
     ranks.own.mkdir()
     (ranks.own / "facts.json").write_text('{"micro_batch_rows": 8}')
-    changed = changed_arguments(
-        {"layout": "pp2", "loss_reduction": "accumulate"}, Role(ALONE, tmp_path, 3)
-    )
-    assert changed == {"loss_reduction": "accumulate", "layout": Layout(), "micro_batch_size": 8}
+    changed = changed_options(Options("pp2", loss_reduction="accumulate"), Role(ALONE, tmp_path, 3))
+    assert changed == Options(Layout(), loss_reduction="accumulate", micro_batch_size=8)

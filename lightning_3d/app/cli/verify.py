@@ -21,7 +21,8 @@ from lightning_3d.app.verification.shrink import SEQUENCE, fold, micro_batches, 
 from lightning_3d.errors import listed, plural
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.families import read_spec
-from lightning_3d.options.plain_values import PLAIN_VALUES
+from lightning_3d.options.options import Options
+from lightning_3d.options.schema import RESULT, defaults_of
 from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.ranks.progress import task
 
@@ -207,7 +208,8 @@ def strategy_arguments(
     arguments = {
         key: value for key, value in config["parallelism"].items() if not key.startswith("_")
     }
-    dropped = [f"parallelism.{key}" for key in PLAIN_VALUES if arguments[key] not in (None, 0.0)]
+    plain = defaults_of(Options, beyond_torch=[RESULT])
+    dropped = [f"parallelism.{key}" for key in plain if arguments[key] not in (None, 0.0)]
     dropped += ["parallelism.stages"] if arguments["stages"] is not None else []
     zero = ZeroOptions(
         plan.zero.stage,
@@ -233,7 +235,7 @@ def strategy_arguments(
         "compile": False,
         "elastic": False,
     }
-    return {**arguments, **PLAIN_VALUES, **folded}, dropped
+    return {**arguments, **plain, **folded}, dropped
 
 
 def groups_of_small_model(entries: list[Any], model: Mapping[str, Any]) -> tuple[list[Any], int]:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.app.config.files import conf_folder, recipes_folder
 from lightning_3d.layout.layout import DEGREES
+from lightning_3d.options.options import OPEN
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -165,11 +166,7 @@ class LayoutSource(NamedConfigs):
         return name == "auto" or looks_like_layout(name)
 
     def make(self, name: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-        left_open = (
-            dict.fromkeys(("order", "zero_stage", "recompute", "micro_batch_size"))
-            if name == "auto"
-            else {}
-        )
+        left_open = dict.fromkeys(OPEN) if name == "auto" else {}
         return {"defaults": ["base", "_self_"], "layout": name, **left_open}, {"package": None}
 
     def names(self) -> list[str]:

@@ -51,6 +51,24 @@ def check_type(key: str, value: Any, default: Any) -> None:
         )
 
 
+_LEAST = {
+    "num_workers": (0, "at least 0 (0 reads in the rank itself)"),
+    "val_sequences": (1, "at least 1, or null for the whole split"),
+}
+
+
+def check_data_counts(data: Mapping[str, Any]) -> None:
+    """Refuse counts that are too small. Other types than whole numbers are refused with all keys.
+
+    Raises:
+        ConfigError: with the key and what works.
+    """
+    for key, (least, wanted) in _LEAST.items():
+        value = data.get(key)
+        if isinstance(value, int) and value < least:
+            raise ConfigError(f"data.{key} must be {wanted}; got {value}.")
+
+
 def check_containers(values: Any, prefix: str = "") -> None:
     """Refuse a value in the place of a group or a list. OmegaConf checks this, except where an
     interpolation has the value.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_3d.app.config.parameter_groups import read_groups, read_patterns
+from lightning_3d.app.config.parameter_groups import check_keys, read_groups, read_patterns
 from lightning_3d.app.config.scheduler import HYDRA_KEYS, check_scheduler
 from lightning_3d.errors import ConfigError, did_you_mean, listed, plural
 from lightning_3d.layout.layout import Layout
-from lightning_3d.options.numbers import check_keys, require_number
+from lightning_3d.layout.sizes import require_number
 from lightning_3d.options.optimizer import (
     CLOSURE,
     SPARSE,

@@ -10,8 +10,8 @@ from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning_3d.errors import ConfigError, listed
-from lightning_3d.options.numbers import check_keys, require_number
+from lightning_3d.errors import ConfigError, did_you_mean, listed
+from lightning_3d.layout.sizes import require_number
 
 REGULAR = "re:"
 """Prefix of a pattern that is a regular expression; other patterns are those of a shell
@@ -149,6 +149,17 @@ def nearest(pattern: str, names: Sequence[str]) -> list[str]:
         return max(SequenceMatcher(None, wanted, tail).ratio() for tail in tails)
 
     return sorted(kinds.values(), key=likeness, reverse=True)[:_NEAREST]
+
+
+def check_keys(what: str, config: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse an unknown key, with the nearest known one."""
+    known = list(known)
+    for key in config:
+        if key not in known:
+            raise ConfigError(
+                f"{what} has no option '{key}'. Its options are"
+                f" {listed(known)}.{did_you_mean(str(key), known)}"
+            )
 
 
 def _read_group(key: str, entry: Any) -> ParameterGroup:

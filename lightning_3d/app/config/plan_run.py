@@ -16,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.app.config.blend_sources import check_sources
-from lightning_3d.app.config.data_counts import check_data_counts
 from lightning_3d.app.config.data_urls import check_data_urls
 from lightning_3d.app.config.elastic import adapt
 from lightning_3d.app.config.keys import (
     check_containers,
+    check_data_counts,
     check_group_keys,
     check_type,
     data_options,
@@ -64,22 +64,21 @@ from lightning_3d.layout.batch_rules import (
 )
 from lightning_3d.layout.given_stages import AUTO, listed_stages
 from lightning_3d.layout.layout import AXES, Layout, divisors
-from lightning_3d.layout.loss_chunks import check_loss_chunks
-from lightning_3d.layout.model_rules import ModelSizes, check_cp_kind, check_model
+from lightning_3d.layout.model_rules import ModelSizes, check_model
 from lightning_3d.layout.resolve import resolve_layout
-from lightning_3d.layout.sizes import check_number, check_sizes
+from lightning_3d.layout.sizes import check_decay, check_number, check_sizes
 from lightning_3d.models.context_limits import check_fields
 from lightning_3d.models.document_limits import check_documents
 from lightning_3d.models.families import FAMILIES
-from lightning_3d.options.average import check_decay
 from lightning_3d.options.blocks import BlockOptions
+from lightning_3d.options.checkpoints import CheckpointOptions
 from lightning_3d.options.experts import ExpertOptions
-from lightning_3d.options.loss import LossOptions
-from lightning_3d.options.nonfinite import check_nonfinite
+from lightning_3d.options.model import ModelOptions
 from lightning_3d.options.optimizer import offload_refusal
-from lightning_3d.options.parallel_plan import check_plan
+from lightning_3d.options.own_model import OwnModelOptions
 from lightning_3d.options.precision import check_float32_matmul
-from lightning_3d.options.self_check import check_mode
+from lightning_3d.options.reliability import NONFINITE
+from lightning_3d.options.schema import one_of
 from lightning_3d.options.zero import NONE, ZeroOptions
 from lightning_3d.ranks.environment import OutsideRank
 from lightning_3d.storage.checkpoint_names import MANIFEST, how_to_convert, recover
@@ -231,22 +230,11 @@ def plan_run(
     adapted = adapt(run, configured, schedule, outside)
     run, layout, parallelism = adapted.run, adapted.layout, adapted.run.parallelism
     zero = ZeroOptions.of(parallelism).resolve(schedule, layout.pp).over(layout)
-    blocks = BlockOptions(
-        **{option.name: getattr(parallelism, option.name) for option in fields(BlockOptions)}
-    )
-    blocks.require_suits(schedule, pp=layout.pp)
-    check_cp_kind(parallelism.cp_kind)
-    check_loss_chunks(parallelism.loss_chunks)
-    # checks them
-    LossOptions(parallelism.label_smoothing, parallelism.z_loss, parallelism.loss_reduction)
-    check_plan(parallelism.plan, check_mode(parallelism.self_check))
-    check_number(
-        "parallelism.checkpoint_timeout_seconds", parallelism.checkpoint_timeout_seconds, least=1
-    )
-    experts = ExpertOptions(
-        *(getattr(parallelism, f"moe_{option.name}") for option in fields(ExpertOptions))
-    )
-    experts.require_suits(layout)
+    options = ModelOptions.read(parallelism, schedule)
+    options.blocks.require_schedule(schedule, pp=layout.pp)
+    OwnModelOptions.of(parallelism)  # checks them, as the next line does
+    CheckpointOptions.of(parallelism)
+    options.experts.require_nodes(layout)
     accelerator, warnings = choose_accelerator(run, layout, outside, adapted.whole)
     warnings = (*adapted.warnings, *warnings)
     precision = choose_precision(run, accelerator)
@@ -265,7 +253,9 @@ def plan_run(
     # after all cheap checks, because it reads the files of a pretrained model
     complete = complete_run(run, trains=trains)
     complete.ahead.check_run(run.objective.name, complete.data.get("sequence_length"))
-    micro_batch_size, micro_batches = _check_model_and_batch(complete, layout, schedule, experts)
+    micro_batch_size, micro_batches = _check_model_and_batch(
+        complete, layout, schedule, options.experts
+    )
     _check_optimizer(complete, layout, zero)
     if complete.data.get("name") == "blend":
         check_sources(complete.data, complete.trainer.max_steps)
@@ -292,7 +282,7 @@ def plan_run(
         layout=layout,
         schedule=schedule,
         zero=zero,
-        blocks=blocks,
+        blocks=options.blocks,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
         accelerator=accelerator,
@@ -523,7 +513,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         )
     if trainer.resume is not None:
         _check_resume(trainer.resume)
-    check_nonfinite("trainer.nonfinite", trainer.nonfinite)
+    one_of(*NONFINITE)("trainer.nonfinite", trainer.nonfinite)
     check_number("trainer.collective_timeout", trainer.collective_timeout, least=1)
     trainer.check("trainer.")
     if trainer.start_method not in START_METHODS:
@@ -659,14 +649,14 @@ def _check_model_and_batch(
             f"The model routes each token to {spec.top_k} experts, but has only {spec.experts}."
             " Change one of these numbers in model.config."
         )
-    if experts.asked_for and not spec.experts:
-        name = experts.asked_for[0]
+    if experts.asked_of_experts and not spec.experts:
+        name = experts.asked_of_experts[0]
         raise ConfigError(
             f"parallelism.{name} works only with a mixture of experts, but the model is dense."
             " Omit it."
         )
     family = FAMILIES.get(spec.model_type)
-    if experts.bias_update and family is not None and not family.biased_routers:
+    if experts.moe_bias_update and family is not None and not family.biased_routers:
         raise ConfigError(
             "parallelism.moe_bias_update needs routers that choose experts with a bias, as in"
             f" DeepSeek-V3. The routers of {spec.model_type} have none. Use"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
@@ -14,9 +16,9 @@ from lightning_3d.app.config.objective import ObjectiveOptions
 from lightning_3d.app.config.plan import PlanOptions
 from lightning_3d.app.config.sample import SampleOptions
 from lightning_3d.app.config.save_interval import HOURS_BETWEEN_FAILURES
-from lightning_3d.layout.layout import AXES
 from lightning_3d.models.pretrained_config import complete_model
 from lightning_3d.models.spec import ModelSpec
+from lightning_3d.options.options import OPEN, Options, command_line_default, command_line_options
 from lightning_3d.options.reliability import Reliability
 
 START_METHODS = ("auto", "fork", "spawn")
@@ -36,50 +38,44 @@ MODEL_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class ParallelismConfig:
-    """Group `parallelism`: `Lightning3DStrategy`, or a subclass, and its arguments."""
+def _yaml_type(name: str, hint: Any) -> Any:
+    """Return the type of an option as OmegaConf knows it: it has no sequences, and no choice of
+    several types."""
+    kinds = (
+        [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+        if isinstance(hint, UnionType)
+        else [hint]
+    )
+    if len(kinds) > 1 or name == "stages":  # which may be auto on the command line
+        return Any
+    (kind,) = kinds
+    kind = list[get_args(kind)] if get_origin(kind) is Sequence else kind  # type: ignore[misc]
+    return kind | None if kind is not hint or name in OPEN else kind
 
-    _target_: str = "lightning_3d.Lightning3DStrategy"
-    _convert_: str = "all"
-    layout: str = MISSING
-    order: list[str] | None = field(default_factory=lambda: list(AXES))
-    schedule: str | None = None
-    vp: int | None = None
-    stages: Any = None
-    zero_stage: int | None = 1
-    zero_reduce: str | None = None
-    zero_gather: str | None = None
-    zero_reduce_scatter: bool | None = None
-    zero_offload: str = "none"
-    zero_shard_size: int | None = None
-    zero_overlap_gather: bool = False
-    cp_kind: str = "ring"
-    recompute: str | None = "none"
-    recompute_every: int = 1
-    recompute_keep: list[str] | None = None
-    offload_activations: bool = False
-    compile: bool = False
-    sequence_parallel: bool | None = None
-    loss_chunks: Any = 1
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    loss_reduction: str | None = None
-    moe_aux_loss: float | None = None
-    moe_z_loss: float = 0.0
-    moe_bias_update: float = 0.0
-    moe_capacity_factor: float | None = None
-    moe_node_size: int | None = None
-    checkpoint_verify: bool = True
-    checkpoint_fall_back: bool = False
-    checkpoint_asynchronous: bool = True
-    checkpoint_timeout_seconds: float = 1800.0
-    checkpoint_check_space: bool = True
-    micro_batch_size: int | None = None
-    plan: Any = None
-    pipeline_module: str | None = None
-    self_check: str = "auto"
-    elastic: Any = False
+
+def _parallelism_fields() -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, type, default) of the keys of `parallelism`."""
+    yield "_target_", str, "lightning_3d.Lightning3DStrategy"
+    yield "_convert_", str, "all"
+    yield "layout", str, MISSING
+    hints = get_type_hints(Options)
+    for entry in command_line_options():
+        if entry.name != "layout":
+            yield entry.name, _yaml_type(entry.name, hints[entry.name]), command_line_default(entry)
+
+
+if TYPE_CHECKING:
+
+    class ParallelismConfig(Options):
+        """Group `parallelism`: `Lightning3DStrategy`, or a subclass, and its arguments."""
+
+        layout: str
+        _target_: str
+        _convert_: str
+
+else:
+    ParallelismConfig = make_dataclass("ParallelismConfig", _parallelism_fields(), frozen=True)
+    ParallelismConfig.__module__ = __name__  # by which instances are pickled
 
 
 @dataclass(frozen=True)
@@ -102,8 +98,8 @@ class TrainerConfig(Reliability):
     average_decay: float | None = None
     float32_matmul_precision: str | None = None
     log_every_n_steps: int = 10
-    trace_every_n_steps: int | None = None
-    nonfinite: str = "stop"
+    trace_every_n_steps: int | None = Options.trace_every_n_steps
+    nonfinite: str = Options.nonfinite
     collective_timeout: float = 1800.0
     checkpoint_every_n_steps: int | str | None = None
     keep_last: int = 3

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_3d.app.config.parameter_groups import check_keys
 from lightning_3d.errors import ConfigError, did_you_mean, listed
-from lightning_3d.options.numbers import check_keys, require_number
+from lightning_3d.layout.sizes import require_number
 
 KEY = "optimizer.scheduler"
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")

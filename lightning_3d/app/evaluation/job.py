@@ -22,6 +22,8 @@ from lightning_3d.app.training.job import be_rank, start_ranks
 from lightning_3d.errors import ConfigError, Lightning3DError, listed
 from lightning_3d.layout.layout import Layout
 from lightning_3d.models.pretrained_config import TAKEN
+from lightning_3d.options.schema import defaults_of
+from lightning_3d.options.zero import ZeroArguments
 from lightning_3d.ranks.boards import connect_board
 from lightning_3d.ranks.environment import OutsideRank, print_once, set_master_address
 from lightning_3d.ranks.reporter import FailureReporter
@@ -142,15 +144,7 @@ _NO_TRAINING: dict[str, dict[str, Any]] = {
     },
     "optimizer": {"scheduler": None, "groups": None},
 }
-_NO_OPTIMIZER = {
-    "zero_stage": 0,
-    "zero_reduce": None,
-    "zero_gather": None,
-    "zero_reduce_scatter": None,
-    "zero_offload": "none",
-    "zero_shard_size": None,
-    "zero_overlap_gather": False,
-}
+_NO_OPTIMIZER = defaults_of(ZeroArguments)
 
 
 def compose_evaluation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from lightning_3d.app.config.cluster import ClusterConfig
@@ -18,9 +18,9 @@ from lightning_3d.layout.given_stages import AUTO
 from lightning_3d.layout.layout import AXES
 from lightning_3d.layout.resolve import resolve_layout
 from lightning_3d.layout.sizes import check_sizes
+from lightning_3d.options.options import OPEN, command_line_options
 from lightning_3d.options.precision import PRECISIONS, unknown_precision
 
-_OPEN = ("order", "schedule", "micro_batch_size", "zero_stage", "recompute", "sequence_parallel")
 """Options that the planner chooses unless they are given."""
 
 
@@ -68,9 +68,10 @@ def planned(
     check_sizes(sequence_length=sequence_length, global_batch_size=global_batch_size)
     if precision not in PRECISIONS:
         raise unknown_precision(precision)
-    known = {field.name for field in fields(ParallelismConfig)}
-    defaults: dict[str, Any] = dict.fromkeys(_OPEN) if layout == "auto" else {"zero_stage": 0}
-    given = {name: value for name, value in options.items() if name in known}
+    defaults = {entry.name: entry.default for entry in command_line_options()}
+    if layout == "auto":
+        defaults |= dict.fromkeys(OPEN)
+    given = {name: value for name, value in options.items() if name in defaults}
     asked = RunConfig(
         model={"config": config_of(model)},
         data={"sequence_length": sequence_length, "global_batch_size": global_batch_size},

@@ -29,9 +29,8 @@ from lightning_3d.app.training.wandb_logger import WandbLogger
 from lightning_3d.compat.deepspeed import import_deepspeed
 from lightning_3d.compat.lightning_loggers import append_to_csv_files
 from lightning_3d.errors import ConfigError, Lightning3DError, did_you_mean
-from lightning_3d.options.nonfinite import STOP
 from lightning_3d.options.precision import PRECISIONS
-from lightning_3d.options.reliability import Reliability
+from lightning_3d.options.reliability import STOP, Reliability
 from lightning_3d.ranks.environment import outside_rank
 from lightning_3d.strategy.exponential_average import ExponentialAverage
 from lightning_3d.strategy.strategy import Lightning3DStrategy

@@ -165,7 +165,7 @@ def _on_rank(run: _VerifiedRun, folder: str) -> None:
     strategy = run.strategy_class(**{**run.strategy, "seed": run.seed})
     # ranks on GPUs have it by default, and they are what matters
     if run.strategy.get("sequence_parallel") is None:
-        blocks = replace(strategy.options.blocks, sequence_parallel=SUPPORTED)
+        blocks = replace(strategy.options.blocks, sequence_parallel=SUPPORTED)  # type: ignore[arg-type]
         strategy.options = replace(strategy.options, blocks=blocks)
     assert strategy.layout is not None
     count = strategy.layout.world_size

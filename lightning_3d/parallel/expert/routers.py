@@ -133,7 +133,7 @@ class Routers:
     ) -> None:
         self.options = options
         self.names, self.experts = tuple(names), tuple(experts)
-        self.aux_loss = options.aux_loss or 0.0
+        self.aux_loss = options.moe_aux_loss or 0.0
         self._mesh, self._device, self._shards = mesh, device, shards
         self._tp_index, self._number = mesh.index("tp"), register(self)
         self._local: dict[int, Any] = {}
@@ -160,7 +160,7 @@ class Routers:
         )
 
     def _may_drop(self) -> bool:
-        return self.options.capacity_factor is not None
+        return self.options.moe_capacity_factor is not None
 
     @property
     def token_group(self) -> dist.ProcessGroup | None:
@@ -176,13 +176,13 @@ class Routers:
         """Use other coefficients from now on. Those that `options` leave open stay as in the
         model's own configuration."""
         self.options = options
-        self.aux_loss = self.aux_loss if options.aux_loss is None else options.aux_loss
+        self.aux_loss = self.aux_loss if options.moe_aux_loss is None else options.moe_aux_loss
 
     def translate(self, config: Any) -> None:
         """Take over the loss of routers that Transformers computes with `output_router_logits`, and
         turn it off there."""
         config.output_router_logits = False
-        if self.options.aux_loss is not None or self.aux_loss:
+        if self.options.moe_aux_loss is not None or self.aux_loss:
             return
         self.aux_loss = float(getattr(config, "router_aux_loss_coef", 0.0))
         if self.aux_loss:
@@ -261,11 +261,11 @@ class Routers:
         load (arXiv:2408.15664, algorithm 1)."""
         loads = self._loads
         self._loads = torch.zeros_like(loads)
-        if self.options.bias_update == 0:
+        if self.options.moe_bias_update == 0:
             return
         for layer, router in self._local.items():
             counts = loads[layer, : self.experts[layer]]
-            step = torch.sign(counts.mean() - counts) * self.options.bias_update
+            step = torch.sign(counts.mean() - counts) * self.options.moe_bias_update
             getattr(router, BIAS).add_(step.to(getattr(router, BIAS).dtype))
 
     def forget_loads(self) -> None:
@@ -290,18 +290,20 @@ class Routers:
             and len(output) == 3
             and all(isinstance(part, Tensor) for part in output)
         ):
-            if not self.options.asked_for and not self.aux_loss:
+            if not self.options.asked_of_experts and not self.aux_loss:
                 return output  # its output is unknown, and no option needs it
             raise PlanError(
                 f"The router '{self.names[router.router_layer]}' does not return (logits, weights,"
                 " experts) for its tokens. So it supports neither load-balancing losses nor a"
                 " capacity. Remove"
-                f" {listed([*self.options.asked_for] or ['output_router_logits'])}."
+                f" {listed([*self.options.asked_of_experts] or ['output_router_logits'])}."
             )
         logits, weights, chosen = output
         dropped = None
-        if self.options.capacity_factor is not None:
-            lost = ~fits(self._real(chosen), router.router_experts, self.options.capacity_factor)
+        if self.options.moe_capacity_factor is not None:
+            lost = ~fits(
+                self._real(chosen), router.router_experts, self.options.moe_capacity_factor
+            )
             weights, dropped = (
                 weights.masked_fill(self._with_padding(lost, len(chosen)), 0.0),
                 lost.sum(),
@@ -317,8 +319,8 @@ class Routers:
             factor = factor * self._scale
         if self.aux_loss and weights.requires_grad:
             weights = attach(weights, aux, factor * self.aux_loss)
-        if self.options.z_loss and weights.requires_grad:
-            weights = attach(weights, z, factor * self.options.z_loss)
+        if self.options.moe_z_loss and weights.requires_grad:
+            weights = attach(weights, z, factor * self.options.moe_z_loss)
         pairs = counts.new_full((), seen.numel())
         last = torch.stack(
             [
@@ -388,7 +390,7 @@ class Routers:
         Args:
             totals: tokens of each expert and of all, over all ranks that share the micro-batch.
         """
-        if not (self.aux_loss or self.options.z_loss):
+        if not (self.aux_loss or self.options.moe_z_loss):
             logits = logits.detach()  # they are only returned to the user
         rows = totals[-1].clamp(min=1)
         wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -455,14 +457,14 @@ def make_routers(
     """
     found = find_routers(module, experts)
     if not found:
-        if options.asked_for:
+        if options.asked_of_experts:
             raise ConfigError(
-                f"{options.asked_for[0]} needs a mixture of experts, but the model has no router."
-                " Remove the option."
+                f"{options.asked_of_experts[0]} needs a mixture of experts, but the model has no"
+                " router. Remove the option."
             )
         return None
     modules = dict(module.named_modules())
-    if options.bias_update and not all(hasattr(modules[name], BIAS) for name in found):
+    if options.moe_bias_update and not all(hasattr(modules[name], BIAS) for name in found):
         raise ConfigError(
             f"moe_bias_update needs routers with a bias for the choice of experts ({BIAS}), as in"
             f" DeepSeek-V3; {type(module).__name__} has none. Use moe_aux_loss."

@@ -109,7 +109,7 @@ class SelfCheck:
         self._must = required or mode == "always"
         blocks = BlockOptions(sequence_parallel=options.blocks.sequence_parallel)
         self._options = ModelOptions(
-            "1F1B", blocks, ExpertOptions(), options.cp_kind, options.stages
+            "1F1B", blocks, ExpertOptions(), cp_kind=options.cp_kind, stages=options.stages
         )
         self._subject: _Subject | None = None
         self._findings = Findings()

@@ -32,7 +32,7 @@ class FrozenChecks:
     ) -> None:
         self._mode, self._mesh, self._device, self._drafted = mode, mesh, device, drafted
         self._options = ModelOptions(
-            "1F1B", BlockOptions(sequence_parallel=False), ExpertOptions(), cp_kind
+            "1F1B", BlockOptions(sequence_parallel=False), ExpertOptions(), cp_kind=cp_kind
         )
         self._checks: list[tuple[nn.Module, SelfCheck]] = []
 

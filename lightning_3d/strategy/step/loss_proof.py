@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.options.script import SplitBatch
 from lightning_3d.parallel.mesh import Mesh, gathered
 from lightning_3d.parallel.nested import count_rows, joined, rows_of, tensors_of
 from lightning_3d.parallel.pipeline.engine import ProbeFailed
@@ -50,7 +51,7 @@ from lightning_3d.strategy.step.loss_finding import (
     differing_logs,
     refusal,
 )
-from lightning_3d.strategy.step.micro_batches import MicroBatches, SplitBatch
+from lightning_3d.strategy.step.micro_batches import MicroBatches
 from lightning_3d.strategy.step.runner import Called, StepRunner
 from lightning_3d.strategy.step.written import (
     ParameterWrites,

@@ -54,12 +54,12 @@ class LossWeights:
     @property
     def sums(self) -> bool:
         """Whether the loss of the global batch is the sum of those of its micro-batches."""
-        return self.terms.reduction == SUM
+        return self.terms.loss_reduction == SUM
 
     @property
     def equal(self) -> bool:
         """Whether all micro-batches weigh the same."""
-        return self.terms.reduction in (SUM, ACCUMULATE)
+        return self.terms.loss_reduction in (SUM, ACCUMULATE)
 
     def begin(self, *, training: bool = True, proves: bool = False) -> None:
         """Expect the next micro-batch, of training or of evaluation.

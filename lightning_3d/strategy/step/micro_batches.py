@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_3d.errors import DataError, listed, plural
 from lightning_3d.layout.layout import divisors
 from lightning_3d.layout.schedules import ScheduleInfo
+from lightning_3d.options.script import SplitBatch
 from lightning_3d.parallel.context.full_sequence import WholeSequence
 from lightning_3d.parallel.deferred_logits import DeferredLogits
 from lightning_3d.parallel.nested import (
@@ -27,7 +28,6 @@ from lightning_3d.parallel.nested import (
 from lightning_3d.parallel.partial_tensors import whole_arguments
 from lightning_3d.parallel.tensor import VocabParallelLogits
 
-SplitBatch = Callable[[Any, int], Sequence[Any]]
 """`split_batch(batch, n)`: the user's own split of a batch into n micro-batches of equal size."""
 
 

@@ -12,13 +12,13 @@ import torch
 
 from lightning_3d.compat.lightning_data import batches_to_come
 from lightning_3d.layout.schedules import find_schedule
+from lightning_3d.options.script import SplitBatch
 from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.strategy.data_order import require_equal_orders
 from lightning_3d.strategy.step.checks import SameBatch, check_equal_batches, most_micro_batches
 from lightning_3d.strategy.step.micro_batches import (
     MicroBatches,
-    SplitBatch,
     repeated_rows,
     require_token_ids,
     require_whole_micro_batches,

@@ -359,7 +359,7 @@ def test_a_cache_by_position_is_not_filled_twice() -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
     model.zero_grad()
-    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"))
+    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions(recompute="full"))
     model(input_ids=ids, labels=ids).loss.backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
@@ -376,7 +376,7 @@ def test_a_cache_is_not_filled_twice_in_a_model_that_the_user_compiles() -> None
     model(input_ids=ids, labels=ids, use_cache=True).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
     model.zero_grad()
-    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"))
+    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions(recompute="full"))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     compiled(input_ids=ids, labels=ids, use_cache=True).loss.backward()
@@ -407,7 +407,7 @@ def test_whatever_is_drawn_is_drawn_again() -> None:
     for recompute in ("none", "full"):
         block.zero_grad()
         torch.manual_seed(1)
-        process_blocks([block], BlockOptions(recompute))
+        process_blocks([block], BlockOptions(recompute=recompute))
         block(x).square().sum().backward()
         gradients.append(block.inner.weight.grad)
     assert torch.equal(*gradients)
@@ -424,7 +424,7 @@ def test_a_filled_cache_is_refused() -> None:
     filled = transformers.DynamicCache()
     with torch.no_grad():
         model(input_ids=ids, past_key_values=filled)
-    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions("full"))
+    process_blocks(find_blocks(model, ParallelPlan({})), BlockOptions(recompute="full"))
     with pytest.raises(ConfigError, match="key-value cache that is not empty"):
         model(input_ids=ids, past_key_values=filled)
 
@@ -617,7 +617,9 @@ def test_the_same_dropout_is_drawn_again_where_a_graph_breaks(
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     block = BrokenDropout()
-    process_blocks([block], BlockOptions("selective", recompute_keep=("mm",), compile=True))
+    process_blocks(
+        [block], BlockOptions(recompute="selective", recompute_keep=("mm",), compile=True)
+    )
     result = block(torch.ones(64))
     result.sum().backward()
     assert 0 < (result == 0).sum() < 64
@@ -663,7 +665,7 @@ def test_what_a_second_trainer_asks_for_in_vain_is_named() -> None:
         "recompute=full, not none",
         "sequence_parallel=None, not False",
     ]
-    assert made.differences(BlockOptions("full", sequence_parallel=False), tp=1) == []
+    assert made.differences(BlockOptions(recompute="full", sequence_parallel=False), tp=1) == []
 
 
 def test_f18_what_cannot_work_is_refused() -> None:
@@ -684,9 +686,11 @@ def test_f18_what_cannot_work_is_refused() -> None:
         process_blocks([], BlockOptions(compile=True))
     for name in ("softmaxx", "name"):
         with pytest.raises(ConfigError, match=f'operator "{name}", which ATen does not have'):
-            process_blocks([nn.Linear(2, 2)], BlockOptions("selective", recompute_keep=(name,)))
+            process_blocks(
+                [nn.Linear(2, 2)], BlockOptions(recompute="selective", recompute_keep=(name,))
+            )
     with pytest.raises(ConfigError, match="updates its running statistics"):
-        process_blocks([nn.Sequential(nn.BatchNorm1d(2))], BlockOptions("full"))
+        process_blocks([nn.Sequential(nn.BatchNorm1d(2))], BlockOptions(recompute="full"))
 
 
 def test_offload_leaves_parameters_and_small_tensors() -> None:
@@ -751,7 +755,7 @@ def test_a_block_of_an_earlier_call_is_recomputed_with_the_length_of_that_call()
             return torch.tanh(super().forward(hidden))
 
     block = ReadsLength(2, 2)
-    process_blocks([block], BlockOptions("full"), shards.moment)
+    process_blocks([block], BlockOptions(recompute="full"), shards.moment)
     outputs = []
     for shards.length in (4, 6):
         outputs.append(block(torch.randn(1, shards.length, 2)).sum())

@@ -240,10 +240,10 @@ def jittered_gradients(
 
 
 JITTERED = [
-    BlockOptions("selective", compile=True),
-    BlockOptions("selective", recompute_keep=("mm", "native_dropout"), compile=True),
+    BlockOptions(recompute="selective", compile=True),
+    BlockOptions(recompute="selective", recompute_keep=("mm", "native_dropout"), compile=True),
     BlockOptions(compile=True),
-    BlockOptions("full", compile=True),
+    BlockOptions(recompute="full", compile=True),
 ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_3d.app.config.data_counts import check_data_counts
+from lightning_3d.app.config.keys import check_data_counts
 from lightning_3d.app.training.data.entropy import Entropy, entropy
 from lightning_3d.app.training.data.loaders import (
     GlobalBatchSampler,
