@@ -49,7 +49,7 @@ from lightning_3d.app.planner.step_time import step_of  # noqa: E402
 from lightning_3d.app.runs.sweep.slurm_engine import SlurmResources  # noqa: E402
 from lightning_3d.layout.layout import AXES  # noqa: E402
 from lightning_3d.layout.resolve import resolve_layout  # noqa: E402
-from lightning_3d.options.options import (
+from lightning_3d.options.options import (  # noqa: E402
     COMMAND_LINE_DEFAULTS,
     Options,
     command_line_default,

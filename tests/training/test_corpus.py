@@ -25,7 +25,7 @@ from lightning_3d.app.training.data.indexed_file import pack_index
 from lightning_3d.app.training.data.shard_manifest import Manifest, TokenizerIdentity
 from lightning_3d.app.training.data.token_file import write_tokens
 from lightning_3d.app.training.data.tokenization.encoding import Encoded
-from lightning_3d.app.training.data.tokenization.shard_writer import Place, ShardWriter
+from lightning_3d.app.training.data.tokenization.shard_writer import ShardPlace, ShardWriter
 from lightning_3d.app.training.data.tokens import TokenFiles
 from lightning_3d.errors import ConfigError, DataError
 
@@ -46,7 +46,7 @@ def write_shards(
 ) -> Path:
     folder.mkdir()
     writer = ShardWriter(folder, Manifest(False, "uint16", identity, {}), 100)
-    writer.add(Place(), Encoded(values(), np.array(LENGTHS)))
+    writer.add(ShardPlace(), Encoded(values(), np.array(LENGTHS)))
     writer.finish()
     manifest = writer.manifest
     assert len(manifest.shards) > 3

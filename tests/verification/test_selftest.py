@@ -107,7 +107,7 @@ def test_nan_is_wrong_and_is_null_in_the_file(tmp_path: Path) -> None:
     assert judge(DP, (float("nan"), 0.0, 0.0)) == WRONG
     gpus = {"ranks": 2, "gpus": 2, "devices": ["Simulated GPU"] * 2, "simulated": True}
     machine = {"accelerator": "gpu", "libraries": {"torch": "2"}, **gpus}
-    finished = session.Session(machine, [CellVerdict(DP, WRONG, (float("nan"), 0.0, 0.0))])
+    finished = session.SelfTest(machine, [CellVerdict(DP, WRONG, (float("nan"), 0.0, 0.0))])
     verdicts.write(finished, tmp_path / "nan.json")
     assert json.loads((tmp_path / "nan.json").read_text())["cells"][0]["differences"][0] is None
     assert verdicts.table(finished).startswith("simulated GPU: 2 x Simulated GPU")
@@ -197,9 +197,9 @@ def test_where_it_runs(
 ) -> None:
     asked = []
 
-    def run(cells: object, ranks: int, gpus: int, seconds: float) -> session.Session:
+    def run(cells: object, ranks: int, gpus: int, seconds: float) -> session.SelfTest:
         asked.append((gpus, ranks))
-        return session.Session({"accelerator": "cpu", "cores": 1, "libraries": {"torch": "2"}}, [])
+        return session.SelfTest({"accelerator": "cpu", "cores": 1, "libraries": {"torch": "2"}}, [])
 
     monkeypatch.setattr(command, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(session, "run", run)

@@ -342,10 +342,10 @@ WIDE = MODEL | {"config": MODEL["config"] | {"hidden_size": 64, "intermediate_si
 def dry_ranks(kind: str, layout: str, precision: str) -> list[tuple[int, int]]:
     """The bytes of optimizer states that a dry run counts on each rank: between two steps, and at
     the peak of one."""
-    from lightning_3d.app.dryrun.run import DryJob, Found, dry_run
+    from lightning_3d.app.dryrun.run import DryJob, FoundResult, dry_run
     from lightning_3d.app.training.module import CausalLM
 
-    size, found = Layout.parse(layout), Found()
+    size, found = Layout.parse(layout), FoundResult()
     optimizer = {"_target_": f"torchao.optim.{kind}", "lr": 0.1, "weight_decay": 0.0}
     rows = {key: torch.zeros(8, 4, dtype=torch.long) for key in ("input_ids", "labels")}
     job = DryJob(
