@@ -125,7 +125,7 @@ PIPELINE = (
         "An embedding that is tied to the output head on another stage is trained by the gradient"
         " of one of its two uses.",
         "parallel/zero",
-        "self._partial.reduce_tied(self._sums)",
+        "self._partial.reduce_tied()",
         "pass",
         (_ZERO_0,),
     ),
@@ -285,9 +285,9 @@ ZERO = (
     Fault(
         "zero-last-buckets-lost",
         "Buckets of gradients that are still on their way when a step ends are not added.",
-        "parallel/zero/overlapped_reduction.py",
-        "self._receive_all() rest",
-        "rest",
+        "parallel/zero/reduction.py",
+        "self._receive_all() parameters",
+        "parameters",
         (_ZERO_SHARDED,),
     ),
     Fault(
@@ -303,17 +303,17 @@ ZERO = (
         "zero-partition-of-another-group",
         "A rank takes its part of the gradients at the offset of the first parameter group,"
         " whichever group it is.",
-        "parallel/zero/flat_partition.py",
-        "flat[self.base + self._start : self.base + self._stop]",
-        "flat[self._start : self._stop]",
+        "parallel/zero/deepspeed_engine.py",
+        "return self.base + self._start, self.base + self._stop",
+        "return self._start, self._stop",
         (_ZERO_SHARDED,),
     ),
     Fault(
         "zero-experts-of-one-shard-group",
         "Gradients of experts are summed in each shard group, and not over its replicas.",
-        "parallel/zero/compose.py",
-        "self._replica_sums(trained, stepper, in_parts)",
-        "None if partitions is experts else self._replica_sums(trained, stepper, in_parts)",
+        "parallel/zero/__init__.py",
+        "replicas=self._replicas(trained), scattered",
+        "replicas=None if partitions[0].experts else self._replicas(trained), scattered",
         ("parallel/zero/test_shard_groups.py::test_experts_that_ranks_share_out",),
     ),
     Fault(
@@ -329,9 +329,9 @@ ZERO = (
         "zero-replicas-of-the-first-micro-batch",
         "Gradients that are reduced in every micro-batch are summed over the replicas of a shard"
         " after the first one only.",
-        "parallel/zero/overlapped_reduction.py",
-        "is_last=self._once or stage in self._last",
-        "is_last=True",
+        "parallel/zero/reduction.py",
+        "is_last = not self.each_micro_batch or bucket.stage in self._last",
+        "is_last = True",
         (
             "parallel/zero/test_early_waves.py::test_a_shard_is_summed_over_its_replicas_inside_the_last_backward",
         ),
@@ -340,7 +340,7 @@ ZERO = (
         "norm-of-one-stage",
         "The gradient norm is not summed over pipeline stages, so that each stage clips by another"
         " number.",
-        "parallel/zero/plain_stepper.py",
+        "parallel/zero/stepper.py",
         'group("tp", "cp", "pp") if',
         'group("tp", "cp") if',
         (_ZERO_0,),

@@ -20,7 +20,7 @@ from lightning_3d.checkpoint.state import MASTER, OptimizerOwner
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
-from lightning_3d.parallel.zero.wrapped_state import inner_states, state_without_values
+from lightning_3d.parallel.zero.stepper import inner_states, state_without_values
 from lightning_3d.storage.numbers import show_bytes
 from lightning_3d.storage.remote_path import place
 

@@ -56,11 +56,13 @@ class ReplicaCheck:
 
         Raises:
             ReplicaError: on every rank.
+            ConfigError: on every rank: something was written through `parameter.data`.
         """
         # The first step of a fit makes the optimizer's state, so that the pieces are known only
         # after it.
         self._steps += 1
         if self.every is not None and self._steps > 1 and (steps + 1) % self.every == 0:
+            built.backend.require_seen_writes()
             self._compare(built, steps, saved)
 
     def before_checkpoint(self, built: BuiltModel, steps: int, saved: Saved | None) -> None:

@@ -387,6 +387,14 @@ class Lightning3DStrategy(CheckpointHooks):
             self._replicas.before_optimizer(built, step, self._store.outcome.saved)
         return outputs
 
+    def refresh_master_weights(self) -> None:
+        """Let the optimizer take over values that were written through `parameter.data` since its
+        last step. Call it on all ranks.
+
+        What is written into a parameter itself, under `torch.no_grad()`, is taken over without it.
+        """
+        self.built.backend.follow_writes()
+
     @property
     def trace_every_n_steps(self) -> int | None:
         """Every how many optimizer steps one is traced; None: only steps requested with

@@ -38,7 +38,7 @@ from lightning_3d.compat.torch import (
 from lightning_3d.errors import ConfigError
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
-from lightning_3d.parallel.zero.deepspeed_inputs import Groups, Holder, deepspeed_config
+from lightning_3d.parallel.zero.deepspeed_engine import Groups, Holder, deepspeed_config
 
 CPU = torch.device("cpu")
 

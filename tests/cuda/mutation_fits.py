@@ -81,19 +81,19 @@ FITS: list[tuple[str, Callable[[], None]]] = [
         _cell("qwen2", {"zero_reduce": "step", "zero_reduce_scatter": True}, dp=2, pp=2, zero=2),
     ),
     ("zero/deepspeed_stepper", _average),
-    ("zero/replica_sums", _cell("qwen2", {"zero_shard_size": 2}, dp=4, zero=1)),
+    ("zero/reduction zero/gradients", _cell("qwen2", {"zero_shard_size": 2}, dp=4, zero=1)),
     (
-        "zero/early_replica_sums",
+        "zero/reduction zero/gradients",
         _cell("qwen2", {"zero_shard_size": 2}, {"fit": simulated_fits.small_buckets}, dp=4, zero=2),
     ),
     (
-        "zero/early_replica_sums",
+        "zero/reduction zero/gradients",
         _cell("qwen2", {"zero_shard_size": 2}, {"fit": simulated_fits.small_buckets}, dp=4, zero=1),
     ),
-    ("zero/overlapped_gather", _cell("qwen2", {"zero_overlap_gather": True}, dp=2, zero=1)),
+    ("zero/parameter_store", _cell("qwen2", {"zero_overlap_gather": True}, dp=2, zero=1)),
     # Without the proof of the loss, which is the first to read weights in the second step.
     (
-        "zero/overlapped_gather",
+        "zero/parameter_store",
         _cell(
             "qwen2",
             {"zero_overlap_gather": True, "self_check": "never"},

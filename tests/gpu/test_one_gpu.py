@@ -256,18 +256,6 @@ def test_flex_attention_trains(cell: Cell) -> None:
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_master_weights_follow_what_was_written(dtype: torch.dtype) -> None:
-    """By Triton's kernel, which must be used on a GPU."""
-    assert gpu_ranks.run(uses_kernel, 1, dtype) == [True]
-
-
-def uses_kernel(dtype: torch.dtype) -> bool:
-    from lightning_3d.parallel.zero import outside_writes
-
-    return outside_writes._tried_kernel(torch.device("cuda", 0), dtype) is not None
-
-
 def dropout(recipe: Recipe, **strategy: Any) -> list[float]:
     """Losses of a run with dropout in the attention."""
 

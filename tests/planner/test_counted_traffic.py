@@ -16,7 +16,7 @@ from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.tensor.loss import token_losses, vocab_parallel_cross_entropy
 from lightning_3d.parallel.zero import make_backend
-from lightning_3d.parallel.zero.gradient_buffers import sum_dtype
+from lightning_3d.parallel.zero.gradients import sum_dtype
 
 WIDTH = 256
 

@@ -72,13 +72,33 @@ class OwnAverage(pl.Callback):
 
 
 class GoesBack(pl.Callback):
-    """Once in an epoch the weights are halved, through `.data`."""
+    """Once in an epoch the weights are halved."""
+
+    @torch.no_grad()
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int
+    ) -> None:
+        for parameter in module.parameters() if index == 2 else ():
+            parameter.mul_(0.5)
+
+
+class BehindTheCounter(pl.Callback):
+    """The same through `.data`, which no version counter shows.
+
+    Args:
+        says_so: call `refresh_master_weights` afterwards.
+    """
+
+    def __init__(self, says_so: bool) -> None:
+        self.says_so = says_so
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int
     ) -> None:
         for parameter in module.parameters() if index == 2 else ():
             parameter.data.mul_(0.5)
+        if index == 2 and self.says_so:
+            trainer.strategy.refresh_master_weights()
 
 
 class History(pl.Callback):
@@ -398,19 +418,18 @@ class Begin(pl.Callback):
         self.weights = [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def halved(zero_stage: int, precision: Any) -> bool:
-    """Whether weights that are written through `.data` once in each of two epochs, and not trained,
-    end as a quarter."""
+def halved(zero_stage: int, precision: Any, callback: pl.Callback) -> bool:
+    """Whether weights that are written once in each of two epochs, and not trained, end as a
+    quarter."""
     from lightning_3d.strategy import Lightning3DStrategy
 
-    strategy = Lightning3DStrategy("dp2", micro_batch_size=4, zero_stage=zero_stage)
+    watched = {"check_replicas_every_n_steps": 1}
+    strategy = Lightning3DStrategy(
+        "dp2", micro_batch_size=4, zero_stage=zero_stage, reliability=watched
+    )
     begin = Begin()
     trainer = quiet_trainer(
-        strategy=strategy,
-        devices=2,
-        max_epochs=2,
-        precision=precision,
-        callbacks=[begin, GoesBack()],
+        strategy=strategy, devices=2, max_epochs=2, precision=precision, callbacks=[begin, callback]
     )
     module = LanguageModel(learning_rate=0.0)
     trainer.fit(module, datamodule=TextData(GLOBAL_BATCH // 2))
@@ -424,8 +443,23 @@ def halved(zero_stage: int, precision: Any) -> bool:
 @pytest.mark.parametrize(
     ("zero_stage", "precision"), by_default([(0, "bf16-true"), (1, "bf16-true"), (2, "32-true")], 1)
 )
-def test_what_is_written_through_data_stays(zero_stage: int, precision: str) -> None:
-    assert run_ranks(halved, 2, zero_stage, precision) == [True, True]
+def test_what_is_written_stays(zero_stage: int, precision: str) -> None:
+    assert run_ranks(halved, 2, zero_stage, precision, GoesBack()) == [True, True]
+    assert run_ranks(halved, 2, zero_stage, precision, BehindTheCounter(says_so=True)) == [
+        True,
+        True,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("zero_stage", "precision"), by_default([(0, "bf16-true"), (1, "32-true")], 1)
+)
+def test_what_is_written_through_data_is_refused_where_replicas_are_compared(
+    zero_stage: int, precision: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"written through \.data.*refresh_master_weights"):
+        run_ranks(halved, 2, zero_stage, precision, BehindTheCounter(says_so=False))
 
 
 @full

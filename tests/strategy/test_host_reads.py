@@ -28,11 +28,10 @@ and have as many."""
 
 ON_HOST = (
     "_require_held",  # of CPU tensors only; on a device an assertion takes its place
-    "with_writes",  # of CPU tensors only; on a device nothing is compared
     "most_micro_batches",  # the rest is counted by hosts and sent over gloo
     "agree_about_logs",
     "_require_same_order",
-    "finish",  # of `EagerReduction`
+    "_finish_micro_batches",
     "read_host_copy",  # of `KnownValues`
     *("_padding", "cover"),  # of masks with context parallelism: of a copy in host memory
     "_get_value",  # of torch: an optimizer that is not fused counts its steps in host memory

@@ -18,7 +18,7 @@ from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec, cut_along, even_range, replicated
 from lightning_3d.parallel.zero import make_backend
-from lightning_3d.parallel.zero.gradient_norm import clip_coefficient
+from lightning_3d.parallel.zero.gradients import clip_coefficient
 
 LAYERS = 4
 MICRO_BATCHES = 4  # of the whole world

@@ -40,7 +40,7 @@ from lightning_3d.parallel.tensor import collectives
 from lightning_3d.parallel.tensor import resolve_plan as cuts
 from lightning_3d.parallel.tensor.collectives import _Copy
 from lightning_3d.parallel.zero.backend import DataParallelBackend
-from lightning_3d.parallel.zero.partial_and_tied_gradients import PartialSums
+from lightning_3d.parallel.zero.reducer import PartialSums
 from lightning_3d.parallel.zero.trained import TrainedParameters
 
 pytestmark = pytest.mark.timeout(600)

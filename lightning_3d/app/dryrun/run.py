@@ -166,7 +166,7 @@ class _Average(ExponentialAverage):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, DryStrategy)
-        with strategy.metered():  # it compares weights with what callbacks wrote into them
+        with strategy.metered():
             super().on_train_batch_end(trainer, *args)
 
 

@@ -69,7 +69,7 @@ OURS = replace(
         # before and after the activation
         saved=8.0,
         saved_inner=2.0,
-        gradient=4.0,  # sums in float32: `sum_dtype` in parallel/zero/gradient_buffers.py
+        gradient=4.0,  # sums in float32: `sum_dtype` in parallel/zero/gradients.py
         # what a rank keeps of its reduced gradients, or the copy of the largest one in its bucket:
         # the same file
         kept_gradient=4.0,
@@ -81,7 +81,7 @@ OURS = replace(
         # in float32 and its exponentials
         sharded_logit=10.0,
         kept_sharded_logit=2.0,
-        stepwise=True,  # parallel/zero/gradient_buffers.py, overlapped_reduction.py
+        stepwise=True,  # parallel/zero/reduction.py
         context=0.9e9,  # an estimate without a measurement; `lightning-3d profile` measures it
         # as nanotron's runs show: with 1, the median error of their memory rises from 2.7 to 4.9 %
         allocator=1.05,

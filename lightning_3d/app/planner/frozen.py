@@ -47,8 +47,8 @@ class FrozenWeights:
 
     With ZeRO 3, a rank keeps its part of them. While a batch is computed, it has the parameters
     outside the blocks, and while the frozen model runs, two blocks: one that runs, and the next
-    one, which is gathered (`parallel/zero/parameter_units.py`). With `gather="step"`, it has all of
-    them while a batch is computed, unless the schedule splits the backward.
+    one, which is gathered (`ParameterUnits`). With `gather="step"`, it has all of them while a
+    batch is computed, unless the schedule splits the backward.
 
     Attributes:
         held: those that are there while a batch is computed.

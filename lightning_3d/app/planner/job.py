@@ -129,14 +129,14 @@ class Job:
     @property
     def scatters(self) -> bool:
         """True if each gradient is sent only to the rank that keeps it (reduce-scatter), otherwise
-        to all ranks (all-reduce): see `_scatters` in parallel/zero/compose.py."""
+        to all ranks (all-reduce): see `_scatters` in parallel/zero/__init__.py."""
         return self.zero > 0 and self.stack.scatters and self.reduce_scatter and not self.is_uneven
 
     @property
     def sends_whole_stages(self) -> bool:
         """True if the gradients of a pipeline stage are sent when its last backward is over,
         otherwise in it: those in one tensor and those of ZeRO 3 (`early_bytes` in
-        parallel/zero/compose.py)."""
+        parallel/zero/__init__.py)."""
         waits = self.stack.waits_for_stages and self.zero == 3
         return self.buffers_all_gradients or (waits and not self.reduces_often)
 
@@ -157,14 +157,14 @@ class Job:
     def sends_ends_last(self) -> bool:
         """True if gradients of parameters outside of blocks are sent when the backward pass of a
         micro-batch is over, the head's before the embedding's: ZeRO 3 that gathers and reduces
-        block by block (`_reducer_of_units` in parallel/zero/compose.py)."""
+        block by block (`_reducer_of_units` in parallel/zero/__init__.py)."""
         return self.gathers_often and self.reduces_often and self.stack.waits_for_stages
 
     @property
     def reduces_experts_late(self) -> bool:
         """True if ep distributes experts over ranks and their gradients are reduced once in a step,
         when the last backward of a stage is over: all of them at once, in one buffer
-        (`_may_be_early` in parallel/zero/trained.py; parallel/zero/compose.py)."""
+        (`_may_be_early` in parallel/zero/trained.py; parallel/zero/__init__.py)."""
         return self.layout.ep > 1 and self.stack.waits_for_stages
 
     @property

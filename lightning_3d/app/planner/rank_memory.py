@@ -392,7 +392,7 @@ class Rank:
 
     def _arrives(self, moment: Moment) -> float:
         """Bytes for each element of a gradient beside its sum, when it arrives. The first one of
-        float32 weights becomes the sum (`GradientSums` in parallel/zero/gradient_buffers.py)."""
+        float32 weights becomes the sum (`GradientSums` in parallel/zero/gradients.py)."""
         job = self._job
         is_sum = (
             job.number == job.stack.footprint.gradient

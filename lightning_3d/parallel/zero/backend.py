@@ -15,30 +15,29 @@ from torch.optim import Optimizer
 
 from lightning_3d.compat.torch import real_values
 from lightning_3d.errors import ConfigError
-from lightning_3d.options.zero import NONE
+from lightning_3d.options.zero import NONE, ZeroOptions
 from lightning_3d.parallel.host_copy import HostCopy
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import OptimizerShard, ShardSpec
 from lightning_3d.parallel.zero.average import WeightAverage
-from lightning_3d.parallel.zero.compose import Composition
-from lightning_3d.parallel.zero.first_copies import take_first_copies
-from lightning_3d.parallel.zero.gradient_buffers import scale_
-from lightning_3d.parallel.zero.gradient_norm import EPSILON, clip_coefficient
-from lightning_3d.parallel.zero.offload import check_place
+from lightning_3d.parallel.zero.gradients import EPSILON, clip_coefficient, scale_
 from lightning_3d.parallel.zero.parameter_store import ParameterStore
-from lightning_3d.parallel.zero.reducer import Reducer
+from lightning_3d.parallel.zero.reducer import Reducer, take_first_copies
 from lightning_3d.parallel.zero.stepper import Stepper
 from lightning_3d.parallel.zero.trained import (
     Trained,
     TrainedParameters,
     check_dtypes,
     check_optimizer,
+    check_place,
     check_zero,
     find_trained,
     names_in_order,
+    require_same_order,
 )
 from lightning_3d.parallel.zero.user_hooks import UserHooks
-from lightning_3d.parallel.zero.waves import require_same_order
+
+Build = Callable[[TrainedParameters, ParameterStore, Optimizer], tuple[Stepper, Reducer]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,11 @@ class DataParallelBackend:
         specs: where each trained parameter lies in the whole model, by its name in the module that
             `prepare` gets.
         store: where the values of parameters are kept.
-        composition: builds reducer and stepper.
+        build: function that takes over the gradients of parameters and the step of their optimizer,
+            as `make_backend` chose.
+        zero: resolved options.
+        bucket_bytes: upper bound of the bytes of one message of gradients.
+        equal_copies: see `make_backend`.
         stages: for each pipeline stage on this rank its parameters, in the order in which the
             forward uses them. None: one stage with all.
         precision: "fp32", "fp64", "bf16" or "bf16_mixed". With "bf16" the parameters are bf16;
@@ -108,13 +111,17 @@ class DataParallelBackend:
         mesh: Mesh,
         specs: Mapping[str, ShardSpec],
         store: ParameterStore,
-        composition: Composition,
+        build: Build,
+        zero: ZeroOptions,
         *,
+        bucket_bytes: int,
+        equal_copies: bool = False,
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
         precision: str = "fp32",
     ) -> None:
         self._mesh, self._specs = mesh, specs
-        self._store, self._composition = store, composition
+        self._store, self._build, self._zero = store, build, zero
+        self._bucket_bytes, self._equal_copies = bucket_bytes, equal_copies
         self._stages, self._precision = stages, precision
         self._prepared: _Training | None = None
         self._ended: list[OptimizerShard] | None = None
@@ -203,26 +210,18 @@ class DataParallelBackend:
         found = find_trained(module, optimizer, self._specs)
         self._require_same_order(found, stages, optimizer)
         trained = TrainedParameters(self._mesh, found, stages, device)
-        trained.first_copies = self._composition.copies_before_reduction(trained)
-        trained.plan_waves(self._composition.early_bytes(trained))
         self._check(trained.entries, optimizer, device)
-        stepper, reducer = self._composition.build(trained, self._store, optimizer)
+        stepper, reducer = self._build(trained, self._store, optimizer)
         chosen = {id(parameter) for parameter in trained.parameters}
         others = [parameter for parameter in module.parameters() if id(parameter) not in chosen]
         frozen = frozenset(id(parameter) for parameter in others if not parameter.requires_grad)
-        copies = (
-            self._composition.equal_copies
-            and self._mesh.size("tp") > 1
-            and not trained.first_copies
-        )
+        copies = self._equal_copies and self._mesh.size("tp") > 1 and not trained.first_copies
         untrained = {
             name: parameter
             for name, parameter in module.named_parameters()
             if id(parameter) not in chosen
         }
-        hooks = UserHooks(
-            trained, untrained, self._composition.zero.stage, self._store.weight_shards
-        )
+        hooks = UserHooks(trained, untrained, self._zero.stage, self._store.weight_shards)
         entries = {id(entry.parameter): entry for entry in trained.entries}
         self._prepared = _Training(
             reducer, stepper, others, frozen, copies, hooks, trained, entries
@@ -238,16 +237,14 @@ class DataParallelBackend:
         """Compare the orders of parameters on which messages depend: of the module, and with ZeRO
         of the optimizer."""
         groups = (
-            [group["params"] for group in optimizer.param_groups]
-            if self._composition.zero.stage > 0
-            else []
+            [group["params"] for group in optimizer.param_groups] if self._zero.stage > 0 else []
         )
         require_same_order(names_in_order(found, (*stages, *groups)), self._mesh.data_control)
 
     def _check(
         self, trained: Sequence[Trained], optimizer: Optimizer, device: torch.device
     ) -> None:
-        zero = self._composition.zero
+        zero = self._zero
         check_dtypes(trained, self._precision)
         check_optimizer(optimizer, trained, zero.stage, device, self._mesh.layout)
         check_place(optimizer, offloaded=zero.offload != NONE)
@@ -292,9 +289,7 @@ class DataParallelBackend:
         if begins:
             self._norm = self._known_norm = self._skip = None
             self._reduced, self._absent = False, []
-            # first, so that gradients are never held together with copies of master weights
             training.reducer.clear()
-            training.stepper.follow_writes()
             training.reducer.begin()
         training.reducer.ends, training.reducer.overlaps = ends, ends and overlap
         with training.hooks.deferred(alone=begins and ends), training.reducer.adding_up():
@@ -357,9 +352,7 @@ class DataParallelBackend:
         self._absent = training.reducer.reduce(scale)
         if training.copies:
             take_first_copies(
-                self._mesh,
-                training.stepper.gradients_by_parameter(),
-                self._composition.bucket_bytes,
+                self._mesh, training.stepper.gradients_by_parameter(), self._bucket_bytes
             )
         training.stepper.take_gradients()
         training.hooks.call(training.stepper, self._absent)
@@ -474,6 +467,7 @@ class DataParallelBackend:
     def step(self) -> None:
         """Run the optimizer on the reduced gradients and bring the new weights to all ranks that
         use them."""
+        self._training.stepper.follow_writes()  # also those of hooks of this step
         self._training.stepper.step(self._absent, self._skip)
         if self._skip is None:
             self.end_step()
@@ -482,7 +476,7 @@ class DataParallelBackend:
         """Drop gradients that nobody needs after a step. `step` does so itself, unless the device
         decides about it. Local."""
         self._training.stepper.discard()
-        if self._composition.zero.stage > 0:
+        if self._zero.stage > 0:
             self._training.reducer.clear()
 
     def discard(self) -> None:
@@ -499,6 +493,39 @@ class DataParallelBackend:
         """
         if self._prepared is not None:
             self._prepared.stepper.refresh_master_weights()
+
+    def follow_writes(self) -> None:
+        """Take over what was written into parameters while a model trains, also through `.data`.
+        Local.
+
+        Unlike `refresh_master_weights`, master weights that round to their parameters keep all
+        their digits.
+        """
+        if self._prepared is not None:
+            self._prepared.stepper.follow_writes(unseen=True)
+
+    def require_seen_writes(self) -> None:
+        """Refuse values that were written through `.data`, which the next step would overwrite.
+        Collective: one all-reduce in host memory. The host waits for the device.
+
+        Raises:
+            ConfigError: on all ranks.
+        """
+        found = self._training.stepper.unseen_writes()
+        with real_values():
+            flags = torch.stack([flag for _, flag in found]).tolist() if found else []
+            names = [name for (name, _), flag in zip(found, flags, strict=True) if flag]
+            count = torch.tensor(len(names))
+            if self._mesh.layout.world_size > 1:
+                dist.all_reduce(count, dist.ReduceOp.MAX, group=self._mesh.world_control)
+        if int(count):
+            what = f"'{names[0]}'" if names else "A parameter"
+            raise ConfigError(
+                f"{what} was written through .data, which is not seen: the optimizer's step would"
+                " overwrite it with its master weights. Write into the parameter itself under"
+                " torch.no_grad() (parameter.mul_(0.5), for example), or call"
+                " refresh_master_weights() of the strategy after the write."
+            )
 
     def optimizer_shards(self, *, to_save: bool = False) -> list[OptimizerShard]:
         """This rank's optimizer state of each trained parameter, for checkpoints: views; after

@@ -2,8 +2,8 @@
 
 DeepSpeed keeps the parameters of each optimizer group in one flat buffer, of which each
 data-parallel rank owns a contiguous part with its float32 master weights and optimizer state. After
-the optimizer's step the parts are all-gathered, or `overlapped_gather` sends them. At stages 1 and
-2 these are the whole parameters. At stage 3 they are this rank's pieces of them, and the engine has
+the optimizer's step the parts are all-gathered, or `OverlappedGather` sends them. At stages 1 and 2
+these are the whole parameters. At stage 3 they are this rank's pieces of them, and the engine has
 one data-parallel rank only.
 
 This package computes the gradient norm itself. DeepSpeed's norm costs one all-reduce per parameter
@@ -32,23 +32,28 @@ from lightning_3d.compat.deepspeed import EXPERTS
 from lightning_3d.options.zero import NONE, PARAMETERS, ZeroOptions
 from lightning_3d.parallel.collectives import all_gather_flat
 from lightning_3d.parallel.sharding import OptimizerShard
-from lightning_3d.parallel.zero.deepspeed_inputs import Groups, Holder, deepspeed_config
-from lightning_3d.parallel.zero.flat_partition import OwnedPiece, Partition
-from lightning_3d.parallel.zero.gradient_buffers import Slot
-from lightning_3d.parallel.zero.gradient_norm import global_norm
-from lightning_3d.parallel.zero.offload import CPU_ADAM, VECTOR, rounds_by_place
-from lightning_3d.parallel.zero.overlapped_gather import OverlappedGather
-from lightning_3d.parallel.zero.parameter_store import TrainedTensor
-from lightning_3d.parallel.zero.shared_matrices import TrainedRange, share_matrices, step_matrices
+from lightning_3d.parallel.zero.deepspeed_engine import (
+    Groups,
+    Holder,
+    OwnedPiece,
+    Partition,
+    deepspeed_config,
+)
+from lightning_3d.parallel.zero.elementwise import CPU_ADAM
+from lightning_3d.parallel.zero.gradients import Slot, global_norm
+from lightning_3d.parallel.zero.parameter_store import OverlappedGather, TrainedTensor
 from lightning_3d.parallel.zero.stepper import (
     Stepper,
+    TrainedRange,
     new_state,
+    share_matrices,
     skipping,
     skips_on_device,
     start_state,
     state_tensors,
+    step_matrices,
 )
-from lightning_3d.parallel.zero.trained import Trained, TrainedParameters
+from lightning_3d.parallel.zero.trained import Trained, TrainedParameters, Writes
 
 
 class DeepSpeedStepper(Stepper):
@@ -116,6 +121,7 @@ class DeepSpeedStepper(Stepper):
             for partition in self.partitions
             for slot in partition.owned_slots
         ]
+        self._writes = Writes(piece.slot.parameter for piece in self.owned)
         if gather is not None:
             gather.connect(self.partitions, trained)
         with self._groups_for_deepspeed():
@@ -215,12 +221,24 @@ class DeepSpeedStepper(Stepper):
             group["params"].append(padding[-1])
         return padding
 
-    def follow_writes(self) -> None:
-        if self._zero.stage == 3:
-            # between batches parameters have no values, and `Unit.require_untouched` refuses writes
-            return
-        for piece in self.owned:
-            piece.partition.follow_writes(piece.slot)
+    @property
+    def _pieces_that_can_be_written(self) -> list[OwnedPiece]:
+        # At stage 3 parameters have no values between batches, and `Unit.require_untouched` refuses
+        # writes.
+        return [] if self._zero.stage == 3 else self.owned
+
+    def follow_writes(self, *, unseen: bool = False) -> None:
+        for piece in self._pieces_that_can_be_written:
+            if unseen or piece.slot.parameter in self._writes:
+                piece.partition.follow_writes(piece.slot)
+        self._writes.ours()
+
+    def unseen_writes(self) -> list[tuple[str, Tensor]]:
+        return [
+            (piece.entry.name, piece.partition.differs(piece.slot))
+            for piece in self._pieces_that_can_be_written
+            if piece.slot.parameter not in self._writes
+        ]
 
     def gradients(self) -> Iterator[Tensor]:
         for partition in self.partitions:
@@ -269,6 +287,7 @@ class DeepSpeedStepper(Stepper):
                 if self._gather is None
                 else self._library.step_without_gathering(self._engine)
             )
+        self._writes.ours()
         if self._gather is not None:
             self._gather.start()  # after `_unchanged`, which undoes a part of the step
 
@@ -307,6 +326,7 @@ class DeepSpeedStepper(Stepper):
     def refresh_master_weights(self) -> None:
         for partition in self.partitions:
             partition.group.master.copy_(partition.group.owned)
+        self._writes.ours()
 
     def weights(self) -> list[OptimizerShard]:
         return [
@@ -329,6 +349,7 @@ class DeepSpeedStepper(Stepper):
                 self._trained.expert_shard_group if partition.experts else self._trained.shard_group
             )
             all_gather_flat(partition.group.flat, partition.group.owned.clone(), group).wait()
+        self._writes.ours()
 
     def create_state(self, state: Mapping[str, Mapping[str, Tensor | float]]) -> None:
         with self._groups_for_deepspeed():
@@ -377,6 +398,7 @@ class DeepSpeedStepper(Stepper):
         self._engine = None
         self.partitions, self.owned, self._expert_groups = [], [], []
         self._entries, self._tensors = {}, {}
+        self._writes = Writes([])
 
 
 def _range_of(piece: OwnedPiece) -> TrainedRange:
@@ -387,3 +409,21 @@ def _range_of(piece: OwnedPiece) -> TrainedRange:
         piece.first,
         piece.slot.stop - piece.slot.start,
     )
+
+
+def rounds_by_place(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's update of an element on a CPU depends on the element's place in
+    the tensor.
+
+    Kernels for the whole update compute the last elements of a tensor, too few for a vector
+    instruction, rounding them differently from the others (DeepSpeed 0.19, torch 2.13: 6e-8 after
+    30 steps). Copies that several ranks step, tied ones for example, would drift apart.
+    """
+    return type(optimizer).__name__ == CPU_ADAM or any(
+        group.get("fused") for group in optimizer.param_groups
+    )
+
+
+VECTOR = 16
+"""Elements of the widest vector of a CPU, in float32: 512 bits. A tensor of a multiple of them has
+no such last elements."""

@@ -22,14 +22,20 @@ from torch.optim import Optimizer
 
 from lightning_3d.compat.torch import real_values
 from lightning_3d.options.optimizer import CLOSURE, ELEMENTWISE
-from lightning_3d.parallel.zero.offload import CPU_ADAM
+
+CPU_ADAM = "DeepSpeedCPUAdam"
+"""Can step only weights in host memory."""
 
 SHAPE = (96, 128)
+
 CUT = 5003
 """Elements of the first part: neither rows nor blocks of elements end there."""
+
 _SIZES = (0.1, 0.01, 10.0, 1.0)
 """Size of the gradients of each step. They also grow, and so reach a limit of a tensor's norm."""
+
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
 _LEARNING_RATE = 0.01
 
 Split = Callable[[Tensor], list[Tensor]]

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from lightning_3d.compat.muon import adjusted_lr, orthogonalize, require_muon
 from lightning_3d.errors import ConfigError, listed
-from lightning_3d.parallel.zero.matrix_pieces import HeldPiece, require_matrices
+from lightning_3d.parallel.zero.matrices import HeldPiece, require_matrices
 
 if TYPE_CHECKING:
-    from lightning_3d.parallel.zero.matrix_exchange import MatrixExchange
+    from lightning_3d.parallel.zero.matrices import MatrixExchange
+
 
 MUON, ADAMW = "muon", "adamw"
 """Values of the option `algorithm` of a parameter group."""
+
 MOMENTUM = "momentum_buffer"
 """Key of the momentum in the state, as torch.optim.Muon has it."""
 
@@ -53,6 +55,9 @@ class MuonWithAdamW(torch.optim.AdamW):
         ConfigError: torch has no Muon, a parameter in a group of Muon is neither a matrix nor a
             stack of matrices, or its groups have different `ns_steps`.
     """
+
+    shares_matrices = True
+    """Matrices are stepped as wholes, whatever parts of them ranks have."""
 
     def __init__(
         self,

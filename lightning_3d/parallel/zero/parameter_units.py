@@ -16,7 +16,7 @@ from lightning_3d.compat.torch import autograd_is_running, storage_key
 from lightning_3d.errors import ConfigError, DataError
 from lightning_3d.parallel.collectives import all_gather_flat
 from lightning_3d.parallel.nested import tensors_of
-from lightning_3d.parallel.zero.gradient_buffers import Slot, end_to_end
+from lightning_3d.parallel.zero.gradients import Slot, end_to_end
 
 _SIGNS_OF_FREED = ("storage of size 0", "data is not allocated yet", "illegal memory access")
 """What CPU and CUDA say when freed parameters are used."""

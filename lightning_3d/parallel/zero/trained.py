@@ -3,13 +3,15 @@ complete, and which parameters cannot be trained exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigError, listed
@@ -20,6 +22,7 @@ from lightning_3d.options.optimizer import (
     closure_refusal,
     few_bits_refusal,
     has_few_bits,
+    offload_refusal,
     sharding_refusal,
     sparse_refusal,
     stages_refusal,
@@ -27,13 +30,12 @@ from lightning_3d.options.optimizer import (
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec
 from lightning_3d.parallel.zero.elementwise import (
+    CPU_ADAM,
     is_elementwise,
     needs_closure,
     steps_each_tensor_alone,
 )
-from lightning_3d.parallel.zero.first_copies import is_copied
-from lightning_3d.parallel.zero.muon import MuonWithAdamW
-from lightning_3d.parallel.zero.waves import Wave, find_waves
+from lightning_3d.parallel.zero.gradients import sum_dtype
 
 DATA_AXES = ("dp", "cp")
 """Ranks along these axes hold the same parameters and see different tokens: gradients are summed
@@ -264,6 +266,170 @@ def names_in_order(
     return [names[id(parameter)] for part in parts for parameter in part if id(parameter) in names]
 
 
+def is_copied(spec: ShardSpec) -> bool:
+    """Return whether several tensor-parallel ranks hold this very shard, and are no data-parallel
+    ranks of each other."""
+    return len(spec.tp_replicas) > 1 and not spec.expert
+
+
+def ranks_along(mesh: Mesh, axis: str, indices: Sequence[int]) -> tuple[int, ...]:
+    """Global ranks at these indices of one axis and at this rank's place on all others, rising."""
+    return tuple(sorted(mesh.layout.rank(**{**mesh.coordinates, axis: index}) for index in indices))
+
+
+@dataclass(frozen=True, eq=False)
+class Wave:
+    """Parameters whose gradients are sent together.
+
+    Attributes:
+        stage: index, among this rank's stages, of the one whose last backward completes them; None:
+            the end of the step.
+        parameters: the parameters; empty if nothing is trained there.
+        is_early: whether they may be complete before that backward is over.
+    """
+
+    stage: int | None
+    parameters: Sequence[nn.Parameter]
+    is_early: bool = False
+
+
+def find_waves(
+    stages: Sequence[Sequence[nn.Parameter]],
+    trained: Iterable[nn.Parameter],
+    *,
+    late: Callable[[nn.Parameter], bool],
+    early: Callable[[nn.Parameter], bool],
+    early_bytes: int | None,
+) -> list[Wave]:
+    """Number the waves of a rank.
+
+    The backward reaches the last stage first. A parameter that two stages use is complete after the
+    backward of the earlier one.
+
+    Args:
+        stages: for each stage its parameters, in the order in which the forward uses them.
+        trained: parameters that are trained.
+        late: whether a parameter is complete only at the end of the step.
+        early: whether a parameter's gradient may be sent inside a backward.
+        early_bytes: bytes of the gradients of one early wave, except for a single larger parameter.
+            A stage with less than that has none. None: there are none.
+    """
+    trained = list(trained)
+    at_end = {id(parameter): parameter for parameter in trained if late(parameter)}
+    left = {id(parameter): parameter for parameter in trained if id(parameter) not in at_end}
+    uses = Counter(key for stage in stages for key in {id(parameter) for parameter in stage})
+    waves = []
+    for stage in reversed(range(len(stages))):
+        # A tied parameter is in the list twice, and complete when the backward has passed its first
+        # use.
+        members = list(
+            {
+                id(parameter): parameter for parameter in stages[stage] if id(parameter) in left
+            }.values()
+        )
+        if any(uses[id(parameter)] > 1 for parameter in members):
+            earlier = {id(parameter) for other in stages[:stage] for parameter in other}
+            members = [parameter for parameter in members if id(parameter) not in earlier]
+        chosen = [
+            parameter for parameter in members if uses[id(parameter)] == 1 and early(parameter)
+        ]
+        found = [] if early_bytes is None else _full_buckets(reversed(chosen), early_bytes)
+        sent = {id(parameter) for bucket in found for parameter in bucket}
+        waves += [Wave(stage, bucket, is_early=True) for bucket in found]
+        waves.append(Wave(stage, [parameter for parameter in members if id(parameter) not in sent]))
+        for parameter in members:
+            del left[id(parameter)]
+    return [*waves, Wave(None, [*at_end.values(), *left.values()])]
+
+
+def _full_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Split parameters into runs of at most `limit` bytes of gradients, each type apart, without
+    the last run of each type."""
+    full: list[list[nn.Parameter]] = []
+    running: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        dtype = sum_dtype(parameter)
+        run, size = running.get(dtype, ([], 0))
+        added = parameter.numel() * dtype.itemsize
+        if run and size + added > limit:
+            full.append(run)
+            run, size = [], 0
+        running[dtype] = ([*run, parameter], size + added)
+    return full
+
+
+def require_same_order(names: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Refuse parameters whose order differs between the ranks of `group`: gradients of different
+    ones would be added up. One small all-reduce in host memory.
+
+    Raises:
+        ConfigError: the orders differ.
+    """
+    own = _fingerprint(names)
+    least_and_most = torch.tensor([own, -own])
+    dist.all_reduce(least_and_most, dist.ReduceOp.MIN, group=group)
+    if least_and_most.tolist() != [own, -own]:
+        raise ConfigError(
+            "The parameters of the model (with ZeRO, of its optimizer) have another order on other"
+            " data-parallel ranks, so gradients of different parameters would be added up. Create"
+            " layers and parameter groups in one fixed order: from a list, for example, not from a"
+            " set."
+        )
+
+
+def _fingerprint(names: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
+
+
+class Writes:
+    """What something other than the optimizer writes into parameters with master weights, a
+    callback that clips weights for example.
+
+    A version counter of torch counts each write into a parameter, and costs nothing to read. It
+    does not count what is written through `parameter.data`: whoever does that calls
+    `refresh_master_weights` of the strategy afterwards. Where replicas are compared, `differs`
+    finds such writes by their values.
+
+    Args:
+        parameters: the parameters. Writes until now are the optimizer's own.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(dict.fromkeys(parameters))
+        self.ours()
+
+    def ours(self) -> None:
+        """Take note that all writes until now are the optimizer's own, or have been followed."""
+        self._known = {parameter: parameter._version for parameter in self._parameters}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Whether something has written into a parameter since `ours`."""
+        return parameter._version != self._known[parameter]
+
+
+@torch.no_grad()
+def merged(master: Tensor, written: Tensor) -> Tensor:
+    """Return float32 master weights that round to a parameter: its own elements where they do not
+    yet."""
+    here = written.detach().to(master.device)
+    return torch.where(master.to(here.dtype) == here, master, here.to(master.dtype))
+
+
+@torch.no_grad()
+def differs(master: Tensor, written: Tensor) -> Tensor:
+    """Return whether master weights do not round to a parameter: bool, shape (), on the device of
+    the master weights."""
+    here = written.detach().to(master.device)
+    rounded = master.to(here.dtype)
+    return ((rounded != here) & ~(rounded.isnan() & here.isnan())).any()
+
+
+def with_writes(master: Tensor, written: Tensor) -> Tensor:
+    """Return `merged`, or the master weights themselves if they round to the parameter already. The
+    host waits for the answer."""
+    return merged(master, written) if differs(master, written) else master
+
+
 def check_dtypes(trained: Iterable[Trained], precision: str) -> None:
     """Refuse parameters whose type this precision does not train exactly."""
     for name, parameter in ((entry.name, entry.parameter) for entry in trained):
@@ -304,7 +470,7 @@ def check_optimizer(
         raise ConfigError(closure_refusal(name))
     if name in SPARSE:
         raise ConfigError(sparse_refusal(name))
-    if isinstance(optimizer, MuonWithAdamW):
+    if getattr(optimizer, "shares_matrices", False):
         return  # its matrices are stepped as wholes, whatever parts ranks have
     by = [
         *(["this layout"] if any(entry.spec.is_cut for entry in trained) else []),
@@ -367,4 +533,42 @@ def check_zero(trained: Sequence[Trained], stage: int) -> None:
         raise ConfigError(
             f"zero_stage={stage} needs trained parameters of one type; found {types}. Use"
             " zero_stage=0."
+        )
+
+
+GPU_ONLY = ("apex", "bitsandbytes", "transformer_engine")
+"""Packages whose optimizers are GPU kernels."""
+
+WORKS = "torch.optim.AdamW, best with fused=True, or deepspeed.ops.adam.DeepSpeedCPUAdam"
+
+
+def check_place(optimizer: Optimizer, *, offloaded: bool) -> None:
+    """Refuse an optimizer that cannot step weights where they are.
+
+    Args:
+        offloaded: the weights that it steps are in host memory, whatever device the parameters are
+            on.
+    """
+    name = type(optimizer).__name__
+    if name in ("DeepSpeedCPULion", "DeepSpeedCPUAdagrad"):
+        raise ConfigError(f"{name} is not supported. Use {WORKS}.")
+    if not offloaded:
+        if name == CPU_ADAM:
+            raise ConfigError(
+                f"{name} updates weights in host memory, which needs zero_offload=optimizer and a"
+                " zero_stage above 0. Set these, or use torch.optim.AdamW."
+            )
+        return
+    if getattr(optimizer, "shares_matrices", False):
+        raise ConfigError(offload_refusal())
+    package = type(optimizer).__module__.partition(".")[0]
+    if package in GPU_ONLY or (package == "deepspeed" and name.startswith("Fused")):
+        raise ConfigError(
+            f"{name} of {package} runs on GPUs only, but zero_offload updates weights in host"
+            f" memory. Use {WORKS}, or zero_offload=none."
+        )
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{name} with capturable=True counts its steps on the GPU, but zero_offload updates"
+            " weights in host memory. Remove capturable, or use zero_offload=none."
         )

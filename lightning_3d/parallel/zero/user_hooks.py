@@ -22,7 +22,7 @@ from lightning_3d.compat.torch import accumulation_hooks, gradient_hooks, has_gr
 from lightning_3d.compat.torch_fake import is_fake
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.sharding import OptimizerShard
-from lightning_3d.parallel.zero.gradient_buffers import sum_dtype
+from lightning_3d.parallel.zero.gradients import sum_dtype
 from lightning_3d.parallel.zero.stepper import Stepper
 from lightning_3d.parallel.zero.trained import Trained, TrainedParameters
 
@@ -31,6 +31,7 @@ Pieces = list[tuple[int | None, Tensor]]
 None if it is the whole shard."""
 
 _KINDS = (gradient_hooks, accumulation_hooks)
+
 _PACKAGE = f"{__name__.partition('.')[0]}."
 
 

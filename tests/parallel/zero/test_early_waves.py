@@ -24,8 +24,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import replicated
 from lightning_3d.parallel.zero import make_backend, trained
-from lightning_3d.parallel.zero.early_replica_sums import EarlyReplicaSums
-from lightning_3d.parallel.zero.waves import Wave, find_waves
+from lightning_3d.parallel.zero.gradients import ReplicaSums
+from lightning_3d.parallel.zero.trained import Wave, find_waves
 
 COMMON = ("0", "1", "1 scattered", "2", "2 scattered")
 WIDTH, LAYERS = 8, 6
@@ -286,7 +286,7 @@ class Message:
 def sums_in_order() -> list[list[float]]:
     """Three sums whose messages arrive in another order: after each call, the tensors so far."""
     own = dist.get_rank() + 1.0
-    sums = EarlyReplicaSums(dist.group.WORLD, torch.device("cpu"))
+    sums = ReplicaSums(dist.group.WORLD, torch.device("cpu"))
     messages, parts, seen = (
         [Message(), Message(), Message()],
         [torch.tensor([own * 10**place]) for place in range(3)],

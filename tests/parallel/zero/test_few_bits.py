@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.layout import Layout
+from lightning_3d.parallel.zero.stepper import inner_states, new_wrapped_states
 from lightning_3d.parallel.zero.trained import check_optimizer
-from lightning_3d.parallel.zero.wrapped_state import inner_states, new_wrapped_states
 
 KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 CPU = torch.device("cpu")

@@ -6,9 +6,7 @@ import pytest
 from handmade_gradients import LAYERS
 
 from lightning_3d.parallel.sharding import Box, ShardSpec, cut_along, even_range, replicated
-from lightning_3d.parallel.zero import matrix_plan
-from lightning_3d.parallel.zero.matrix_pieces import Piece, pieces_of
-from lightning_3d.parallel.zero.matrix_plan import Matrix, plan_rounds, work
+from lightning_3d.parallel.zero.matrices import Matrix, Piece, pieces_of, plan_rounds, work
 
 SHAPES = [(256, 256), (128, 256), (128, 256), (256, 256), (688, 256), (688, 256), (256, 688)]
 
@@ -39,7 +37,7 @@ def table(ranks: int, tp: int, dp_shards: int) -> list[list[Piece]]:
 def test_every_element_has_one_source(
     ranks: int, tp: int, shards: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix_plan, "ROUND", limit)
+    monkeypatch.setattr("lightning_3d.parallel.zero.matrices.ROUND", limit)
     rounds = plan_rounds(table(ranks, tp, shards))
     matrices = [matrix for each in rounds for matrix in each]
     assert len({matrix.key for matrix in matrices}) == len(matrices) == LAYERS * len(SHAPES)

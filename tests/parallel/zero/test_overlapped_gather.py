@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import LayoutError
 from lightning_3d.options.zero import ZeroOptions
-from lightning_3d.parallel.zero import overlapped_gather
-from lightning_3d.parallel.zero.overlapped_gather import AwaitedParameter, OverlappedGather
+from lightning_3d.parallel.zero import parameter_store
+from lightning_3d.parallel.zero.parameter_store import AwaitedParameter, OverlappedGather
 
 # Exactness
 
@@ -101,7 +101,7 @@ def test_compiled_blocks() -> None:
     parity.assert_same_training("llama", "dp2", zero=1, zero_overlap_gather=True, compile=True)
 
 
-class Late(overlapped_gather._Message):
+class Late(parameter_store._Message):
     """A message whose elements change only when it is waited for."""
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class Late(overlapped_gather._Message):
 
 def train_late(recipe: Recipe, **options: Any) -> Part:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped_gather, "_Message", Late)
+        patch.setattr(parameter_store, "_Message", Late)
         return train_on_rank(recipe, **options)
 
 
@@ -196,7 +196,7 @@ def reading(
     )
     module = Regularized()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped_gather, "_Message", Late)
+        patch.setattr(parameter_store, "_Message", Late)
         trainer.fit(module, datamodule=TextData(8))
     assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
     return (
@@ -264,7 +264,7 @@ def test_only_values_are_waited_for() -> None:
 def test_a_failed_rank_does_not_wait_for_ever(
     arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlapped_gather, "_PATIENCE", 0.0)
+    monkeypatch.setattr(parameter_store, "_PATIENCE", 0.0)
     parameter = nn.Parameter(torch.ones(2))
     message = Message([parameter], arrives=arrives)
     assert started(message).abandon() is not arrives
@@ -298,7 +298,7 @@ def events(layout: str) -> list[list[str]]:
 
     seen = Events()
 
-    class Noted(overlapped_gather._Message):
+    class Noted(parameter_store._Message):
         def start(self) -> None:
             seen.note(f"send {self._source}")
             super().start()
@@ -314,7 +314,7 @@ def events(layout: str) -> list[list[str]]:
     )
     trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=3, callbacks=[seen])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped_gather, "_Message", Noted)
+        patch.setattr(parameter_store, "_Message", Noted)
         trainer.fit(OneGroup(), datamodule=TextData(8))
     return seen.steps
 

@@ -27,8 +27,9 @@ from lightning_3d.options.zero import ZeroOptions
 from lightning_3d.parallel.mesh import Mesh
 from lightning_3d.parallel.sharding import ShardSpec, cut_along, replicated
 from lightning_3d.parallel.zero import make_backend
-from lightning_3d.parallel.zero.flat_partition import Partition
-from lightning_3d.parallel.zero.offload import VECTOR, check_place
+from lightning_3d.parallel.zero.deepspeed_engine import Partition
+from lightning_3d.parallel.zero.deepspeed_stepper import VECTOR
+from lightning_3d.parallel.zero.trained import check_place
 
 full = pytest.mark.full
 MODES: dict[str, dict[str, Any]] = {
